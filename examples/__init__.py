@@ -1,0 +1,1 @@
+"""Runnable examples; installed as ``pccheck_async.examples``."""

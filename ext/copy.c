@@ -1,0 +1,84 @@
+#include "copy.h"
+
+#include <errno.h>
+#include <string.h>
+
+#include "crc32.h"
+
+/* Bytes copied before they are checksummed: few enough that they are still in the second-level cache (the source passes
+ * through it too), enough that the prefetching of the source pays. Measured: 64 KiB beats 16, and 128 is no better. */
+#define BLOCK ((uint64_t)64 << 10)
+
+static inline struct copy_segment segment_at(const void *segments, size_t index)
+{
+    struct copy_segment segment;
+    memcpy(&segment, (const uint8_t *)segments + index * sizeof segment, sizeof segment);
+    return segment;
+}
+
+static inline uint64_t smaller(uint64_t a, uint64_t b)
+{
+    return a < b ? a : b;
+}
+
+int copy_check(const void *segments, size_t count, uint64_t size, bool ordered, size_t *bad)
+{
+    uint64_t filled = 0;
+    for (size_t i = 0; i < count; i++) {
+        const struct copy_segment s = segment_at(segments, i);
+        const bool inside = s.offset <= size && s.length <= size - s.offset;
+        const bool addressable = s.length == 0 || (s.address != 0 && s.address <= UINTPTR_MAX - (s.length - 1));
+        if (!inside || !addressable || (ordered && s.offset < filled)) {
+            *bad = i;
+            return -EINVAL;
+        }
+        filled = s.offset + s.length;
+    }
+    return 0;
+}
+
+int copy_gather(const void *segments, size_t count, void *buffer, uint64_t size, uint32_t *checksum)
+{
+    const struct crc32_variant *crc = crc32_select();
+    uint8_t *const base = buffer;
+    struct copy_segment next = {0, size, 0}; /* as if a segment began where the buffer ends */
+    uint32_t state = ~UINT32_C(0);
+    size_t taken = 0;
+
+    if (taken < count)
+        next = segment_at(segments, taken++);
+    for (uint64_t at = 0, end; at < size; at = end) {
+        end = at + smaller(BLOCK, size - at);
+        for (uint64_t done = at; done < end;) {
+            if (next.length == 0 && next.offset <= done) {
+                next = taken < count ? segment_at(segments, taken++) : (struct copy_segment){0, size, 0};
+            } else if (next.offset > done) {
+                const uint64_t gap = smaller(next.offset, end) - done;
+                memset(base + done, 0, gap);
+                done += gap;
+            } else {
+                const uint64_t part = smaller(next.length, end - done);
+                memcpy(base + done, (const void *)(uintptr_t)next.address, part);
+                done += part;
+                next.address += part;
+                next.offset += part;
+                next.length -= part;
+            }
+        }
+        state = crc->update(state, base + at, end - at);
+    }
+    *checksum = ~state;
+    return 0;
+}
+
+int copy_scatter(const void *segments, size_t count, const void *buffer, uint64_t size, uint32_t checksum)
+{
+    if (crc32_update(0, buffer, size) != checksum)
+        return -EBADMSG;
+    for (size_t i = 0; i < count; i++) {
+        const struct copy_segment s = segment_at(segments, i);
+        if (s.length > 0)
+            memcpy((void *)(uintptr_t)s.address, (const uint8_t *)buffer + s.offset, s.length);
+    }
+    return 0;
+}

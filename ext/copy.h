@@ -1,0 +1,30 @@
+/* Copies between scattered memory and one buffer, with a checksum over all of the buffer. */
+#ifndef PCCHECK_COPY_H
+#define PCCHECK_COPY_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* `length` bytes at `address` belong at `offset` of the buffer. Tables of these are packed and may be unaligned. */
+struct copy_segment {
+    uint64_t address;
+    uint64_t offset;
+    uint64_t length;
+};
+
+/* Check a table against a buffer of `size` bytes: 0, or -EINVAL where a segment leaves the buffer or the address space,
+ * or, with `ordered`, overlaps the one before it or comes before it. *bad is the index of the offender. */
+int copy_check(const void *segments, size_t count, uint64_t size, bool ordered, size_t *bad);
+
+/* Fill all of `buffer`: the segments (checked, ordered), and zeros between and behind them. Stores its CRC-32.
+ *
+ * The checksum is of the bytes that arrived in the buffer, so it holds for what will be written even where the source
+ * changes meanwhile. Always 0. */
+int copy_gather(const void *segments, size_t count, void *buffer, uint64_t size, uint32_t *checksum);
+
+/* Copy the segments (checked) out of `buffer`, once its CRC-32 proved to be `checksum`; -EBADMSG, with nothing copied,
+ * where it is another. */
+int copy_scatter(const void *segments, size_t count, const void *buffer, uint64_t size, uint32_t checksum);
+
+#endif

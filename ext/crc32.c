@@ -1,0 +1,240 @@
+#include "crc32.h"
+
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__) && defined(__linux__) && !defined(__AARCH64EB__)
+#include <arm_acle.h>
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#define CRC32_ARM64 1
+#endif
+
+/* ---- Everywhere: eight bytes per step, table k giving the register's change for a byte that k more bytes follow.
+ *
+ * The CRC is linear, so the entry of a byte is the xor of the entries of its bits: the eight powers of two define a
+ * table, and the macros expand them to all 256 entries when compiling. */
+
+#define T0(x) (x)
+#define T1(x, a) T0(x), T0((x) ^ (a))
+#define T2(x, a, b) T1(x, a), T1((x) ^ (b), a)
+#define T3(x, a, b, c) T2(x, a, b), T2((x) ^ (c), a, b)
+#define T4(x, a, b, c, d) T3(x, a, b, c), T3((x) ^ (d), a, b, c)
+#define T5(x, a, b, c, d, e) T4(x, a, b, c, d), T4((x) ^ (e), a, b, c, d)
+#define T6(x, a, b, c, d, e, f) T5(x, a, b, c, d, e), T5((x) ^ (f), a, b, c, d, e)
+#define T7(x, a, b, c, d, e, f, g) T6(x, a, b, c, d, e, f), T6((x) ^ (g), a, b, c, d, e, f)
+#define ROW(a, b, c, d, e, f, g, h) {T7(0u, a, b, c, d, e, f, g), T7(h, a, b, c, d, e, f, g)}
+
+static const uint32_t table[8][256] = {
+    ROW(0x77073096, 0xee0e612c, 0x076dc419, 0x0edb8832, 0x1db71064, 0x3b6e20c8, 0x76dc4190, 0xedb88320),
+    ROW(0x191b3141, 0x32366282, 0x646cc504, 0xc8d98a08, 0x4ac21251, 0x958424a2, 0xf0794f05, 0x3b83984b),
+    ROW(0x01c26a37, 0x0384d46e, 0x0709a8dc, 0x0e1351b8, 0x1c26a370, 0x384d46e0, 0x709a8dc0, 0xe1351b80),
+    ROW(0xb8bc6765, 0xaa09c88b, 0x8f629757, 0xc5b428ef, 0x5019579f, 0xa032af3e, 0x9b14583d, 0xed59b63b),
+    ROW(0x3d6029b0, 0x7ac05360, 0xf580a6c0, 0x30704bc1, 0x60e09782, 0xc1c12f04, 0x58f35849, 0xb1e6b092),
+    ROW(0xcb5cd3a5, 0x4dc8a10b, 0x9b914216, 0xec53826d, 0x03d6029b, 0x07ac0536, 0x0f580a6c, 0x1eb014d8),
+    ROW(0xa6770bb4, 0x979f1129, 0xf44f2413, 0x33ef4e67, 0x67de9cce, 0xcfbd399c, 0x440b7579, 0x8816eaf2),
+    ROW(0xccaa009e, 0x4225077d, 0x844a0efa, 0xd3e51bb5, 0x7cbb312b, 0xf9766256, 0x299dc2ed, 0x533b85da),
+};
+
+/* Compilers make one load of it (and a byte swap where the machine is big-endian). */
+static inline uint64_t load_le64(const uint8_t *p)
+{
+    return (uint64_t)p[0] | (uint64_t)p[1] << 8 | (uint64_t)p[2] << 16 | (uint64_t)p[3] << 24 | (uint64_t)p[4] << 32 |
+           (uint64_t)p[5] << 40 | (uint64_t)p[6] << 48 | (uint64_t)p[7] << 56;
+}
+
+static uint32_t update_table(uint32_t state, const uint8_t *data, size_t size)
+{
+    for (; size >= 8; data += 8, size -= 8) {
+        const uint64_t word = load_le64(data) ^ state;
+        state = table[7][word & 0xff] ^ table[6][word >> 8 & 0xff] ^ table[5][word >> 16 & 0xff] ^
+                table[4][word >> 24 & 0xff] ^ table[3][word >> 32 & 0xff] ^ table[2][word >> 40 & 0xff] ^
+                table[1][word >> 48 & 0xff] ^ table[0][word >> 56];
+    }
+    for (; size > 0; data++, size--)
+        state = state >> 8 ^ table[0][(state ^ *data) & 0xff];
+    return state;
+}
+
+static bool always(void)
+{
+    return true;
+}
+
+#if defined(__x86_64__)
+
+/* ---- x86-64: folding with carry-less multiplication (Gopal et al., "Fast CRC Computation for Generic Polynomials
+ * Using PCLMULQDQ Instruction", Intel 2009).
+ *
+ * A message's remainder does not change when 128 of its bits are replaced by their product with x^D mod P, added D bits
+ * further on. Several accumulators hide the latency of the multiplication. What is left, congruent to the message so
+ * far, goes through the next slower variant: no reduction of its own, and nothing that the tests of that do not cover.
+ *
+ * FOLD(D) is the pair for a distance of D bits: x^(D+32) and x^(D-32) mod P, reflected, shifted left by one. */
+
+#define FOLD_128 0x1751997d0, 0x0ccaa009e
+#define FOLD_512 0x154442bd4, 0x1c6e41596
+#define FOLD_2048 0x11542778a, 0x1322d1430
+
+#define TARGET_PCLMUL __attribute__((target("pclmul,sse4.1")))
+#define TARGET_VPCLMUL __attribute__((target("vpclmulqdq,pclmul,sse4.1,avx512f,avx512vl")))
+
+TARGET_PCLMUL static inline __m128i pair(long long low, long long high)
+{
+    return _mm_set_epi64x(high, low);
+}
+
+TARGET_PCLMUL static inline __m128i fold(__m128i sum, __m128i next, __m128i by)
+{
+    const __m128i low = _mm_clmulepi64_si128(sum, by, 0x00);
+    const __m128i high = _mm_clmulepi64_si128(sum, by, 0x11);
+    return _mm_xor_si128(_mm_xor_si128(low, high), next);
+}
+
+TARGET_PCLMUL static inline __m128i load(const uint8_t *data)
+{
+    return _mm_loadu_si128((const __m128i *)(const void *)data);
+}
+
+static bool has_pclmul(void)
+{
+    return __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1");
+}
+
+TARGET_PCLMUL static uint32_t update_pclmul(uint32_t state, const uint8_t *data, size_t size)
+{
+    if (size < 64)
+        return update_table(state, data, size);
+
+    const __m128i by_128 = pair(FOLD_128), by_512 = pair(FOLD_512);
+    __m128i a = _mm_xor_si128(load(data), _mm_cvtsi32_si128((int)state));
+    __m128i b = load(data + 16), c = load(data + 32), d = load(data + 48);
+    for (data += 64, size -= 64; size >= 64; data += 64, size -= 64) {
+        a = fold(a, load(data), by_512);
+        b = fold(b, load(data + 16), by_512);
+        c = fold(c, load(data + 32), by_512);
+        d = fold(d, load(data + 48), by_512);
+    }
+    a = fold(fold(fold(a, b, by_128), c, by_128), d, by_128);
+    for (; size >= 16; data += 16, size -= 16)
+        a = fold(a, load(data), by_128);
+
+    uint8_t rest[16];
+    _mm_storeu_si128((__m128i *)(void *)rest, a);
+    return update_table(update_table(0, rest, sizeof rest), data, size);
+}
+
+static bool has_vpclmul(void)
+{
+    return has_pclmul() && __builtin_cpu_supports("vpclmulqdq") && __builtin_cpu_supports("avx512f") &&
+           __builtin_cpu_supports("avx512vl");
+}
+
+TARGET_VPCLMUL static inline __m512i wide_load(const uint8_t *data)
+{
+    return _mm512_loadu_si512((const void *)data);
+}
+
+TARGET_VPCLMUL static inline __m512i wide_fold(__m512i sum, __m512i next, __m512i by)
+{
+    const __m512i low = _mm512_clmulepi64_epi128(sum, by, 0x00);
+    const __m512i high = _mm512_clmulepi64_epi128(sum, by, 0x11);
+    return _mm512_ternarylogic_epi64(low, high, next, 0x96); /* the xor of all three */
+}
+
+TARGET_VPCLMUL static uint32_t update_vpclmul(uint32_t state, const uint8_t *data, size_t size)
+{
+    if (size < 512)
+        return update_pclmul(state, data, size);
+
+    const __m512i by_2048 = _mm512_broadcast_i32x4(pair(FOLD_2048));
+    __m512i a = _mm512_xor_si512(wide_load(data), _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)state)));
+    __m512i b = wide_load(data + 64), c = wide_load(data + 128), d = wide_load(data + 192);
+    for (data += 256, size -= 256; size >= 256; data += 256, size -= 256) {
+        a = wide_fold(a, wide_load(data), by_2048);
+        b = wide_fold(b, wide_load(data + 64), by_2048);
+        c = wide_fold(c, wide_load(data + 128), by_2048);
+        d = wide_fold(d, wide_load(data + 192), by_2048);
+    }
+
+    uint8_t rest[256];
+    _mm512_storeu_si512(rest, a);
+    _mm512_storeu_si512(rest + 64, b);
+    _mm512_storeu_si512(rest + 128, c);
+    _mm512_storeu_si512(rest + 192, d);
+    return update_pclmul(update_pclmul(0, rest, sizeof rest), data, size);
+}
+
+#elif defined(CRC32_ARM64)
+
+/* ---- arm64: the CRC instructions, on three stretches at once because each waits for the one before it.
+ *
+ * Registers add up like remainders do: that of a stretch moves over the bytes behind it by a multiplication with
+ * x^(8 * bytes) mod P. LANE is long enough to make its cost small. */
+
+#define LANE ((size_t)4096)
+#define X_8_LANE 0x09fe548fu    /* x^(8 * LANE) mod P, reflected */
+#define X_16_LANE 0x83852d0fu   /* x^(16 * LANE) mod P, reflected */
+#define TARGET_CRC __attribute__((target("+crc")))
+
+static bool has_crc(void)
+{
+    return (getauxval(AT_HWCAP) & HWCAP_CRC32) != 0;
+}
+
+static uint32_t multiply(uint32_t a, uint32_t b)
+{
+    uint32_t product = 0;
+    for (; a != 0; a <<= 1) {
+        if (a & 0x80000000u)
+            product ^= b;
+        b = b >> 1 ^ (0xedb88320u & (0u - (b & 1u)));
+    }
+    return product;
+}
+
+TARGET_CRC static uint32_t update_arm64(uint32_t state, const uint8_t *data, size_t size)
+{
+    for (; size >= 3 * LANE; data += 3 * LANE, size -= 3 * LANE) {
+        uint32_t a = state, b = 0, c = 0;
+        for (size_t i = 0; i < LANE; i += 8) {
+            a = __crc32d(a, load_le64(data + i));
+            b = __crc32d(b, load_le64(data + LANE + i));
+            c = __crc32d(c, load_le64(data + 2 * LANE + i));
+        }
+        state = multiply(X_16_LANE, a) ^ multiply(X_8_LANE, b) ^ c;
+    }
+    for (; size >= 8; data += 8, size -= 8)
+        state = __crc32d(state, load_le64(data));
+    for (; size > 0; data++, size--)
+        state = __crc32b(state, *data);
+    return state;
+}
+
+#endif
+
+const struct crc32_variant crc32_variants[] = {
+#if defined(__x86_64__)
+    {"vpclmulqdq", has_vpclmul, update_vpclmul},
+    {"pclmulqdq", has_pclmul, update_pclmul},
+#elif defined(CRC32_ARM64)
+    {"arm64", has_crc, update_arm64},
+#endif
+    {"table", always, update_table},
+};
+
+const size_t crc32_variant_count = sizeof crc32_variants / sizeof *crc32_variants;
+
+const struct crc32_variant *crc32_select(void)
+{
+    const struct crc32_variant *variant = crc32_variants;
+    while (!variant->supported())
+        variant++;
+    return variant;
+}
+
+uint32_t crc32_update(uint32_t value, const void *data, size_t size)
+{
+    return ~crc32_select()->update(~value, data, size);
+}

@@ -1,0 +1,26 @@
+/* CRC-32 (IEEE 802.3, reflected, polynomial 0xedb88320): the values of zlib's crc32(). */
+#ifndef PCCHECK_CRC32_H
+#define PCCHECK_CRC32_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* One way to compute it. `update` works on the raw register: the caller inverts before the first and after the last. */
+struct crc32_variant {
+    const char *name;
+    bool (*supported)(void);
+    uint32_t (*update)(uint32_t state, const uint8_t *data, size_t size);
+};
+
+/* All that this build contains, fastest first; the last one runs everywhere. */
+extern const struct crc32_variant crc32_variants[];
+extern const size_t crc32_variant_count;
+
+/* The fastest that this processor runs. Cheap, and kept nowhere: there is no state to initialise or to race for. */
+const struct crc32_variant *crc32_select(void);
+
+/* CRC-32 of `data`, continuing from `value` (0 to begin). */
+uint32_t crc32_update(uint32_t value, const void *data, size_t size);
+
+#endif

@@ -1,0 +1,139 @@
+/* Operations, and the table of functions that an engine which performs them fills in. */
+#ifndef PCCHECK_ENGINE_H
+#define PCCHECK_ENGINE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+struct queue;
+
+enum op_kind { OP_WRITE, OP_READ, OP_FLUSH, OP_GATHER, OP_SCATTER, OP_CHECKSUM };
+#define OP_KINDS 6
+
+/* One operation. Whoever submits it owns the memory, and leaves that and all it points to alone until it is reaped. */
+struct op {
+    struct op *next;       /* in the one list that holds the operation at the moment */
+    uint64_t token;        /* names it to the submitter; never interpreted */
+    enum op_kind kind;
+    int fd;                /* write, read, flush */
+    uint64_t offset;       /* write, read: in the file */
+    void *data;            /* written to by read and gather only */
+    uint64_t size;         /* of data */
+    const void *segments;  /* gather, scatter: a checked table of struct copy_segment */
+    size_t segment_count;
+    uint32_t checksum;     /* scatter: what to expect; gather, checksum: what was found */
+    int64_t result;        /* bytes moved, or 0, or -errno */
+};
+
+/* First in, first out. */
+struct op_list {
+    struct op *first;
+    struct op *last;
+    size_t count;
+};
+
+static inline void op_list_push(struct op_list *list, struct op *op)
+{
+    op->next = NULL;
+    if (list->last)
+        list->last->next = op;
+    else
+        list->first = op;
+    list->last = op;
+    list->count++;
+}
+
+static inline void op_list_push_front(struct op_list *list, struct op *op)
+{
+    op->next = list->first;
+    list->first = op;
+    if (!list->last)
+        list->last = op;
+    list->count++;
+}
+
+static inline struct op *op_list_pop(struct op_list *list)
+{
+    struct op *op = list->first;
+    if (op) {
+        list->first = op->next;
+        if (!list->first)
+            list->last = NULL;
+        list->count--;
+        op->next = NULL;
+    }
+    return op;
+}
+
+/* Move all of `from` to the end of `list`. */
+static inline void op_list_append(struct op_list *list, struct op_list *from)
+{
+    if (!from->first)
+        return;
+    if (list->last)
+        list->last->next = from->first;
+    else
+        list->first = from->first;
+    list->last = from->last;
+    list->count += from->count;
+    *from = (struct op_list){0};
+}
+
+/* Take out the operation named `token`; NULL where it is not there. */
+static inline struct op *op_list_remove(struct op_list *list, uint64_t token)
+{
+    struct op *before = NULL;
+    for (struct op *op = list->first; op; before = op, op = op->next) {
+        if (op->token != token)
+            continue;
+        if (before)
+            before->next = op->next;
+        else
+            list->first = op->next;
+        if (list->last == op)
+            list->last = before;
+        list->count--;
+        op->next = NULL;
+        return op;
+    }
+    return NULL;
+}
+
+#define ENGINE_MOST_THREADS 256
+
+struct engine_options {
+    unsigned io_threads;   /* 1 to ENGINE_MOST_THREADS, for write, read and flush */
+    unsigned copy_threads; /* the same, for gather, scatter and checksum: one kind never waits behind the other */
+};
+
+enum engine_verdict {
+    ENGINE_COMPLETED, /* done at once: op->result holds */
+    ENGINE_QUEUED,    /* will be reported with queue_complete() */
+    ENGINE_BUSY,      /* no room: offer it again after something completed. Never while nothing is queued */
+};
+
+/* Called by one thread at a time. */
+struct engine {
+    const char *name;
+
+    /* 0 and *state, or -errno. */
+    int (*open)(struct queue *queue, const struct engine_options *options, void **state);
+
+    /* Take an operation. It need not start before commit(), which follows every batch. */
+    enum engine_verdict (*submit)(void *state, struct op *op);
+    void (*commit)(void *state);
+
+    /* True where the operation had not started: it is reported, with -ECANCELED. Else it ends as it will. */
+    bool (*cancel)(void *state, uint64_t token);
+
+    /* Report what has completed. NULL where the engine reports by itself, from its own threads. */
+    void (*collect)(void *state);
+
+    /* Report what has not started as cancelled, wait for what has, report it, free the state. */
+    void (*close)(void *state);
+};
+
+extern const struct engine threads_engine;
+
+#endif

@@ -1,0 +1,116 @@
+#define _GNU_SOURCE
+#include "transfer.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/types.h>
+#include <unistd.h>
+
+_Static_assert(sizeof(off_t) == 8, "build with 64-bit file offsets");
+
+/* Linux moves at most 2 GiB - 4 KiB per call; a power of two below that keeps what follows aligned for direct I/O. */
+#ifndef TRANSFER_MOST_BYTES
+#define TRANSFER_MOST_BYTES (UINT64_C(1) << 30)
+#endif
+
+/* Busy answers in a row, a millisecond apart, before they are reported. */
+#ifndef TRANSFER_MOST_RETRIES
+#define TRANSFER_MOST_RETRIES 1000
+#endif
+
+/* No direct I/O is aligned to less. */
+#define SMALLEST_SECTOR 512
+
+/* Whether a call that failed with `error` deserves another try. EAGAIN is rare on files: a filesystem or a driver out
+ * of requests for a moment. Files always poll as ready, so there is nothing to wait for but time. */
+static int retriable(int error, unsigned *retries)
+{
+    if (error == EINTR)
+        return 1;
+    if (error != EAGAIN || ++*retries > TRANSFER_MOST_RETRIES)
+        return 0;
+    poll(NULL, 0, 1);
+    return 1;
+}
+
+static int bad_range(uint64_t size, uint64_t offset)
+{
+    return size > INT64_MAX || offset > INT64_MAX - size;
+}
+
+static size_t part_of(uint64_t left)
+{
+    return (size_t)(left < TRANSFER_MOST_BYTES ? left : TRANSFER_MOST_BYTES);
+}
+
+int64_t transfer_write(int fd, const void *data, uint64_t size, uint64_t offset)
+{
+    if (bad_range(size, offset))
+        return -EINVAL;
+    unsigned retries = 0;
+    for (uint64_t done = 0; done < size;) {
+        const ssize_t n = pwrite(fd, (const uint8_t *)data + done, part_of(size - done), (off_t)(offset + done));
+        if (n > 0) {
+            done += (uint64_t)n;
+            retries = 0;
+        } else if (n == 0) {
+            return -EIO; /* else this would loop for ever */
+        } else if (!retriable(errno, &retries)) {
+            return -errno;
+        }
+    }
+    return (int64_t)size;
+}
+
+int64_t transfer_read(int fd, void *data, uint64_t size, uint64_t offset)
+{
+    if (bad_range(size, offset))
+        return -EINVAL;
+    unsigned retries = 0;
+    uint64_t done = 0;
+    while (done < size) {
+        const ssize_t n = pread(fd, (uint8_t *)data + done, part_of(size - done), (off_t)(offset + done));
+        if (n > 0) {
+            done += (uint64_t)n;
+            retries = 0;
+        } else if (n == 0) {
+            break;
+        } else if (errno == EINVAL && done % SMALLEST_SECTOR != 0) {
+            break; /* a direct read ended inside a sector: the end of the file, and some refuse to go on there */
+        } else if (!retriable(errno, &retries)) {
+            return -errno;
+        }
+    }
+    return (int64_t)done;
+}
+
+int64_t transfer_flush(int fd)
+{
+    while (fdatasync(fd) != 0) {
+        if (errno != EINTR) /* nothing else may be retried: the kernel reports a lost write once (fsyncgate) */
+            return -errno;
+    }
+    return 0;
+}
+
+/* Linux 6.1; older headers lack the names but leave room where the fields are. */
+#define DIOALIGN_MASK 0x2000u
+#define DIOALIGN_MEMORY_AT 152
+#define DIOALIGN_OFFSET_AT 156
+
+int transfer_alignment(int fd, uint32_t *memory, uint32_t *offset)
+{
+    struct statx status;
+    _Static_assert(sizeof status >= DIOALIGN_OFFSET_AT + sizeof *offset, "struct statx has 256 bytes");
+    memset(&status, 0, sizeof status);
+    if (statx(fd, "", AT_EMPTY_PATH, DIOALIGN_MASK, &status) != 0)
+        return errno == ENOSYS || errno == EINVAL ? -ENODATA : -errno;
+    if ((status.stx_mask & DIOALIGN_MASK) == 0)
+        return -ENODATA;
+    memcpy(memory, (const uint8_t *)&status + DIOALIGN_MEMORY_AT, sizeof *memory);
+    memcpy(offset, (const uint8_t *)&status + DIOALIGN_OFFSET_AT, sizeof *offset);
+    return 0;
+}

@@ -1,0 +1,59 @@
+"""Asyncio-native checkpoint engine for PyTorch.
+
+Saves the state of a training job every few steps while training goes on, and always leaves one whole, verified
+checkpoint.
+"""
+
+from pccheck_async.config import Decisions
+from pccheck_async.engine import CheckpointEngine
+from pccheck_async.errors import (
+    CheckpointError,
+    ClosedError,
+    CorruptStoreError,
+    NoCheckpointError,
+    ReadError,
+    StateMismatchError,
+    StoreError,
+    StoreFailedError,
+    StoreFullError,
+    StoreLockedError,
+    TornCaptureError,
+    UnsupportedStateError,
+    WriteError,
+)
+from pccheck_async.info import CheckpointInfo
+from pccheck_async.loading import list_checkpoints, load, load_sync
+from pccheck_async.pending import PendingCheckpoint
+from pccheck_async.state import RNGState, Stateful
+from pccheck_async.statistics import EngineStatistics, Stage
+from pccheck_async.sync import SyncCheckpointEngine
+
+__all__ = [
+    "CheckpointEngine",
+    "CheckpointError",
+    "CheckpointInfo",
+    "ClosedError",
+    "CorruptStoreError",
+    "Decisions",
+    "EngineStatistics",
+    "NoCheckpointError",
+    "PendingCheckpoint",
+    "RNGState",
+    "ReadError",
+    "Stage",
+    "StateMismatchError",
+    "Stateful",
+    "StoreError",
+    "StoreFailedError",
+    "StoreFullError",
+    "StoreLockedError",
+    "SyncCheckpointEngine",
+    "TornCaptureError",
+    "UnsupportedStateError",
+    "WriteError",
+    "list_checkpoints",
+    "load",
+    "load_sync",
+]
+
+__version__ = "0.1.0"

@@ -1,0 +1,82 @@
+"""Operations on bytes in C, built from ``ext/`` where something compiles; ``operations/python.py`` does without."""
+
+from collections.abc import Sequence
+from typing import Any, Final, final
+
+from typing_extensions import Buffer
+
+CRC_IMPLEMENTATION: Final[str]
+"""What computes CRC-32 on this processor: "vpclmulqdq", "pclmulqdq", "arm64" or "table"."""
+
+WRITE: Final[int]
+READ: Final[int]
+FLUSH: Final[int]
+GATHER: Final[int]
+SCATTER: Final[int]
+CHECKSUM: Final[int]
+
+_Operation = (
+    # (token, WRITE, fd, offset, data): write all of data. Result: its size.
+    # (token, READ, fd, offset, into): fill into. Result: the bytes read, fewer only at the end of the file.
+    tuple[int, int, int, int, Buffer]
+    # (token, FLUSH, fd): fdatasync. Result: 0.
+    | tuple[int, int, int]
+    # (token, GATHER, segments, into, keepalive): copy in, zero the gaps. Checksum: of all of into.
+    | tuple[int, int, bytes, Buffer, Any]
+    # (token, SCATTER, source, checksum, segments, keepalive): verify, then copy out. Result: 0, or -EBADMSG.
+    | tuple[int, int, Buffer, int, bytes, Any]
+    # (token, CHECKSUM, data). Checksum: of all of data.
+    | tuple[int, int, Buffer]
+)
+"""Tokens, of 64 bits, are the caller's and need only be unique among the operations it may want to cancel.
+
+``segments`` is a table of native unsigned 64-bit triples (address, offset in the buffer, length); for GATHER in growing
+order of offset and not overlapping. Addresses cannot be checked: ``keepalive`` must own the memory that they name.
+"""
+
+@final
+class Queue:
+    """Operations, submitted in batches, finished on one eventfd, reaped in batches.
+
+    Operations run in no order to each other. A queue keeps the buffers and ``keepalive`` of an operation until it is
+    reaped, whatever becomes of it. Write, read and flush share ``io_threads``; gather, scatter and checksum share
+    ``copy_threads`` (1 to 256 each). A queue that is collected unclosed is closed, with a ResourceWarning.
+
+    A forked child cannot use it: all but ``running`` and :meth:`close`, which then only closes the child's copy of the
+    eventfd, raise RuntimeError there.
+    """
+
+    def __new__(cls, io_threads: int, copy_threads: int, engine: str = "threads") -> Queue: ...
+    def fileno(self) -> int:
+        """Return the eventfd: readable while completions wait to be reaped. It belongs to the queue: do not read it."""
+
+    def submit(self, batch: Sequence[_Operation], /) -> None:
+        """Start a batch: all of it, or nothing where one is malformed (ValueError, TypeError, BufferError)."""
+
+    def reap(self) -> list[tuple[int, int, int | None]]:
+        """Take all completions, and let go of their buffers. Never waits; works on a closed queue too.
+
+        Returns:
+            (token, result or -errno, checksum where the kind computes one and succeeded).
+        """
+
+    def cancel(self, token: int, /) -> bool:
+        """Cancel an operation that has not started. It completes with -ECANCELED; False: it runs or has ended."""
+
+    def close(self) -> None:
+        """Cancel what has not started, wait for what has (without the GIL), end the threads. Idempotent."""
+
+    @property
+    def running(self) -> int:
+        """Operations submitted and not reaped."""
+
+def crc32(data: Buffer, value: int = 0, /) -> int:
+    """Return the CRC-32 of ``data``, continuing from ``value``: what ``zlib.crc32`` returns."""
+
+def dio_alignment(fd: int, /) -> tuple[int, int] | None:
+    """Ask ``statx`` what direct I/O on ``fd`` needs.
+
+    Returns:
+        Alignment in bytes of memory, and of offsets and lengths; (0, 0) where the file does not support direct I/O;
+        None where the kernel (before 6.1) or the filesystem does not say.
+    """

@@ -1,0 +1,213 @@
+"""``pccheck demo``: three training runs, one of them killed in the middle of a save, compared bit by bit."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from pccheck_async import CheckpointError, CheckpointInfo, list_checkpoints, load_sync
+from pccheck_async.cli.compare import Losses, compare_losses, compare_states, draw, read_losses
+from pccheck_async.cli.show import complain, size
+
+__all__ = ["run"]
+
+KILL_ATTEMPTS = 3
+POLL_SECONDS = 0.2
+
+
+class RunFailedError(Exception):
+    """A training run did not end as it should."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run: its name, where it saves, and the loss file that it writes row by row."""
+
+    name: str
+    store: Path
+    loss_file: Path
+
+    @property
+    def log(self) -> Path:
+        """What the training process prints."""
+        return self.loss_file.with_suffix(".log")
+
+    def losses(self) -> Losses:
+        """The rows written so far."""
+        return read_losses(self.loss_file)
+
+    def newest(self) -> CheckpointInfo | None:
+        """The newest durable checkpoint, read beside the writer."""
+        return next(iter(list_checkpoints(self.store)), None)
+
+
+def run(
+    *, steps: int, interval: int, crash_at: int, within: Path | None, plot: Path | None, keep: bool, device: str
+) -> int:
+    """Run the demonstration and return the exit status."""
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        complain("--plot needs matplotlib: pip install matplotlib")
+        return 2
+    if plot is not None and not plot.resolve().parent.is_dir():
+        complain(f"--plot: there is no folder {plot.resolve().parent}")
+        return 2
+    console = Console(highlight=False)
+    if within is not None:
+        within.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="pccheck-demo-", dir=within))
+    options = [f"--steps={steps}", f"--interval={interval}", f"--device={device}"]
+    equal = False
+    try:
+        equal = _demonstrate(console, folder, options, steps, crash_at, plot)
+    except (CheckpointError, RunFailedError) as error:
+        complain(error)
+    finally:
+        if keep:
+            console.print(f"Kept: {folder}", soft_wrap=True, markup=False)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+    return 0 if equal else 1
+
+
+def _demonstrate(
+    console: Console, folder: Path, options: list[str], steps: int, crash_at: int, plot: Path | None
+) -> bool:
+    console.print(
+        "Training a small GPT on the sources of Python's standard library, three times: uninterrupted, killed in the "
+        f"middle of the save of step {crash_at}, and resumed.\n"
+    )
+    began = time.monotonic()
+    with _watching(console, steps) as watch:
+        uninterrupted = Run("uninterrupted", folder / "uninterrupted", folder / "uninterrupted.csv")
+        _train(uninterrupted, options, 0, watch)
+
+        killed, durable = _train_until_killed(console, folder, options, crash_at, watch)
+
+        # The resumed run continues the killed one's store and a copy of its loss file.
+        resumed = Run("resumed", killed.store, folder / "resumed.csv")
+        shutil.copyfile(killed.loss_file, resumed.loss_file)
+        _train(resumed, [*options, "--resume"], 0, watch, since=durable.step)
+        said = resumed.log.read_text().splitlines()[0]
+        if said != f"resumed from step {durable.step}":
+            raise RunFailedError(f"the resumed run should have resumed from step {durable.step}, but said: {said}")
+
+    console.print(
+        f"\nThe killed run died by SIGKILL in the middle of the save of step {crash_at} "
+        f"(exit status {-signal.SIGKILL}).\nIts newest durable checkpoint was that of step {durable.step} "
+        f"({size(durable.nbytes)}). The resumed run went on from it and computed steps {durable.step + 1} to {steps}."
+    )
+    losses = compare_losses(uninterrupted.losses(), killed.losses(), resumed.losses(), steps, crash_at, durable.step)
+    console.print(losses.table)
+    state = compare_states(load_sync(uninterrupted.store), load_sync(resumed.store))
+    console.print(f"Losses: {losses.equal} of {losses.total} equal in every bit.")
+    console.print(
+        f"Final state (model, optimizer, scheduler, random numbers, data position): {state.equal} of {state.total} "
+        f"leaves equal in every bit, {size(state.nbytes)} of tensors."
+    )
+    for path in state.different[:10]:
+        console.print(f"  different: {path}", markup=False)
+    if plot is not None:
+        draw(plot, uninterrupted.losses(), killed.losses(), resumed.losses(), crash_at, durable.step)
+        console.print(f"Picture: {plot}", soft_wrap=True, markup=False)
+    all_equal = losses.all_equal and state.all_equal
+    verdict = "[bold green]Every bit is equal." if all_equal else "[bold red]The runs differ."
+    console.print(f"{verdict}[/] ({time.monotonic() - began:.0f} s)")
+    return all_equal
+
+
+Watch = Callable[[Run, int], None]
+
+
+def _train_until_killed(
+    console: Console, folder: Path, options: list[str], crash_at: int, watch: Watch
+) -> tuple[Run, CheckpointInfo]:
+    """Train until the SIGKILL; again where the save was so fast that the kill came after it."""
+    for attempt in range(1, KILL_ATTEMPTS + 1):
+        name = f"killed{attempt if attempt > 1 else ''}"
+        killed = Run("killed", folder / name, folder / f"{name}.csv")
+        _train(killed, [*options, f"--crash-at={crash_at}"], -signal.SIGKILL, watch)
+        durable = killed.newest()
+        if durable is None:
+            raise RunFailedError("the killed run left no durable checkpoint behind")
+        if durable.step < crash_at:
+            return killed, durable
+        console.print(f"The save of step {crash_at} was complete before the kill: once more.")
+    raise RunFailedError(f"the kill came after the save {KILL_ATTEMPTS} times: this storage is too fast for the demo")
+
+
+def _train(run: Run, options: list[str], expected_status: int, watch: Watch, since: int = 0) -> None:
+    """Run the example in a process of its own, showing how far it is, and check how it ended."""
+    # -P: the installed package, also where the current folder is a checkout of the sources.
+    command = [sys.executable, "-P", "-m", "pccheck_async.examples.train_gpt", *options]
+    command += [f"--store={run.store}", f"--loss-file={run.loss_file}"]
+    with run.log.open("wb") as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            watch(run, since)
+            while process.poll() is None:
+                watch(run, since)
+                time.sleep(POLL_SECONDS)
+            watch(run, since)
+        finally:
+            process.kill()
+            process.wait()
+    if process.returncode != expected_status:
+        last_lines = "\n".join(run.log.read_text(errors="replace").splitlines()[-15:])
+        raise RunFailedError(
+            f"the {run.name} run ended with status {process.returncode}, expected {expected_status}; its last words:\n"
+            f"{last_lines}"
+        )
+
+
+@contextmanager
+def _watching(console: Console, steps: int) -> Iterator[Watch]:
+    """Yield a function that shows a run's progress: a bar on a terminal, else a line per durable checkpoint."""
+    if not console.is_terminal:
+        seen: dict[tuple[str, int], int] = {}
+
+        def tell(run: Run, since: int) -> None:
+            durable = run.newest()
+            if durable is not None and durable.counter != seen.get((run.name, since)):
+                seen[run.name, since] = durable.counter
+                console.print(f"{run.name}: checkpoint of step {durable.step} of {steps} is durable")
+
+        yield tell
+        return
+
+    columns = (
+        TextColumn("{task.description:<13}"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:<6}  durable: step {task.fields[durable]:<4}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        tasks: dict[Path, TaskID] = {}
+
+        def show(run: Run, since: int) -> None:
+            if run.loss_file not in tasks:
+                for task in progress.tasks:
+                    progress.stop_task(task.id)
+                tasks[run.loss_file] = progress.add_task(run.name, total=steps, loss="", durable="")
+            losses, durable = run.losses(), run.newest()
+            done = max(since, *losses) if losses else since
+            progress.update(
+                tasks[run.loss_file],
+                completed=done,
+                loss=f"{losses[done].loss:.4f}" if done in losses else "",
+                durable="" if durable is None else str(durable.step),
+            )
+
+        yield show

@@ -1,0 +1,82 @@
+"""``pccheck ls``: the committed checkpoints of a store."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pccheck_async import CheckpointError, CheckpointInfo, list_checkpoints
+from pccheck_async.cli.show import complain, size
+
+__all__ = ["EMPTY", "UNREADABLE", "run"]
+
+UNREADABLE = 1
+EMPTY = 3
+
+
+def run(path: Path, *, json: bool) -> int:
+    """List the checkpoints in ``path`` on stdout and return the exit status."""
+    try:
+        infos = list_checkpoints(path)
+    except (CheckpointError, OSError) as error:
+        complain(error)
+        return UNREADABLE
+    if json:
+        print(jsonlib.dumps([_as_json(info) for info in infos], indent=2, allow_nan=False))
+    elif infos:
+        console = Console(width=None if sys.stdout.isatty() else 200)
+        console.print(_table(infos))
+    if not infos:
+        complain(f"no committed checkpoint in {path}")
+        return EMPTY
+    return 0
+
+
+def _as_json(info: CheckpointInfo) -> dict[str, Any]:
+    return {
+        "step": info.step,
+        "counter": info.counter,
+        "nbytes": info.nbytes,
+        "time": info.time,
+        "created": info.created.isoformat(),
+        "pinned": info.pinned,
+        "metadata": {key: _json_value(value) for key, value in info.metadata.items()},
+    }
+
+
+def _json_value(value: str | int | float | bool | None) -> str | int | float | bool | None:
+    """JSON has no NaN and no infinities: they become the strings "nan", "inf" and "-inf"."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _table(infos: list[CheckpointInfo]) -> Table:
+    table = Table(box=SIMPLE, pad_edge=False)
+    for heading in ("step", "counter", "size"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("captured (UTC)", no_wrap=True)
+    table.add_column("pinned", no_wrap=True)
+    table.add_column("metadata", overflow="fold")
+    for info in infos:
+        facts = ", ".join(f"{jsonlib.dumps(key)[1:-1]}={_short(value)}" for key, value in info.metadata.items())
+        table.add_row(
+            str(info.step),
+            str(info.counter),
+            size(info.nbytes),
+            f"{info.created:%Y-%m-%d %H:%M:%S}",
+            "yes" if info.pinned else "no",
+            Text(facts),  # not markup
+        )
+    return table
+
+
+def _short(value: str | int | float | bool | None) -> str:
+    """In JSON notation, so that no string reaches the terminal as a control sequence."""
+    return f"{value:.6g}" if isinstance(value, float) else jsonlib.dumps(value)

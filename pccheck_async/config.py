@@ -1,0 +1,112 @@
+"""Settings of an engine, and what "auto" becomes on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pccheck_async.layout import MOST_ENTRIES, align
+
+__all__ = ["Auto", "Decisions", "EngineConfig", "decide"]
+
+Auto = Literal["auto"]
+
+_CHUNK_BYTES = 4 * 1024 * 1024
+_WRITERS = 4
+_LEAST_BUFFERS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What the user asked for, validated (see :class:`pccheck_async.CheckpointEngine` for the meanings)."""
+
+    max_in_flight: int = 2
+    keep_last: int = 1
+    chunk_bytes: int | Auto = "auto"
+    host_memory: int | Auto = "auto"
+    writers: int | Auto = "auto"
+    on_busy: Literal["wait", "skip"] = "wait"
+    on_error: Literal["raise", "warn"] = "raise"
+    lock_timeout: float = 5.0
+    exit_timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_in_flight", "keep_last"):
+            _check_count(name, getattr(self, name))
+        if self.keep_last > MOST_ENTRIES:
+            raise ValueError(f"keep_last is at most {MOST_ENTRIES} (the commit record's size), not {self.keep_last}")
+        for name in ("chunk_bytes", "host_memory", "writers"):
+            if getattr(self, name) != "auto":
+                _check_count(name, getattr(self, name))
+        if self.on_busy not in ("wait", "skip"):
+            raise ValueError(f"on_busy is 'wait' or 'skip', not {self.on_busy!r}")
+        if self.on_error not in ("raise", "warn"):
+            raise ValueError(f"on_error is 'raise' or 'warn', not {self.on_error!r}")
+        if self.lock_timeout < 0 or self.exit_timeout < 0:
+            raise ValueError("lock_timeout and exit_timeout are seconds, not negative")
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """The numbers an engine runs with, and why.
+
+    Attributes:
+        chunk_bytes: Unit of copying and writing.
+        host_memory: Most staging memory in bytes.
+        writers: Threads that write (p).
+        copiers: Threads that copy and checksum.
+        reasons: One sentence for each number.
+    """
+
+    chunk_bytes: int
+    host_memory: int
+    writers: int
+    copiers: int
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+def decide(config: EngineConfig, *, block_bytes: int, cores: int, memory: int) -> Decisions:
+    """Turn every "auto" into a number.
+
+    Args:
+        config: The user's settings.
+        block_bytes: Block size of the store; chunks are whole blocks.
+        cores: Cores this process may use.
+        memory: Bytes of memory this process can still take.
+    """
+    reasons: dict[str, str] = {}
+    if config.host_memory == "auto":
+        host_memory = memory // 4
+        reasons["host_memory"] = f"a quarter of the {memory} bytes that this process can still take"
+    else:
+        host_memory = config.host_memory
+        reasons["host_memory"] = "given"
+    if config.chunk_bytes == "auto":
+        chunk_bytes = max(block_bytes, min(_CHUNK_BYTES, host_memory // _LEAST_BUFFERS) // block_bytes * block_bytes)
+        reasons["chunk_bytes"] = (
+            "4 MiB: measured to saturate a local disk with four writers"
+            if chunk_bytes == _CHUNK_BYTES
+            else f"host_memory of {host_memory} bytes holds {_LEAST_BUFFERS} of them"
+        )
+    else:
+        chunk_bytes = align(config.chunk_bytes, block_bytes)
+        reasons["chunk_bytes"] = "given" if chunk_bytes == config.chunk_bytes else f"given, in blocks of {block_bytes}"
+    if host_memory < chunk_bytes:
+        if config.host_memory != "auto":
+            raise ValueError(f"host_memory of {host_memory} bytes is less than one chunk of {chunk_bytes} bytes")
+        host_memory = chunk_bytes
+        reasons["host_memory"] += "; that is less than a chunk, so one chunk"
+    if config.writers == "auto":
+        writers = _WRITERS
+        reasons["writers"] = f"{_WRITERS}: they wait for the device, not for a core"
+    else:
+        writers = config.writers
+        reasons["writers"] = "given"
+    copiers = min(4, cores)
+    reasons["copiers"] = f"{copiers} of the {cores} cores this process may use"
+    return Decisions(chunk_bytes, host_memory, writers, copiers, reasons)
+
+
+def _check_count(name: str, value: object) -> None:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} is a whole number of at least 1, not {value!r}")

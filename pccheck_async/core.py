@@ -1,0 +1,377 @@
+"""What both facades share: opening, admission, restore, failures that nobody saw, and the end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Coroutine, Generator, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from pccheck_async.capture import take_snapshot
+from pccheck_async.config import Decisions, EngineConfig, decide
+from pccheck_async.copying import HostCopy
+from pccheck_async.errors import CheckpointError, ClosedError, CorruptStoreError, NoCheckpointError, ReadError
+from pccheck_async.info import CheckpointInfo, Metadata
+from pccheck_async.layout import Entry, check_metadata
+from pccheck_async.lifetime import forget, remember
+from pccheck_async.loop import EngineLoop
+from pccheck_async.machine import available_cores, available_memory
+from pccheck_async.manifest import Manifest
+from pccheck_async.memory import PAGE_BYTES
+from pccheck_async.pending import PendingCheckpoint
+from pccheck_async.plan import Planner
+from pccheck_async.pool import BufferPool
+from pccheck_async.reading import choose, pool_for, warn_damaged
+from pccheck_async.restore import read_manifest, read_payload
+from pccheck_async.scheduler import Job, Scheduler
+from pccheck_async.session import IO, Session, check_io, open_session
+from pccheck_async.state.match import Restoration, match
+from pccheck_async.statistics import EngineStatistics, StageClock
+from pccheck_async.store import Store
+
+__all__ = ["EngineCore", "Steps"]
+
+_log = logging.getLogger("pccheck_async")
+
+Steps = Generator[Coroutine[Any, Any, Any], Any, Any]
+"""Work that alternates between the caller's thread and the engine's loop: yields coroutines for the loop, gets
+results."""
+
+
+class EngineCore:
+    """One store, one loop, one scheduler; every method may be called from any thread.
+
+    Methods that return :data:`Steps` run plain code on the caller's thread (``state_dict()``, ``load_state_dict()``)
+    and yield what has to run on the engine's loop; a facade drives them, blocking or awaiting.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], io: IO, config: EngineConfig) -> None:
+        check_io(io)
+        self.path = os.fspath(path)
+        self.config = config
+        self._io = io
+        self._pid = os.getpid()
+        self._admission = threading.Lock()
+        self._state = "new"
+        self._counter = -1
+        self._in_flight: dict[PendingCheckpoint, None] = {}
+        self._failed: list[tuple[PendingCheckpoint, Exception]] = []
+        self._durable = self._superseded = self._failures = self._skipped = self._admitted = 0
+        self._stall = self._last_stall = self._state_seconds = 0.0
+        self._clock = StageClock("capture", "commit", "restore")
+        self.loop: EngineLoop
+        self._session: Session
+        self._store: Store
+        self._decisions: Decisions
+        self._pool: BufferPool
+        self._planner: Planner
+        self._scheduler: Scheduler
+
+    # -- driving
+
+    def block_on(self, steps: Steps) -> Any:
+        """Drive ``steps`` from this thread, blocking it while the engine's loop works."""
+        work: Callable[[], Coroutine[Any, Any, Any]] = lambda: next(steps)  # noqa: E731
+        try:
+            while True:
+                coroutine = work()
+                try:
+                    result = self.loop.call(coroutine)
+                except BaseException as error:  # noqa: BLE001 - the steps decide what it means
+                    work = partial(steps.throw, error)
+                else:
+                    work = partial(steps.send, result)
+        except StopIteration as end:
+            return end.value
+
+    async def run(self, steps: Steps) -> Any:
+        """Drive ``steps`` from a coroutine on any loop. Cancellation: ends what runs on the engine's loop first."""
+        work: Callable[[], Coroutine[Any, Any, Any]] = lambda: next(steps)  # noqa: E731
+        try:
+            while True:
+                coroutine = work()
+                try:
+                    result = await self.loop.run(coroutine)
+                except BaseException as error:  # noqa: BLE001 - the steps decide what it means
+                    work = partial(steps.throw, error)
+                else:
+                    work = partial(steps.send, result)
+        except StopIteration as end:
+            return end.value
+
+    # -- open and close
+
+    def open(self) -> Steps:
+        """Lock (or create) the store, recover, and start the engine."""
+        if self._state != "new":
+            raise ClosedError(f"the engine of {self.path} is {self._state}; make a new one")
+        self._state = "opening"
+        self.loop = EngineLoop()
+        try:
+            yield self._open()
+        except BaseException:
+            self._state = "closed"
+            self.loop.stop()
+            raise
+        self._state = "open"
+        remember(self)
+
+    async def _open(self) -> None:
+        config = self.config
+        cores, memory = available_cores(), available_memory()
+        first = decide(config, block_bytes=PAGE_BYTES, cores=cores, memory=memory)
+        self._session = open_session(self.path, self._io, writers=first.writers, copiers=first.copiers)
+        try:
+            writer = self._session.writer
+            self._store = Store(writer, keep_last=config.keep_last, max_in_flight=config.max_in_flight)
+            await self._store.open(config.lock_timeout)
+            decided = decide(config, block_bytes=self._store.block_bytes, cores=cores, memory=memory)
+            decided.reasons["io"] = self._session.reason
+            self._decisions = decided
+            self._pool = BufferPool(decided.host_memory, decided.chunk_bytes)
+            self._planner = Planner(decided.chunk_bytes, self._store.block_bytes)
+            self._backend = HostCopy(self._session.operations)
+            self._scheduler = Scheduler(
+                store=self._store,
+                writer=writer,
+                backend=self._backend,
+                pool=self._pool,
+                planner=self._planner,
+                max_in_flight=config.max_in_flight,
+                clock=self._clock,
+                ended=self._note_end,
+            )
+            self._counter = self._store.largest_counter
+        except BaseException:
+            await self._session.close()
+            raise
+
+    def close(self, deadline: float | None = None) -> Steps:
+        """Drain, then close; idempotent. Raises the failures that nobody saw.
+
+        With a ``deadline`` in seconds it gives up when that has passed: raises CheckpointError that says what is left
+        behind, and threads, buffers and files of those requests stay as they are until the process ends.
+        """
+        if os.getpid() != self._pid or self._state in ("new", "closed"):
+            return
+        with self._admission:
+            self._state = "closing"
+        try:
+            left: list[PendingCheckpoint] = yield self._close(deadline)
+        finally:
+            self._state = "closed"
+            forget(self)
+        if left:
+            steps = ", ".join(str(pending.step) for pending in left)
+            error = CheckpointError(
+                f"gave up after {deadline} s: the checkpoints of steps {steps} were still being written; left behind"
+            )
+            for pending in left:
+                pending.set_failed(error)
+            raise error
+        self.loop.stop()
+        self.raise_unseen()
+
+    async def _close(self, deadline: float | None) -> list[PendingCheckpoint]:
+        left: list[PendingCheckpoint] = []
+        try:
+            left = await self._scheduler.drain(deadline)
+        finally:
+            if not left:
+                await self._scheduler.cancel_all()  # nothing, unless the drain was cancelled
+                await self._session.close()
+        return left
+
+    def close_at_exit(self) -> str:
+        """Drain with a deadline because the interpreter exits; return what to tell the user. Never raises."""
+        waiting = len(self._in_flight)
+        try:
+            self.block_on(self.close(self.config.exit_timeout))
+        except Exception as error:  # noqa: BLE001 - nobody is left to raise it to
+            return f"the engine of {self.path} was not closed before the interpreter exited; {error}"
+        return (
+            f"the engine of {self.path} was not closed before the interpreter exited; "
+            f"{waiting} checkpoint(s) in flight were drained"
+        )
+
+    def abandon(self) -> None:
+        """In a forked child: let go of every descriptor; the engine lives on in the parent only."""
+        self._state = "closed"
+        self._session.writer.abandon()
+
+    def check_alive(self) -> None:
+        """Raise ClosedError unless the engine is open, here, in this process."""
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                "this engine belongs to the parent process; open one of your own (another folder) after a fork"
+            )
+        if self._state != "open":
+            raise ClosedError(f"the engine of {self.path} is {'not open yet' if self._state == 'new' else self._state}")
+
+    # -- checkpoints
+
+    def admit(
+        self, state: Mapping[str, Any], step: int | None, metadata: Metadata | None
+    ) -> tuple[PendingCheckpoint, float]:
+        """Read the state and hand it to the scheduler, all on the caller's thread. Returns when it began, too."""
+        start = time.perf_counter()
+        self.check_alive()
+        self.raise_unseen()
+        if step is not None and type(step) is not int:
+            raise TypeError(f"step is an int, not {type(step).__name__}")
+        plain = check_metadata(metadata or {})
+        busy = self._busy(step)
+        if busy is not None:
+            return busy, start
+        snapshot = take_snapshot(state)
+        self._state_seconds += time.perf_counter() - start
+        with self._admission:
+            self.check_alive()
+            counter = self._counter + 1
+            pending = PendingCheckpoint(counter if step is None else step, counter)
+            self.loop.loop.call_soon_threadsafe(self._scheduler.start, Job(pending, snapshot, plain))
+            self._counter = counter
+            self._admitted += 1
+            self._in_flight[pending] = None
+        return pending, start
+
+    def _busy(self, step: int | None) -> PendingCheckpoint | None:
+        if self.config.on_busy != "skip":
+            return None
+        with self._admission:
+            if len(self._in_flight) < self.config.max_in_flight:
+                return None
+            newest = next(reversed(self._in_flight))
+            self._skipped += 1
+        _log.info("skipped the checkpoint of step %s: %d are in flight", step, self.config.max_in_flight)
+        return PendingCheckpoint.standing_for(newest, newest.step if step is None else step)
+
+    def note_stall(self, start: float) -> None:
+        """Count the time since ``start`` as time the caller was kept waiting."""
+        self._last_stall = time.perf_counter() - start
+        self._stall += self._last_stall
+
+    async def abort(self, pending: PendingCheckpoint) -> None:
+        """Cancel a checkpoint before its capture ended; nothing of it is running afterwards."""
+        await self._scheduler.abort(pending)
+
+    def wait_captured(self) -> None:
+        """Block until no capture of a checkpoint admitted so far reads the live state any more."""
+        self.check_alive()
+        with self._admission:
+            pendings = list(self._in_flight)
+        for pending in pendings:
+            with suppress(CheckpointError, OSError):  # told where the checkpoint itself is awaited
+                pending.wait_captured()
+
+    async def drain(self) -> None:
+        """Wait until every admitted checkpoint ended."""
+        await self._scheduler.drain()
+
+    def _note_end(self, pending: PendingCheckpoint, error: Exception | None, superseded: bool) -> None:
+        with self._admission:
+            del self._in_flight[pending]
+            if error is not None:
+                self._failures += 1
+                self._failed.append((pending, error))
+            elif superseded:
+                self._superseded += 1
+            else:
+                self._durable += 1
+
+    def raise_unseen(self) -> None:
+        """Raise the first failure that nobody waited for (or warn of it), the others as notes on it."""
+        with self._admission:
+            unseen = [(pending, error) for pending, error in self._failed if not pending.failure_seen]
+            self._failed.clear()
+        if not unseen:
+            return
+        for pending, _ in unseen:
+            pending.set_seen()
+        if self.config.on_error == "warn":
+            for pending, error in unseen:
+                warnings.warn(f"the checkpoint of step {pending.step} failed: {error}", RuntimeWarning, stacklevel=4)
+            return
+        (_, first), *others = unseen
+        for pending, error in others:
+            first.add_note(f"the checkpoint of step {pending.step} failed too: {error}")
+        raise first
+
+    # -- reading
+
+    @property
+    def infos(self) -> list[CheckpointInfo]:
+        """Committed checkpoints, newest first."""
+        return [entry.info for entry in self._store.entries]
+
+    def restore(self, state: Mapping[str, Any], step: int | None) -> Steps:
+        """Restore the newest checkpoint (or that of ``step``) into ``state``, falling back where one is damaged."""
+        self.check_alive()
+        self.raise_unseen()
+        start = time.perf_counter()
+        entries = choose(self._store.entries, step)
+        for position, entry in enumerate(entries):
+            try:
+                info = yield from self._restore(state, entry)
+            except CorruptStoreError as error:
+                self._store.mark_damaged(entry.counter)
+                if step is not None or position + 1 == len(entries):
+                    raise
+                warn_damaged(entry, entries[position + 1], error)
+            except ReadError as error:
+                if step is not None or position + 1 == len(entries):
+                    raise
+                warn_damaged(entry, entries[position + 1], error)
+            else:
+                _log.info("restored step %d in %.3f s", entry.step, time.perf_counter() - start)
+                return info
+        if step is not None:
+            raise NoCheckpointError(f"{self.path} has no checkpoint of step {step}")
+        return None
+
+    def _restore(self, state: Mapping[str, Any], entry: Entry) -> Steps:
+        file = yield self._store.start_reading(entry)
+        try:
+            manifest: Manifest = yield read_manifest(self._session.writer, file, entry, self._store.block_bytes)
+            restoration: Restoration = match(state, manifest)
+            pool = pool_for(manifest, self._pool)
+            with self._clock.timed("restore", manifest.payload_nbytes):
+                yield read_payload(self._session.writer, self._backend, pool, file, manifest, restoration.targets)
+        finally:
+            yield self._store.stop_reading(entry)
+        restoration.finish()
+        return entry.info
+
+    # -- statistics
+
+    def statistics(self) -> EngineStatistics:
+        """Return a snapshot of everything counted so far."""
+        pool, store, io = self._pool.statistics(), self._store.statistics(), self._session.writer.statistics()
+        with self._admission:
+            return EngineStatistics(
+                admitted=self._admitted,
+                durable=self._durable,
+                superseded=self._superseded,
+                failed=self._failures,
+                skipped=self._skipped,
+                in_flight=len(self._in_flight),
+                stall_seconds=self._stall,
+                last_stall_seconds=self._last_stall,
+                state_seconds=self._state_seconds,
+                stages=self._clock.stages() | {"write": io.write, "read": io.read, "flush": io.flush},
+                decisions=self._decisions,
+                io=f"{io.engine}, {'direct' if io.direct else 'buffered'}: {io.why}",
+                loop=self.loop.kind,
+                pool_bytes=pool.touched * pool.buffer_bytes,
+                pool_peak=pool.peak,
+                pool_waits=pool.waited,
+                slots=store.slots,
+                slot_bytes=store.slot_bytes,
+                plan_hits=self._planner.hits,
+                plan_misses=self._planner.misses,
+            )

@@ -1,0 +1,198 @@
+"""The engine for asyncio code."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from pccheck_async.config import Auto, EngineConfig
+from pccheck_async.core import EngineCore
+from pccheck_async.info import CheckpointInfo, Metadata
+from pccheck_async.pending import PendingCheckpoint
+from pccheck_async.session import IO
+from pccheck_async.statistics import EngineStatistics
+
+__all__ = ["CheckpointEngine"]
+
+
+class CheckpointEngine:
+    """Saves app states concurrently with training, and always leaves one whole, verified checkpoint.
+
+    Use it as an async context manager: entering opens (or creates) the store and locks it, leaving drains. It may be
+    used from several event loops and threads; its own work runs on a thread of its own, so a training step that blocks
+    the caller's loop does not hold it up.
+
+    Args:
+        path: Folder of the store; created where it does not exist.
+        max_in_flight: Most checkpoints between admission and their end (PCcheck's N).
+        keep_last: Committed checkpoints that are kept.
+        chunk_bytes: Unit of copying and writing, in bytes.
+        host_memory: Most staging memory, in bytes. A state that fits is captured at memory speed, a larger one streams
+            through at the storage's.
+        writers: Writes running at a time (PCcheck's p).
+        io: "threads" (C extension), "python" or "auto"; or a writer, such as those of :mod:`pccheck_async.testing`.
+        on_busy: With ``max_in_flight`` checkpoints in flight, "wait" for one to end or "skip" the new one.
+        on_error: "raise" a failure that nobody saw at the next call, or "warn" of it.
+        lock_timeout: Seconds to wait for a dying writer of the same store.
+        exit_timeout: Seconds that an engine left open may take to drain when the interpreter exits.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        max_in_flight: int = 2,
+        keep_last: int = 1,
+        chunk_bytes: int | Auto = "auto",
+        host_memory: int | Auto = "auto",
+        writers: int | Auto = "auto",
+        io: IO = "auto",
+        on_busy: Literal["wait", "skip"] = "wait",
+        on_error: Literal["raise", "warn"] = "raise",
+        lock_timeout: float = 5.0,
+        exit_timeout: float = 60.0,
+    ) -> None:
+        config = EngineConfig(
+            max_in_flight=max_in_flight,
+            keep_last=keep_last,
+            chunk_bytes=chunk_bytes,
+            host_memory=host_memory,
+            writers=writers,
+            on_busy=on_busy,
+            on_error=on_error,
+            lock_timeout=lock_timeout,
+            exit_timeout=exit_timeout,
+        )
+        self._core = EngineCore(path, io, config)
+
+    async def open(self) -> Self:
+        """Lock (or create) the store and recover; what ``async with`` does on entering.
+
+        Durability: opening an existing store writes nothing.
+
+        Raises:
+            StoreLockedError: another writer has it.
+            CorruptStoreError: the folder holds no readable store.
+            WriteError: the folder cannot be written.
+        """
+        await self._core.run(self._core.open())
+        return self
+
+    async def close(self, deadline: float | None = None) -> None:
+        """Wait until every checkpoint ended, then close; idempotent.
+
+        Args:
+            deadline: Seconds after which to give up; what is then still being written is left behind and said.
+
+        Cancellation: aborts what is in flight, waits for its operations, and closes.
+
+        Raises:
+            CheckpointError: the failure of a checkpoint that nobody saw, or what the deadline left behind.
+        """
+        await self._core.run(self._core.close(deadline))
+
+    async def __aenter__(self) -> Self:
+        return await self.open()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            await self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"a checkpoint failed too: {type(failure).__name__}: {failure}")
+
+    async def checkpoint(
+        self, state: Mapping[str, Any], *, step: int | None = None, metadata: Metadata | None = None
+    ) -> PendingCheckpoint:
+        """Capture ``state``; return when it is safe to mutate, while the bytes still go to storage.
+
+        ``state_dict()`` of every :class:`pccheck_async.Stateful` and all plain values are read on the caller's thread
+        before the first await. The state must not change until this returns.
+
+        Args:
+            state: Names to Stateful objects (modules, optimizers, ...), tensors, arrays and plain values, nested at
+            will.
+            step: The user's number; by default the engine's counter.
+            metadata: Small facts (at most 512 bytes) that ``list_checkpoints`` shows without reading the checkpoint.
+
+        Returns:
+            The checkpoint on its way; await it for durability.
+
+        Cancellation: before the capture ended, aborts this checkpoint and returns once its operations completed.
+
+        Raises:
+            UnsupportedStateError: a value cannot be saved; names its path.
+            ClosedError: the engine is not open, or belongs to a parent process.
+            CheckpointError: this checkpoint failed during capture, or an earlier one failed and nobody saw it.
+        """
+        pending, start = self._core.admit(state, step, metadata)
+        try:
+            await pending.captured()
+        except asyncio.CancelledError:
+            pending.set_seen()
+            await self._core.loop.run(self._core.abort(pending))
+            raise
+        finally:
+            self._core.note_stall(start)
+        return pending
+
+    async def restore(self, state: Mapping[str, Any], *, step: int | None = None) -> CheckpointInfo | None:
+        """Restore the newest checkpoint into ``state``, in place; every checksum is verified.
+
+        Live tensors are filled where they are, Stateful objects get ``load_state_dict``, plain values are replaced in
+        their mappings. A damaged newest checkpoint is passed over for the next older one, with a warning.
+
+        Args:
+            state: Shaped like the state that was saved.
+            step: Restore this step instead (the newest of it); damage then raises.
+
+        Returns:
+            What was restored, None where the store is empty.
+
+        Cancellation: ends once every read ended; ``state`` may then hold a mixture.
+
+        Raises:
+            StateMismatchError: leaves differ; nothing was changed.
+            CorruptStoreError: no checkpoint is whole; ``state`` may hold a mixture.
+            NoCheckpointError: there is none of ``step``.
+        """
+        info: CheckpointInfo | None = await self._core.run(self._core.restore(state, step))
+        return info
+
+    async def drain(self) -> None:
+        """Wait until every checkpoint admitted so far ended.
+
+        Cancellation: only stops the waiting.
+
+        Raises:
+            CheckpointError: the failure of one that nobody saw.
+        """
+        self._core.check_alive()
+        await self._core.loop.run(self._core.drain())
+        self._core.raise_unseen()
+
+    def wait_captured(self) -> None:
+        """Block this thread until no capture reads the live state any more."""
+        self._core.wait_captured()
+
+    @property
+    def latest(self) -> CheckpointInfo | None:
+        """The newest durable checkpoint."""
+        return next(iter(self._core.infos), None)
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """Return the durable checkpoints, newest first."""
+        return self._core.infos
+
+    def statistics(self) -> EngineStatistics:
+        """Return counts, times and decisions so far."""
+        return self._core.statistics()

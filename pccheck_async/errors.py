@@ -1,0 +1,112 @@
+"""The errors of the package: one root, each named for the condition a caller can act on.
+
+Errors that stand for a failed system call also inherit from :class:`OSError` and keep ``errno`` and ``filename``.
+:class:`asyncio.CancelledError` is never wrapped.
+"""
+
+from __future__ import annotations
+
+import errno as _errno
+import os
+from collections.abc import Sequence
+
+__all__ = [
+    "CheckpointError",
+    "ClosedError",
+    "CorruptStoreError",
+    "NoCheckpointError",
+    "ReadError",
+    "StateMismatchError",
+    "StoreError",
+    "StoreFailedError",
+    "StoreFullError",
+    "StoreLockedError",
+    "TornCaptureError",
+    "UnsupportedStateError",
+    "WriteError",
+]
+
+
+class CheckpointError(Exception):
+    """Root of every error that the package raises on purpose."""
+
+
+class WriteError(CheckpointError, OSError):
+    """A write or flush failed; ``errno`` and ``filename`` are those of the system call."""
+
+
+class ReadError(CheckpointError, OSError):
+    """A read failed; ``errno`` and ``filename`` are those of the system call."""
+
+
+class StoreError(CheckpointError):
+    """Something is wrong with a store as a whole."""
+
+
+class CorruptStoreError(StoreError):
+    """Bytes on storage are not what was written: a checksum, length or schema does not hold."""
+
+
+class NoCheckpointError(StoreError):
+    """There is no checkpoint (or not the one asked for) in this folder."""
+
+
+class StoreFailedError(StoreError):
+    """A flush or a commit record failed, so nothing more is committed; what was committed stays readable."""
+
+
+class StoreLockedError(StoreError):
+    """Another process (or engine) writes to this store."""
+
+
+class StoreFullError(StoreError, OSError):
+    """The space that a checkpoint needs could not be reserved; the last checkpoint is untouched."""
+
+
+class UnsupportedStateError(CheckpointError, TypeError):
+    """A value in the app state cannot be saved; the message names its path."""
+
+
+class StateMismatchError(CheckpointError, ValueError):
+    """A checkpoint does not fit the state it should be restored into.
+
+    Attributes:
+        missing: Paths the state has and the checkpoint lacks.
+        unexpected: Paths the checkpoint has and the state lacks.
+        mismatched: Paths both have with another shape, dtype or type, each with what was found.
+    """
+
+    def __init__(
+        self, *, missing: Sequence[str] = (), unexpected: Sequence[str] = (), mismatched: Sequence[str] = ()
+    ) -> None:
+        self.missing = tuple(missing)
+        self.unexpected = tuple(unexpected)
+        self.mismatched = tuple(mismatched)
+        parts = [
+            f"{label} ({len(paths)}): {', '.join(paths[:20])}{', ...' if len(paths) > 20 else ''}"
+            for label, paths in (
+                ("missing from the checkpoint", self.missing),
+                ("unexpected in the checkpoint", self.unexpected),
+                ("of another shape, dtype or type", self.mismatched),
+            )
+            if paths
+        ]
+        super().__init__("the checkpoint does not fit this state; nothing was restored. " + "; ".join(parts))
+
+
+class TornCaptureError(CheckpointError):
+    """The live state changed while it was captured; nothing of that checkpoint was committed."""
+
+
+class ClosedError(CheckpointError, RuntimeError):
+    """The engine is closed, or belongs to another process (after a fork)."""
+
+
+def write_error(error: OSError, path: str | os.PathLike[str]) -> WriteError:
+    """Map the ``OSError`` of a failed write or flush, keeping errno and naming the file."""
+    return WriteError(error.errno or _errno.EIO, error.strerror or str(error), os.fspath(path))
+
+
+def read_error(error: OSError, path: str | os.PathLike[str]) -> ReadError:
+    """Map the ``OSError`` of a failed read, keeping errno and naming the file."""
+    return ReadError(error.errno or _errno.EIO, error.strerror or str(error), os.fspath(path))

@@ -1,0 +1,38 @@
+"""What there is to know about a committed checkpoint without reading it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from types import MappingProxyType
+
+__all__ = ["CheckpointInfo", "Metadata"]
+
+Metadata = Mapping[str, str | int | float | bool | None]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """A durable checkpoint, as its commit record describes it.
+
+    Attributes:
+        step: The user's number.
+        counter: The engine's own number, growing with every admitted checkpoint; it survives restarts.
+        nbytes: Payload in bytes (tensors and arrays, padding included).
+        time: When the state was captured, seconds since the epoch (UTC).
+        pinned: Kept by policy or by hand, outside ``keep_last``.
+        metadata: The user's small facts, as given to ``checkpoint(metadata=...)``.
+    """
+
+    step: int
+    counter: int
+    nbytes: int
+    time: float
+    pinned: bool = False
+    metadata: Metadata = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def created(self) -> datetime:
+        """The capture time as an aware datetime in UTC."""
+        return datetime.fromtimestamp(self.time, UTC)

@@ -1,0 +1,267 @@
+"""The bytes of a store, format version 1.
+
+::
+
+    <folder>/store.json   identity: format, store id, checksum name, block size; written last when a store is created
+    <folder>/commit       4 regions of 64 KiB: record copies A0, A1 (even generations), B0, B1 (odd generations)
+    <folder>/slot-NNN     one checkpoint each: payload chunks from offset 0, block-aligned, then the manifest
+
+A commit record is written in two copies into the regions of its generation's parity, so the record before it is never
+touched:
+
+====== ===== ==========================================================================
+offset bytes field (little-endian)
+====== ===== ==========================================================================
+0      8     magic ``PCCHKREC``
+8      4     format version (u32)
+12     4     length of the body in bytes (u32)
+16     16    store id
+32     8     generation (u64), growing by one with every record
+40     4     CRC-32 of bytes 0..40 followed by the body (u32)
+44     20    zeros
+64     ...   body: MessagePack array of entries, newest first, at most 64; zeros up to a block
+====== ===== ==========================================================================
+
+An entry is the array (counter, step, time, payload bytes, slot, manifest offset, manifest length, manifest CRC-32,
+pinned, metadata). The manifest is MessagePack too (:mod:`pccheck_async.manifest`). Nothing in a store refers to its
+own path.
+
+Bytes become values only here, and only validated: a :class:`Record` or an :class:`Identity` exists if every check held.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+import msgspec
+
+from pccheck_async import checksum
+from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
+from pccheck_async.info import CheckpointInfo
+
+__all__ = [
+    "COMMIT_NAME",
+    "COMMIT_NBYTES",
+    "FORMAT_VERSION",
+    "HEADER",
+    "IDENTITY_NAME",
+    "MAGIC",
+    "MOST_ENTRIES",
+    "MOST_METADATA_NBYTES",
+    "REGION_NBYTES",
+    "Entry",
+    "Identity",
+    "Record",
+    "align",
+    "check_metadata",
+    "decode_identity",
+    "decode_record",
+    "encode_identity",
+    "encode_record",
+    "names_checkpoints",
+    "newest_record",
+    "region_offsets",
+    "slot_name",
+    "slot_number",
+]
+
+FORMAT_VERSION = 1
+IDENTITY_NAME = "store.json"
+COMMIT_NAME = "commit"
+MAGIC = b"PCCHKREC"
+HEADER = struct.Struct("<8sII16sQI20x")
+_CHECKED_HEADER = struct.Struct("<8sII16sQ")
+
+REGION_NBYTES = 64 * 1024
+"""One copy of one record; a multiple of every block size a store may have."""
+COMMIT_NBYTES = 4 * REGION_NBYTES
+MOST_ENTRIES = 64
+MOST_METADATA_NBYTES = 512
+"""Of one checkpoint, encoded: 64 entries of this size fit into a region."""
+
+_SLOT_NAME = re.compile(r"slot-(\d{3,9})")
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``store.json`` says: it makes a folder a store and never changes."""
+
+    format: int
+    store_id: str
+    checksum: str
+    block_bytes: int
+
+    @property
+    def id_bytes(self) -> bytes:
+        """The store id as the 16 bytes that stand in every record."""
+        return bytes.fromhex(self.store_id)
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One committed checkpoint, as a record names it. Sizes in bytes."""
+
+    counter: int
+    step: int
+    time: float
+    nbytes: int
+    slot: int
+    manifest_offset: int
+    manifest_nbytes: int
+    manifest_checksum: int
+    pinned: bool
+    metadata: dict[str, str | int | float | bool | None]
+
+    @property
+    def info(self) -> CheckpointInfo:
+        """The part that the user sees."""
+        return CheckpointInfo(
+            step=self.step,
+            counter=self.counter,
+            nbytes=self.nbytes,
+            time=self.time,
+            pinned=self.pinned,
+            metadata=MappingProxyType(dict(self.metadata)),
+        )
+
+
+class Record(msgspec.Struct, frozen=True):
+    """A validated commit record: which checkpoints exist, newest first."""
+
+    generation: int
+    entries: tuple[Entry, ...]
+
+
+_entries_decoder = msgspec.msgpack.Decoder(tuple[Entry, ...])
+_metadata_decoder = msgspec.msgpack.Decoder(dict[str, str | int | float | bool | None])
+_identity_decoder = msgspec.json.Decoder(Identity)
+
+
+def align(nbytes: int, block_bytes: int) -> int:
+    """Round ``nbytes`` up to a whole number of blocks."""
+    return -(-nbytes // block_bytes) * block_bytes
+
+
+def slot_name(number: int) -> str:
+    """Return the file name of a slot."""
+    return f"slot-{number:03d}"
+
+
+def slot_number(name: str) -> int | None:
+    """Return the number of the slot with this file name, None where it is no slot's."""
+    match = _SLOT_NAME.fullmatch(name)
+    return int(match[1]) if match and slot_name(int(match[1])) == name else None
+
+
+def region_offsets(generation: int) -> tuple[int, int]:
+    """Return where the two copies of the record of this generation go in the commit file."""
+    first = (generation % 2) * 2 * REGION_NBYTES
+    return first, first + REGION_NBYTES
+
+
+def encode_identity(identity: Identity) -> bytes:
+    """Return the bytes of ``store.json``."""
+    return msgspec.json.format(msgspec.json.encode(identity), indent=2) + b"\n"
+
+
+def decode_identity(data: bytes) -> Identity:
+    """Validate ``store.json``. Raises CorruptStoreError, also for formats this version does not know."""
+    try:
+        identity = _identity_decoder.decode(data)
+        id_nbytes = len(identity.id_bytes)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise CorruptStoreError(f"{IDENTITY_NAME} is damaged: {error}") from None
+    if identity.format != FORMAT_VERSION:
+        raise CorruptStoreError(
+            f"{IDENTITY_NAME} says format {identity.format}; this version reads format {FORMAT_VERSION}"
+        )
+    if identity.checksum != checksum.NAME:
+        raise CorruptStoreError(f"{IDENTITY_NAME} names checksum {identity.checksum!r}; known: {checksum.NAME!r}")
+    block = identity.block_bytes
+    if id_nbytes != 16 or not 512 <= block <= REGION_NBYTES or block & (block - 1):
+        raise CorruptStoreError(f"{IDENTITY_NAME} is damaged: id of {id_nbytes} bytes, blocks of {block} bytes")
+    return identity
+
+
+def check_metadata(metadata: Mapping[str, object]) -> dict[str, str | int | float | bool | None]:
+    """Validate user metadata: names to plain values, small. Raises UnsupportedStateError."""
+    try:
+        encoded = msgspec.msgpack.encode(dict(metadata))
+        plain = _metadata_decoder.decode(encoded)
+    except (TypeError, OverflowError, UnicodeEncodeError, msgspec.MsgspecError) as error:
+        raise UnsupportedStateError(
+            f"metadata maps str to str, int, float, bool or None ({error}); put anything else into the state"
+        ) from None
+    if len(encoded) > MOST_METADATA_NBYTES:
+        raise UnsupportedStateError(
+            f"metadata takes {len(encoded)} bytes, at most {MOST_METADATA_NBYTES} fit into the commit record; "
+            "put large values into the state"
+        )
+    return plain
+
+
+def encode_record(record: Record, store_id: bytes, block_bytes: int) -> bytes:
+    """Return one copy of a record, padded to whole blocks."""
+    if len(record.entries) > MOST_ENTRIES:
+        raise ValueError(f"{len(record.entries)} checkpoints, a record holds at most {MOST_ENTRIES}")
+    body = msgspec.msgpack.encode(record.entries)
+    checked = _CHECKED_HEADER.pack(MAGIC, FORMAT_VERSION, len(body), store_id, record.generation)
+    value = checksum.crc32(body, checksum.crc32(checked))
+    data = HEADER.pack(MAGIC, FORMAT_VERSION, len(body), store_id, record.generation, value) + body
+    padded = align(len(data), block_bytes)
+    if padded > REGION_NBYTES:
+        raise ValueError(f"the record takes {padded} bytes, its region has {REGION_NBYTES}")
+    return data.ljust(padded, b"\0")
+
+
+def decode_record(region: bytes | bytearray | memoryview, store_id: bytes) -> Record | None:
+    """Validate one copy of a record; None where it is empty, torn, damaged or of another store."""
+    if len(region) < HEADER.size:
+        return None
+    magic, version, body_nbytes, found_id, generation, value = HEADER.unpack_from(region)
+    if magic != MAGIC or version != FORMAT_VERSION or found_id != store_id:
+        return None
+    body = bytes(region[HEADER.size : HEADER.size + body_nbytes])
+    checked = bytes(region[: _CHECKED_HEADER.size])
+    if (
+        any(region[_CHECKED_HEADER.size + 4 : HEADER.size])
+        or len(body) != body_nbytes
+        or checksum.crc32(body, checksum.crc32(checked)) != value
+    ):
+        return None
+    try:
+        entries = _entries_decoder.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return None
+    return Record(generation, entries) if _sane(entries) else None
+
+
+def newest_record(commit: bytes | bytearray | memoryview, store_id: bytes) -> Record | None:
+    """Return the valid record of the highest generation in a commit file, None where there is none."""
+    found = (
+        decode_record(commit[start : start + REGION_NBYTES], store_id)
+        for start in range(0, COMMIT_NBYTES, REGION_NBYTES)
+    )
+    return max((r for r in found if r is not None), key=lambda record: record.generation, default=None)
+
+
+def names_checkpoints(commit: bytes | bytearray | memoryview) -> bool:
+    """Whether a commit file without its ``store.json`` seems to name checkpoints, of whatever store."""
+    for start in range(0, min(len(commit), COMMIT_NBYTES) - HEADER.size, REGION_NBYTES):
+        magic, _, _, _, generation, _ = HEADER.unpack_from(commit, start)
+        if magic == MAGIC and generation > 0:
+            return True
+    return False
+
+
+def _sane(entries: Iterable[Entry]) -> bool:
+    counters: list[int] = []
+    slots: set[int] = set()
+    for entry in entries:
+        sizes = (entry.counter, entry.nbytes, entry.slot, entry.manifest_offset, entry.manifest_nbytes)
+        if min(sizes) < 0 or entry.slot in slots or (counters and entry.counter >= counters[-1]):
+            return False
+        counters.append(entry.counter)
+        slots.add(entry.slot)
+    return len(counters) <= MOST_ENTRIES

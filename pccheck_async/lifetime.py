@@ -1,0 +1,53 @@
+"""Engines that are open: drained when the interpreter exits, abandoned in forked children."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from typing import Protocol
+
+__all__ = ["forget", "remember"]
+
+_log = logging.getLogger("pccheck_async")
+
+
+class _Open(Protocol):
+    path: str
+
+    def abandon(self) -> None: ...
+
+    def close_at_exit(self) -> str: ...
+
+
+_open: dict[int, _Open] = {}
+
+
+def remember(engine: _Open) -> None:
+    """Note an open engine; it stays alive until :func:`forget`."""
+    _open[id(engine)] = engine
+
+
+def forget(engine: _Open) -> None:
+    """Note that an engine was closed."""
+    _open.pop(id(engine), None)
+
+
+def _drain_at_exit() -> None:
+    for engine in list(_open.values()):
+        forget(engine)
+        print(f"pccheck_async: {engine.close_at_exit()}", file=sys.stderr)
+
+
+def _abandon_in_child() -> None:
+    # The child shares the parent's open files, and with them its locks: an orphaned DataLoader worker must not keep
+    # them.
+    engines = list(_open.values())
+    _open.clear()
+    for engine in engines:
+        engine.abandon()
+
+
+atexit.register(_drain_at_exit)
+os.register_at_fork(after_in_child=_abandon_in_child)

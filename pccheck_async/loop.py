@@ -1,0 +1,136 @@
+"""The engine's own event loop on a thread of its own.
+
+A training step blocks the loop it runs on for its whole length; the pipeline must not stand still meanwhile, so the
+engine never runs on the caller's loop. Callers reach it from any thread (:meth:`EngineLoop.call`) or any loop
+(:meth:`EngineLoop.run`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+__all__ = ["EngineLoop", "wait_for"]
+
+T = TypeVar("T")
+
+
+class EngineLoop:
+    """An event loop (uvloop where it is installed) on a daemon thread."""
+
+    def __init__(self, name: str = "pccheck-engine") -> None:
+        self.loop, self.kind = _new_loop()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._thread.start()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> tuple[concurrent.futures.Future[T], Callable[[], None]]:
+        """Start a coroutine here from any thread. Returns its future and a function that cancels the coroutine.
+
+        The future ends when the coroutine has ended, also after a cancellation, and it cannot itself be cancelled:
+        whoever waits for it knows that nothing is running any more.
+        """
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        future.set_running_or_notify_cancel()
+        task: asyncio.Task[T] | None = None
+
+        def ended(done: asyncio.Task[T]) -> None:
+            self._tasks.discard(done)
+            if done.cancelled():
+                future.set_exception(concurrent.futures.CancelledError())
+            elif (error := done.exception()) is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(done.result())
+
+        def start() -> None:
+            nonlocal task
+            task = self.loop.create_task(coroutine)
+            self._tasks.add(task)
+            task.add_done_callback(ended)
+
+        def cancel() -> None:
+            self.loop.call_soon_threadsafe(lambda: task.cancel() if task else None)
+
+        try:
+            self.loop.call_soon_threadsafe(start)
+        except RuntimeError:
+            coroutine.close()
+            raise
+        return future, cancel
+
+    def call(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """Run a coroutine here and block the calling thread until it ended. On TimeoutError it is cancelled first."""
+        self._refuse_own_thread(coroutine)
+        future, cancel = self.submit(coroutine)
+        try:
+            return future.result(timeout)
+        except BaseException:
+            if not future.done():  # a timeout or KeyboardInterrupt, not the coroutine's own error
+                cancel()
+                concurrent.futures.wait([future])
+            raise
+
+    async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine here and await it on the caller's loop.
+
+        Cancellation: cancels the coroutine and returns once it has ended.
+        """
+        future, cancel = self.submit(coroutine)
+        try:
+            return await wait_for(future)
+        except asyncio.CancelledError:
+            cancel()
+            await finish(future)
+            raise
+
+    def stop(self) -> None:
+        """End the loop and its thread. Idempotent; must not be called on the loop's own thread."""
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join()
+
+    def _refuse_own_thread(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise RuntimeError("blocking on the engine's own thread would never end")
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+            with suppress(
+                RuntimeError
+            ):  # while the interpreter exits no thread can be started, and none is left to stop
+                self.loop.run_until_complete(self.loop.shutdown_default_executor())
+        finally:
+            self.loop.close()
+
+
+async def wait_for(future: concurrent.futures.Future[T]) -> T:
+    """Await a future of another thread. Cancellation: only stops the waiting."""
+    return await asyncio.wrap_future(future)
+
+
+async def finish(future: concurrent.futures.Future[Any]) -> None:
+    """Wait until ``future`` is done, whatever it holds, and however often the waiter is cancelled."""
+    while not future.done():
+        waiter = asyncio.wrap_future(future)
+        try:
+            await asyncio.wait((waiter,))
+        except asyncio.CancelledError:
+            continue
+        if waiter.done() and not waiter.cancelled():
+            waiter.exception()  # retrieved
+
+
+def _new_loop() -> tuple[asyncio.AbstractEventLoop, str]:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop(), "asyncio"
+    return uvloop.new_event_loop(), "uvloop"

@@ -1,0 +1,30 @@
+"""Page-aligned memory that forked children do not get."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from contextlib import suppress
+
+__all__ = ["PAGE_BYTES", "map_memory"]
+
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+_ADVICE = (
+    "MADV_DONTFORK",  # a child neither copies staging memory nor pins it while the device reads it
+    "MADV_DONTDUMP",  # a core dump does not carry gigabytes of weights
+    "MADV_HUGEPAGE",  # first touch faults once per 2 MiB, not once per 4 KiB
+)
+
+
+def map_memory(nbytes: int) -> mmap.mmap:
+    """Map ``nbytes`` (rounded up to pages) of zeroed private memory. Physical pages are taken when first touched."""
+    size = max(1, -(-nbytes // PAGE_BYTES)) * PAGE_BYTES
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    memory = mmap.mmap(-1, size, flags=flags)
+    for advice in _ADVICE:
+        value = getattr(mmap, advice, None)
+        if value is not None:
+            with suppress(OSError):  # advice only: a kernel built without it still works
+                memory.madvise(value)
+    return memory

@@ -1,0 +1,1 @@
+"""Operations on bytes, and the engines that perform them."""

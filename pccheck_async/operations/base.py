@@ -1,0 +1,231 @@
+"""Operations on bytes: write, read, flush, gather, scatter, checksum; submitted in batches, awaited one by one.
+
+An :class:`Operations` belongs to one event loop. Awaiting an operation puts it into the batch of the current loop
+iteration; the batch is handed to the engine behind it in one call. A cancelled operation is asked to stop and then
+*waited for*: when the await ends, cancelled or not, nothing of the operation runs any more, the kernel included, so its
+buffer may be reused (invariant I9).
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import errno
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from pccheck_async.operations.threads import WorkerThreads
+
+__all__ = ["Call", "Checksum", "Flush", "Gather", "Operation", "Operations", "Read", "Scatter", "Write"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Write:
+    """Write all of ``data`` at ``offset`` (bytes). Result: None."""
+
+    fd: int
+    offset: int
+    data: memoryview
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Read:
+    """Fill ``into`` from ``offset`` (bytes). Result: bytes read, short only at the end of the file."""
+
+    fd: int
+    offset: int
+    into: memoryview
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flush:
+    """``fdatasync``. Result: None."""
+
+    fd: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gather:
+    """Copy segments of memory into a buffer, zero the gaps, and checksum all of the buffer. Result: its CRC-32.
+
+    ``segments`` is a packed table of native-endian unsigned 64-bit triples (address, offset in the buffer, length), in
+    growing order of offset, not overlapping. ``keepalive`` holds whatever owns the addresses until the copy ended.
+    """
+
+    segments: bytes
+    into: memoryview
+    keepalive: Any = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scatter:
+    """Verify ``checksum`` over all of ``source`` and only then copy pieces of it to memory. Result: None.
+
+    ``segments`` is as in :class:`Gather`, except that they may overlap and come in any order. Fails with ``EBADMSG``,
+    before anything was copied, where the checksum does not hold.
+    """
+
+    source: memoryview
+    checksum: int
+    segments: bytes
+    keepalive: Any = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checksum:
+    """Result: CRC-32 of ``data``."""
+
+    data: memoryview
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """Call a blocking function (a metadata system call, a copy by torch) on a helper thread. Result: its own."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+Operation = Write | Read | Flush | Gather | Scatter | Checksum | Call
+
+
+class Operations(abc.ABC):
+    """Base of the engines: batches submissions, matches completions to awaiters, waits out cancelled ones.
+
+    Engines implement :meth:`_submit` and :meth:`_cancel` and report through :meth:`_complete` on the loop's thread.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._tokens = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._batch: list[tuple[int, Operation]] = []
+        self._closed = False
+        self._stopped = False
+        self._helpers = WorkerThreads(self._loop, self._complete, count=2, name="pccheck-call")
+
+    async def write(self, fd: int, offset: int, data: memoryview) -> None:
+        """Write all of ``data`` at ``offset``. Raises OSError."""
+        await self._perform(Write(fd, offset, data))
+
+    async def read(self, fd: int, offset: int, into: memoryview) -> int:
+        """Fill ``into`` from ``offset``; return the bytes read, short only at the end of the file. Raises OSError."""
+        result: int = await self._perform(Read(fd, offset, into))
+        return result
+
+    async def flush(self, fd: int) -> None:
+        """Make what was written through ``fd`` durable (``fdatasync``). Raises OSError."""
+        await self._perform(Flush(fd))
+
+    async def gather(self, segments: bytes, into: memoryview, keepalive: Any = None) -> int:
+        """Copy ``segments`` into ``into``, zero the gaps, and return the CRC-32 of all of it (see :class:`Gather`)."""
+        result: int = await self._perform(Gather(segments, into, keepalive))
+        return result
+
+    async def scatter(self, source: memoryview, checksum: int, segments: bytes, keepalive: Any = None) -> None:
+        """Verify ``checksum`` over ``source``, then copy ``segments`` out of it. Raises OSError (EBADMSG)."""
+        await self._perform(Scatter(source, checksum, segments, keepalive))
+
+    async def checksum(self, data: memoryview) -> int:
+        """Return the CRC-32 of ``data``."""
+        result: int = await self._perform(Checksum(data))
+        return result
+
+    async def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a blocking ``function`` on a helper thread and return (or raise) what it does."""
+        result: T = await self._perform(Call(function, arguments))
+        return result
+
+    async def close(self) -> None:
+        """Wait until every submitted operation ended, then stop the threads. Idempotent.
+
+        Cancellation: stops the waiting; the engine takes no more operations, and another call finishes the work.
+        """
+        self._closed = True
+        while self._waiting:
+            await asyncio.wait(list(self._waiting.values()))
+        if not self._stopped:
+            self._stopped = True
+            self._helpers.close()
+            self._shutdown()
+
+    @property
+    def running(self) -> int:
+        """Operations submitted and not completed."""
+        return len(self._waiting)
+
+    async def _perform(self, operation: Operation) -> Any:
+        if self._closed:
+            raise OSError(errno.EBADF, "the operations engine is closed")
+        token = next(self._tokens)
+        future = self._loop.create_future()
+        self._waiting[token] = future
+        if not self._batch:
+            self._loop.call_soon(self._flush_batch)
+        self._batch.append((token, operation))
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            if not future.done():
+                self._ask_to_stop(token)
+            while not future.done():
+                try:
+                    await asyncio.wait((future,))
+                except asyncio.CancelledError:
+                    continue
+            if not future.cancelled():
+                future.exception()  # retrieved: the cancellation is what the awaiter gets to know
+            raise
+
+    def _ask_to_stop(self, token: int) -> None:
+        for index, (waiting, _) in enumerate(self._batch):
+            if waiting == token:
+                del self._batch[index]
+                self._complete(token, None, OSError(errno.ECANCELED, "cancelled"))
+                return
+        if not self._helpers.cancel(token):
+            self._cancel(token)
+
+    def _flush_batch(self) -> None:
+        batch, self._batch = self._batch, []
+        calls = [entry for entry in batch if isinstance(entry[1], Call)]
+        if calls:
+            self._helpers.submit([(token, op.function, op.arguments) for token, op in calls if isinstance(op, Call)])
+        if len(calls) < len(batch):
+            self._submit_or_fail([entry for entry in batch if not isinstance(entry[1], Call)])
+
+    def _submit_or_fail(self, batch: list[tuple[int, Operation]]) -> None:
+        try:
+            self._submit(batch)
+        except Exception as error:  # noqa: BLE001 - whatever went wrong belongs to the one who asked for it
+            if len(batch) == 1:
+                self._complete(batch[0][0], None, error)
+                return
+            # Nothing of a refused batch has started: one by one, the refusal reaches only the operation that caused it.
+            for entry in batch:
+                self._submit_or_fail([entry])
+
+    def _complete(self, token: int, result: Any, error: BaseException | None) -> None:
+        future = self._waiting.pop(token)
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    @abc.abstractmethod
+    def _submit(self, batch: Sequence[tuple[int, Operation]]) -> None:
+        """Start the operations of a batch; all or none."""
+
+    @abc.abstractmethod
+    def _cancel(self, token: int) -> None:
+        """Ask the operation to stop: complete it with ECANCELED where it has not started, else let it end."""
+
+    @abc.abstractmethod
+    def _shutdown(self) -> None:
+        """Stop the threads behind the engine; nothing is running any more."""

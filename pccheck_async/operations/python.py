@@ -1,0 +1,159 @@
+"""The pure-Python engine: ``os.pwritev`` and friends on threads. Works where nothing compiles."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pccheck_async.checksum import crc32
+from pccheck_async.operations.base import Call, Checksum, Flush, Gather, Operation, Operations, Read, Scatter, Write
+from pccheck_async.operations.threads import WorkerThreads
+
+__all__ = ["PythonOperations"]
+
+_SEGMENT = struct.Struct("=QQQ")
+_LAST_ADDRESS = ctypes.c_size_t(-1).value
+_SMALLEST_SECTOR = 512
+"""No direct I/O is aligned to less."""
+_MOST_PER_CALL = 1 << 30
+"""Linux moves at most 2 GiB - 4 KiB per call; a power of two keeps direct I/O aligned."""
+
+
+class PythonOperations(Operations):
+    """Operations on Python threads; system calls, ``memmove`` and ``zlib.crc32`` all release the GIL.
+
+    Args:
+        io_threads: Threads for write, read and flush.
+        copy_threads: Threads for gather, scatter and checksum.
+    """
+
+    name = "python"
+
+    def __init__(self, *, io_threads: int, copy_threads: int) -> None:
+        super().__init__()
+        self._io = WorkerThreads(self._loop, self._complete, count=io_threads, name="pccheck-io")
+        self._copy = WorkerThreads(self._loop, self._complete, count=copy_threads, name="pccheck-copy")
+
+    def _submit(self, batch: Sequence[tuple[int, Operation]]) -> None:
+        # The operation itself goes along as the argument: it holds the buffers and the keepalive until it ended.
+        io = [(token, _perform, (op,)) for token, op in batch if isinstance(op, (Write, Read, Flush))]
+        memory = [(token, _perform, (op,)) for token, op in batch if not isinstance(op, (Write, Read, Flush))]
+        if io:
+            self._io.submit(io)
+        if memory:
+            self._copy.submit(memory)
+
+    def _cancel(self, token: int) -> None:
+        if not self._io.cancel(token):
+            self._copy.cancel(token)
+
+    def _shutdown(self) -> None:
+        self._io.close()
+        self._copy.close()
+
+
+def _perform(operation: Operation) -> Any:
+    match operation:
+        case Write(fd, offset, data):
+            return write_all(fd, offset, data)
+        case Read(fd, offset, into):
+            return read_all(fd, offset, into)
+        case Flush(fd):
+            return os.fdatasync(fd)
+        case Gather(segments, into):
+            return gather(segments, into)
+        case Scatter(source, checksum, segments):
+            return scatter(source, checksum, segments)
+        case Checksum(data):
+            return crc32(data)
+        case Call(function, arguments):
+            return function(*arguments)
+
+
+def write_all(fd: int, offset: int, data: memoryview) -> None:
+    """Write all of ``data`` at ``offset``, however many system calls that takes."""
+    _check_offset(offset)
+    done = 0
+    with data.cast("B") as octets:
+        while done < len(octets):
+            with octets[done : done + _MOST_PER_CALL] as part:
+                written = os.pwrite(fd, part, offset + done)
+            if written == 0:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            done += written
+
+
+def read_all(fd: int, offset: int, into: memoryview) -> int:
+    """Fill ``into`` from ``offset``; return the bytes read, short only at the end of the file."""
+    _check_offset(offset)
+    done = 0
+    with into.cast("B") as octets:
+        while done < len(octets):
+            with octets[done : done + _MOST_PER_CALL] as part:
+                try:
+                    got = os.preadv(fd, [part], offset + done)
+                except OSError as error:
+                    # A direct read ended inside a sector: that is the end of the file, and some refuse to go on there.
+                    if error.errno == errno.EINVAL and done % _SMALLEST_SECTOR:
+                        break
+                    raise
+            if got == 0:
+                break
+            done += got
+    return done
+
+
+def gather(segments: bytes, into: memoryview) -> int:
+    """Copy ``segments`` into ``into``, zero the gaps, and return the CRC-32 of all of it."""
+    checked = _checked(segments, into.nbytes, ordered=True)
+    base = _address(into, writable=True)
+    filled = 0
+    for address, offset, length in checked:
+        ctypes.memset(base + filled, 0, offset - filled)
+        ctypes.memmove(base + offset, address, length)
+        filled = offset + length
+    ctypes.memset(base + filled, 0, into.nbytes - filled)
+    return crc32(into)
+
+
+def scatter(source: memoryview, checksum: int, segments: bytes) -> None:
+    """Verify ``checksum`` over ``source``, then copy ``segments`` of it to their addresses."""
+    checked = _checked(segments, source.nbytes, ordered=False)
+    if crc32(source) != checksum:
+        raise OSError(errno.EBADMSG, "checksum mismatch")
+    base = _address(source, writable=False)
+    for address, offset, length in checked:
+        ctypes.memmove(address, base + offset, length)
+
+
+def _check_offset(offset: int) -> None:
+    if offset < 0:
+        raise ValueError(f"offset {offset} is negative")
+
+
+def _checked(segments: bytes, size: int, *, ordered: bool) -> list[tuple[int, int, int]]:
+    if len(segments) % _SEGMENT.size:
+        raise ValueError(f"a table of segments has {len(segments)} bytes, no multiple of {_SEGMENT.size}")
+    checked = list(_SEGMENT.iter_unpack(segments))
+    filled = 0
+    for address, offset, length in checked:
+        if offset + length > size or (length and not 0 < address <= _LAST_ADDRESS - (length - 1)):
+            raise ValueError(f"segment [{offset}, {offset + length}) lies outside its buffer of {size} bytes")
+        if ordered and offset < filled:
+            raise ValueError(f"segment [{offset}, {offset + length}) is not behind the one before it")
+        filled = offset + length
+    return checked
+
+
+def _address(buffer: memoryview, *, writable: bool) -> int:
+    if writable and buffer.readonly:
+        raise BufferError("the buffer is read-only")
+    if buffer.nbytes == 0:
+        return 0
+    return int(np.frombuffer(buffer, np.uint8).ctypes.data)

@@ -1,0 +1,143 @@
+"""A checkpoint on its way: captured, then durable."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Generator
+from typing import Any
+
+from pccheck_async.info import CheckpointInfo
+from pccheck_async.loop import wait_for
+
+__all__ = ["PendingCheckpoint"]
+
+
+class PendingCheckpoint:
+    """What ``checkpoint()`` returns. Usable from any thread and any event loop; ``await pending`` waits for durable.
+
+    Attributes:
+        step: The user's number.
+        counter: The engine's number; order of counters is order of admission.
+        superseded: Newer checkpoints became durable first and made this one pointless; it was dropped on purpose.
+        skipped: All places were in flight and ``on_busy="skip"``; nothing was captured, and this stands for the newest
+        one.
+    """
+
+    def __init__(self, step: int, counter: int) -> None:
+        self.step = step
+        self.counter = counter
+        self.superseded = False
+        self.skipped = False
+        self._captured: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._durable: concurrent.futures.Future[CheckpointInfo] = concurrent.futures.Future()
+        self._seen = False
+        # Running futures cannot be cancelled: cancelling an await only stops that waiting.
+        self._captured.set_running_or_notify_cancel()
+        self._durable.set_running_or_notify_cancel()
+
+    @classmethod
+    def standing_for(cls, newest: PendingCheckpoint, step: int) -> PendingCheckpoint:
+        """Return what a skipped checkpoint's caller gets: already safe to mutate, durable when ``newest`` is."""
+        skipped = cls(step, newest.counter)
+        skipped.skipped = True
+        skipped._captured.set_result(None)
+        skipped._durable = newest._durable
+        skipped._seen = True
+        return skipped
+
+    async def captured(self) -> None:
+        """Wait until the state's bytes are out of reach: it may be mutated now.
+
+        Cancellation: only stops the waiting.
+
+        Raises:
+            CheckpointError: what made the checkpoint fail before its capture was complete.
+        """
+        self._seen = True
+        await wait_for(self._captured)
+        self._seen = False  # a failure after the capture is still to be told
+
+    async def durable(self) -> CheckpointInfo:
+        """Wait until the checkpoint is committed.
+
+        Durability: the returned checkpoint survives power loss. For a superseded (or skipped) one that is a newer one.
+
+        Cancellation: only stops the waiting; the checkpoint goes on.
+
+        Raises:
+            CheckpointError: what made it fail. Nothing of it was committed; older checkpoints are untouched.
+        """
+        self._seen = True
+        return await wait_for(self._durable)
+
+    def __await__(self) -> Generator[Any, None, CheckpointInfo]:
+        return self.durable().__await__()
+
+    def result(self, timeout: float | None = None) -> CheckpointInfo:
+        """Block until durable, for code that is not async (see :meth:`durable`). Raises TimeoutError."""
+        self._seen = True
+        try:
+            return self._durable.result(timeout)
+        except TimeoutError:
+            if not self._durable.done():
+                self._seen = False
+            raise
+
+    def wait_captured(self, timeout: float | None = None) -> None:
+        """Block until captured, for code that is not async (see :meth:`captured`). Raises TimeoutError."""
+        self._captured.result(timeout)
+
+    def done(self) -> bool:
+        """Whether it is durable, superseded or failed."""
+        return self._durable.done()
+
+    def __repr__(self) -> str:
+        state = (
+            "skipped"
+            if self.skipped
+            else "superseded"
+            if self.superseded
+            else "failed"
+            if self._durable.done() and self._durable.exception() is not None
+            else "durable"
+            if self._durable.done()
+            else "captured"
+            if self._captured.done()
+            else "capturing"
+        )
+        return f"<PendingCheckpoint step={self.step} counter={self.counter} {state}>"
+
+    # -- the scheduler's side
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether the capture ended (or failed)."""
+        return self._captured.done()
+
+    @property
+    def failure_seen(self) -> bool:
+        """Whether somebody waited for the result, so that a failure has been told."""
+        return self._seen
+
+    def set_captured(self) -> None:
+        """Note the end of the capture."""
+        if not self._captured.done():
+            self._captured.set_result(None)
+
+    def set_durable(self, info: CheckpointInfo, *, superseded: bool = False) -> None:
+        """Note the commit, or the newest checkpoint where this one is superseded."""
+        self.superseded = superseded
+        self.set_captured()
+        if not self._durable.done():
+            self._durable.set_result(info)
+
+    def set_failed(self, error: BaseException) -> None:
+        """Note the failure."""
+        if not self._captured.done():
+            self._captured.set_exception(error)
+        if not self._durable.done():
+            self._durable.set_exception(error)
+
+    def set_seen(self) -> None:
+        """Note that the failure was told to the user."""
+        self._seen = True

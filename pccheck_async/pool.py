@@ -1,0 +1,86 @@
+"""Staging buffers: one chunk of page-aligned host memory each, leased and returned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pccheck_async.limiter import Limiter, Permit
+from pccheck_async.memory import map_memory
+
+__all__ = ["BufferLease", "BufferPool", "PoolStatistics"]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatistics:
+    """Use of the staging memory.
+
+    Attributes:
+        buffer_bytes: Size of one buffer.
+        buffers: Buffers the pool may have.
+        touched: Buffers that were ever used: what the pool takes of physical memory, in buffers.
+        in_use: Buffers leased now.
+        peak: Most buffers leased at a time.
+        waited: Leases that had to wait for a buffer.
+    """
+
+    buffer_bytes: int
+    buffers: int
+    touched: int
+    in_use: int
+    peak: int
+    waited: int
+
+
+class BufferLease:
+    """A staging buffer for one owner. ``view`` is all of it; it is returned exactly once."""
+
+    __slots__ = ("_permit", "_pool", "index", "view")
+
+    def __init__(self, pool: BufferPool, permit: Permit, index: int, view: memoryview) -> None:
+        self._pool = pool
+        self._permit = permit
+        self.index = index
+        self.view = view
+
+    def release(self) -> None:
+        """Give the buffer back; nothing reads or writes it any more. Raises RuntimeError the second time."""
+        index, self.index = self.index, -1
+        if index < 0:
+            raise RuntimeError("the buffer was given back before")
+        self._pool._take_back(index)
+        self._permit.release()
+
+
+class BufferPool:
+    """At most ``nbytes`` of staging memory in buffers of ``buffer_bytes``; physical memory is taken on first use.
+
+    The buffer returned last is leased first: a state smaller than the pool touches only what it needs.
+    """
+
+    def __init__(self, nbytes: int, buffer_bytes: int) -> None:
+        count = nbytes // buffer_bytes
+        if count < 1:
+            raise ValueError(f"host_memory of {nbytes} bytes holds no buffer of {buffer_bytes} bytes")
+        self.nbytes = count * buffer_bytes
+        self.buffer_bytes = buffer_bytes
+        self._memory = map_memory(count * buffer_bytes)
+        self._view = memoryview(self._memory)
+        self._limiter = Limiter(count)
+        self._free = list(range(count - 1, -1, -1))
+        self._touched = 0
+
+    async def lease(self) -> BufferLease:
+        """Wait for a buffer, first come, first served. Cancellation: leases nothing."""
+        permit = await self._limiter.acquire()
+        index = self._free.pop()
+        self._touched = max(self._touched, index + 1)
+        start = index * self.buffer_bytes
+        return BufferLease(self, permit, index, self._view[start : start + self.buffer_bytes])
+
+    def statistics(self) -> PoolStatistics:
+        """Return the current use."""
+        use = self._limiter.statistics()
+        return PoolStatistics(self.buffer_bytes, use.permits, self._touched, use.in_use, use.peak, use.waited)
+
+    def _take_back(self, index: int) -> None:
+        self._free.append(index)

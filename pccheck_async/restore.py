@@ -1,0 +1,101 @@
+"""Restore: read a committed checkpoint back, verifying every checksum on the way.
+
+Chunks are read concurrently into staging buffers, so memory is bounded by the pool whatever the size of the
+checkpoint; bytes reach their tensors only after their chunk's checksum held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from typing import Any
+
+from pccheck_async.checksum import crc32
+from pccheck_async.copying import CopyBackend
+from pccheck_async.errors import CorruptStoreError
+from pccheck_async.failures import first_failure
+from pccheck_async.layout import Entry, align
+from pccheck_async.manifest import ChunkEntry, Manifest, decode
+from pccheck_async.memory import map_memory
+from pccheck_async.plan import scatter_segments
+from pccheck_async.pool import BufferPool
+from pccheck_async.state.targets import Targets
+from pccheck_async.writer import File, Writer
+
+__all__ = ["read_manifest", "read_payload"]
+
+
+async def read_manifest(writer: Writer, file: File, entry: Entry, block_bytes: int) -> Manifest:
+    """Read and validate the manifest that a commit record names. Raises CorruptStoreError, ReadError."""
+    end = entry.manifest_offset + entry.manifest_nbytes
+    if entry.manifest_offset % block_bytes or end > file.nbytes:
+        raise CorruptStoreError(
+            f"{file.name} has {file.nbytes} bytes; the manifest of checkpoint {entry.counter} is said to end at {end}"
+        )
+    memory = map_memory(align(entry.manifest_nbytes, block_bytes))
+    view = memoryview(memory)
+    try:
+        got = await writer.read(file, entry.manifest_offset, view[: align(entry.manifest_nbytes, block_bytes)])
+        data = bytes(view[: min(got, entry.manifest_nbytes)])
+    finally:
+        view.release()
+        memory.close()
+    if len(data) != entry.manifest_nbytes or crc32(data) != entry.manifest_checksum:
+        raise CorruptStoreError(
+            f"{file.name}: the manifest of checkpoint {entry.counter} (step {entry.step}) is damaged"
+        )
+    manifest = decode(data)
+    if manifest.counter != entry.counter or manifest.payload_nbytes > entry.manifest_offset:
+        raise CorruptStoreError(f"{file.name}: the manifest is not that of checkpoint {entry.counter}")
+    return manifest
+
+
+async def read_payload(
+    writer: Writer, backend: CopyBackend, pool: BufferPool, file: File, manifest: Manifest, targets: Targets
+) -> None:
+    """Fill ``targets`` from the chunks that hold them; no other chunk is read.
+
+    The pool's buffers hold at least the manifest's largest chunk.
+
+    Cancellation: ends once every read and copy ended. The targets are then partly filled.
+
+    Raises:
+        CorruptStoreError: a checksum does not hold; earlier chunks may have been copied already.
+        ReadError: the device failed.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            for index, chunk in enumerate(manifest.chunks):
+                segments = scatter_segments(chunk.offset, chunk.nbytes, targets)
+                if segments:
+                    lease = await pool.lease()
+                    reading = _read_chunk(writer, backend, file, index, chunk, segments, lease.view, targets)
+                    # The lease outlives the task, also one that is cancelled before it ran at all.
+                    group.create_task(reading).add_done_callback(lambda _, lease=lease: lease.release())  # type: ignore[misc]
+    except BaseExceptionGroup as errors:
+        failure = first_failure(errors)
+        raise failure from failure.__cause__
+
+
+async def _read_chunk(
+    writer: Writer,
+    backend: CopyBackend,
+    file: File,
+    index: int,
+    chunk: ChunkEntry,
+    segments: bytes,
+    buffer: memoryview,
+    keepalive: Any,
+) -> None:
+    view = buffer[: chunk.nbytes]
+    try:
+        if await writer.read(file, chunk.offset, view) != chunk.nbytes:
+            raise OSError(errno.EBADMSG, "the file is too short")
+        await backend.scatter(view, chunk.checksum, segments, keepalive)
+    except OSError as error:
+        if error.errno != errno.EBADMSG:
+            raise
+        raise CorruptStoreError(
+            f"{file.name}: chunk {index} (bytes {chunk.offset} to {chunk.offset + chunk.nbytes}) of the checkpoint is "
+            f"damaged: {error.strerror}"
+        ) from None

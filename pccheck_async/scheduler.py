@@ -1,0 +1,223 @@
+"""The scheduler: the one place that knows the order of things.
+
+A checkpoint is a task graph: one coroutine per chunk leases a staging buffer, copies, writes, and returns the buffer;
+when all ended, the manifest is written, and the store commits. Checkpoints run concurrently, at most ``max_in_flight``
+of them (PCcheck, section 3.1), admitted in the order of their counters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pccheck_async.capture import Capture, Snapshot
+from pccheck_async.checksum import crc32
+from pccheck_async.copying import CopyBackend
+from pccheck_async.errors import CheckpointError
+from pccheck_async.failures import first_failure
+from pccheck_async.info import CheckpointInfo
+from pccheck_async.layout import Entry, align
+from pccheck_async.limiter import Limiter
+from pccheck_async.manifest import VERSION, ChunkEntry, Manifest, encode
+from pccheck_async.pending import PendingCheckpoint
+from pccheck_async.plan import Chunk, Plan, Planner
+from pccheck_async.pool import BufferPool
+from pccheck_async.statistics import StageClock
+from pccheck_async.store import SlotLease, Store
+from pccheck_async.writer import Writer
+
+__all__ = ["Job", "Scheduler"]
+
+_log = logging.getLogger("pccheck_async")
+_LARGEST_CHECKSUM = 0xFFFFFFFF
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """An admitted checkpoint: what to save, and whom to tell."""
+
+    pending: PendingCheckpoint
+    snapshot: Snapshot
+    metadata: dict[str, str | int | float | bool | None]
+
+
+class Scheduler:
+    """Runs admitted checkpoints on the engine's loop.
+
+    Args:
+        store: Where they go.
+        writer: Writes the chunks.
+        backend: Copies them.
+        pool: Staging buffers, one chunk each.
+        planner: Lays states out.
+        max_in_flight: Most checkpoints between admission and their end.
+        clock: Stage times.
+        ended: Called with every checkpoint that ended, its error, and whether it was superseded, before anyone is told.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        writer: Writer,
+        backend: CopyBackend,
+        pool: BufferPool,
+        planner: Planner,
+        max_in_flight: int,
+        clock: StageClock,
+        ended: Callable[[PendingCheckpoint, Exception | None, bool], None],
+    ) -> None:
+        self._store = store
+        self._writer = writer
+        self._backend = backend
+        self._pool = pool
+        self._planner = planner
+        self._clock = clock
+        self._ended = ended
+        self._limiter = Limiter(max_in_flight)
+        self._tasks: dict[PendingCheckpoint, asyncio.Task[None]] = {}
+
+    def start(self, job: Job) -> None:
+        """Admit a checkpoint. Called in the order of counters, which is the order in which they are served."""
+        task = asyncio.get_running_loop().create_task(self._run(job), name=f"checkpoint {job.pending.counter}")
+        self._tasks[job.pending] = task
+        task.add_done_callback(lambda _: self._tasks.pop(job.pending))
+
+    async def abort(self, pending: PendingCheckpoint) -> None:
+        """Cancel a checkpoint whose capture has not ended and wait until nothing of it is running (I9)."""
+        task = self._tasks.get(pending)
+        if task is None or pending.is_captured:
+            return
+        task.cancel()
+        await asyncio.wait((task,))
+
+    async def drain(self, timeout: float | None = None) -> list[PendingCheckpoint]:
+        """Wait until every checkpoint admitted so far ended; return those that did not within ``timeout`` seconds.
+
+        Cancellation: only stops the waiting.
+        """
+        waiting = dict(self._tasks)
+        if waiting:
+            await asyncio.wait(waiting.values(), timeout=timeout)
+        return [pending for pending, task in waiting.items() if not task.done()]
+
+    async def cancel_all(self) -> None:
+        """Cancel what is left and wait until it ended."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _run(self, job: Job) -> None:
+        pending = job.pending
+        try:
+            permit = await self._limiter.acquire()
+            try:
+                info, superseded = await self._save(job)
+            finally:
+                permit.release()  # only after the slot that the commit freed is free
+        except asyncio.CancelledError:
+            error = CheckpointError(f"the checkpoint of step {pending.step} was cancelled; nothing was committed")
+            self._ended(pending, error, False)
+            pending.set_failed(error)
+        except Exception as error:  # noqa: BLE001 - it belongs to whoever awaits the checkpoint
+            _log.debug("checkpoint %d failed: %r", pending.counter, error)
+            self._ended(pending, error, False)
+            pending.set_failed(error)
+        else:
+            self._ended(pending, None, superseded)
+            pending.set_durable(info, superseded=superseded)
+
+    async def _save(self, job: Job) -> tuple[CheckpointInfo, bool]:
+        snapshot, pending = job.snapshot, job.pending
+        plan = self._planner.plan(snapshot.layout)
+        largest = tuple(ChunkEntry(c.offset, c.nbytes, _LARGEST_CHECKSUM) for c in plan.chunks)
+        nbytes = self._slot_bytes(plan, self._encode(job, plan, largest))
+        capture = Capture(snapshot, plan, self._backend, pending.set_captured)
+        lease = await self._copy_and_write(capture, plan, nbytes)
+        try:
+            data = self._encode(job, plan, capture.entries())
+            offset = align(plan.payload_nbytes, self._store.block_bytes)
+            await self._write_manifest(lease, offset, data)
+        except BaseException:
+            await self._store.release(lease)  # every operation on it has ended
+            raise
+        entry = Entry(
+            counter=pending.counter,
+            step=pending.step,
+            time=snapshot.time,
+            nbytes=plan.payload_nbytes,
+            slot=lease.slot,
+            manifest_offset=offset,
+            manifest_nbytes=len(data),
+            manifest_checksum=crc32(data),
+            pinned=False,
+            metadata=job.metadata,
+        )
+        with self._clock.timed("commit"):
+            committed = await self._store.commit(lease, entry)
+        return (entry.info, False) if committed else (self._store.entries[0].info, True)
+
+    async def _copy_and_write(self, capture: Capture, plan: Plan, slot_bytes: int) -> SlotLease:
+        reserving: asyncio.Task[SlotLease] | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                # Beside the capture: what holds the trainer up is the copy, never the store.
+                reserving = group.create_task(self._store.reserve(slot_bytes))
+                for index, chunk in enumerate(plan.chunks):
+                    lease = await self._pool.lease()
+                    saving = self._save_chunk(capture, index, chunk, reserving, lease.view)
+                    # The lease outlives the task, also one that is cancelled before it ran at all (I9).
+                    group.create_task(saving).add_done_callback(lambda _, lease=lease: lease.release())  # type: ignore[misc]
+        except BaseException as error:  # noqa: BLE001 - raised again below, out of its group
+            if reserving is not None and not reserving.cancelled() and reserving.exception() is None:
+                await self._store.release(reserving.result())  # every operation on it has ended
+            failure = first_failure(error) if isinstance(error, BaseExceptionGroup) else error
+            raise failure from failure.__cause__
+        return reserving.result()
+
+    async def _save_chunk(
+        self, capture: Capture, index: int, chunk: Chunk, reserving: asyncio.Task[SlotLease], buffer: memoryview
+    ) -> None:
+        view = buffer[: chunk.nbytes]
+        with self._clock.timed("capture", chunk.nbytes):
+            await capture.chunk(index, chunk, view)
+        slot = await asyncio.shield(reserving)
+        await self._writer.write(slot.file, chunk.offset, view)
+
+    async def _write_manifest(self, slot: SlotLease, offset: int, data: bytes) -> None:
+        """Write the manifest through staging buffers, a buffer's worth at a time."""
+        size = self._pool.buffer_bytes
+        for start in range(0, len(data), size):
+            part = data[start : start + size]
+            padded = align(len(part), self._store.block_bytes)
+            lease = await self._pool.lease()
+            try:
+                lease.view[:padded] = part.ljust(padded, b"\0")
+                await self._writer.write(slot.file, offset + start, lease.view[:padded])
+            finally:
+                lease.release()
+
+    def _encode(self, job: Job, plan: Plan, chunks: tuple[ChunkEntry, ...]) -> bytes:
+        return encode(
+            Manifest(
+                version=VERSION,
+                counter=job.pending.counter,
+                step=job.pending.step,
+                time=job.snapshot.time,
+                metadata=job.metadata,
+                skeleton=job.snapshot.skeleton,
+                tensors=job.snapshot.layout.tensors,
+                storages=plan.storages,
+                chunks=chunks,
+                payload_nbytes=plan.payload_nbytes,
+            )
+        )
+
+    def _slot_bytes(self, plan: Plan, manifest_bound: bytes) -> int:
+        block = self._store.block_bytes
+        # A block to spare: the next checkpoint's step and plain values may take a few bytes more.
+        return align(plan.payload_nbytes, block) + align(len(manifest_bound), block) + block

@@ -1,0 +1,154 @@
+"""Who may use which slot, and when: plain decisions, no I/O.
+
+A slot is *leased* to the checkpoint that is being written into it, *committed* while the newest durable record names
+it,
+*read* while a restore of this engine reads it, and free otherwise. Only a free slot may be written (I1); a committed
+slot becomes free only through :meth:`SlotTable.committed`, which the store calls once the record without it is durable
+(I3).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+__all__ = ["Create", "Replace", "Reuse", "SlotTable", "Wait"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """Write into the free slot ``slot``."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Create:
+    """Create slot ``slot``."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replace:
+    """Remove the free slot ``old``, which is too small, and create ``slot``."""
+
+    old: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Every slot is in use and no more may be made; ``readers`` of them are held by other processes' readers."""
+
+    readers: int
+
+
+Decision = Reuse | Create | Replace | Wait
+
+
+class SlotTable:
+    """The slots of one store.
+
+    Args:
+        sizes: Slots found on storage: number to bytes.
+        committed: Slots that the newest durable record names.
+        most: Slots that may exist: checkpoints in flight plus checkpoints kept (I10).
+    """
+
+    def __init__(self, sizes: Mapping[int, int], committed: Collection[int], most: int) -> None:
+        self.most = most
+        self._sizes = dict(sizes)
+        self._committed = set(committed)
+        self._leased: set[int] = set()
+        self._read: Counter[int] = Counter()
+        self._next = max([*self._sizes, *self._committed], default=-1) + 1
+
+    @property
+    def count(self) -> int:
+        """Slots that exist."""
+        return len(self._sizes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots together."""
+        return sum(self._sizes.values())
+
+    @property
+    def leased(self) -> frozenset[int]:
+        """Slots being written."""
+        return frozenset(self._leased)
+
+    def size(self, slot: int) -> int:
+        """Bytes of a slot."""
+        return self._sizes[slot]
+
+    def free(self) -> list[int]:
+        """Slots that nothing uses, smallest number first."""
+        return sorted(self._sizes.keys() - self._committed - self._leased - self._read.keys())
+
+    def decide(self, nbytes: int, passed_over: Collection[int] = ()) -> Decision:
+        """Choose a slot for a checkpoint of ``nbytes``, without the free slots ``passed_over`` (readers hold them).
+
+        Readers cost at most one slot beyond ``most``; with more of them the caller waits.
+        """
+        free = [slot for slot in self.free() if slot not in passed_over]
+        fitting = [slot for slot in free if self._sizes[slot] >= nbytes]
+        if fitting:
+            return Reuse(min(fitting, key=lambda slot: (self._sizes[slot], slot)))
+        if free and self.count >= self.most:
+            return Replace(min(free, key=lambda slot: (self._sizes[slot], slot)), self._next)
+        extra = 1 if passed_over or self._read else 0
+        if self.count < max(self.most, len(self._committed) + len(self._leased) + 1) + extra:
+            return Create(self._next)
+        return Wait(readers=len(passed_over) + len(self._read))
+
+    def missing(self) -> list[int]:
+        """Numbers of the slots to create so that every checkpoint in flight finds one."""
+        return list(range(self._next, self._next + max(0, self.most - self.count)))
+
+    def created(self, slot: int, nbytes: int) -> None:
+        """Note a new slot of ``nbytes``; it is free."""
+        if slot in self._sizes:
+            raise ValueError(f"slot {slot} exists")
+        self._sizes[slot] = nbytes
+        self._next = max(self._next, slot + 1)
+
+    def removed(self, slot: int) -> None:
+        """Note that a free slot's file is gone."""
+        if slot in self._committed or slot in self._leased or slot in self._read:
+            raise ValueError(f"slot {slot} is in use")
+        del self._sizes[slot]
+
+    def lease(self, slot: int) -> None:
+        """Give a free slot to a checkpoint."""
+        if slot not in self._sizes or slot in self._committed or slot in self._leased or slot in self._read:
+            raise ValueError(f"slot {slot} is not free")
+        self._leased.add(slot)
+
+    def release(self, slot: int) -> None:
+        """Take a slot back from a checkpoint that will not commit; nothing writes to it any more."""
+        self._leased.remove(slot)
+
+    def committed(self, slots: Iterable[int]) -> None:
+        """Note the slots that the record which just became durable names; all others it freed."""
+        self._committed = set(slots)
+        self._leased -= self._committed
+
+    def start_reading(self, slot: int) -> None:
+        """Keep a committed slot from being reused until :meth:`stop_reading`, whatever is committed meanwhile."""
+        if slot not in self._committed:
+            raise ValueError(f"slot {slot} is not committed")
+        self._read[slot] += 1
+
+    def stop_reading(self, slot: int) -> None:
+        """End :meth:`start_reading`."""
+        self._read[slot] -= 1
+        if self._read[slot] <= 0:
+            del self._read[slot]
+
+    def surplus(self) -> list[int]:
+        """Free slots beyond ``most`` (after a reader's extra slot, or with a smaller ``keep_last``), to be removed."""
+        extra = max(0, self.count - self.most)
+        return sorted(self.free(), key=lambda slot: (self._sizes[slot], slot))[:extra]

@@ -1,0 +1,301 @@
+"""The two ways to make targets for a restore: new memory for ``load``, the live objects for ``engine.restore``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from pccheck_async.errors import StateMismatchError
+from pccheck_async.manifest import Manifest
+from pccheck_async.state import optimizers, paths
+from pccheck_async.state.allocation import Allocation
+from pccheck_async.state.filling import Filling, describe, difference
+from pccheck_async.state.flatten import is_stateful
+from pccheck_async.state.modules import live_state
+from pccheck_async.state.nodes import (
+    ArrayNode,
+    CounterNode,
+    DictNode,
+    ListNode,
+    MappingNode,
+    Node,
+    OrderedDictNode,
+    StatefulNode,
+    TupleNode,
+    arrays,
+)
+from pccheck_async.state.plain import MAPPINGS, REFILLED, SEQUENCES, equal, has_parts, live_parts, refill
+from pccheck_async.state.rebuild import mapping_keys, rebuild
+from pccheck_async.state.rng import RNGState
+from pccheck_async.state.select import select
+from pccheck_async.state.targets import Restoration, Target, Targets
+
+__all__ = ["Restoration", "Target", "Targets", "allocate", "match"]
+
+_Replace = Callable[[Any], None]
+
+
+def allocate(manifest: Manifest, keys: Sequence[str] | None = None, device: str | torch.device = "cpu") -> Restoration:
+    """Prepare a restore into new memory.
+
+    Args:
+        manifest: What is stored.
+        keys: Paths or globs of the leaves and subtrees to load; None for all. Only their bytes are read.
+        device: Where tensors go at the end; numpy arrays stay on the host.
+
+    Returns:
+        A restoration whose ``finish`` gives the nested dict, Statefuls as what their ``state_dict()`` was.
+
+    Raises:
+        StateMismatchError: One of ``keys`` selects nothing.
+        CorruptStoreError: The skeleton describes no value.
+    """
+    skeleton = manifest.skeleton if keys is None else select(manifest.skeleton, keys)
+    allocation = Allocation(manifest, sorted(arrays(skeleton)))
+    where = torch.device(device)
+    return Restoration(
+        Targets(allocation.targets()), lambda: rebuild(skeleton, lambda index: allocation.array(index, where))
+    )
+
+
+def match(state: Mapping[str, Any], manifest: Manifest) -> Restoration:
+    """Prepare a restore into the live ``state``. Checks all of it first and changes nothing.
+
+    Tensors and arrays keep their identity and take the stored bytes, in place where they lie in host memory as they
+    were stored. Plain values are replaced in the container that holds them; lists, dicts and sets without tensors are
+    refilled. Modules compare strictly, then ``load_state_dict`` gets their own parameters. Optimizers may not have a
+    state yet. Any other Stateful gets its own tensors where they are equal in dtype and shape, and new ones elsewhere.
+    Two live arrays that share memory which the stored ones do not share differ from the checkpoint: one would overwrite
+    the other.
+
+    Returns:
+        A restoration whose ``finish`` copies what could not be filled in place, calls every ``load_state_dict`` and
+        returns ``state``.
+
+    Raises:
+        StateMismatchError: The state differs; lists the paths.
+        CorruptStoreError: The skeleton describes no value.
+    """
+    matching = _Matching(manifest)
+    skeleton = manifest.skeleton
+    assert isinstance(skeleton, DictNode)
+    setter = state.__setitem__ if isinstance(state, MutableMapping) else None
+    matching.entries(state, skeleton, "", setter)
+    return matching.restoration(state)
+
+
+class _Matching:
+    """One walk over the live state and the skeleton side by side."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._filling = Filling(manifest)
+        self._missing: list[str] = []
+        self._unexpected: list[str] = []
+        self._mismatched: list[str] = []
+        self._wanted: set[int] = set()  # arrays that something is rebuilt from
+        self._actions: list[Callable[[], None]] = []
+        self._last_actions: list[Callable[[], None]] = []  # generators: what loads before them may draw from them
+        self._objects: dict[int, Any] = {}  # live Statefuls by the identity of their node
+
+    def restoration(self, state: Mapping[str, Any]) -> Restoration:
+        self._mismatched += self._filling.conflicts()
+        if self._missing or self._unexpected or self._mismatched:
+            raise StateMismatchError(missing=self._missing, unexpected=self._unexpected, mismatched=self._mismatched)
+        self._filling.allocate(self._wanted)
+
+        def finish() -> Mapping[str, Any]:
+            self._filling.finish()
+            with torch.inference_mode() if self._filling.inference else nullcontext():
+                for action in self._actions + self._last_actions:
+                    action()
+            return state
+
+        return Restoration(Targets(self._filling.targets()), finish)
+
+    # -- values that are filled or replaced where they are
+
+    def value(self, live: Any, node: Node, path: str, replace: _Replace | None) -> None:
+        if isinstance(live, (torch.Tensor, np.ndarray)):
+            self._array(live, node, path)
+        elif is_stateful(live):
+            self._stateful(live, node, path)
+        elif isinstance(node, StatefulNode):  # saved as an object, restored into what its state_dict() had returned
+            self.value(live, node.child, path, replace)
+        elif not has_parts(node) and not live_parts(live):
+            self._plain(live, node, path, replace)
+        elif type(live) in MAPPINGS and type(node) is MAPPINGS[type(live)]:
+            if live:
+                self.entries(live, node, path, live.__setitem__)  # type: ignore[arg-type]
+            else:
+                self._refill(live, node)
+        elif type(live) in SEQUENCES and type(node) is SEQUENCES[type(live)]:
+            if not live and isinstance(live, list):
+                self._refill(live, node)
+            else:
+                self._items(live, node.items, path)  # type: ignore[union-attr]
+        else:
+            self._differs(path, live, node)
+
+    def entries(self, live: Mapping[Any, Any], node: MappingNode, path: str, replace: Any) -> None:
+        for key, value, child, below in self._common(live, node, path):
+            self.value(value, child, below, None if replace is None else _setter(replace, key))
+
+    def _items(self, live: Sequence[Any], nodes: Sequence[Node], path: str) -> None:
+        if len(live) != len(nodes):
+            self._mismatched.append(f"{path} ({len(live)} items here, {len(nodes)} in the checkpoint)")
+            return
+        for index, (value, child) in enumerate(zip(live, nodes, strict=True)):
+            replace = _setter(live.__setitem__, index) if isinstance(live, list) else None
+            self.value(value, child, paths.child(path, str(index)), replace)
+
+    def _array(self, live: torch.Tensor | np.ndarray[Any, Any], node: Node, path: str, *, strict: bool = True) -> None:
+        if not isinstance(node, ArrayNode):
+            if strict:
+                self._differs(path, live, node)
+            return
+        trouble = difference(self._manifest.tensors[node.index], live)
+        if not trouble:
+            self._filling.add(path, node.index, live, strict=strict)
+        elif strict:
+            self._mismatched.append(f"{path} ({trouble})")
+
+    def _plain(self, live: Any, node: Node, path: str, replace: _Replace | None) -> None:
+        kind = type(live)
+        if REFILLED.get(kind) is type(node):
+            self._refill(live, node)
+        elif replace is not None:
+            self._checked(node)
+            self._actions.append(lambda: replace(self._rebuild(node)))
+        elif not equal(live, node):
+            self._mismatched.append(f"{path} (another value, in a container that cannot change; use a dict or a list)")
+
+    def _refill(self, live: Any, node: Node) -> None:
+        """Give a live container the stored content, so that whoever else holds it sees it, too."""
+        self._checked(node)
+        self._wanted.update(arrays(node))
+        self._actions.append(lambda: refill(live, self._rebuild(node)))
+
+    # -- objects that load themselves
+
+    def _stateful(self, live: Any, node: Node, path: str) -> None:
+        child = node.child if isinstance(node, StatefulNode) else node
+        actions, load = self._actions, live.load_state_dict
+        if isinstance(live, torch.nn.Module):
+            self._module(live, child, path)
+        elif isinstance(live, torch.optim.Optimizer):
+            self._optimizer(live, child, path)
+            load = partial(optimizers.load, live)
+        else:
+            if isinstance(live, RNGState):
+                self._generators(live, child, path)
+                actions = self._last_actions
+            self._pair(live.state_dict(), child, path)
+        self._checked(child)
+        self._wanted.update(arrays(child))
+        if isinstance(node, StatefulNode):
+            self._objects[id(node)] = live
+        actions.append(lambda: load(self._rebuild(child)))
+
+    def _module(self, live: torch.nn.Module, node: Node, path: str) -> None:
+        if not isinstance(node, (DictNode, OrderedDictNode, CounterNode)):
+            self._differs(path, live, node)
+            return
+        for _, value, child, below in self._common(live_state(live), node, path):
+            if isinstance(value, torch.Tensor) or isinstance(child, ArrayNode):
+                if isinstance(value, (torch.Tensor, np.ndarray)):
+                    self._array(value, child, below)
+                else:
+                    self._differs(below, value, child)
+            else:
+                self._pair(value, child, below)  # extra state: the module decides
+
+    def _optimizer(self, live: torch.optim.Optimizer, node: Node, path: str) -> None:
+        if not isinstance(node, (DictNode, OrderedDictNode, CounterNode)):
+            self._differs(path, live, node)
+            return
+        own = live.state_dict()
+        self._mismatched += optimizers.differences(live, own, node, self._manifest.tensors, path)
+        self._pair(own, node, path)
+
+    def _pair(self, live: Any, node: Node, path: str) -> None:
+        """Reuse live arrays wherever the stored tree has an equal one in the same place."""
+        if isinstance(live, (torch.Tensor, np.ndarray)):
+            self._array(live, node, path, strict=False)
+        elif isinstance(node, StatefulNode):
+            if is_stateful(live):
+                self._stateful(live, node, path)
+            else:
+                self._pair(live, node.child, path)
+        elif isinstance(live, Mapping) and isinstance(node, (DictNode, OrderedDictNode, CounterNode)):
+            for key, name, child in _named(node):
+                if key in live:
+                    self._pair(live[key], child, paths.child(path, name))
+        elif isinstance(live, (list, tuple)) and isinstance(node, (ListNode, TupleNode)):
+            for index, (value, child) in enumerate(zip(live, node.items, strict=False)):
+                self._pair(value, child, paths.child(path, str(index)))
+
+    def _generators(self, live: RNGState, node: Node, path: str) -> None:
+        if not isinstance(node, (DictNode, OrderedDictNode, CounterNode)):
+            self._differs(path, live, node)
+            return
+        for key, _, child in _named(node):
+            if key == "cuda":
+                trouble = live.mismatch(len(child.items) if isinstance(child, ListNode) else None)
+                if trouble:
+                    self._mismatched.append(f"{path}.{trouble}")
+
+    # -- what both need
+
+    def _common(self, live: Mapping[Any, Any], node: MappingNode, path: str) -> list[tuple[Any, Any, Node, str]]:
+        """Key, live value, stored value and path of what both have; notes what only one has."""
+        stored = {key: (name, child) for key, name, child in _named(node)}
+        keys = list(live)
+        common = []
+        for key, name in zip(keys, paths.components(keys), strict=True):
+            below = paths.child(path, name)
+            if key in stored:
+                common.append((key, live[key], stored.pop(key)[1], below))
+            else:
+                self._missing.append(below)
+        self._unexpected += [paths.child(path, name) for name, _ in stored.values()]
+        return common
+
+    def _checked(self, node: Node) -> None:
+        """Fail before anything changed where ``node`` describes no value."""
+        rebuild(node, lambda index: index)
+
+    def _rebuild(self, node: Node) -> Any:
+        return rebuild(node, self._filling.value, self._object)
+
+    def _object(self, node: StatefulNode) -> Any:
+        return self._objects[id(node)] if id(node) in self._objects else self._rebuild(node.child)
+
+    def _differs(self, path: str, live: Any, node: Node) -> None:
+        if isinstance(node, ArrayNode):
+            entry = self._manifest.tensors[node.index]
+            stored = f"{'an array' if entry.kind == 'ndarray' else 'a tensor'} {describe(entry)}"
+        else:
+            stored = f"a {_type_name(node)}"
+        self._mismatched.append(f"{path} (a {type(live).__qualname__} here, {stored} in the checkpoint)")
+
+
+def _setter(replace: Callable[[Any, Any], None], key: Any) -> _Replace:
+    return lambda value: replace(key, value)
+
+
+def _named(node: MappingNode) -> list[tuple[Hashable, str, Node]]:
+    keys = mapping_keys(node)
+    return list(zip(keys, paths.components(keys), node.values, strict=True))
+
+
+def _type_name(node: Node) -> str:
+    if isinstance(node, msgspec.Struct):
+        return type(node).__name__.removesuffix("Node")
+    return type(node).__name__

@@ -1,0 +1,118 @@
+"""What torch's optimizers need beside ``load_state_dict``: a check before it, and a repair after it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import chain
+from typing import Any, Final
+
+import torch
+
+from pccheck_async.manifest import TensorEntry
+from pccheck_async.state import paths
+from pccheck_async.state.nodes import ArrayNode, CounterNode, DictNode, ListNode, Node, OrderedDictNode
+from pccheck_async.state.rebuild import mapping_keys
+
+__all__ = ["differences", "load"]
+
+
+_MOMENTS: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg")
+_LIKE_PARAMETER: Final = frozenset({*_MOMENTS, "acc_delta", "sum", "ax", "prev", "step_size"})
+"""State of torch's own optimizers that has the shape of its parameter."""
+
+
+def differences(
+    optimizer: torch.optim.Optimizer,
+    own: Mapping[str, Any],
+    node: Node,
+    tensors: Sequence[TensorEntry],
+    path: str,
+) -> list[str]:
+    """Return how the parameters of a live optimizer differ from those of the stored state.
+
+    Args:
+        optimizer: The live one.
+        own: Its ``state_dict()``.
+        node: The stored state.
+        tensors: The stored tensors.
+        path: Where the optimizer is.
+    """
+    found = _group_differences(own, node, path)
+    if not found and type(optimizer).__module__.startswith("torch.optim"):
+        found = _shape_differences(optimizer, own, node, tensors, path)
+    return found
+
+
+def _group_differences(own: Mapping[str, Any], node: Node, path: str) -> list[str]:
+    groups = own.get("param_groups")
+    stored = _entry(node, "param_groups")
+    where = paths.child(path, "param_groups")
+    if not isinstance(groups, list):
+        return []  # an optimizer with a state of its own kind
+    if not isinstance(stored, ListNode):
+        return [f"{where} (not in the checkpoint)"]
+    if len(groups) != len(stored.items):
+        return [f"{where} ({len(groups)} groups here, {len(stored.items)} in the checkpoint)"]
+    found = []
+    for index, (group, item) in enumerate(zip(groups, stored.items, strict=True)):
+        parameters = _entry(item, "params")
+        count = len(parameters.items) if isinstance(parameters, ListNode) else 0
+        if len(group["params"]) != count:
+            found.append(f"{where}.{index}.params ({len(group['params'])} parameters here, {count} in the checkpoint)")
+    return found
+
+
+def _shape_differences(
+    optimizer: torch.optim.Optimizer, own: Mapping[str, Any], node: Node, tensors: Sequence[TensorEntry], path: str
+) -> list[str]:
+    found = []
+    numbers = chain.from_iterable(group["params"] for group in own["param_groups"])
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for number, parameter in zip(numbers, parameters, strict=True):
+        stored = _entry(_entry(node, "state"), number)
+        if not isinstance(stored, DictNode):
+            continue
+        for key, value in zip(mapping_keys(stored), stored.values, strict=True):
+            if key in _LIKE_PARAMETER and isinstance(value, ArrayNode):
+                shape = tensors[value.index].shape
+                if shape != tuple(parameter.shape):
+                    where = f"{path}.state.{number}.{key}"
+                    found.append(f"{where} ({shape} in the checkpoint, of a parameter {tuple(parameter.shape)} here)")
+    return found
+
+
+def load(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    """Load ``state``, and undo what torch does to it on the way.
+
+    ``load_state_dict`` casts the state of a parameter to the parameter's dtype (float32 moments of a bfloat16 parameter
+    lose their low bits) and iterates over strings in it.
+    """
+    optimizer.load_state_dict(state)
+    if not isinstance(state, Mapping) or "state" not in state or "param_groups" not in state:
+        return
+    numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for number, parameter in zip(numbers, parameters, strict=True):
+        if number in state["state"] and parameter in optimizer.state:
+            optimizer.state[parameter] = _repaired(optimizer.state[parameter], state["state"][number])
+
+
+def _repaired(loaded: Any, stored: Any) -> Any:
+    if isinstance(stored, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        return loaded if loaded.dtype == stored.dtype else stored.to(loaded.device)
+    if isinstance(stored, str):
+        return stored
+    if isinstance(stored, dict) and isinstance(loaded, dict):
+        for key in stored.keys() & loaded.keys():
+            loaded[key] = _repaired(loaded[key], stored[key])
+    elif type(stored) in (list, tuple) and type(loaded) is type(stored) and len(loaded) == len(stored):
+        return type(stored)(_repaired(one, other) for one, other in zip(loaded, stored, strict=True))
+    return loaded
+
+
+def _entry(node: Node, name: Hashable) -> Node:
+    if isinstance(node, (DictNode, OrderedDictNode, CounterNode)):
+        for key, value in zip(mapping_keys(node), node.values, strict=True):
+            if key == name:
+                return value
+    return None

@@ -1,0 +1,56 @@
+"""The global random number generators as one Stateful."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from pccheck_async.errors import StateMismatchError
+
+__all__ = ["RNGState"]
+
+
+class RNGState:
+    """The generators of Python, numpy, torch on the CPU and torch on every CUDA device, saved and restored exactly.
+
+    Put one into the app state (``{"rng": RNGState(), ...}``). CUDA generators are saved only where CUDA was used.
+    Generators of your own (``numpy.random.default_rng()``, ``torch.Generator()``) are not global: save their own state.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of every generator, as arrays and numbers."""
+        version, words, gauss = random.getstate()
+        return {
+            "python": {"version": version, "words": np.array(words, np.uint32), "gauss": gauss},
+            "numpy": dict(np.random.get_state(legacy=False)),
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if _cuda_devices() else None,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
+        """Take over a state. Raises StateMismatchError, before anything changed, where the CUDA devices differ."""
+        cuda = state_dict["cuda"]
+        trouble = self.mismatch(None if cuda is None else len(cuda))
+        if trouble:
+            raise StateMismatchError(mismatched=[trouble])
+        python = state_dict["python"]
+        random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+        np.random.set_state(state_dict["numpy"])
+        torch.set_rng_state(state_dict["torch"])
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+
+    def mismatch(self, saved_devices: int | None) -> str:
+        """Why generators of that many CUDA devices (None: CUDA was not used) do not fit; empty if they do."""
+        available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if saved_devices is None or saved_devices == available:
+            return ""
+        return f"cuda: generators of {saved_devices} CUDA devices were saved, and this process sees {available}"
+
+
+def _cuda_devices() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() and torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]

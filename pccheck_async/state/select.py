@@ -1,0 +1,90 @@
+"""The part of a skeleton that ``load(keys=...)`` asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pccheck_async.errors import StateMismatchError
+from pccheck_async.state import paths
+from pccheck_async.state.nodes import (
+    CounterNode,
+    DictNode,
+    ListNode,
+    Node,
+    OrderedDictNode,
+    StatefulNode,
+    TupleNode,
+)
+from pccheck_async.state.rebuild import mapping_keys
+
+__all__ = ["select"]
+
+
+def select(skeleton: Node, keys: Sequence[str]) -> Node:
+    """Return ``skeleton`` cut down to what ``keys`` name: paths or globs of leaves or of whole subtrees.
+
+    A mapping keeps the entries under which something was selected. A list or tuple of which only some items were
+    selected becomes a dict from their index to them, so that no item changes its place.
+
+    Raises:
+        StateMismatchError: One of ``keys`` selects nothing; lists them.
+    """
+    selection = _Selection([keys] if isinstance(keys, str) else list(keys))
+    selected = selection.cut(skeleton, "")
+    if selection.unused:
+        raise StateMismatchError(missing=sorted(selection.unused))
+    return selected if selected is not None else DictNode([], [])
+
+
+class _Selection:
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self._matchers: list[tuple[str, Callable[[str], bool]]] = [(text, paths.matcher(text)) for text in patterns]
+        self.unused = set(patterns)
+
+    def cut(self, node: Node, path: str) -> Node | None:
+        """The selected part of what is below ``node``; None for nothing (a selected None is kept by :meth:`_each`)."""
+        match node:
+            case StatefulNode():
+                child = self.cut(node.child, path)
+                return None if child is None else StatefulNode(child)
+            case DictNode() | OrderedDictNode() | CounterNode():
+                names = paths.components(mapping_keys(node))
+                found = self._each(names, node.values, path)
+                if not found:
+                    return None
+                chosen, values = [node.keys[index] for index, _ in found], [value for _, value in found]
+                if isinstance(node, OrderedDictNode):
+                    return OrderedDictNode(chosen, values, node.metadata if len(found) == len(names) else [])
+                return type(node)(chosen, values)
+            case ListNode() | TupleNode():
+                found = self._each([str(index) for index in range(len(node.items))], node.items, path)
+                if not found:
+                    return None
+                if len(found) == len(node.items):
+                    return type(node)([value for _, value in found])
+                return DictNode([index for index, _ in found], [value for _, value in found])
+            case _:
+                return None
+
+    def _each(self, names: Sequence[str], nodes: Sequence[Node], path: str) -> list[tuple[int, Node]]:
+        found: list[tuple[int, Node]] = []
+        for index, (name, node) in enumerate(zip(names, nodes, strict=True)):
+            below = paths.child(path, name)
+            if self._matches(below):
+                self._mark(node, below)
+                found.append((index, node))
+            else:
+                part = self.cut(node, below)
+                if part is not None:
+                    found.append((index, part))
+        return found
+
+    def _matches(self, path: str) -> bool:
+        hits = [text for text, matches in self._matchers if matches(path)]
+        self.unused.difference_update(hits)
+        return bool(hits)
+
+    def _mark(self, node: Node, path: str) -> None:
+        """Look below a node that is selected anyway, for keys that would otherwise count as selecting nothing."""
+        if self.unused:
+            self.cut(node, path)

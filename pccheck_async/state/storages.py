@@ -1,0 +1,293 @@
+"""Leaves laid out by the memory they view, so that aliases are stored once and come back aliased.
+
+For every storage, the byte ranges that its leaves span are taken, ranges that overlap or touch are merged, and what no
+leaf covers is dropped: a small view does not drag its base along. The ranges of one storage are then compacted into one
+:class:`StorageEntry`. A leaf (or several leaves that are the same view) that shares its range with no other and has
+holes in it (``big[:, 0]``) is *packed*: stored C-contiguous, as are lazily conjugated or negated tensors. Dimensions
+that are expanded (stride 0) take one item and stay expanded. A leaf whose range others overlap is stored raw, holes
+included, since they may be the others' bytes.
+
+Everything is resolved anew at each save: offloading, FSDP and ``resize_`` move storages between two saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pccheck_async.errors import UnsupportedStateError
+from pccheck_async.manifest import ALIGNMENT, TensorEntry
+from pccheck_async.state import dtypes
+from pccheck_async.state.flatten import ArrayLeaf
+from pccheck_async.state.sources import PackedSource, Source, Sources
+from pccheck_async.state.views import Memory, View, is_lazy, view_of
+
+__all__ = ["Layout", "arrange"]
+
+_WIDEST: Final = 16
+"""Bytes of the widest tensor element: addresses keep their remainder by it, so that views stay aligned."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """Where every leaf is and where its bytes come from.
+
+    Attributes:
+        tensors: One entry per leaf.
+        storage_nbytes: Size of each storage.
+        extents: The parts of the storages that hold bytes, in order; what lies between them is padding. Per row the
+            storage, the offset in it, and the length.
+        sources: One per extent.
+        source_of: Per leaf the index of its extent and source, -1 where it has no bytes.
+    """
+
+    tensors: tuple[TensorEntry, ...]
+    storage_nbytes: tuple[int, ...]
+    extents: npt.NDArray[np.int64]
+    sources: Sequence[Source]
+    source_of: tuple[int, ...]
+
+
+class _Range(NamedTuple):
+    low: int
+    high: int
+    views: list[View]
+    packed: bool
+
+
+def arrange(leaves: Sequence[ArrayLeaf]) -> Layout:
+    """Lay out ``leaves`` by the storages they view.
+
+    Raises:
+        UnsupportedStateError: The memory of a leaf is gone or cannot be addressed; names its path.
+    """
+    whole = _WholeTensors()
+    views: list[View] = []
+    builder = _Builder(leaves)
+    for index, leaf in enumerate(leaves):
+        if not whole.add(index, leaf.value):
+            view = view_of(index, leaf)
+            if view is None:
+                builder.empty(index)
+            else:
+                views.append(view)
+    shared = whole.shared(views)
+    views += [view for view in (view_of(index, leaves[index]) for index in shared) if view is not None]
+    views.sort(key=lambda view: view.leaf)
+    groups = {group[0].leaf: group for group in _united(views)}
+    alone = dict(zip(whole.leaves, zip(whole.bases, whole.lows, whole.highs, whole.owners, strict=True), strict=True))
+    for index in shared:
+        del alone[index]
+    for index in sorted([*alone, *groups]):  # in the order of the leaves, so that equal states have equal layouts
+        if index in groups:
+            builder.storage(_ranges(groups[index]))
+        else:
+            builder.alone(index, *alone[index])
+    return builder.layout()
+
+
+class _WholeTensors:
+    """Contiguous tensors in host memory: most leaves are, and most of those share their storage with no other.
+
+    Columns instead of an object each: the training thread waits meanwhile, and so it would for the garbage collector.
+    """
+
+    def __init__(self) -> None:
+        self.leaves: list[int] = []
+        self.bases: list[int] = []
+        self.lows: list[int] = []
+        self.highs: list[int] = []
+        self.owners: list[Any] = []
+
+    def add(self, index: int, value: Any) -> bool:
+        """Take a leaf; False where it is another kind of leaf."""
+        if not (isinstance(value, torch.Tensor) and value.is_cpu and value.is_contiguous()) or is_lazy(value):
+            return False
+        storage = value.untyped_storage()
+        base = storage.data_ptr()
+        itemsize = value.element_size()
+        low = base + int(value.storage_offset()) * itemsize
+        high = low + value.numel() * itemsize
+        if not low < high <= base + storage.nbytes():
+            return False
+        self.leaves.append(index)
+        self.bases.append(base)
+        self.lows.append(low)
+        self.highs.append(high)
+        self.owners.append(storage)
+        return True
+
+    def shared(self, others: Iterable[View]) -> list[int]:
+        """The leaves that share their storage, or any of their bytes, with another one or with ``others``."""
+        host = [(view.memory[1], view.low, view.high) for view in others if view.memory[0] == "cpu"]
+        bases, lows, highs = (
+            np.array([*mine, *(row[column] for row in host)], np.int64)
+            for column, mine in enumerate((self.bases, self.lows, self.highs))
+        )
+        _, inverse, counts = np.unique(bases, return_inverse=True, return_counts=True)
+        crowded = counts[inverse.reshape(-1)] > 1
+        order = np.argsort(lows)
+        reach = np.maximum.accumulate(highs[order])
+        touched = lows[order][1:] < reach[:-1]
+        crowded[order[1:]] |= touched
+        crowded[order[:-1]] |= lows[order][1:] < highs[order][:-1]
+        return [leaf for leaf, found in zip(self.leaves, crowded[: len(self.leaves)].tolist(), strict=True) if found]
+
+
+def _united(views: Sequence[View]) -> Iterable[list[View]]:
+    """Group views by storage, and join storages of the host whose views overlap.
+
+    Two objects may wrap the same memory (from_numpy, DLPack). Storages that only touch stay apart: which ones do is the
+    allocator's whim.
+    """
+    groups: dict[Memory, list[View]] = {}
+    for view in views:
+        groups.setdefault(("lazy", view.leaf) if view.lazy else view.memory, []).append(view)
+    into = {memory: memory for memory in groups}
+    end, holder = 0, None
+    host = [view for view in views if view.memory[0] == "cpu" and not view.lazy]
+    for view in sorted(host, key=lambda view: view.low):
+        if holder is not None and view.low < end and into[view.memory] != into[holder]:
+            old, new = into[view.memory], into[holder]
+            into = {memory: new if target == old else target for memory, target in into.items()}
+        if view.high > end:
+            end, holder = view.high, view.memory
+    united: dict[Memory, list[View]] = {}
+    for memory, group in groups.items():
+        united.setdefault(into[memory], []).extend(group)
+    return [sorted(group, key=lambda view: view.leaf) for group in united.values()]
+
+
+def _ranges(views: list[View]) -> list[_Range]:
+    """Merge the spans of one storage's views; those alone in theirs with holes in them are packed."""
+    if len(views) == 1:
+        view = views[0]
+        return [_Range(view.low, view.high, views, view.holes or view.lazy)]
+    views.sort(key=lambda view: (view.low, -view.high))
+    clusters: list[_Range] = []
+    for view in views:
+        if clusters and view.low < clusters[-1].high:
+            last = clusters[-1]
+            last.views.append(view)
+            clusters[-1] = last._replace(high=max(last.high, view.high))
+        else:
+            clusters.append(_Range(view.low, view.high, [view], packed=False))
+    ranges: list[_Range] = []
+    for cluster in clusters:
+        packed = cluster.views[0].holes and all(view.same(cluster.views[0]) for view in cluster.views)
+        if ranges and not packed and not ranges[-1].packed and cluster.low == ranges[-1].high:
+            last = ranges[-1]
+            ranges[-1] = _Range(last.low, cluster.high, last.views + cluster.views, packed=False)
+        else:
+            ranges.append(cluster._replace(packed=packed))
+    return ranges
+
+
+class _Builder:
+    def __init__(self, leaves: Sequence[ArrayLeaf]) -> None:
+        self._leaves = leaves
+        self._entries: list[TensorEntry | None] = [None] * len(leaves)
+        self._source_of = [-1] * len(leaves)
+        self._sizes: list[int] = []
+        self._extents: list[int] = []
+        self._sources = Sources()
+
+    def empty(self, index: int) -> None:
+        leaf = self._leaves[index]
+        value = leaf.value
+        if isinstance(value, torch.Tensor):
+            dtype, stride = dtypes.TORCH_NAMES[value.dtype], tuple(value.stride())
+        else:
+            dtype, stride = value.dtype.str, (0,) * value.ndim
+        self._entries[index] = TensorEntry(None, dtype, tuple(value.shape), stride, 0, leaf.kind, leaf.requires_grad)
+
+    def alone(self, index: int, base: int, low: int, high: int, owner: Any) -> None:
+        leaf = self._leaves[index]
+        value: Any = leaf.value
+        number, offset, nbytes = len(self._sizes), (low - base) % _WIDEST, high - low
+        name = dtypes.TORCH_NAMES[value.dtype]
+        self._entries[index] = TensorEntry(
+            number, name, tuple(value.shape), value.stride(), offset, leaf.kind, leaf.requires_grad
+        )
+        self._source_of[index] = len(self._sources)
+        self._sources.add(low, nbytes, owner)
+        self._extents += (number, offset, nbytes)
+        self._sizes.append(offset + nbytes)
+
+    def storage(self, ranges: list[_Range]) -> None:
+        number = len(self._sizes)
+        views = [view for part in ranges for view in part.views]
+        base = next((view for view in views if isinstance(view.value, torch.Tensor)), views[0]).memory[1]
+        cursor = 0
+        for part in ranges:
+            cursor = -(-cursor // ALIGNMENT) * ALIGNMENT
+            if part.packed:
+                nbytes = self._pack(number, cursor, part)
+            else:
+                cursor += (part.low - base) % _WIDEST
+                nbytes = self._place(number, cursor, part)
+            self._extents += (number, cursor, nbytes)
+            cursor += nbytes
+        self._sizes.append(cursor)
+
+    def _pack(self, number: int, offset: int, part: _Range) -> int:
+        view = part.views[0]
+        stride = _packed_stride(view.shape, view.stride)
+        kept = tuple(slice(None) if step else slice(0, 1) for step in stride)
+        source = PackedSource(view.value[(*kept, ...)])
+        self._sources.add_packed(source)
+        for each in part.views:
+            self._enter(each, number, stride, offset)
+        return source.nbytes
+
+    def _place(self, number: int, offset: int, part: _Range) -> int:
+        first = part.views[0]
+        nbytes = part.high - part.low
+        if first.memory[0] == "cpu":
+            self._sources.add(part.low, nbytes, _owners(part.views))
+        else:
+            flat = torch.empty(0, dtype=torch.uint8, device=first.memory[0])
+            flat.set_(first.owner, part.low - first.memory[1], (nbytes,), (1,))
+            self._sources.add_packed(PackedSource(flat))
+        for view in part.views:
+            at = offset + view.first - part.low
+            if isinstance(view.value, torch.Tensor) and at % view.itemsize:
+                raise UnsupportedStateError(
+                    f"{self._leaves[view.leaf].path}: shares memory with another leaf, but not at a multiple of its "
+                    "item size; save a copy of one of them"
+                )
+            self._enter(view, number, view.stride, at)
+        return nbytes
+
+    def _enter(self, view: View, number: int, stride: tuple[int, ...], offset: int) -> None:
+        leaf = self._leaves[view.leaf]
+        self._entries[view.leaf] = TensorEntry(
+            number, view.dtype, view.shape, stride, offset, leaf.kind, leaf.requires_grad
+        )
+        self._source_of[view.leaf] = len(self._sources) - 1
+
+    def layout(self) -> Layout:
+        entries = tuple(entry for entry in self._entries if entry is not None)
+        extents = np.array(self._extents, np.int64).reshape(-1, 3)
+        return Layout(entries, tuple(self._sizes), extents, self._sources, tuple(self._source_of))
+
+
+def _owners(views: list[View]) -> Any:
+    owners = {id(view.owner): view.owner for view in views}
+    return views[0].owner if len(owners) == 1 else tuple(owners.values())
+
+
+def _packed_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """C-contiguous strides; a dimension that was expanded stays so."""
+    packed = []
+    step = 1
+    for size, old in zip(reversed(shape), reversed(stride), strict=True):
+        expanded = old == 0 and size > 1
+        packed.append(0 if expanded else step)
+        step *= 1 if expanded else size
+    return tuple(reversed(packed))

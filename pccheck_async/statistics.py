@@ -1,0 +1,92 @@
+"""What an engine did, as frozen values: the tuner, the command line and users read these and nothing private."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from pccheck_async.config import Decisions
+
+__all__ = ["EngineStatistics", "Stage", "StageClock"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of the pipeline: operations, their bytes, and their seconds summed over concurrent operations."""
+
+    count: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    """A snapshot of an engine.
+
+    Attributes:
+        admitted: Checkpoints that were given a counter.
+        durable: Those that committed.
+        superseded: Those that newer ones made pointless before they could commit.
+        failed: Those that failed.
+        skipped: Calls that found all places in flight (``on_busy="skip"``).
+        in_flight: Admitted and not ended.
+        stall_seconds: Time that callers of ``checkpoint()`` were kept waiting, summed.
+        last_stall_seconds: The same of the last call.
+        state_seconds: Part of it that went into ``state_dict()`` and laying out the state.
+        stages: By name: capture (copy and checksum), write, flush, commit (slot flush included), read, restore.
+        decisions: The numbers behind every "auto", and why.
+        io: Operations engine, whether I/O is direct, and why.
+        loop: Kind of event loop the engine runs on.
+        pool_bytes: Staging memory that was ever used.
+        pool_peak: Most staging buffers in use at a time.
+        pool_waits: Chunks that waited for a staging buffer.
+        slots: Slots on storage.
+        slot_bytes: Their bytes.
+        plan_hits: Saves that reused the plan of the save before.
+        plan_misses: Saves whose structure was new.
+    """
+
+    admitted: int
+    durable: int
+    superseded: int
+    failed: int
+    skipped: int
+    in_flight: int
+    stall_seconds: float
+    last_stall_seconds: float
+    state_seconds: float
+    stages: Mapping[str, Stage]
+    decisions: Decisions
+    io: str
+    loop: str
+    pool_bytes: int
+    pool_peak: int
+    pool_waits: int
+    slots: int
+    slot_bytes: int
+    plan_hits: int
+    plan_misses: int
+
+
+class StageClock:
+    """Adds up counts, bytes and seconds by stage."""
+
+    def __init__(self, *names: str) -> None:
+        self._stages = dict.fromkeys(names, Stage())
+
+    @contextmanager
+    def timed(self, name: str, nbytes: int = 0) -> Iterator[None]:
+        """Time a block as one operation of a stage, failed ones included."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            stage = self._stages[name]
+            seconds = stage.seconds + time.perf_counter() - start
+            self._stages[name] = Stage(stage.count + 1, stage.nbytes + nbytes, seconds)
+
+    def stages(self) -> dict[str, Stage]:
+        """Return the sums so far."""
+        return dict(self._stages)

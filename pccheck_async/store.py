@@ -1,0 +1,445 @@
+"""The store: which checkpoints exist, where the next one goes, and the commit.
+
+Only this module flushes, and only here is decided what is durable. The order that everything rests on (PCcheck,
+section 3.2, and the invariants I1 to I3 and I12 of the design)::
+
+    data and manifest written -> flush slot -> write the other record -> flush record -> publish -> free the old slot
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from pccheck_async import checksum
+from pccheck_async.errors import (
+    CorruptStoreError,
+    NoCheckpointError,
+    StoreFailedError,
+    StoreFullError,
+    StoreLockedError,
+    WriteError,
+)
+from pccheck_async.layout import (
+    COMMIT_NAME,
+    COMMIT_NBYTES,
+    FORMAT_VERSION,
+    IDENTITY_NAME,
+    REGION_NBYTES,
+    Entry,
+    Identity,
+    Record,
+    align,
+    encode_identity,
+    encode_record,
+    names_checkpoints,
+    region_offsets,
+    slot_name,
+    slot_number,
+)
+from pccheck_async.memory import PAGE_BYTES, map_memory
+from pccheck_async.records import read_identity, read_record
+from pccheck_async.retention import retain
+from pccheck_async.slots import Create, Replace, Reuse, SlotTable, Wait
+from pccheck_async.uninterrupted import uninterrupted
+from pccheck_async.writer import File, Writer
+
+__all__ = ["SlotLease", "Store", "StoreStatistics"]
+
+_log = logging.getLogger("pccheck_async")
+_POLL_SECONDS = 0.01
+"""Locks of other processes can only be polled: flock tells nobody when it becomes free."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStatistics:
+    """What the store holds and did.
+
+    Attributes:
+        slots: Slot files.
+        slot_bytes: Their bytes.
+        generation: Of the newest record.
+        commits: Records written.
+        superseded: Checkpoints that newer ones made pointless.
+        reader_waits: Times that a checkpoint waited for other processes' readers.
+    """
+
+    slots: int
+    slot_bytes: int
+    generation: int
+    commits: int
+    superseded: int
+    reader_waits: int
+
+
+@dataclass(slots=True, eq=False)
+class SlotLease:
+    """A slot that one checkpoint writes into; exclusive, also against other processes. Given back exactly once."""
+
+    slot: int
+    file: File
+    nbytes: int
+
+
+class Store:
+    """The writing side of one store; one per folder and process (``commit`` is locked as long as it is open).
+
+    Args:
+        writer: The folder's files.
+        keep_last: Checkpoints kept.
+        max_in_flight: Checkpoints written at a time.
+    """
+
+    def __init__(self, writer: Writer, *, keep_last: int, max_in_flight: int) -> None:
+        self._writer = writer
+        self._keep_last = keep_last
+        self._most = keep_last + max_in_flight
+        self._commit_lock = asyncio.Lock()
+        self._slot_lock = asyncio.Lock()
+        self._files: dict[int, File] = {}
+        self._damaged: set[int] = set()
+        self._failure: BaseException | None = None
+        self._took_over = False
+        self._reserved = False
+        self._commits = self._superseded = self._reader_waits = 0
+        self._commit: File
+        self._identity: Identity
+        self._record: Record
+        self._slots: SlotTable
+
+    # -- opening and recovery
+
+    async def open(self, lock_timeout: float) -> None:
+        """Lock the store, create it where there is none, and recover: the newest valid record decides.
+
+        Durability: opening an existing store writes nothing.
+
+        Raises:
+            StoreLockedError: another writer held the store for ``lock_timeout`` seconds.
+            CorruptStoreError: the folder holds something else, or no valid record.
+        """
+        facts = await self._writer.prepare(create=True)
+        self._commit = await self._open_commit()
+        await self._lock_commit(lock_timeout)
+        # Only now that nobody else, not even a dying writer's last request, can change it, is anything read.
+        identity = await read_identity(self._writer)
+        if identity is None:
+            identity = await self._create(max(facts.block_bytes, PAGE_BYTES))
+        self._identity = identity
+        self._record = await self._recover()
+        sizes = {}
+        for name in await self._writer.names():
+            number = slot_number(name)
+            if number is not None:
+                self._files[number] = await self._writer.open(name, writable=True)
+                sizes[number] = self._files[number].nbytes
+        self._slots = SlotTable(sizes, [entry.slot for entry in self._record.entries], self._most)
+
+    async def _recover(self) -> Record:
+        return await read_record(self._writer, self._commit, self._identity)
+
+    async def _open_commit(self) -> File:
+        try:
+            return await self._writer.open(COMMIT_NAME, writable=True)
+        except FileNotFoundError:
+            pass
+        try:
+            return await self._writer.create(COMMIT_NAME, COMMIT_NBYTES)
+        except WriteError as error:
+            if error.errno != errno.EEXIST:
+                raise
+            # Another writer was faster; the lock decides.
+            return await self._writer.open(COMMIT_NAME, writable=True)
+
+    async def _lock_commit(self, timeout: float) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        while not await self._writer.try_lock(self._commit):
+            if loop.time() >= deadline:
+                raise StoreLockedError(
+                    f"another writer has held this store for {timeout} s: close it first, or use another folder "
+                    "(reading with load or list_checkpoints works meanwhile)"
+                )
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _create(self, block_bytes: int) -> Identity:
+        """Make the folder a store; ``store.json`` comes last, so a crash leaves either no store or a whole one."""
+        if self._commit.nbytes > COMMIT_NBYTES:
+            raise CorruptStoreError(f"there is a file {COMMIT_NAME!r} here that is not a store's; use an empty folder")
+        if names_checkpoints(await self._read_commit()):
+            raise CorruptStoreError(f"{IDENTITY_NAME} is missing beside a {COMMIT_NAME!r} file that names checkpoints")
+        identity = Identity(
+            format=FORMAT_VERSION, store_id=secrets.token_hex(16), checksum=checksum.NAME, block_bytes=block_bytes
+        )
+        first = encode_record(Record(0, ()), identity.id_bytes, block_bytes).ljust(COMMIT_NBYTES, b"\0")
+        second_copy = region_offsets(0)[1]
+        image = bytearray(first)
+        image[second_copy : second_copy + REGION_NBYTES] = first[:REGION_NBYTES]
+        await self._write_aligned(self._commit, 0, image)
+        await self._writer.flush(self._commit)  # crash: store.json without a first record behind it
+        await self._writer.sync_folder()  # crash: store.json without a commit file beside it
+        await self._writer.write_small(IDENTITY_NAME + ".tmp", encode_identity(identity))
+        await self._writer.rename(IDENTITY_NAME + ".tmp", IDENTITY_NAME)
+        await self._writer.sync_folder()  # crash: checkpoints acknowledged in a folder that is no store
+        return identity
+
+    async def _read_commit(self) -> bytes:
+        memory = map_memory(COMMIT_NBYTES)
+        view = memoryview(memory)[:COMMIT_NBYTES]
+        try:
+            return bytes(view[: await self._writer.read(self._commit, 0, view)])
+        finally:
+            view.release()
+            memory.close()
+
+    # -- what is committed
+
+    @property
+    def block_bytes(self) -> int:
+        """The unit of every offset and length in the store."""
+        return self._identity.block_bytes
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Committed checkpoints, newest first, those known to be damaged left out."""
+        return tuple(entry for entry in self._record.entries if entry.counter not in self._damaged)
+
+    @property
+    def largest_counter(self) -> int:
+        """The largest counter that was ever committed and is still known, -1 for none."""
+        return max((entry.counter for entry in self._record.entries), default=-1)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What latched the store, None while it takes commits."""
+        return self._failure
+
+    def mark_damaged(self, counter: int) -> None:
+        """Leave a checkpoint whose bytes are not what was written out of the next record."""
+        self._damaged.add(counter)
+
+    async def start_reading(self, entry: Entry) -> File:
+        """Keep a checkpoint's slot from being reused until :meth:`stop_reading`, and return its file.
+
+        Raises:
+            NoCheckpointError: it was dropped meanwhile.
+            CorruptStoreError: its slot is missing.
+        """
+        if entry not in self._record.entries:
+            raise NoCheckpointError(f"checkpoint {entry.counter} (step {entry.step}) is not kept any more")
+        if entry.slot not in self._files:
+            raise CorruptStoreError(f"{slot_name(entry.slot)}, which the newest record names, is missing")
+        self._slots.start_reading(entry.slot)
+        return self._files[entry.slot]
+
+    async def stop_reading(self, entry: Entry) -> None:
+        """End :meth:`start_reading`."""
+        self._slots.stop_reading(entry.slot)
+
+    # -- slots
+
+    async def reserve(self, nbytes: int) -> SlotLease:
+        """Lease a slot of at least ``nbytes`` for one checkpoint, creating or enlarging one where needed.
+
+        The first checkpoint reserves the space of all slots, so that a full disk shows now and not in an hour.
+
+        Raises:
+            StoreFullError: no space; nothing was changed but free slots.
+            StoreFailedError: an earlier flush or record failed.
+        """
+        nbytes = align(nbytes, self.block_bytes)
+        async with self._slot_lock:
+            self._check_usable()
+            await self._take_over()
+            await self._reserve_all(nbytes)
+            slot = await self._find_slot(nbytes)
+            self._slots.lease(slot)
+            return SlotLease(slot, self._files[slot], nbytes)
+
+    async def release(self, lease: SlotLease) -> None:
+        """Give back the slot of a checkpoint that will not commit, once nothing writes to it any more."""
+        await self._writer.unlock(lease.file)
+        self._slots.release(lease.slot)
+
+    async def _take_over(self) -> None:
+        """Flush what a dead predecessor wrote and did not flush, before anything builds on it (I12).
+
+        Crash: a record that was only in the device's cache names the slots this writer keeps; if the power fails after
+        new data went into the slots it freed, the older record comes back and names overwritten slots.
+        """
+        if not self._took_over:
+            await self._flush_or_latch(self._writer.flush, self._commit)
+            await self._flush_or_latch(lambda _: self._writer.sync_folder(), self._commit)
+            self._took_over = True
+
+    async def _reserve_all(self, nbytes: int) -> None:
+        if self._reserved:
+            return
+        missing = self._slots.missing()
+        for done, number in enumerate(missing):
+            try:
+                await uninterrupted(self._create_slot(number, nbytes))
+            except StoreFullError as error:
+                raise StoreFullError(
+                    error.errno,
+                    f"{self._most} slots of {nbytes} bytes are needed (max_in_flight + keep_last), there was space for "
+                    f"{self._slots.count} ({len(missing) - done} missing); the last checkpoint is untouched",
+                    error.filename,
+                ) from error
+        self._reserved = True
+
+    async def _find_slot(self, nbytes: int) -> int:
+        passed_over: set[int] = set()
+        while True:
+            decision = self._slots.decide(nbytes, passed_over)
+            match decision:
+                case Reuse(slot):
+                    # Held by a reader, or by the requests of a predecessor that was killed: never wait for those.
+                    if await self._writer.try_lock(self._files[slot]):
+                        return slot
+                    passed_over.add(slot)
+                case Create(slot):
+                    await uninterrupted(self._create_slot(slot, nbytes))
+                case Replace(old, slot):
+                    if not await self._writer.try_lock(self._files[old]):
+                        passed_over.add(old)
+                        continue
+                    await uninterrupted(self._remove_slot(old))
+                    await uninterrupted(self._create_slot(slot, nbytes))
+                case Wait(readers):
+                    self._reader_waits += 1
+                    _log.warning("a checkpoint waits for %d reader(s) of this store to finish", readers)
+                    await self._wait_for_readers(passed_over)
+                    passed_over.clear()
+
+    async def _wait_for_readers(self, slots: set[int]) -> None:
+        while True:
+            await asyncio.sleep(_POLL_SECONDS)
+            free = set(self._slots.free())
+            if free - slots:
+                return
+            for slot in slots & free:
+                if await self._writer.try_lock(self._files[slot]):
+                    await self._writer.unlock(self._files[slot])
+                    return
+
+    async def _create_slot(self, number: int, nbytes: int) -> None:
+        file = await self._writer.create(slot_name(number), nbytes)
+        # Crash: a record may name this slot later; its size and its name must be there then.
+        await self._flush_or_latch(self._writer.flush, file)
+        await self._flush_or_latch(lambda _: self._writer.sync_folder(), file)
+        self._files[number] = file
+        self._slots.created(number, nbytes)
+
+    async def _remove_slot(self, number: int) -> None:
+        """Remove a free slot's file; a crash may bring it back, and then it is free again: no record names it."""
+        self._slots.removed(number)
+        await self._writer.close_file(self._files.pop(number))
+        await self._writer.unlink(slot_name(number))
+
+    # -- commit
+
+    async def commit(self, lease: SlotLease, entry: Entry) -> bool:
+        """Make a written checkpoint durable; False where it is superseded, and then its slot is free again (I6).
+
+        Durability: on True the checkpoint survives power loss. The lease is given back either way.
+
+        Raises:
+            StoreFailedError: a flush or the record failed, now or before; no further commits (I11).
+        """
+        await self._flush_slot(lease.file)  # crash: a record that names bytes which never left the device's cache (I2)
+        await self._writer.unlock(lease.file)  # all writes ended; whoever reads the record next may lock it shared
+        async with self._commit_lock:
+            self._check_usable()
+            entries = retain(self._record.entries, entry, self._keep_last, self._damaged)
+            if entry not in entries:
+                self._superseded += 1
+                self._slots.release(lease.slot)
+                return False
+            record = Record(self._record.generation + 1, tuple(entries))
+            try:
+                await self._write_record(record)
+                await (
+                    self._flush_record()
+                )  # crash: acknowledged, and the old slot reused, under a record still in flight (I3)
+            except BaseException as error:
+                self._latch(error)  # which of the two records a restart will find is unknown: write nothing more
+                raise
+            self._publish(record)
+            self._free_slots()
+        await self._remove_surplus()
+        return True
+
+    async def _flush_slot(self, file: File) -> None:
+        await self._flush_or_latch(self._writer.flush, file)
+
+    async def _flush_record(self) -> None:
+        await self._writer.flush(self._commit)
+
+    async def _write_record(self, record: Record) -> None:
+        data = encode_record(record, self._identity.id_bytes, self.block_bytes)
+        # Two copies on separate blocks: one damaged block does not cost the record. Both only ever touch this
+        # generation's parity, so the record before stays whole whatever happens here.
+        for offset in region_offsets(record.generation):
+            await self._write_aligned(self._commit, offset, data)
+
+    def _publish(self, record: Record) -> None:
+        self._record = record
+        self._damaged.intersection_update(entry.counter for entry in record.entries)
+        self._commits += 1
+
+    def _free_slots(self) -> None:
+        self._slots.committed(entry.slot for entry in self._record.entries)
+
+    async def _remove_surplus(self) -> None:
+        async with self._slot_lock:
+            for slot in self._slots.surplus():
+                if await self._writer.try_lock(self._files[slot]):
+                    await uninterrupted(self._remove_slot(slot))
+
+    # -- failure
+
+    async def _flush_or_latch(self, flush: Callable[[File], Awaitable[None]], file: File) -> None:
+        try:
+            await flush(file)
+        except OSError as error:
+            # After a failed flush the kernel may report success although the data is gone: never try again.
+            self._latch(error)
+            raise
+
+    def _latch(self, error: BaseException) -> None:
+        if self._failure is None:
+            self._failure = error
+            _log.error("the store takes no more commits: %s", error)
+
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            raise StoreFailedError(
+                f"no more commits after an earlier failure ({self._failure}); what was committed stays readable; "
+                "check the disk and open the store anew"
+            ) from self._failure
+
+    async def _write_aligned(self, file: File, offset: int, data: bytes | bytearray) -> None:
+        memory = map_memory(len(data))
+        view = memoryview(memory)[: len(data)]
+        try:
+            view[:] = data
+            await self._writer.write(file, offset, view)
+        finally:
+            view.release()
+            memory.close()
+
+    def statistics(self) -> StoreStatistics:
+        """Return slots and commits so far."""
+        return StoreStatistics(
+            slots=self._slots.count,
+            slot_bytes=self._slots.nbytes,
+            generation=self._record.generation,
+            commits=self._commits,
+            superseded=self._superseded,
+            reader_waits=self._reader_waits,
+        )

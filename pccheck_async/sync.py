@@ -1,0 +1,121 @@
+"""The engine for code that is not async: the same verbs, blocking."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from pccheck_async.config import Auto, EngineConfig
+from pccheck_async.core import EngineCore
+from pccheck_async.info import CheckpointInfo, Metadata
+from pccheck_async.pending import PendingCheckpoint
+from pccheck_async.session import IO
+from pccheck_async.statistics import EngineStatistics
+
+__all__ = ["SyncCheckpointEngine"]
+
+
+class SyncCheckpointEngine:
+    """:class:`pccheck_async.CheckpointEngine` for blocking code; use it as a context manager.
+
+    Arguments and errors are the same. ``checkpoint()`` returns when the state is captured; ``pending.result()`` blocks
+    until it is durable. Methods must not be called from a coroutine: they would block its loop.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        max_in_flight: int = 2,
+        keep_last: int = 1,
+        chunk_bytes: int | Auto = "auto",
+        host_memory: int | Auto = "auto",
+        writers: int | Auto = "auto",
+        io: IO = "auto",
+        on_busy: Literal["wait", "skip"] = "wait",
+        on_error: Literal["raise", "warn"] = "raise",
+        lock_timeout: float = 5.0,
+        exit_timeout: float = 60.0,
+    ) -> None:
+        config = EngineConfig(
+            max_in_flight=max_in_flight,
+            keep_last=keep_last,
+            chunk_bytes=chunk_bytes,
+            host_memory=host_memory,
+            writers=writers,
+            on_busy=on_busy,
+            on_error=on_error,
+            lock_timeout=lock_timeout,
+            exit_timeout=exit_timeout,
+        )
+        self._core = EngineCore(path, io, config)
+
+    def open(self) -> Self:
+        """Lock (or create) the store and recover (see :meth:`pccheck_async.CheckpointEngine.open`)."""
+        self._core.block_on(self._core.open())
+        return self
+
+    def close(self, deadline: float | None = None) -> None:
+        """Wait until every checkpoint ended, then close (see :meth:`pccheck_async.CheckpointEngine.close`)."""
+        self._core.block_on(self._core.close(deadline))
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"a checkpoint failed too: {type(failure).__name__}: {failure}")
+
+    def checkpoint(
+        self, state: Mapping[str, Any], *, step: int | None = None, metadata: Metadata | None = None
+    ) -> PendingCheckpoint:
+        """Capture ``state``; return when it is safe to mutate (see :meth:`pccheck_async.CheckpointEngine.checkpoint`).
+
+        A KeyboardInterrupt while it waits aborts the checkpoint.
+        """
+        pending, start = self._core.admit(state, step, metadata)
+        try:
+            pending.wait_captured()
+        except BaseException:
+            pending.set_seen()
+            self._core.loop.call(self._core.abort(pending))
+            raise
+        finally:
+            self._core.note_stall(start)
+        return pending
+
+    def restore(self, state: Mapping[str, Any], *, step: int | None = None) -> CheckpointInfo | None:
+        """Restore into ``state``, in place (see :meth:`pccheck_async.CheckpointEngine.restore`)."""
+        info: CheckpointInfo | None = self._core.block_on(self._core.restore(state, step))
+        return info
+
+    def drain(self) -> None:
+        """Block until every checkpoint admitted so far ended; raises the failure of one that nobody saw."""
+        self._core.check_alive()
+        self._core.loop.call(self._core.drain())
+        self._core.raise_unseen()
+
+    def wait_captured(self) -> None:
+        """Block until no capture reads the live state any more."""
+        self._core.wait_captured()
+
+    @property
+    def latest(self) -> CheckpointInfo | None:
+        """The newest durable checkpoint."""
+        return next(iter(self._core.infos), None)
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """Return the durable checkpoints, newest first."""
+        return self._core.infos
+
+    def statistics(self) -> EngineStatistics:
+        """Return counts, times and decisions so far."""
+        return self._core.statistics()

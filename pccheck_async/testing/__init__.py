@@ -1,0 +1,44 @@
+"""Failure doubles: writers that crash, fail, hang or crawl, for tests of the engine and of programs that use it.
+
+Every double is a :class:`~pccheck_async.writer.base.Writer`; hand it to the engine as ``io``. What a power failure
+may do to a training job's checkpoints, for instance::
+
+    history = []
+    disk = CrashDisk(observer=history.append)          # a Snapshot at every operation boundary
+    async with CheckpointEngine("anywhere", io=CrashWriter(disk)) as engine:
+        pending = await engine.checkpoint(state, step=1)
+        disk.acknowledge((await pending.durable()).counter)
+    for snapshot in history:
+        for image in power_loss_images(snapshot, sector=512):
+            try:
+                found = load_sync("anywhere", io=ImageWriter(image))
+            except NoCheckpointError:
+                assert snapshot.acknowledged is None   # nothing was promised yet
+
+:class:`FailingWriter` fails the k-th operation, :class:`StuckWriter` holds operations back until they are released,
+:class:`ThrottledWriter` has the bandwidth of a slow disk; they wrap any writer, the real one too.
+"""
+
+from pccheck_async.testing.countdown import FailingWriter
+from pccheck_async.testing.crash import CrashWriter, ImageWriter
+from pccheck_async.testing.disk import CrashDisk
+from pccheck_async.testing.power_loss import Image, power_loss_images
+from pccheck_async.testing.snapshot import Snapshot
+from pccheck_async.testing.stuck import StuckWriter
+from pccheck_async.testing.throttled import ThrottledWriter
+from pccheck_async.testing.wrapping import CHANGES, Access, WrappingWriter
+
+__all__ = [
+    "CHANGES",
+    "Access",
+    "CrashDisk",
+    "CrashWriter",
+    "FailingWriter",
+    "Image",
+    "ImageWriter",
+    "Snapshot",
+    "StuckWriter",
+    "ThrottledWriter",
+    "WrappingWriter",
+    "power_loss_images",
+]

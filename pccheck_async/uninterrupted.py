@@ -1,0 +1,30 @@
+"""Let a step that must not stop half-way run to its end, cancelled or not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+__all__ = ["uninterrupted"]
+
+T = TypeVar("T")
+
+
+async def uninterrupted(step: Coroutine[Any, Any, T]) -> T:
+    """Await ``step`` in a task of its own.
+
+    Cancellation: raised once the step has ended; its result or error is then dropped, its effects are whole.
+    """
+    task = asyncio.ensure_future(step)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            try:
+                await asyncio.wait((task,))
+            except asyncio.CancelledError:
+                continue
+        if not task.cancelled():
+            task.exception()  # retrieved: the cancellation is what the caller gets to know
+        raise

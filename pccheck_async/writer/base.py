@@ -1,0 +1,150 @@
+"""The protocol between the store and its folder of files."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass, field
+
+from pccheck_async.statistics import Stage
+
+__all__ = ["File", "FileSystemFacts", "Writer", "WriterStatistics"]
+
+_NONE = Stage()
+
+
+@dataclass(slots=True, eq=False)
+class File:
+    """An open file of the store's folder. Only its writer looks at ``fd``.
+
+    Attributes:
+        name: File name inside the folder.
+        nbytes: Size in bytes when it was opened or created.
+        fd: The descriptor, -1 for doubles that have none.
+        direct: Whether transfers bypass the page cache.
+    """
+
+    name: str
+    nbytes: int
+    fd: int = field(default=-1, repr=False)
+    direct: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FileSystemFacts:
+    """What the filesystem under the folder asks for.
+
+    Attributes:
+        block_bytes: Alignment of offsets and lengths of every transfer.
+        memory_alignment: Alignment of buffers in memory.
+        direct: Whether direct I/O works here.
+        why: One sentence for the log and the statistics.
+    """
+
+    block_bytes: int
+    memory_alignment: int
+    direct: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class WriterStatistics:
+    """Transfers since the writer was made; seconds are summed over concurrent operations.
+
+    Attributes:
+        engine: Name of the operations engine.
+        direct: Whether transfers bypass the page cache.
+        why: Why direct I/O is (not) used.
+        write: Writes and their bytes.
+        read: Reads and their bytes.
+        flush: Flushes of files and of the folder.
+    """
+
+    engine: str
+    direct: bool
+    why: str
+    write: Stage = _NONE
+    read: Stage = _NONE
+    flush: Stage = _NONE
+
+
+class Writer(abc.ABC):
+    """A folder of files. Every method that fails raises WriteError or ReadError (``StoreFullError`` for no space).
+
+    Nothing here flushes on its own: durability is decided by the store, and only there. A file created, renamed or
+    unlinked is durable under its name after :meth:`sync_folder`; bytes written and the size of a file after
+    :meth:`flush`.
+
+    Cancellation: every method waits until its operation ended, cancelled or not.
+    """
+
+    @abc.abstractmethod
+    async def prepare(self, *, create: bool) -> FileSystemFacts:
+        """Find out what the filesystem asks for; with ``create`` make the folder, every new folder's parent synced."""
+
+    @abc.abstractmethod
+    async def names(self) -> list[str]:
+        """Names of the files in the folder, sorted."""
+
+    @abc.abstractmethod
+    async def read_small(self, name: str) -> bytes | None:
+        """All of a small metadata file, None where it does not exist."""
+
+    @abc.abstractmethod
+    async def write_small(self, name: str, data: bytes) -> None:
+        """Create or overwrite a small metadata file and flush it (its name is not yet durable)."""
+
+    @abc.abstractmethod
+    async def rename(self, name: str, to: str) -> None:
+        """Rename a file, replacing ``to``."""
+
+    @abc.abstractmethod
+    async def unlink(self, name: str) -> None:
+        """Remove a file's name."""
+
+    @abc.abstractmethod
+    async def sync_folder(self) -> None:
+        """Make creations, renames and removals in the folder durable."""
+
+    @abc.abstractmethod
+    async def create(self, name: str, nbytes: int) -> File:
+        """Create a file of ``nbytes`` zeros, space reserved. Raises StoreFullError and leaves nothing behind."""
+
+    @abc.abstractmethod
+    async def open(self, name: str, *, writable: bool) -> File:
+        """Open an existing file. Raises FileNotFoundError (unwrapped) where there is none."""
+
+    @abc.abstractmethod
+    async def close_file(self, file: File) -> None:
+        """Close a file; its lock goes with it."""
+
+    @abc.abstractmethod
+    async def try_lock(self, file: File, *, shared: bool = False) -> bool:
+        """``flock`` without waiting; False where somebody else holds it."""
+
+    @abc.abstractmethod
+    async def unlock(self, file: File) -> None:
+        """Give the lock of ``file`` back."""
+
+    @abc.abstractmethod
+    async def write(self, file: File, offset: int, data: memoryview) -> None:
+        """Write all of ``data``; offset, length and address are aligned as :class:`FileSystemFacts` says."""
+
+    @abc.abstractmethod
+    async def read(self, file: File, offset: int, into: memoryview) -> int:
+        """Fill ``into``; return the bytes read, short only at the end of the file."""
+
+    @abc.abstractmethod
+    async def flush(self, file: File) -> None:
+        """Make everything written to ``file``, and its size, durable."""
+
+    @abc.abstractmethod
+    async def close(self) -> None:
+        """Close all files. Idempotent."""
+
+    @abc.abstractmethod
+    def abandon(self) -> None:
+        """Close all descriptors at once, in a forked child: no waiting, no unlocking, no flushing."""
+
+    @abc.abstractmethod
+    def statistics(self) -> WriterStatistics:
+        """Return the transfers so far."""

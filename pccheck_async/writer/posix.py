@@ -1,0 +1,295 @@
+"""The writer on a real filesystem: O_DIRECT where it works, buffered I/O and fdatasync where it does not."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import aiofiles
+
+from pccheck_async.errors import ClosedError, StoreFullError, read_error, write_error
+from pccheck_async.layout import COMMIT_NAME
+from pccheck_async.memory import PAGE_BYTES, map_memory
+from pccheck_async.operations.base import Operations
+from pccheck_async.statistics import StageClock
+from pccheck_async.uninterrupted import uninterrupted
+from pccheck_async.writer.base import File, FileSystemFacts, Writer, WriterStatistics
+from pccheck_async.writer.filesystem import IN_MEMORY, WEAK_RESERVATION, direct_alignment, filesystem_type
+
+__all__ = ["PosixWriter"]
+
+T = TypeVar("T")
+_log = logging.getLogger("pccheck_async")
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_MODE = 0o666  # the user's umask decides
+
+
+class PosixWriter(Writer):
+    """The files of one folder, moved by an operations engine."""
+
+    def __init__(self, folder: str | os.PathLike[str], operations: Operations) -> None:
+        self._folder = Path(folder)
+        self._operations = operations
+        self._facts: FileSystemFacts | None = None
+        self._files: set[File] = set()
+        self._closed = False
+        self._clock = StageClock("write", "read", "flush")
+
+    async def prepare(self, *, create: bool) -> FileSystemFacts:
+        if create:
+            await self._change(self._folder, _make_folders, self._folder)
+        self._facts = await self._operations.call(_probe, self._folder)
+        if not self._facts.direct:
+            _log.info("%s: buffered I/O with fdatasync: %s", self._folder, self._facts.why)
+        return self._facts
+
+    async def names(self) -> list[str]:
+        try:
+            return sorted(await self._operations.call(os.listdir, self._folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise read_error(error, self._folder) from error
+
+    async def read_small(self, name: str) -> bytes | None:
+        try:
+            async with aiofiles.open(self._folder / name, "rb", opener=_open_plainly) as file:
+                data: bytes = await file.read()
+                return data
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise read_error(error, self._folder / name) from error
+
+    async def write_small(self, name: str, data: bytes) -> None:
+        path = self._folder / name
+        try:
+            async with aiofiles.open(path, "wb", opener=_open_plainly) as file:
+                await file.write(data)
+                await file.flush()  # out of Python's buffer first: fsync sees only what the kernel has
+                await self._operations.call(os.fsync, file.fileno())
+        except OSError as error:
+            raise self._mapped(error, path) from error
+
+    async def rename(self, name: str, to: str) -> None:
+        await self._change(self._folder / to, os.replace, self._folder / name, self._folder / to)
+
+    async def unlink(self, name: str) -> None:
+        await self._change(self._folder / name, os.unlink, self._folder / name)
+
+    async def sync_folder(self) -> None:
+        with self._clock.timed("flush"):
+            await self._change(self._folder, _sync_folder, self._folder)
+
+    async def create(self, name: str, nbytes: int) -> File:
+        path = self._folder / name
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | self._direct_flag
+        return await uninterrupted(self._keep(name, self._change(path, _create, path, flags, nbytes)))
+
+    async def open(self, name: str, *, writable: bool) -> File:
+        path = self._folder / name
+        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC | self._direct_flag
+        try:
+            return await uninterrupted(self._keep(name, self._operations.call(os.open, path, flags)))
+        except (FileNotFoundError, NotADirectoryError):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path)) from None
+        except OSError as error:
+            raise (write_error if writable else read_error)(error, path) from error
+
+    async def close_file(self, file: File) -> None:
+        if file in self._files:
+            self._files.remove(file)
+            os.close(file.fd)
+            file.fd = -1
+
+    async def try_lock(self, file: File, *, shared: bool = False) -> bool:
+        # Without waiting flock returns at once, so it needs no helper thread.
+        try:
+            fcntl.flock(file.fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise write_error(error, self._folder / file.name) from error
+        return True
+
+    async def unlock(self, file: File) -> None:
+        fcntl.flock(file.fd, fcntl.LOCK_UN)
+
+    async def write(self, file: File, offset: int, data: memoryview) -> None:
+        try:
+            with self._clock.timed("write", len(data)):
+                await self._transfer(file, self._operations.write, offset, data)
+        except OSError as error:
+            raise self._mapped(error, self._folder / file.name) from error
+
+    async def read(self, file: File, offset: int, into: memoryview) -> int:
+        try:
+            with self._clock.timed("read", len(into)):
+                return await self._transfer(file, self._operations.read, offset, into)
+        except OSError as error:
+            raise read_error(error, self._folder / file.name) from error
+
+    async def flush(self, file: File) -> None:
+        try:
+            with self._clock.timed("flush"):
+                await self._operations.flush(file.fd)
+        except OSError as error:
+            raise self._mapped(error, self._folder / file.name) from error
+
+    async def close(self) -> None:
+        self._closed = True
+        for file in list(self._files):
+            await self.close_file(file)
+
+    def abandon(self) -> None:
+        self._closed = True
+        for file in self._files:
+            os.close(file.fd)
+            file.fd = -1
+        self._files.clear()
+
+    def statistics(self) -> WriterStatistics:
+        return WriterStatistics(
+            engine=self._operations.name,
+            direct=self._facts is not None and self._facts.direct,
+            why=self._facts.why if self._facts else "not opened yet",
+            **self._clock.stages(),
+        )
+
+    @property
+    def _direct_flag(self) -> int:
+        return os.O_DIRECT if self._facts is not None and self._facts.direct else 0
+
+    async def _keep(self, name: str, opening: Awaitable[int]) -> File:
+        fd = await opening  # not interruptible: a descriptor that nobody knows would keep its lock
+        file = File(name, os.fstat(fd).st_size, fd, direct=bool(self._direct_flag))
+        self._files.add(file)
+        if self._closed:
+            self.abandon()
+            raise ClosedError(f"{self._folder} was closed meanwhile")
+        return file
+
+    async def _transfer(
+        self, file: File, move: Callable[[int, int, memoryview], Awaitable[T]], offset: int, data: memoryview
+    ) -> T:
+        try:
+            return await move(file.fd, offset, data)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self._give_up_direct(file):
+                raise
+            return await move(file.fd, offset, data)
+
+    def _give_up_direct(self, file: File) -> bool:
+        """Turn direct I/O off where a filesystem accepted the flag and then refuses the transfer."""
+        if not file.direct or self._facts is None:
+            return False
+        fcntl.fcntl(file.fd, fcntl.F_SETFL, fcntl.fcntl(file.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+        file.direct = False
+        if self._facts.direct:
+            why = "the filesystem accepted O_DIRECT and then refused a transfer (EINVAL)"
+            self._facts = FileSystemFacts(self._facts.block_bytes, self._facts.memory_alignment, direct=False, why=why)
+            _log.warning("%s: buffered I/O with fdatasync: %s", self._folder, why)
+        return True
+
+    async def _change(self, path: Path, function: Callable[..., T], *arguments: object) -> T:
+        try:
+            return await self._operations.call(function, *arguments)
+        except OSError as error:
+            raise self._mapped(error, path) from error
+
+    @staticmethod
+    def _mapped(error: OSError, path: Path) -> OSError:
+        if error.errno in _NO_SPACE:
+            return StoreFullError(error.errno, f"{error.strerror}; the last checkpoint is untouched", os.fspath(path))
+        return write_error(error, path)
+
+
+def _open_plainly(path: str, flags: int) -> int:
+    """Open without following a planted symlink."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
+
+
+def _make_folders(folder: Path) -> None:
+    missing = []
+    while not folder.is_dir():
+        missing.append(folder)
+        folder = folder.parent
+    for new in reversed(missing):
+        new.mkdir(exist_ok=True)
+        _sync_folder(new.parent)  # a store whose folder vanishes with the power was never there
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _create(path: Path, flags: int, nbytes: int) -> int:
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
+    try:
+        if nbytes:
+            os.posix_fallocate(fd, 0, nbytes)
+    except BaseException:
+        os.close(fd)
+        path.unlink()
+        raise
+    return fd
+
+
+def _probe(folder: Path) -> FileSystemFacts:
+    """Find out by trying: the flag may be refused at open, or only at the first transfer."""
+    kind = filesystem_type(folder)
+    if kind in IN_MEMORY:
+        return _buffered(f"{kind} lies in memory")
+    try:
+        fd, writable = _open_probe(folder)
+    except OSError as error:
+        return _buffered(f"O_DIRECT is refused at open ({error.strerror})")
+    try:
+        memory_alignment, block = direct_alignment(fd)
+        with map_memory(block) as memory, memoryview(memory)[:block] as view:
+            if writable:
+                os.pwrite(fd, view, 0)
+            else:
+                os.preadv(fd, [view], 0)
+    except OSError as error:
+        return _buffered(f"O_DIRECT is refused at the first transfer ({error.strerror})")
+    finally:
+        os.close(fd)
+    reservation = "; space reserved here may still be missing later" if kind in WEAK_RESERVATION else ""
+    return FileSystemFacts(
+        block,
+        memory_alignment,
+        direct=True,
+        why=f"O_DIRECT works on this {kind} in blocks of {block} bytes{reservation}",
+    )
+
+
+def _open_probe(folder: Path) -> tuple[int, bool]:
+    """An existing store is probed by reading, so that opening it writes nothing; a new folder by a nameless file."""
+    flags = os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(folder / COMMIT_NAME, os.O_RDONLY | flags), False
+    except FileNotFoundError:
+        pass
+    try:
+        return os.open(folder, os.O_RDWR | os.O_TMPFILE | flags, 0o600), True
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
+            raise
+    probe = folder / f".probe-{os.getpid()}"
+    fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL | flags, 0o600)
+    probe.unlink()
+    return fd, True
+
+
+def _buffered(why: str) -> FileSystemFacts:
+    return FileSystemFacts(PAGE_BYTES, 1, direct=False, why=why)

@@ -1,0 +1,75 @@
+/* Every implementation that this processor runs, against the definition of the CRC. */
+#include "check.h"
+#include "crc32.h"
+
+#include <string.h>
+
+static uint32_t by_definition(uint32_t state, const uint8_t *data, size_t size)
+{
+    while (size-- > 0) {
+        state ^= *data++;
+        for (int bit = 0; bit < 8; bit++)
+            state = state >> 1 ^ (state & 1 ? 0xedb88320u : 0);
+    }
+    return state;
+}
+
+static void test_known_value(void)
+{
+    CHECK(crc32_update(0, "123456789", 9) == 0xcbf43926u);
+    CHECK(crc32_update(0, NULL, 0) == 0);
+    CHECK(crc32_update(crc32_update(0, "1234", 4), "56789", 5) == 0xcbf43926u);
+}
+
+static void test_every_byte_in_every_place_of_a_word(const struct crc32_variant *crc)
+{
+    for (unsigned place = 0; place < 8; place++) {
+        for (unsigned value = 0; value < 256; value++) {
+            uint8_t word[8] = {0};
+            word[place] = (uint8_t)value;
+            CHECK(crc->update(0, word, sizeof word) == by_definition(0, word, sizeof word));
+        }
+    }
+}
+
+static void test_every_length_and_alignment(const struct crc32_variant *crc)
+{
+    uint64_t seed = 1;
+    for (size_t length = 0; length < 1200; length += length < 300 ? 1 : 13) {
+        const size_t skip = length % 67; /* all alignments to 64, each at many lengths */
+        uint8_t *data = random_bytes(&seed, skip + length);
+        const uint32_t start = (uint32_t)random_below(&seed, UINT64_C(1) << 32);
+        CHECK(crc->update(start, data + skip, length) == by_definition(start, data + skip, length));
+        free(data);
+    }
+}
+
+static void test_long_and_split(const struct crc32_variant *crc)
+{
+    uint64_t seed = 2;
+    for (int round = 0; round < 20; round++) {
+        const size_t size = 30000 + random_below(&seed, 40000), split = random_below(&seed, size);
+        uint8_t *data = random_bytes(&seed, size);
+        const uint32_t whole = by_definition(~UINT32_C(0), data, size);
+        CHECK(crc->update(~UINT32_C(0), data, size) == whole);
+        CHECK(crc->update(crc->update(~UINT32_C(0), data, split), data + split, size - split) == whole);
+        free(data);
+    }
+}
+
+int main(void)
+{
+    test_known_value();
+    for (size_t i = 0; i < crc32_variant_count; i++) {
+        const struct crc32_variant *crc = &crc32_variants[i];
+        if (!crc->supported()) {
+            printf("%s: not on this processor\n", crc->name);
+            continue;
+        }
+        test_every_byte_in_every_place_of_a_word(crc);
+        test_every_length_and_alignment(crc);
+        test_long_and_split(crc);
+        printf("%s: passed\n", crc->name);
+    }
+    return 0;
+}

@@ -1,0 +1,409 @@
+"""Crash-state enumeration: run the engine on a CrashDisk, fail the power everywhere, recover, compare."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import functools
+import itertools
+import random
+import warnings
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from pccheck_async import (
+    CheckpointEngine,
+    CheckpointError,
+    CheckpointInfo,
+    CorruptStoreError,
+    NoCheckpointError,
+    list_checkpoints,
+    load,
+    load_sync,
+)
+from pccheck_async.errors import WriteError
+from pccheck_async.layout import COMMIT_NAME
+from pccheck_async.testing import (
+    Access,
+    CrashDisk,
+    CrashWriter,
+    Image,
+    ImageWriter,
+    Snapshot,
+    WrappingWriter,
+    power_loss_images,
+)
+from pccheck_async.writer import Writer
+
+T = TypeVar("T")
+BLOCK = 4096
+SECTORS = (512, BLOCK)
+_FLOATS = (300, 2500, 900, 4200, 4200, 1200, 0)
+"""Sizes of the state by step: it grows, shrinks, and stays."""
+
+
+@functools.cache
+def state_of(step: int) -> dict[str, Any]:
+    """Return the one state that may ever be seen for ``step``."""
+    generator = np.random.default_rng(step)
+    weights = torch.from_numpy(generator.random(_FLOATS[step % len(_FLOATS)], dtype=np.float32))
+    return {"weights": weights, "mask": torch.from_numpy(generator.random(5) < 0.5), "step": step}
+
+
+def metadata_of(step: int) -> dict[str, str | int | float | bool | None]:
+    """Return facts that make a record longer than a sector of 512 bytes, so that it can be torn."""
+    return {"note": random.Random(step).randbytes(220).hex()}
+
+
+def is_state_of(found: dict[str, Any], step: int) -> bool:
+    """Whether ``found`` is the state of ``step``, bit for bit."""
+    expected = state_of(step)
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value
+        for name, value in expected.items()
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What is run, and how closely it is looked at.
+
+    Attributes:
+        max_in_flight: N.
+        keep_last: K.
+        seed: Decides everything but the pace of the engine's threads.
+        bursts: Rounds of a few checkpoints, each round waited for.
+        deaths: Process deaths; after each of them recovery, one more round, another death, recovery and a round.
+        states: More deaths until so many distinct crash states were seen: how many one yields depends on threads.
+        images: Power losses drawn at each boundary,
+        subsets: and all subsets of what was not flushed, where it is at most so many changes.
+        trouble: Share of the checkpoints that are cancelled; a quarter of it is that of the slot writes that fail.
+        record_trouble: Share of the writes and flushes of records that fail.
+        wrap: Makes the engine's writer of the disk's: where a regression is planted.
+        dying: Boundaries at which the process may die.
+        enough: Violations after which to look no further.
+    """
+
+    max_in_flight: int
+    keep_last: int
+    seed: int = 0
+    bursts: int = 4
+    deaths: int = 3
+    states: int = 0
+    images: int = 12
+    subsets: int = 4
+    trouble: float = 0.1
+    record_trouble: float = 0.0
+    wrap: Callable[[Writer], Writer] = lambda writer: writer
+    dying: Callable[[Snapshot], bool] = lambda snapshot: True
+    enough: int = 10
+
+
+@dataclass(slots=True)
+class Findings:
+    """What was run and found."""
+
+    boundaries: int = 0
+    exhausted: int = 0
+    images: int = 0
+    states: set[bytes] = field(default_factory=set)
+    events: Counter[str] = field(default_factory=Counter)
+    violations: list[str] = field(default_factory=list)
+
+    def summary(self) -> str:
+        """Return one line for the log."""
+        return (
+            f"{len(self.states)} distinct crash states of {self.images} power losses at {self.boundaries} boundaries "
+            f"({self.exhausted} with all subsets of what was not flushed); "
+            + ", ".join(f"{count} {name}" for name, count in sorted(self.events.items()))
+            + f"; {len(self.violations)} violations"
+        )
+
+
+class Judge:
+    """Recovers from images and compares what comes back with what was saved and promised."""
+
+    def __init__(self, findings: Findings, scenario: Scenario) -> None:
+        self.failed: set[int] = set()
+        """Steps of checkpoints that failed: they must never come back."""
+        self._findings = findings
+        self._scenario = scenario
+        self._recovered: dict[bytes, Recovered] = {}
+
+    def power_losses(self, snapshot: Snapshot, *, sector: int, rng: random.Random) -> None:
+        """Fail the power at ``snapshot`` in many ways."""
+        limit, subsets = self._scenario.images, 2**snapshot.unsettled
+        if snapshot.unsettled <= self._scenario.subsets:
+            limit = max(limit, subsets)
+        self._findings.boundaries += 1
+        self._findings.exhausted += subsets <= limit
+        for image in power_loss_images(snapshot, sector=sector, limit=limit, rng=rng):
+            self._findings.images += 1
+            if image.digest not in self._recovered:
+                self._recovered[image.digest] = recover(image)
+                self._findings.states.add(image.digest)
+            trouble = self._recovered[image.digest].trouble(snapshot.acknowledged, self.failed)
+            self.note(f"power loss at {snapshot.boundary!r}", trouble)
+
+    def note(self, when: str, trouble: str | None) -> None:
+        """Keep a violation; stop the exploration after enough of them."""
+        if trouble is not None:
+            self._findings.violations.append(f"{when}: {trouble}")
+            if len(self._findings.violations) >= self._scenario.enough:
+                raise EnoughSeen
+
+
+class EnoughSeen(Exception):  # noqa: N818 - not an error
+    """There were enough violations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What recovery made of a folder: a checkpoint, nothing, or an error."""
+
+    info: CheckpointInfo | None = None
+    state: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+    def trouble(self, promised: int | None, failed: set[int]) -> str | None:
+        """Say which promise it breaks, None where it keeps all of them."""
+        if self.error is not None:
+            return self.error
+        if self.info is None:
+            return None if promised is None else f"nothing is left of the acknowledged step {promised}"
+        step = self.info.step
+        if step in failed:
+            return f"step {step} came back, which was never committed"
+        if promised is not None and step < promised:
+            return f"step {step} came back, older than the acknowledged step {promised}"
+        if self.info.metadata != metadata_of(step):
+            return f"the metadata of step {step} are not its own"
+        if not is_state_of(self.state, step):
+            return f"the state of step {step} differs from what was saved"
+        return None
+
+
+def recover(image: Image) -> Recovered:
+    """Let the readers of the package find the newest checkpoint of an image."""
+    try:
+        with fallbacks_raise():
+            newest = next(iter(list_checkpoints("image", io=ImageWriter(image))), None)
+            try:
+                state = load_sync("image", io=ImageWriter(image), host_memory=1 << 20)
+            except NoCheckpointError:
+                return Recovered(error=f"load finds nothing, list_checkpoints {newest}" if newest else None)
+            return Recovered(newest, state)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is what the exploration looks for
+        return Recovered(error=f"recovery fails: {error!r}")
+
+
+@contextmanager
+def fallbacks_raise() -> Iterator[None]:
+    """No crash damages a checkpoint that a record names (I2), so having to pass one over is a violation."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+class Unsteady(WrappingWriter):
+    """Fails some writes and flushes, and lets some writes take so long that newer checkpoints overtake."""
+
+    def __init__(self, inner: Writer, scenario: Scenario, rng: random.Random) -> None:
+        super().__init__(inner)
+        self._slot_share = scenario.trouble / 4
+        self._record_share = scenario.record_trouble
+        self._rng = rng
+
+    async def perform(self, access: Access, call: Callable[[], Awaitable[T]]) -> T:
+        if access.kind == "write" and access.name != COMMIT_NAME:
+            self._fail(access, self._slot_share)
+            for _ in range(self._rng.choice((0, 0, 0, 40))):
+                await asyncio.sleep(0)
+        elif access.kind in ("write", "flush") and access.name == COMMIT_NAME:
+            self._fail(access, self._record_share)
+        return await call()
+
+    def _fail(self, access: Access, share: float) -> None:
+        if self._rng.random() < share:
+            raise WriteError(errno.EIO, "planted", access.name)
+
+
+class Exploration:
+    """One scenario on its way."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.findings = Findings()
+        self._scenario = scenario
+        self._rng = random.Random(scenario.seed)
+        self._steps = itertools.count()
+        self._judge = Judge(self.findings, scenario)
+
+    def run(self) -> Findings:
+        """Train, fail the power at every boundary, let processes die and go on training from there."""
+        with suppress(EnoughSeen):
+            self._explore()
+        return self.findings
+
+    def _explore(self) -> None:
+        first = self.train(CrashDisk(block_bytes=BLOCK), self._scenario.bursts)
+        self.judge(first)
+        for death in range(10 * self._scenario.deaths):
+            if death >= self._scenario.deaths and len(self.findings.states) >= self._scenario.states:
+                break
+            history = first
+            for _ in range(2):  # the second death may come before anything was committed: that must lose nothing either
+                self.findings.events["process deaths"] += 1
+                history = self.train(self._die(history), bursts=1)
+                self.judge(history)
+
+    def judge(self, history: list[Snapshot]) -> None:
+        """Fail the power at every boundary."""
+        for number, snapshot in enumerate(history):
+            sector = SECTORS[number % 2]
+            self._judge.power_losses(snapshot, sector=sector, rng=self._rng)
+
+    def train(self, disk: CrashDisk, bursts: int) -> list[Snapshot]:
+        """Train on ``disk`` and return its boundaries."""
+        history = [disk.snapshot("process started")]
+        disk.observer = history.append
+        asyncio.run(self._train(disk, bursts))
+        return [*history, disk.snapshot("process ended")]
+
+    def _die(self, history: list[Snapshot]) -> CrashDisk:
+        snapshot = self._rng.choice([s for s in history if self._scenario.dying(s)] or history)
+        lingering = self._rng.choice((0, 0, 12))
+        return CrashDisk.after_process_death(
+            snapshot, rng=self._rng, sector=self._rng.choice(SECTORS), lingering=lingering
+        )
+
+    async def _train(self, disk: CrashDisk, bursts: int) -> None:
+        scenario = self._scenario
+        writer: Writer = CrashWriter(disk, seed=self._rng.randrange(1 << 30))
+        engine = CheckpointEngine(
+            "memory",
+            max_in_flight=scenario.max_in_flight,
+            keep_last=scenario.keep_last,
+            chunk_bytes=2 * BLOCK,
+            host_memory=4 * BLOCK,
+            io=scenario.wrap(Unsteady(writer, scenario, self._rng)),
+        )
+        try:
+            await engine.open()
+        except WriteError:
+            if not scenario.record_trouble:
+                raise
+            self.findings.events["not opened"] += 1
+            return
+        try:
+            await self._resume(engine, disk.acknowledged)
+            for _ in range(bursts):
+                count = self._rng.randint(1, 2 * scenario.max_in_flight + 2)
+                burst = [self._checkpoint(engine, disk) for _ in range(count)]
+                await asyncio.gather(*burst, self._read_beside(disk))
+        finally:
+            await engine.close()
+
+    async def _resume(self, engine: CheckpointEngine, promised: int | None) -> None:
+        """Restore as a trainer would, into a state of the right shape, and judge what came back."""
+        info = engine.latest
+        state: dict[str, Any] = (
+            {}
+            if info is None
+            else {
+                name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else -1
+                for name, value in state_of(info.step).items()
+            }
+        )
+        try:
+            with fallbacks_raise():
+                recovered = Recovered(await engine.restore(state), state)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is what the exploration looks for
+            recovered = Recovered(error=f"restoring fails: {error!r}")
+        self._judge.note("after a process death", recovered.trouble(promised, self._judge.failed))
+
+    async def _read_beside(self, disk: CrashDisk) -> None:
+        """Load as another process would, while the engine writes."""
+        promised = disk.acknowledged
+        reader = CrashWriter(disk, seed=self._rng.randrange(1 << 30), read_only=True)
+        try:
+            state = await load("memory", io=reader, host_memory=1 << 20)
+        except NoCheckpointError:
+            trouble = None if promised is None else f"it finds nothing of the acknowledged step {promised}"
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is what the exploration looks for
+            trouble = f"it fails: {error!r}"
+        else:
+            self.findings.events["read beside the writer"] += 1
+            step = state["step"]
+            if promised is not None and step < promised:
+                trouble = f"it finds step {step}, older than the acknowledged step {promised}"
+            else:
+                trouble = None if is_state_of(state, step) else f"the state of step {step} differs from what was saved"
+        self._judge.note("a reader beside the writer", trouble)
+
+    async def _checkpoint(self, engine: CheckpointEngine, disk: CrashDisk) -> None:
+        step = next(self._steps)
+        saving = asyncio.ensure_future(engine.checkpoint(state_of(step), step=step, metadata=metadata_of(step)))
+        try:
+            if self._rng.random() < self._scenario.trouble:
+                for _ in range(self._rng.randint(1, 4)):
+                    await asyncio.sleep(0)
+                saving.cancel()
+            pending = await saving
+            info = await pending.durable()
+        except asyncio.CancelledError:
+            self.findings.events["cancelled"] += 1  # it commits nevertheless where its capture had just ended
+        except (CheckpointError, OSError):
+            self.findings.events["failed"] += 1
+            if not self._scenario.record_trouble:  # a record whose flush failed may have become durable nevertheless
+                self._judge.failed.add(step)
+        else:
+            self.findings.events["superseded" if pending.superseded else "committed"] += 1
+            disk.acknowledge(info.step)
+
+
+def explore(scenario: Scenario) -> Findings:
+    """Run ``scenario`` and judge every power loss drawn from it."""
+    return Exploration(scenario).run()
+
+
+def explore_damage(keep_last: int, *, images: int, seed: int = 0) -> Findings:
+    """Damage sectors of a store at rest: what was saved must come back, or an error, never anything else."""
+    exploration = Exploration(Scenario(2, keep_last, seed=seed, bursts=4, trouble=0.0))
+    *_, last = exploration.train(CrashDisk(block_bytes=BLOCK), bursts=4)
+    whole = list(power_loss_images(last, limit=2))[-1]
+    findings, rng = exploration.findings, random.Random(seed)
+    for _ in range(images):
+        image = damaged(whole, rng)
+        findings.images += 1
+        findings.states.add(image.digest)
+        try:
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                state = load_sync("image", io=ImageWriter(image), host_memory=1 << 20)
+        except CorruptStoreError:
+            findings.events["refused"] += 1
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is what the exploration looks for
+            findings.violations.append(f"recovery fails with the wrong error: {error!r}")
+        else:
+            findings.events["older instead" if warned else "whole"] += 1
+            step = state.get("step")
+            if not isinstance(step, int) or step < 0 or not is_state_of(state, step):
+                findings.violations.append(f"the state of step {step} differs from what was saved")
+    return findings
+
+
+def damaged(image: Image, rng: random.Random) -> Image:
+    """Flip bits in one sector that holds something."""
+    files = {name: bytearray(content) for name, content in image.files.items()}
+    content = files[rng.choice(sorted(files))]
+    start = rng.choice([start for start in range(0, len(content), 512) if any(content[start : start + 512])])
+    end = min(start + 512, len(content))
+    for _ in range(rng.randint(1, 8)):
+        content[rng.randrange(start, end)] ^= rng.randint(1, 255)
+    return Image.of({name: bytes(content) for name, content in files.items()})

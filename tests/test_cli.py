@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from pccheck_async import SyncCheckpointEngine
+from pccheck_async.cli import app
+from pccheck_async.cli.compare import compare_losses, compare_states, draw, read_losses
+from pccheck_async.cli.show import size
+
+runner = CliRunner()
+
+
+def save(path: Path, steps: range, **metadata: Any) -> None:
+    with SyncCheckpointEngine(path, keep_last=3) as engine:
+        for step in steps:
+            engine.checkpoint({"weights": torch.full((1000,), float(step))}, step=step, metadata=metadata).result(60)
+
+
+@pytest.mark.slow
+def test_ls_lists_newest_first(tmp_path: Path) -> None:
+    save(tmp_path / "store", range(10, 60, 10), loss=0.123456789, note="[red]markup[/] \x1b[31m")
+    result = runner.invoke(app, ["ls", str(tmp_path / "store")])
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.stdout.splitlines() if line.strip() and line.split()[0].isdigit()]
+    assert [row[0] for row in rows] == ["50", "40", "30"]
+    assert "loss=0.123457," in result.stdout
+    assert "[red]markup[/]" in result.stdout
+    assert "\x1b" not in result.stdout
+
+
+@pytest.mark.slow
+def test_ls_json(tmp_path: Path) -> None:
+    save(tmp_path / "store", range(1, 3), loss=math.nan, best=True, tag=None)
+    result = runner.invoke(app, ["ls", str(tmp_path / "store"), "--json"])
+    assert result.exit_code == 0, result.output
+    newest, older = json.loads(result.stdout)
+    assert (newest["step"], older["step"]) == (2, 1)
+    assert newest["counter"] > older["counter"]
+    assert newest["nbytes"] >= 4000
+    assert newest["time"] >= older["time"]
+    assert newest["created"].endswith("+00:00")
+    assert newest["pinned"] is False
+    assert newest["metadata"] == {"loss": "nan", "best": True, "tag": None}
+
+
+@pytest.mark.slow
+def test_ls_beside_a_writer(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path / "store") as engine:
+        engine.checkpoint({"x": torch.zeros(10)}, step=1).result(60)
+        result = runner.invoke(app, ["ls", str(tmp_path / "store"), "--json"])
+        assert [info["step"] for info in json.loads(result.stdout)] == [1]
+        engine.checkpoint({"x": torch.ones(10)}, step=2).result(60)
+        result = runner.invoke(app, ["ls", str(tmp_path / "store"), "--json"])
+        assert [info["step"] for info in json.loads(result.stdout)] == [2]
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_ls_of_nothing(tmp_path: Path, options: list[str]) -> None:
+    for path in (tmp_path, tmp_path / "missing"):
+        result = runner.invoke(app, ["ls", str(path), *options])
+        assert result.exit_code == 3
+        assert "no committed checkpoint" in result.stderr
+        assert result.stdout == ("[]\n" if options else "")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_ls_of_a_damaged_store(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    save(store, range(1, 2))
+    (store / "commit").write_bytes(os.urandom((store / "commit").stat().st_size))
+    result = runner.invoke(app, ["ls", str(store)])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("pccheck: CorruptStoreError: ")
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["ls"],
+        ["ls", "--yaml", "x"],
+        ["demo", "--crash-at=10", "--interval=10"],
+        ["demo", "--crash-at=90", "--steps=80"],
+        ["demo", "--interval=0"],
+        ["nonsense"],
+    ],
+)
+def test_wrong_usage_is_2(arguments: list[str]) -> None:
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+
+
+def test_demo_says_at_once_that_it_cannot_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = runner.invoke(app, ["demo", f"--plot={tmp_path / 'missing' / 'a.png'}"])
+    assert result.exit_code == 2
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = runner.invoke(app, ["demo", f"--plot={tmp_path / 'a.png'}"])
+    assert result.exit_code == 2
+    assert "matplotlib" in result.stderr
+
+
+@pytest.mark.slow
+def test_demo(tmp_path: Path) -> None:
+    arguments = ["demo", "--steps=9", "--interval=4", "--crash-at=8", f"--store={tmp_path}", "--keep"]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "died by SIGKILL in the middle of the save of step 8" in result.stdout
+    assert "that of step 4" in result.stdout
+    assert "Losses: 9 of 9 equal in every bit." in result.stdout
+    assert "Every bit is equal." in result.stdout
+    (folder,) = tmp_path.iterdir()
+    assert sorted(read_losses(folder / "resumed.csv")) == list(range(1, 10))
+
+
+@pytest.mark.slow
+def test_demo_reports_a_run_that_fails(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["demo", f"--store={tmp_path}", "--device=nonsense"])
+    assert result.exit_code == 1
+    assert "the uninterrupted run ended with status 1" in result.stderr
+    assert "nonsense" in result.stderr
+    assert os.listdir(tmp_path) == []  # nothing is left behind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["pccheck_async", "pccheck_async.cli"])
+def test_runs_as_a_module(module: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", module, "ls", str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 3, done.stderr
+
+
+def losses(tmp_path: Path, *bits: str) -> Path:
+    path = tmp_path / f"{'-'.join(bits)}.csv"
+    rows = "".join(f"{step},1.0,{value}\n" for step, value in enumerate(bits, 1))
+    path.write_text("step,loss,bits\n" + rows)
+    return path
+
+
+def test_losses_differ_in_one_bit(tmp_path: Path) -> None:
+    whole = read_losses(losses(tmp_path, "3f800000", "3f800001", "3f800002"))
+    other = read_losses(losses(tmp_path, "3f800000", "3f800001", "3f800003"))
+    cut = {step: row for step, row in whole.items() if step <= 2}
+    assert compare_losses(whole, cut, whole, steps=3, crash_at=2, restored=1).all_equal
+    assert compare_losses(whole, cut, other, steps=3, crash_at=2, restored=1).equal == 2
+    assert not compare_losses(whole, other, whole, steps=3, crash_at=3, restored=1).all_equal
+    assert not compare_losses(whole, cut, cut, steps=3, crash_at=2, restored=1).all_equal  # the last row is missing
+    assert not compare_losses({}, {}, {}, steps=3, crash_at=2, restored=1).all_equal
+
+
+def test_a_row_being_written_is_not_read(tmp_path: Path) -> None:
+    path = losses(tmp_path, "3f800000")
+    with path.open("a") as file:
+        file.write("2,1.0,3f80")
+    assert list(read_losses(path)) == [1]
+    assert read_losses(tmp_path / "missing.csv") == {}
+
+
+def state() -> dict[str, Any]:
+    tensors = {"scalar": torch.tensor(1.5), "empty": torch.zeros(0), "strided": torch.arange(6).view(2, 3).t()}
+    return {"tensors": tensors, "list": [1, (2.0, None)], "bf16": torch.ones(3, dtype=torch.bfloat16)}
+
+
+def test_states_are_compared_by_bits() -> None:
+    result = compare_states(state(), state())
+    assert result.all_equal
+    assert result.total == 7
+    assert compare_states({"x": math.nan}, {"x": math.nan}).all_equal
+    assert compare_states({"x": torch.tensor(math.nan)}, {"x": torch.tensor(math.nan)}).all_equal
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "path"),
+    [
+        (0.0, -0.0, "x"),
+        (1, 1.0, "x"),
+        (1, True, "x"),
+        ([1], (1,), "x"),
+        ([1, 2], [1, 3], "x.1"),
+        (torch.tensor(0.0), torch.tensor(-0.0), "x"),
+        (torch.zeros(2), torch.zeros(2, 1), "x"),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.int32), "x"),
+        ({"a": 1}, OrderedDict(a=1), "x"),
+        ({"a": 1}, {"a": 1, "b": 2}, "x"),
+    ],
+)
+def test_different_states_name_the_path(one: Any, other: Any, path: str) -> None:
+    assert compare_states({"x": one}, {"x": other}).different == [path]
+    assert not compare_states({}, {}).all_equal
+
+
+@pytest.mark.slow
+def test_draw(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    whole = read_losses(losses(tmp_path, "3f800000", "3f800001", "3f800002"))
+    draw(tmp_path / "losses.png", whole, whole, whole, crash_at=3, restored=1)
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (38_200_000, "38.2 MB"), (10**15, "1000.0 TB")]
+)
+def test_size(nbytes: int, text: str) -> None:
+    assert size(nbytes) == text

@@ -1,0 +1,71 @@
+"""Power loss and process death at every operation boundary, on the real engine (invariants I1 to I7 and I12)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.crash_harness import Findings, Scenario, explore, explore_damage
+
+STATES = 900
+"""Distinct crash states in each of the six scenarios: more than 5,000 together."""
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def judged(record_property: Callable[[str, object], None]) -> Callable[[Findings], Findings]:
+    """Say what was found (``pytest -s``), and fail where recovery broke a promise."""
+
+    def tell(findings: Findings) -> Findings:
+        record_property("crash_states", len(findings.states))
+        print(f"\n  {findings.summary()}")
+        assert not findings.violations, "\n".join(findings.violations)
+        return findings
+
+    return tell
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        Scenario(1, 1, seed=1, states=STATES, bursts=4, deaths=3),
+        Scenario(1, 3, seed=2, states=STATES, bursts=4, deaths=3),
+        Scenario(2, 1, seed=3, states=STATES, bursts=2, deaths=2),
+        Scenario(2, 3, seed=4, states=STATES, bursts=2, deaths=2),
+        Scenario(4, 1, seed=5, states=STATES, bursts=1, deaths=1),
+        Scenario(4, 3, seed=6, states=STATES, bursts=1, deaths=1),
+    ],
+    ids=lambda s: f"{s.max_in_flight} in flight, {s.keep_last} kept",
+)
+def test_no_crash_breaks_a_promise(scenario: Scenario, judged: Callable[[Findings], Findings]) -> None:
+    findings = judged(explore(scenario))
+    assert len(findings.states) >= STATES
+    assert findings.events["process deaths"] >= 2 * scenario.deaths
+    assert findings.events["committed"] > 10
+
+
+def test_all_subsets_of_what_was_not_flushed(judged: Callable[[Findings], Findings]) -> None:
+    findings = judged(explore(Scenario(1, 1, seed=7, bursts=4, deaths=0, subsets=9, trouble=0.0)))
+    assert findings.exhausted == findings.boundaries
+
+
+def test_a_failed_record_loses_nothing(judged: Callable[[Findings], Findings]) -> None:
+    findings = judged(explore(Scenario(2, 1, seed=8, bursts=2, deaths=4, images=8, record_trouble=0.08)))
+    assert findings.events["failed"] > 0
+
+
+@pytest.mark.parametrize("keep_last", [1, 3])
+def test_damage_never_yields_another_state(keep_last: int, judged: Callable[[Findings], Findings]) -> None:
+    findings = judged(explore_damage(keep_last, images=300))
+    assert findings.events["whole"] > 0
+    assert findings.events["older instead" if keep_last > 1 else "refused"] > 0
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("seed", range(100, 120))
+@pytest.mark.parametrize("keep_last", [1, 3])
+@pytest.mark.parametrize("max_in_flight", [1, 2, 4])
+def test_campaign(max_in_flight: int, keep_last: int, seed: int, judged: Callable[[Findings], Findings]) -> None:
+    judged(explore(Scenario(max_in_flight, keep_last, seed=seed, bursts=6, deaths=6, images=40, subsets=6)))

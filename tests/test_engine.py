@@ -1,0 +1,364 @@
+"""The engine as its users see it, on a real filesystem."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pccheck_async import (
+    CheckpointEngine,
+    ClosedError,
+    NoCheckpointError,
+    StateMismatchError,
+    SyncCheckpointEngine,
+    UnsupportedStateError,
+    list_checkpoints,
+    load,
+    load_sync,
+)
+from pccheck_async.layout import COMMIT_NBYTES
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+def state_of(step: int, size: int = 5000) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "weights": torch.rand(size, generator=generator),
+        "halves": torch.rand(33, 7, generator=generator).to(torch.bfloat16).t(),
+        "step": step,
+        "nested": {"array": np.arange(step + 3), "list": [1.5, None, "x"], 3: (step,)},
+    }
+
+
+def assert_same(found: dict[str, Any], step: int, size: int = 5000) -> None:
+    expected = state_of(step, size)
+    assert torch.equal(found["weights"], expected["weights"])
+    assert torch.equal(found["halves"], expected["halves"])
+    assert found["step"] == step
+    assert np.array_equal(found["nested"]["array"], expected["nested"]["array"])
+    assert found["nested"]["list"] == [1.5, None, "x"]
+    assert found["nested"][3] == (step,)
+
+
+def test_save_and_load(tmp_path: Path, io: str) -> None:
+    async def main() -> None:
+        async with CheckpointEngine(tmp_path / "s", io=io) as engine:  # type: ignore[arg-type]
+            assert await engine.restore({}) is None
+            assert engine.latest is None
+            pending = await engine.checkpoint(state_of(7), step=7, metadata={"loss": 0.1})
+            info = await pending.durable()
+            assert (info.step, info.counter, dict(info.metadata)) == (7, 0, {"loss": 0.1})
+            assert engine.latest == info
+            assert engine.checkpoints() == [info]
+            assert not pending.superseded
+        assert list_checkpoints(tmp_path / "s") == [info]
+        assert_same(await load(tmp_path / "s", io=io), 7)
+
+    asyncio.run(main())
+
+
+def test_sync_save_and_load(tmp_path: Path, io: str) -> None:
+    with SyncCheckpointEngine(tmp_path, io=io) as engine:  # type: ignore[arg-type]
+        pending = engine.checkpoint(state_of(3), step=3)
+        assert pending.result(60).step == 3
+        engine.drain()
+    assert_same(load_sync(tmp_path), 3)
+
+
+def test_the_state_may_be_mutated_when_checkpoint_returns(tmp_path: Path, io: str) -> None:
+    async def main() -> None:
+        tensor = torch.zeros(3_000_000)
+        async with CheckpointEngine(tmp_path, io=io, keep_last=5, max_in_flight=3) as engine:  # type: ignore[arg-type]
+            for step in range(5):
+                tensor.fill_(step)
+                await engine.checkpoint({"t": tensor}, step=step)
+                tensor.fill_(-1.0)
+        for step in range(5):
+            assert torch.equal(load_sync(tmp_path, step=step)["t"], torch.full((3_000_000,), float(step)))
+
+    asyncio.run(main())
+
+
+def test_a_state_larger_than_host_memory_streams_through(tmp_path: Path, io: str) -> None:
+    with SyncCheckpointEngine(tmp_path, io=io, chunk_bytes=4096, host_memory=8192) as engine:  # type: ignore[arg-type]
+        engine.checkpoint(state_of(1, 100_000), step=1).result(60)
+        statistics = engine.statistics()
+        assert statistics.pool_peak <= 2
+        assert statistics.pool_bytes <= 8192
+        found = state_of(0, 100_000) | {"nested": {"array": np.arange(4), "list": [0.0], 3: (0,)}}
+        engine.restore(found)
+        assert_same(found, 1, 100_000)
+    assert_same(load_sync(tmp_path, host_memory=1 << 20), 1, 100_000)
+
+
+def test_restore_in_place(tmp_path: Path) -> None:
+    def build() -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 1))
+        optimizer = torch.optim.AdamW(model.parameters())
+        return model, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+
+    def train(parts: tuple[torch.nn.Module, torch.optim.Optimizer, Any], steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            loss = parts[0](torch.randn(4, 8)).square().mean()
+            parts[1].zero_grad()
+            loss.backward()
+            parts[1].step()
+            parts[2].step()
+            losses.append(loss.item())
+        return losses
+
+    from pccheck_async import RNGState
+
+    with SyncCheckpointEngine(tmp_path) as engine:
+        one = build()
+        train(one, 3)
+        names = ("model", "optimizer", "scheduler", "rng")
+        engine.checkpoint(dict(zip(names, (*one, RNGState()), strict=True)), step=3)
+        expected = train(one, 3)
+        two = build()
+        weight = two[0][0].weight  # type: ignore[index]
+        info = engine.restore(dict(zip(names, (*two, RNGState()), strict=True)))
+        assert info is None or info.step == 3
+        engine.drain()
+        info = engine.restore(dict(zip(names, (*two, RNGState()), strict=True)))
+        assert info is not None
+        assert two[0][0].weight is weight  # type: ignore[index]
+        assert train(two, 3) == expected
+
+
+def test_growing_and_shrinking_state(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path, keep_last=2, chunk_bytes=4096) as engine:
+        for step, size in enumerate([10, 100_000, 1, 0, 250_000, 5]):
+            engine.checkpoint(state_of(step, size), step=step).result(60)
+            assert_same(load_sync(tmp_path), step, size)
+        assert engine.statistics().slots <= 4
+        assert [info.step for info in engine.checkpoints()] == [5, 4]
+
+
+def test_counters_go_on_after_a_restart_and_equal_steps_mean_the_newest(tmp_path: Path) -> None:
+    for run in range(3):
+        with SyncCheckpointEngine(tmp_path, keep_last=3) as engine:
+            info = engine.checkpoint({"run": run}, step=1).result(60)
+            assert info.counter == run
+    assert load_sync(tmp_path, step=1) == {"run": 2}
+
+
+def test_step_defaults_to_the_counter(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.checkpoint({"a": 1}).result(60)
+        assert engine.checkpoint({"a": 1}).result(60).step == 1
+
+
+def test_nothing_to_load(tmp_path: Path) -> None:
+    assert list_checkpoints(tmp_path) == []
+    assert list_checkpoints(tmp_path / "none") == []
+    with pytest.raises(NoCheckpointError):
+        load_sync(tmp_path / "none")
+    with SyncCheckpointEngine(tmp_path / "new") as engine:
+        with pytest.raises(NoCheckpointError):
+            load_sync(tmp_path / "new")
+        with pytest.raises(NoCheckpointError):
+            engine.restore({}, step=4)
+        assert list_checkpoints(tmp_path / "new") == []
+
+
+def test_keys_select_what_is_read(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.checkpoint(state_of(2), step=2)
+    assert set(load_sync(tmp_path, keys=["weights"])) == {"weights"}
+    assert torch.equal(load_sync(tmp_path, keys=["w*"])["weights"], state_of(2)["weights"])
+
+
+def test_opening_and_reading_write_nothing(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.checkpoint(state_of(2), step=2)
+
+    def contents() -> dict[str, tuple[bytes, int]]:
+        return {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in sorted(tmp_path.iterdir())}
+
+    before = contents()
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.restore(state_of(0) | {"nested": {"array": np.arange(5), "list": [], 3: ()}})
+        list_checkpoints(tmp_path)
+        load_sync(tmp_path)
+    assert contents() == before
+
+
+def test_mismatch_restores_nothing(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.checkpoint({"a": torch.ones(3), "b": torch.ones(2)}, step=1).result(60)
+        live = {"a": torch.zeros(4), "c": torch.zeros(2)}
+        with pytest.raises(StateMismatchError) as mismatch:
+            engine.restore(live)
+        assert mismatch.value.missing == ("c",)
+        assert mismatch.value.unexpected == ("b",)
+        assert [text for text in mismatch.value.mismatched if text.startswith("a")]
+        assert not live["a"].any()
+
+
+def test_unsupported_state_names_its_path_and_harms_nothing(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        with pytest.raises(UnsupportedStateError, match=r"model\.hook"):
+            engine.checkpoint({"model": {"hook": lambda: None}}, step=1)
+        with pytest.raises(UnsupportedStateError, match="metadata"):
+            engine.checkpoint({"a": 1}, step=1, metadata={"a": [1]})  # type: ignore[dict-item]
+        with pytest.raises(TypeError, match="step"):
+            engine.checkpoint({"a": 1}, step=1.5)  # type: ignore[arg-type]
+        assert engine.checkpoint({"a": 1}, step=2).result(60).counter == 0
+
+
+def test_closed_engine(tmp_path: Path) -> None:
+    engine = SyncCheckpointEngine(tmp_path)
+    with pytest.raises(ClosedError, match="not open yet"):
+        engine.checkpoint({"a": 1})
+    with engine:
+        pass
+    with pytest.raises(ClosedError, match="closed"):
+        engine.checkpoint({"a": 1})
+    with pytest.raises(ClosedError):
+        engine.open()
+    engine.close()
+
+
+def test_leaving_drains(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with CheckpointEngine(tmp_path, keep_last=3, max_in_flight=3) as engine:
+            pendings = [await engine.checkpoint(state_of(n, 500_000), step=n) for n in range(3)]
+        assert all(pending.done() for pending in pendings)
+
+    asyncio.run(main())
+    assert [info.step for info in list_checkpoints(tmp_path)] == [2, 1, 0]
+
+
+def test_many_threads_and_loops(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path, max_in_flight=4, keep_last=40) as engine:
+        counters: list[int] = []
+
+        def work(thread: int) -> None:
+            for n in range(5):
+                counters.append(engine.checkpoint({"t": torch.full((1000,), thread * 10 + n)}).result(60).counter)
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(counters) == list(range(20))
+        assert len(engine.checkpoints()) == 20
+
+
+def test_an_engine_serves_several_loops(tmp_path: Path) -> None:
+    engine = CheckpointEngine(tmp_path)
+    asyncio.run(engine.open())
+
+    async def save(step: int) -> int:
+        return (await (await engine.checkpoint({"step": step}, step=step))).step
+
+    assert [asyncio.run(save(n)) for n in range(3)] == [0, 1, 2]
+    asyncio.run(engine.close())
+
+
+def test_cancelled_waiting_does_not_stop_the_checkpoint(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with CheckpointEngine(tmp_path) as engine:
+            pending = await engine.checkpoint(state_of(1, 1_000_000), step=1)
+            waiting = asyncio.create_task(pending.durable())
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            assert waiting.cancelled()
+            assert (await pending).step == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 3, 5, 10, 50])
+def test_cancelled_checkpoint_leaves_nothing_running(tmp_path: Path, turns: int) -> None:
+    async def main() -> None:
+        async with CheckpointEngine(tmp_path, host_memory=8192, chunk_bytes=4096) as engine:
+            await (await engine.checkpoint(state_of(1), step=1))
+            saving = asyncio.create_task(engine.checkpoint(state_of(2, 200_000), step=2))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            saving.cancel()
+            await asyncio.wait([saving])
+            statistics = engine.statistics()
+            if saving.cancelled():
+                assert statistics.in_flight == 0
+            assert (await (await engine.checkpoint(state_of(3), step=3))).step == 3
+        assert_same(load_sync(tmp_path), 3)
+
+    asyncio.run(main())
+
+
+def test_statistics(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        for step in range(3):
+            engine.checkpoint(state_of(7), step=step).result(60)
+        found = engine.statistics()
+        assert (found.admitted, found.durable, found.superseded, found.failed, found.in_flight) == (3, 3, 0, 0, 0)
+        assert (found.plan_hits, found.plan_misses) == (2, 1)
+        # Beside the payload: the commit file at creation, and a manifest and two copies of a record each.
+        assert found.stages["capture"].nbytes == found.stages["write"].nbytes - COMMIT_NBYTES - 9 * 4096 > 0
+        assert found.stall_seconds >= found.last_stall_seconds > 0
+        assert set(found.decisions.reasons) == {"chunk_bytes", "host_memory", "writers", "copiers", "io"}
+        assert found.io
+        assert found.slots == 3
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"max_in_flight": 0},
+        {"keep_last": 0},
+        {"keep_last": 65},
+        {"chunk_bytes": -1},
+        {"host_memory": "much"},
+        {"on_busy": "maybe"},
+        {"on_error": "ignore"},
+        {"io": "magic"},
+        {"lock_timeout": -1},
+    ],
+)
+def test_bad_settings_are_refused(tmp_path: Path, setting: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(setting))):
+        CheckpointEngine(tmp_path / "s", **setting)
+    assert not (tmp_path / "s").exists()
+
+
+def test_host_memory_below_one_chunk_is_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ValueError, match="less than one chunk"),
+        SyncCheckpointEngine(tmp_path, host_memory=4096, chunk_bytes=8192),
+    ):
+        pass
+
+
+def test_forked_child(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.checkpoint({"a": torch.ones(10)}, step=1).result(60)
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                try:
+                    engine.checkpoint({"a": 1})
+                except ClosedError:
+                    status = 0
+                if any("slot-" in os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")[:-1]):
+                    status = 2
+                engine.close()
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        assert engine.checkpoint({"a": torch.ones(10)}, step=2).result(60).step == 2

@@ -1,0 +1,513 @@
+"""Every error of the package is provoked, and none of them loses what was committed."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pccheck_async import (
+    CheckpointEngine,
+    CheckpointError,
+    CorruptStoreError,
+    NoCheckpointError,
+    PendingCheckpoint,
+    ReadError,
+    StoreFailedError,
+    StoreFullError,
+    StoreLockedError,
+    SyncCheckpointEngine,
+    WriteError,
+    list_checkpoints,
+    load_sync,
+)
+from pccheck_async.layout import COMMIT_NBYTES, REGION_NBYTES
+from pccheck_async.operations.base import Operations
+from pccheck_async.testing import FailingWriter, StuckWriter
+from pccheck_async.writer import Writer
+from pccheck_async.writer.posix import PosixWriter
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"tensor": torch.arange(3000) + step, "step": step}
+
+
+def save(folder: Path, *steps: int, keep_last: int = 3) -> None:
+    with SyncCheckpointEngine(folder, keep_last=keep_last, chunk_bytes=4096) as engine:
+        for step in steps:
+            engine.checkpoint(state_of(step), step=step).result(60)
+
+
+def loaded_step(folder: Path, **kwargs: Any) -> int:
+    state = load_sync(folder, **kwargs)
+    assert torch.equal(state["tensor"], torch.arange(3000) + state["step"])
+    step: int = state["step"]
+    return step
+
+
+class Failing:
+    """Makes failing writers on real files, and remembers the last one."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+        self.writer: FailingWriter
+
+    def __call__(self, path: str, operations: Operations) -> Writer:
+        self.writer = FailingWriter(PosixWriter(path, operations), **self.settings)
+        return self.writer
+
+
+# -- a failing device
+
+
+def count_operations(folder: Path) -> int:
+    counting = Failing(fail_at=None)
+    with SyncCheckpointEngine(folder, io=counting, keep_last=2, chunk_bytes=8192) as engine:
+        for step in range(3):
+            engine.checkpoint(state_of(step), step=step).result(60)
+    return counting.writer.operations
+
+
+@pytest.mark.parametrize("stays", [False, True], ids=["once", "for good"])
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
+def test_every_operation_fails_once(tmp_path: Path, error: int, stays: bool) -> None:
+    """EIO (ENOSPC) in the k-th operation for every k: what was acknowledged stays, nothing hangs, the error is told."""
+    operations = count_operations(tmp_path / "count")
+    assert operations > 30
+    for k in range(1, operations + 1):
+        folder = tmp_path / f"{k}"
+        acknowledged = -1
+        told: list[BaseException] = []
+        try:
+            with SyncCheckpointEngine(
+                folder, io=Failing(fail_at=k, error=error, stays=stays), keep_last=2, chunk_bytes=8192
+            ) as engine:
+                for step in range(3):
+                    try:
+                        acknowledged = engine.checkpoint(state_of(step), step=step).result(60).step
+                    except (WriteError, StoreFullError, StoreFailedError) as failure:
+                        told.append(failure)
+        except (WriteError, StoreFullError) as failure:  # while opening
+            told.append(failure)
+        assert told, f"operation {k} failed silently"
+        assert any(getattr(failure, "errno", None) == error for failure in told)
+        try:
+            assert loaded_step(folder) >= acknowledged
+        except NoCheckpointError:
+            assert acknowledged == -1
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_failed_data_write_fails_only_its_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, 0)
+    failing = Failing(fail_at=2, kinds=("write",))
+    with SyncCheckpointEngine(tmp_path, io=failing, chunk_bytes=4096) as engine:
+        with pytest.raises(WriteError) as failed:
+            engine.checkpoint(state_of(1), step=1).result(60)
+        assert failed.value.errno == errno.EIO
+        assert "slot-" in str(failed.value.filename)
+        assert engine.checkpoint(state_of(2), step=2).result(60).step == 2
+        assert engine.statistics().failed == 1
+    assert loaded_step(tmp_path) == 2
+
+
+def test_a_failed_flush_latches_the_store(tmp_path: Path) -> None:
+    save(tmp_path, 0)
+    failing = Failing(fail_at=2, kinds=("flush",))  # the first one is the take-over's
+    with SyncCheckpointEngine(tmp_path, io=failing, chunk_bytes=4096) as engine:
+        with pytest.raises(WriteError):
+            engine.checkpoint(state_of(1), step=1).result(60)
+        with pytest.raises(StoreFailedError) as latched:
+            engine.checkpoint(state_of(2), step=2).result(60)
+        assert isinstance(latched.value.__cause__, WriteError)
+        live = state_of(9)
+        assert engine.restore(live) is not None  # what was committed stays readable
+        assert live["step"] == 0
+    assert loaded_step(tmp_path) == 0
+    save(tmp_path, 5)
+    assert loaded_step(tmp_path) == 5
+
+
+def test_a_failed_read_is_told_with_its_errno(tmp_path: Path) -> None:
+    save(tmp_path, 0)
+    with pytest.raises(ReadError) as failed:
+        load_sync(tmp_path, io=Failing(fail_at=4, kinds=("read",)))
+    assert failed.value.errno == errno.EIO
+
+
+def test_a_failed_read_falls_back_to_the_older_one(tmp_path: Path) -> None:
+    save(tmp_path, 0, 1)
+    with pytest.warns(RuntimeWarning, match="falling back to step 0"):
+        assert loaded_step(tmp_path, io=Failing(fail_at=4, kinds=("read",))) == 0
+    assert [info.step for info in list_checkpoints(tmp_path)] == [1, 0]
+
+
+# -- failures that nobody awaited
+
+
+def test_an_unseen_failure_is_raised_by_the_next_call(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(
+        tmp_path, io=Failing(fail_at=2, kinds=("write",), stays=False), chunk_bytes=4096
+    ) as engine:
+        # The store's creation is the first write.
+        pending = _failing_unseen(engine)
+        with pytest.raises(WriteError):
+            engine.checkpoint(state_of(2), step=2)
+        assert pending.done()
+        assert engine.checkpoint(state_of(3), step=3).result(60).step == 3  # told once
+
+
+def test_an_unseen_failure_is_raised_on_exit(tmp_path: Path) -> None:
+    with (
+        pytest.raises(WriteError),
+        SyncCheckpointEngine(tmp_path, io=Failing(fail_at=2, kinds=("write",)), chunk_bytes=4096) as engine,
+    ):
+        _failing_unseen(engine)
+
+
+def test_an_unseen_failure_becomes_a_note_on_the_bodys_error(tmp_path: Path) -> None:
+    def body() -> None:
+        with SyncCheckpointEngine(tmp_path, io=Failing(fail_at=2, kinds=("write",)), chunk_bytes=4096) as engine:
+            _failing_unseen(engine)
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError) as raised:
+        body()
+    assert any("a checkpoint failed too" in note for note in raised.value.__notes__)
+
+
+def test_a_seen_failure_is_not_raised_again(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path, io=Failing(fail_at=2, kinds=("write",)), chunk_bytes=4096) as engine:
+        pending = _failing_unseen(engine)
+        with pytest.raises(WriteError):
+            pending.result(60)
+
+
+def test_on_error_warn(tmp_path: Path) -> None:
+    failing = Failing(fail_at=2, kinds=("write",))
+    with SyncCheckpointEngine(tmp_path, io=failing, chunk_bytes=4096, on_error="warn") as engine:
+        _failing_unseen(engine)
+        with pytest.warns(RuntimeWarning, match="step 1 failed"):
+            engine.checkpoint(state_of(2), step=2)
+
+
+def _failing_unseen(engine: SyncCheckpointEngine) -> PendingCheckpoint:
+    try:
+        pending = engine.checkpoint(state_of(1), step=1)
+    except WriteError:
+        pytest.skip("the write failed before the capture ended")
+    while not pending.done():
+        pass
+    engine._core.loop.call(engine._core.drain())
+    return pending
+
+
+# -- a full or read-only place
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of 16 MiB on a loop device."""
+    image, mount = tmp_path / "image", tmp_path / "mount"
+    mount.mkdir()
+    with open(image, "wb") as file:
+        file.truncate(16 << 20)
+    if os.geteuid() != 0 or not shutil.which("mkfs.ext4"):
+        pytest.skip("needs root and mkfs.ext4 for a loop device")
+    subprocess.run(["mkfs.ext4", "-q", "-m", "0", image], check=True)
+    if subprocess.run(["mount", "-o", "loop", image, mount], check=False, capture_output=True).returncode:
+        pytest.skip("no loop device can be mounted here")
+    try:
+        yield mount
+    finally:
+        subprocess.run(["umount", mount], check=True)
+
+
+@pytest.mark.root
+@pytest.mark.slow
+def test_a_full_filesystem(small_disk: Path, io: str) -> None:
+    with SyncCheckpointEngine(small_disk / "s", io=io) as engine:  # type: ignore[arg-type]
+        with pytest.raises(StoreFullError, match="slots of") as full:
+            engine.checkpoint({"big": torch.zeros(2 << 20)}, step=1).result(60)
+        assert full.value.errno == errno.ENOSPC
+        assert engine.checkpoint(state_of(2), step=2).result(60).step == 2
+        with pytest.raises(StoreFullError, match="last checkpoint is untouched"):
+            engine.checkpoint({"big": torch.zeros(4 << 20)}, step=3).result(60)
+        assert engine.latest is not None
+        assert engine.checkpoint(state_of(4), step=4).result(60).step == 4
+    assert loaded_step(small_disk / "s") == 4
+
+
+@pytest.mark.root
+@pytest.mark.slow
+def test_a_read_only_filesystem(small_disk: Path) -> None:
+    save(small_disk / "s", 1)
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(WriteError) as refused, SyncCheckpointEngine(small_disk / "s"):
+        pass
+    assert refused.value.errno == errno.EROFS
+    with pytest.raises(WriteError), SyncCheckpointEngine(small_disk / "new"):
+        pass
+    assert loaded_step(small_disk / "s") == 1
+
+
+def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(WriteError), SyncCheckpointEngine(tmp_path / "file"):
+        pass
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_foreign_commit_file_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "commit").write_bytes(b"mine" * 200_000)
+    with pytest.raises(CorruptStoreError, match="not a store's"), SyncCheckpointEngine(tmp_path):
+        pass
+    assert (tmp_path / "commit").read_bytes() == b"mine" * 200_000
+
+
+# -- a second writer
+
+
+def test_a_second_writer_is_refused(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        with pytest.raises(StoreLockedError, match="another writer"), SyncCheckpointEngine(tmp_path, lock_timeout=0):
+            pass
+        assert engine.checkpoint(state_of(1), step=1).result(60).step == 1
+    save(tmp_path, 2)
+
+
+def test_a_dying_writer_is_waited_for(tmp_path: Path) -> None:
+    async def main() -> None:
+        first = await CheckpointEngine(tmp_path).open()
+        second = asyncio.create_task(CheckpointEngine(tmp_path, lock_timeout=60).open())
+        await asyncio.sleep(0.05)
+        assert not second.done()
+        await first.close()
+        await (await second).close()
+
+    asyncio.run(main())
+
+
+# -- damage
+
+
+def slot_of(folder: Path, step: int) -> Path:
+    """The slot file of a step, found by its contents."""
+    wanted = (torch.arange(3000) + step).numpy().tobytes()
+    return next(path for path in folder.glob("slot-*") if path.read_bytes().startswith(wanted[:4096]))
+
+
+def flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 0x10
+    path.write_bytes(data)
+
+
+def record_region(folder: Path, *, newest: bool) -> int:
+    data = (folder / "commit").read_bytes()
+    generations = {
+        start: int.from_bytes(data[start + 32 : start + 40], "little")
+        for start in range(0, COMMIT_NBYTES, REGION_NBYTES)
+    }
+    return (max if newest else min)(generations, key=lambda start: (generations[start], -start))
+
+
+def test_one_copy_of_the_record_damaged_harms_nothing(tmp_path: Path) -> None:
+    save(tmp_path, 0, 1)
+    flip(tmp_path / "commit", record_region(tmp_path, newest=True) + 70)
+    assert loaded_step(tmp_path) == 1
+    save(tmp_path, 2)
+    assert [info.step for info in list_checkpoints(tmp_path)] == [2, 1, 0]
+
+
+def test_both_copies_damaged_go_back_one_record(tmp_path: Path) -> None:
+    save(tmp_path, 0, 1)
+    region = record_region(tmp_path, newest=True)
+    flip(tmp_path / "commit", region + 70)
+    flip(tmp_path / "commit", region + REGION_NBYTES + 70)
+    assert loaded_step(tmp_path) == 0
+
+
+def test_all_records_damaged(tmp_path: Path) -> None:
+    save(tmp_path, 0, 1)
+    for start in range(0, COMMIT_NBYTES, REGION_NBYTES):
+        flip(tmp_path / "commit", start + 33)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for read in (load_sync, list_checkpoints):
+        with pytest.raises(CorruptStoreError, match="no copy of a commit record"):
+            read(tmp_path)
+    with pytest.raises(CorruptStoreError), SyncCheckpointEngine(tmp_path):
+        pass
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_missing_identity_beside_records_is_not_overwritten(tmp_path: Path) -> None:
+    save(tmp_path, 0)
+    (tmp_path / "store.json").unlink()
+    with pytest.raises(CorruptStoreError, match=r"store\.json"), SyncCheckpointEngine(tmp_path):
+        pass
+
+
+def test_damaged_identity(tmp_path: Path) -> None:
+    save(tmp_path, 0)
+    (tmp_path / "store.json").write_text("{}")
+    with pytest.raises(CorruptStoreError, match=r"store\.json"):
+        list_checkpoints(tmp_path)
+    with pytest.raises(CorruptStoreError, match=r"store\.json"), SyncCheckpointEngine(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("where", ["chunk", "manifest", "missing", "short"])
+def test_a_damaged_checkpoint_falls_back_and_is_dropped_by_the_next_record(tmp_path: Path, where: str) -> None:
+    save(tmp_path, 0, 1)
+    slot = slot_of(tmp_path, 1)
+    match where:
+        case "chunk":
+            flip(slot, 5000)
+        case "manifest":
+            flip(slot, 24576 + 30)
+        case "missing":
+            slot.unlink()
+        case "short":
+            os.truncate(slot, 4096)
+    with pytest.warns(RuntimeWarning, match="falling back to step 0"):
+        assert loaded_step(tmp_path) == 0
+    with pytest.raises(CorruptStoreError, match="slot-"):
+        load_sync(tmp_path, step=1)
+    with (
+        SyncCheckpointEngine(tmp_path, keep_last=3, chunk_bytes=4096) as engine,
+        pytest.raises(CorruptStoreError, match="slot-"),
+    ):
+        engine.restore(state_of(9), step=1)
+    with SyncCheckpointEngine(tmp_path, keep_last=3, chunk_bytes=4096) as engine:
+        live = state_of(9)
+        with pytest.warns(RuntimeWarning, match="falling back to step 0"):
+            info = engine.restore(live)
+        assert info is not None
+        assert (info.step, live["step"]) == (0, 0)
+        assert [kept.step for kept in engine.checkpoints()] == [0]
+        assert engine.checkpoint(state_of(1), step=1).result(60).counter == 2
+    assert [info.step for info in list_checkpoints(tmp_path)] == [1, 0]
+    assert loaded_step(tmp_path) == 1
+
+
+def test_the_only_checkpoint_damaged(tmp_path: Path) -> None:
+    save(tmp_path, 0)
+    flip(slot_of(tmp_path, 0), 100)
+    with pytest.raises(CorruptStoreError, match="chunk 0"):
+        load_sync(tmp_path)
+    with SyncCheckpointEngine(tmp_path) as engine, pytest.raises(CorruptStoreError, match="chunk 0"):
+        engine.restore(state_of(9))
+
+
+# -- places in flight
+
+
+def test_on_busy_skip(tmp_path: Path) -> None:
+    stuck: list[StuckWriter] = []
+
+    def make(path: str, operations: Operations) -> Writer:
+        stuck.append(StuckWriter(PosixWriter(path, operations), kinds=()))
+        return stuck[0]
+
+    with SyncCheckpointEngine(tmp_path, io=make, max_in_flight=1, on_busy="skip") as engine:
+        stuck[0].hold("flush")  # the device hangs; the capture does not wait for it
+        first = engine.checkpoint(state_of(1), step=1)
+        stuck[0].wait_stuck()
+        skipped = engine.checkpoint(state_of(2), step=2)
+        assert skipped.skipped
+        assert not first.skipped
+        stuck[0].release()
+        assert skipped.result(60).step == 1
+        assert engine.statistics().skipped == 1
+
+
+def test_superseded(tmp_path: Path) -> None:
+    """The older of two is held back until the newer one is durable; it is then dropped, and its slot is free again."""
+    stuck: list[StuckWriter] = []
+
+    def make(path: str, operations: Operations) -> Writer:
+        stuck.append(StuckWriter(PosixWriter(path, operations), kinds=()))
+        return stuck[0]
+
+    with SyncCheckpointEngine(tmp_path, io=make, max_in_flight=2, chunk_bytes=4096) as engine:
+        engine.checkpoint(state_of(0), step=0).result(60)
+        stuck[0].hold("write")
+        older = engine.checkpoint({"tensor": torch.arange(3000) + 1, "step": 1}, step=1)
+        stuck[0].wait_stuck()
+        held = [access.name for access in stuck[0].stuck]
+        stuck[0].hold()
+        newer = engine.checkpoint(state_of(2), step=2)
+        assert newer.result(60).step == 2
+        stuck[0].release()
+        assert older.result(60).step == 2
+        assert older.superseded
+        assert held
+        assert engine.statistics().superseded == 1
+        for step in range(3, 6):
+            engine.checkpoint(state_of(step), step=step).result(60)
+        assert engine.statistics().slots == 3
+    assert loaded_step(tmp_path) == 5
+
+
+def test_close_gives_up_at_its_deadline(tmp_path: Path) -> None:
+    stuck: list[StuckWriter] = []
+
+    def make(path: str, operations: Operations) -> Writer:
+        stuck.append(StuckWriter(PosixWriter(path, operations), kinds=()))
+        return stuck[0]
+
+    engine = SyncCheckpointEngine(tmp_path, io=make).open()
+    stuck[0].hold("flush")
+    pending = engine.checkpoint(state_of(1), step=1)
+    stuck[0].wait_stuck()
+    with pytest.raises(CheckpointError, match="gave up"):
+        engine.close(deadline=0.01)
+    with pytest.raises(CheckpointError, match="gave up"):
+        pending.result(1)
+    # What was left behind is left alone; here it is ended so that the test leaves nothing.
+    stuck[0].release()
+    core = engine._core
+    core.loop.call(core._close(None))
+    core.loop.stop()
+
+
+# -- the interpreter's end
+
+
+@pytest.mark.slow
+def test_an_unclosed_engine_drains_at_exit(tmp_path: Path) -> None:
+    program = textwrap.dedent(
+        """
+        import sys, torch
+        from pccheck_async import SyncCheckpointEngine
+        engine = SyncCheckpointEngine(sys.argv[1]).open()
+        engine.checkpoint({"tensor": torch.arange(3000) + 4, "step": 4, "big": torch.ones(30_000_000)}, step=4)
+        """
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert "was not closed" in ran.stderr
+    assert "drained" in ran.stderr
+    assert loaded_step(tmp_path) == 4
+
+
+def test_no_warning_without_a_reason(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save(tmp_path, 1)
+        assert loaded_step(tmp_path) == 1

@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import enum
+import threading
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pccheck_async.errors import UnsupportedStateError
+from pccheck_async.state import Stateful
+from pccheck_async.state.flatten import flatten
+from pccheck_async.state.nodes import (
+    MAX_DEPTH,
+    ArrayNode,
+    CounterNode,
+    DictNode,
+    ListNode,
+    OrderedDictNode,
+    StatefulNode,
+)
+from pccheck_async.state.rebuild import rebuild
+
+Point = namedtuple("Point", "x y")
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+class Loud(enum.IntEnum):
+    YES = 1
+
+
+class MyTensor(torch.Tensor):
+    pass
+
+
+class Thing:
+    def __init__(self, state: Any) -> None:
+        self.state = state
+        self.thread = 0
+
+    def state_dict(self) -> Any:
+        self.thread = threading.get_ident()
+        return self.state
+
+    def load_state_dict(self, state_dict: Any, /) -> None:
+        self.state = state_dict
+
+
+def test_skeleton_and_leaves() -> None:
+    weight, array = torch.nn.Parameter(torch.zeros(2)), np.zeros(3)
+    flat = flatten({"a": {"w": weight, 3: [array, 1.5]}, "t": torch.zeros(1), "c": Counter("aab")})
+    assert isinstance(flat.skeleton, DictNode)
+    assert flat.skeleton.values[0] == DictNode(["w", 3], [ArrayNode(0), ListNode([ArrayNode(1), 1.5])])
+    assert flat.skeleton.values[2] == CounterNode(["a", "b"], [2, 1])
+    assert [(leaf.path, leaf.kind, leaf.requires_grad) for leaf in flat.leaves] == [
+        ("a.w", "parameter", True),
+        ("a.3.0", "ndarray", False),
+        ("t", "tensor", False),
+    ]
+    assert flat.leaves[0].value is weight
+    assert flat.leaves[1].value is array
+
+
+def test_modules_and_their_metadata() -> None:
+    flat = flatten({"model": torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))})
+    assert isinstance(flat.skeleton, DictNode)
+    module = flat.skeleton.values[0]
+    assert isinstance(module, StatefulNode)
+    assert isinstance(module.child, OrderedDictNode)
+    assert len(module.child.metadata) == 1
+    assert flat.leaves[0].path == r"model.0\.weight"
+    assert flat.leaves[0].kind == "tensor"
+
+
+def test_statefuls_at_any_depth_are_asked_on_this_thread() -> None:
+    inner = Thing({"t": torch.ones(1)})
+    outer = Thing([1, {"inner": inner}])
+    flat = flatten({"things": {"outer": outer}})
+    assert outer.thread == inner.thread == threading.get_ident()
+    assert [leaf.path for leaf in flat.leaves] == ["things.outer.1.inner.t"]
+    assert isinstance(outer, Stateful)
+    assert not isinstance(object(), Stateful)
+
+
+def test_plain_values_are_copied() -> None:
+    history = [1, 2]
+    flat = flatten({"h": history})
+    history.append(3)
+    assert flat.skeleton == DictNode(["h"], [ListNode([1, 2])])
+
+
+def test_any_mapping_may_be_the_state() -> None:
+    assert flatten(MappingProxyType({"a": 1})).skeleton == DictNode(["a"], [1])
+
+
+@pytest.mark.parametrize(
+    ("value", "advice"),
+    [
+        (Point(1, 2), "tuple"),
+        (Color.RED, "name"),
+        (Loud.YES, "name"),
+        (defaultdict(int), "dict"),
+        (deque([1]), "list"),
+        (range(3), "list"),
+        (MappingProxyType({}), "dict"),
+        (lambda: 1, "code"),
+        (Thing, "code"),
+        (object(), "state_dict"),
+        (torch.Generator(), "get_state"),
+        (MyTensor(), "plain tensor"),
+        (torch.zeros(2).to_sparse(), "to_dense"),
+        (torch.zeros(2, device="meta"), "meta"),
+        (np.array([object()]), "tolist"),
+        (np.zeros(2, [("a", "i4")]), "fields"),
+        (np.zeros(2).view(np.matrix), "asarray"),
+        (np.zeros(2, [("a", "i4")])[0], "field"),
+        (np.dtype("O"), "field"),
+        ({torch.zeros(1)}, "list"),
+        ({float("nan"): 1}, "NaN"),
+        ({(1, float("nan")): 1}, "NaN"),
+        ({np.datetime64("NaT")}, "NaN"),
+        ({Color.RED: 1}, "key"),
+        (np.ma.masked_array([1]), "asarray"),
+        (slice(1), "state_dict"),
+        (type("S", (str,), {})("x"), "plain str"),
+    ],
+)
+def test_unsupported_values_name_their_path_and_say_what_to_do(value: Any, advice: str) -> None:
+    with pytest.raises(UnsupportedStateError, match=r"^outer\.a\\\.b\.1: .*") as raised:
+        flatten({"outer": {"a.b": [0, value]}})
+    assert advice in str(raised.value)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.quantize:UserWarning")
+def test_quantized_and_nested_tensors() -> None:
+    quantized = torch.quantize_per_tensor(torch.zeros(2), 0.1, 0, torch.qint8)
+    with pytest.raises(UnsupportedStateError, match="int_repr"):
+        flatten({"q": quantized})
+    nested = torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)], layout=torch.jagged)
+    with pytest.raises(UnsupportedStateError, match=r"^n: "):
+        flatten({"n": nested})
+
+
+def test_lazy_modules() -> None:
+    with pytest.raises(UnsupportedStateError, match="lazy"):
+        flatten({"m": torch.nn.LazyLinear(3)})
+
+
+@pytest.mark.parametrize("state", [{1: 2}, {None: 2}, [], None, {type("S", (str,), {})("x"): 1}])
+def test_the_outermost_mapping_has_string_keys(state: Any) -> None:
+    with pytest.raises(UnsupportedStateError, match="the state"):
+        flatten(state)
+
+
+def test_attributes_on_containers_are_not_dropped_in_silence() -> None:
+    ordered: OrderedDict[str, int] = OrderedDict()
+    ordered.extra = 1  # type: ignore[attr-defined]
+    counter: Counter[str] = Counter()
+    counter.extra = 1  # type: ignore[attr-defined]
+    for value in (ordered, counter):
+        with pytest.raises(UnsupportedStateError, match="'extra'"):
+            flatten({"x": value})
+
+
+def test_cycles() -> None:
+    loop: list[Any] = []
+    loop.append({"again": loop})
+    with pytest.raises(UnsupportedStateError, match=r"^x\.0\.again: .*itself"):
+        flatten({"x": loop})
+    thing = Thing({})
+    thing.state["me"] = thing
+    with pytest.raises(UnsupportedStateError, match="itself"):
+        flatten({"x": thing})
+    shared = [1]
+    flatten({"x": [shared, shared]})  # twice is no cycle
+
+
+def test_depth() -> None:
+    deep: Any = 1
+    for _ in range(MAX_DEPTH - 1):
+        deep = [deep]
+    flatten({"x": deep})
+    with pytest.raises(UnsupportedStateError, match="levels"):
+        flatten({"x": [deep]})
+    key: Any = 1
+    for _ in range(MAX_DEPTH):
+        key = (key,)
+    with pytest.raises(UnsupportedStateError, match="levels"):
+        flatten({"x": {key: 1}})
+
+
+def test_errors_of_state_dict_are_the_users_own() -> None:
+    class Broken(Thing):
+        def state_dict(self) -> Any:
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        flatten({"x": Broken(1)})
+
+
+def test_sets_are_written_in_one_order() -> None:
+    one, two = frozenset(["a", "b", "c", 1, 2, None]), frozenset([None, 2, 1, "c", "b", "a"])
+    assert flatten({"s": one}).skeleton == flatten({"s": two}).skeleton
+
+
+@pytest.mark.parametrize("items", [[], [1, 2], [1, 1 << 64], [-(1 << 63) - 1], [1.5, None, True], [1, True], [1, "x"]])
+def test_lists_of_numbers(items: list[Any]) -> None:
+    node = flatten({"x": items}).skeleton.values[0]  # type: ignore[union-attr]
+    assert isinstance(node, ListNode)
+    assert node.items is not items
+    assert repr(rebuild(node, lambda index: index)) == repr(items)

@@ -1,0 +1,600 @@
+from __future__ import annotations
+
+from collections import OrderedDict
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from torch import nn
+
+from pccheck_async.errors import CorruptStoreError, StateMismatchError
+from pccheck_async.state import RNGState
+from pccheck_async.state.match import allocate, match
+from pccheck_async.state.sources import as_bits
+from tests import state_strategies
+from tests.round_trip import save
+from tests.state_strategies import array_bytes, difference, same
+
+
+class Thing:
+    """A Stateful of the plainest kind."""
+
+    def __init__(self, **state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.state)
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        self.state = dict(state_dict)
+
+
+def model(width: int = 8) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 1))
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, *schedulers: Any) -> None:
+    for step in range(steps):
+        data = torch.linspace(-1, 1, 4 * 5).reshape(5, 4) + step
+
+        def closure(data: torch.Tensor = data) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = net(data).square().mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        optimizer.step(closure)  # type: ignore[arg-type]
+        for scheduler in schedulers:
+            scheduler.step()
+
+
+def mismatch(state: Any, saved: Any) -> StateMismatchError:
+    with pytest.raises(StateMismatchError) as raised:
+        match(state, saved.decoded)
+    return raised.value
+
+
+# -- allocate
+
+
+def test_load_some_keys_reads_only_them() -> None:
+    state = {"model": model(), "big": torch.zeros(5000), "steps": [1, 2, {"x": torch.ones(2)}], "step": 3}
+    saved = save(state, 512)
+    restoration = allocate(saved.decoded, ["model.*", "step"])
+    assert sum(target.nbytes for target in restoration.targets) < 1000
+    found = saved.fill(restoration)
+    assert list(found) == ["model", "step"]
+    assert same(found["model"], state["model"].state_dict())  # type: ignore[attr-defined]
+    assert saved.load(["model.3.weight"])["model"].keys() == {"3.weight"}
+    assert same(saved.load(["*.x"]), {"steps": {2: {"x": torch.ones(2)}}})
+    assert saved.load(["steps"])["steps"][:2] == [1, 2]
+    assert list(saved.load(["steps.2", "steps.0"])["steps"]) == [0, 2]
+    assert saved.load("step") == {"step": 3}
+    assert saved.load([]) == {}
+    with pytest.raises(StateMismatchError) as raised:
+        saved.load(["model.*", "modle.*"])
+    assert raised.value.missing == ("modle.*",)
+
+
+def test_keys_below_a_selected_key_do_not_count_as_missing() -> None:
+    saved = save({"a": {"b": [1, {"c": 2}]}})
+    assert saved.load(["a", "a.b.1.c"]) == {"a": {"b": [1, {"c": 2}]}}
+
+
+def test_a_selected_view_does_not_bring_its_base() -> None:
+    base = torch.arange(10_000.0)
+    saved = save({"base": base, "view": base[5000:5010]})
+    restoration = allocate(saved.decoded, ["view"])
+    assert sum(target.nbytes for target in restoration.targets) == 40
+    found = saved.fill(restoration)["view"]
+    assert torch.equal(found, base[5000:5010])
+    assert found.untyped_storage().nbytes() < 200
+
+
+def test_statefuls_come_back_as_their_state() -> None:
+    found = save({"thing": Thing(a=1, inner=Thing(t=torch.ones(2)))}).load()
+    assert same(found, {"thing": {"a": 1, "inner": {"t": torch.ones(2)}}})
+
+
+def test_autograd_and_parameters() -> None:
+    state = {
+        "p": nn.Parameter(torch.ones(2)),
+        "frozen": nn.Parameter(torch.ones(2), requires_grad=False),
+        "t": torch.ones(2, requires_grad=True),
+        "result": torch.ones(2, requires_grad=True) * 2,
+    }
+    found = save(state).load()
+    assert not difference(state, found)
+    assert found["result"].is_leaf
+
+
+def test_the_default_device_does_not_matter() -> None:
+    state = {"t": torch.ones(3), "none": torch.empty(0)}
+    saved = save(state)
+    with torch.device("meta"):
+        found = saved.load()
+        saved.restore(state)
+    assert same(found, state)
+
+
+def test_numpy_only_memory_is_numpys() -> None:
+    found = save({"a": np.arange(5)}).load()["a"]
+    found.sort()
+    assert found.flags.writeable
+
+
+# -- plain containers
+
+
+def test_tensors_and_arrays_are_filled_in_place() -> None:
+    live: dict[str, Any] = {
+        "t": torch.zeros(3, 4),
+        "strided": torch.zeros(6, 4)[::2, 1:3],
+        "transposed": torch.zeros(4, 3).t(),
+        "array": np.zeros(5),
+        "reversed": np.zeros(5)[::-1],
+        "p": nn.Parameter(torch.zeros(2)),
+        "list": [torch.zeros(()), 0],
+        "tuple": (torch.zeros(2), {"x": 0}),
+        "empty": torch.empty(0, 3),
+    }
+    stored = {
+        "t": torch.rand(3, 4),
+        "strided": torch.rand(3, 2),
+        "transposed": torch.rand(3, 4),
+        "array": np.arange(5.0),
+        "reversed": np.arange(5.0),
+        "p": torch.rand(2),
+        "list": [torch.tensor(4.0), 9],
+        "tuple": (torch.ones(2), {"x": 5}),
+        "empty": torch.empty(0, 3),
+    }
+    before = dict(live)
+    held, item = live["strided"], live["list"][0]
+    save(stored).restore(live)
+    assert all(live[key] is before[key] for key in live)
+    assert live["list"][0] is item
+    assert torch.equal(held, stored["strided"])  # type: ignore[arg-type]
+    for key in ("t", "transposed", "p"):
+        assert torch.equal(live[key], stored[key])  # type: ignore[arg-type]
+    assert live["array"].tolist() == live["reversed"].tolist() == [0, 1, 2, 3, 4]
+    assert live["list"][1] == 9
+    assert live["tuple"][1] == {"x": 5}
+
+
+def test_memory_between_the_items_of_a_view_is_left_alone() -> None:
+    base = torch.zeros(4, 4)
+    save({"v": torch.ones(4)}).restore({"v": base[:, 1]})
+    assert base.tolist() == [[0, 1, 0, 0]] * 4
+    base = torch.zeros(4, 4)
+    other = torch.ones(4, 4)
+    save({"v": other[:, 1], "w": other[1]}).restore({"v": base[:, 1], "w": base[1]})
+    assert base[0].tolist() == [0, 1, 0, 0]
+
+
+def test_plain_values_are_replaced_and_containers_refilled() -> None:
+    history, names = [1], {"a": 1}
+    ordered: OrderedDict[str, int] = OrderedDict()
+    live: dict[str, Any] = {"step": 1, "history": history, "names": names, "o": ordered, "s": {1}, "same": (1, [2])}
+    save(
+        {"step": "seven", "history": [1, [2]], "names": {"b": None}, "o": OrderedDict(x=1), "s": {3}, "same": (1, [3])}
+    ).restore(live)
+    assert live["step"] == "seven"
+    assert live["history"] is history == [1, [2]]
+    assert live["names"] is names == {"b": None}
+    assert live["o"] is ordered == OrderedDict(x=1)
+    assert live["s"] == {3}
+    assert live["same"] == (1, [3])
+
+
+def test_an_empty_container_takes_whatever_was_stored() -> None:
+    live: dict[str, Any] = {"state": {}, "list": [], "other": {}}
+    inner, items = live["state"], live["list"]
+    save({"state": {"t": torch.ones(2)}, "list": [np.ones(1)], "other": 5}).restore(live)
+    assert live["state"] is inner
+    assert live["list"] is items
+    assert same(live, {"state": {"t": torch.ones(2)}, "list": [np.ones(1)], "other": 5})
+
+
+def test_values_in_what_cannot_change() -> None:
+    tensor = torch.zeros(1)
+    saved = save({"pair": (torch.ones(1), 3, float("nan"))})
+    assert mismatch({"pair": (tensor, 4, float("nan"))}, saved).mismatched[0].startswith("pair.1 (another value")
+    saved.restore({"pair": (tensor, 3, float("nan"))})
+    assert tensor == 1
+    save({"step": 3}).restore(MappingProxyType({"step": 3}))
+    assert mismatch(MappingProxyType({"step": 4}), save({"step": 3})).mismatched
+    assert mismatch(MappingProxyType({"step": object()}), save({"step": 3})).mismatched
+
+
+def test_every_difference_is_listed_and_nothing_is_touched() -> None:
+    live: dict[str, Any] = {
+        "good": torch.zeros(2),
+        "step": 0,
+        "shape": torch.zeros(2),
+        "dtype": torch.zeros(2),
+        "kind": torch.zeros(2),
+        "value": torch.zeros(2),
+        "tensor": 3,
+        "only": {"here": torch.zeros(1), "both": torch.zeros(1)},
+        "items": [torch.zeros(1)],
+        "container": {"x": torch.zeros(1)},
+    }
+    stored = {
+        "good": torch.ones(2),
+        "step": 9,
+        "shape": torch.ones(3),
+        "dtype": torch.ones(2, dtype=torch.int32),
+        "kind": np.ones(2, np.float32),
+        "value": 1,
+        "tensor": torch.ones(1),
+        "only": {"the.re": torch.ones(1), "both": torch.ones(1)},
+        "items": [torch.ones(1), torch.ones(1)],
+        "container": OrderedDict(x=torch.ones(1)),
+        "more": 1,
+    }
+    error = mismatch(live, save(stored))
+    assert error.missing == ("only.here",)
+    assert error.unexpected == ("more", r"only.the\.re")
+    assert [text.split(" ")[0] for text in error.mismatched] == [
+        "shape", "dtype", "kind", "value", "tensor", "items", "container",
+    ]  # fmt: skip
+    assert "float32 (2,) here, float32 (3,) in the checkpoint" in str(error)
+    assert not live["good"].any()
+    assert live["step"] == 0
+
+
+def test_arrays_that_cannot_be_written() -> None:
+    array = np.zeros(2)
+    array.flags.writeable = False
+    assert "read-only" in mismatch({"a": array}, save({"a": np.ones(2)})).mismatched[0]
+    meta = torch.zeros(2, device="meta")
+    assert "materialise" in mismatch({"a": meta}, save({"a": torch.ones(2)})).mismatched[0]
+    freed = torch.zeros(2)
+    freed.untyped_storage().resize_(0)
+    assert "freed" in mismatch({"a": freed}, save({"a": torch.ones(2)})).mismatched[0]
+    expanded = torch.zeros(1).expand(2)
+    assert "expanded" in mismatch({"a": expanded}, save({"a": torch.ones(2)})).mismatched[0]
+    windows = torch.zeros(4).unfold(0, 2, 1)
+    assert "overlap" in mismatch({"a": windows}, save({"a": torch.ones(3, 2)})).mismatched[0]
+    sparse = torch.zeros(2).to_sparse()
+    assert "strided" in mismatch({"a": sparse}, save({"a": torch.ones(2)})).mismatched[0]
+
+
+def test_inference_tensors() -> None:
+    with torch.inference_mode():
+        live = [torch.zeros(3), torch.zeros(3, 2)[:, 0]]
+        linear = nn.Linear(2, 2)
+    stored = nn.Linear(2, 2)
+    save({"t": [torch.ones(3), torch.ones(3)], "m": stored}).restore({"t": live, "m": linear})
+    assert live[0].tolist() == live[1].tolist() == [1, 1, 1]
+    assert torch.equal(linear.weight, stored.weight)
+
+
+def test_expanded_tensors_take_one_item() -> None:
+    live = torch.zeros(3).expand(4, 3)
+    save({"t": torch.arange(3.0).expand(4, 3)}).restore({"t": live})
+    assert live.tolist() == [[0, 1, 2]] * 4
+    holes = torch.zeros(3, 2)[:, 0].expand(4, 3)
+    save({"t": torch.arange(3.0).expand(4, 3)}).restore({"t": holes})
+    assert holes.tolist() == [[0, 1, 2]] * 4
+
+
+def test_conjugated_tensors() -> None:
+    live = torch.zeros(3, dtype=torch.complex64).conj()
+    save({"t": torch.full((3,), 1 + 2j)}).restore({"t": live})
+    assert live.resolve_conj().tolist() == [1 + 2j] * 3
+
+
+def test_autograd_sees_the_change() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    result = (weight * weight).sum()
+    version = weight._version
+    save({"w": torch.zeros(2)}).restore({"w": weight})
+    assert weight._version > version
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.backward()  # type: ignore[no-untyped-call]
+
+
+def test_aliases() -> None:
+    tied, untied = torch.zeros(4), [torch.zeros(4), torch.zeros(2)]
+    stored = torch.arange(4.0)
+    alias = save({"a": stored, "b": stored[2:]})
+    live: dict[str, Any] = {"a": untied[0], "b": untied[1]}
+    alias.restore(live)
+    assert untied[0].tolist() == [0, 1, 2, 3]
+    assert untied[1].tolist() == [2, 3]
+    alias.restore({"a": tied, "b": tied[2:]})
+    assert tied.tolist() == [0, 1, 2, 3]
+    apart = save({"a": torch.zeros(4), "b": torch.ones(2)})
+    assert "shares memory with a" in mismatch({"a": tied, "b": tied[2:]}, apart).mismatched[0]
+    columns = torch.zeros(4, 2)
+    save({"a": torch.zeros(4), "b": torch.ones(4)}).restore({"a": columns[:, 0], "b": columns[:, 1]})
+    assert columns.tolist() == [[0, 1]] * 4
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(state_strategies.states())
+def test_a_state_restored_into_its_like_is_the_stored_one(state: dict[str, Any]) -> None:
+    saved = save(state)
+    live = saved.load()
+    for array in state_strategies.arrays_of(live):
+        if isinstance(array, np.ndarray):
+            array.reshape(-1).view(np.uint8)[...] = 0 if array.flags.c_contiguous else 1
+        elif array.is_contiguous():
+            as_bits(array).zero_()
+    saved.restore(live)
+    assert not difference(saved.load(), live)
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None)
+@given(state_strategies.tied(), state_strategies.tied())
+def test_arrays_that_share_memory_in_another_way(live: list[Any], stored: list[Any]) -> None:
+    before = [array_bytes(array) for array in live]
+    saved = save({"v": stored})
+    try:
+        saved.restore({"v": live})
+    except StateMismatchError:
+        assert [array_bytes(array) for array in live] == before
+    else:
+        assert [array_bytes(array) for array in live] == [array_bytes(array) for array in stored]
+
+
+# -- Statefuls
+
+
+def test_modules_keep_their_parameters() -> None:
+    torch.manual_seed(1)
+    one, two = model(), model()
+    train(one, torch.optim.SGD(one.parameters(), 0.1))
+    parameters = list(two.parameters())
+    pointers = [parameter.data_ptr() for parameter in parameters]
+    save({"m": one}).restore({"m": two})
+    assert same(one.state_dict(), two.state_dict())
+    assert all(a is b for a, b in zip(two.parameters(), parameters, strict=True))
+    assert [parameter.data_ptr() for parameter in parameters] == pointers
+    assert all(parameter.requires_grad for parameter in parameters)
+
+
+def test_modules_compare_strictly() -> None:
+    saved = save({"m": model()})
+    error = mismatch({"m": model(6)}, saved)
+    assert len(error.mismatched) == 7
+    error = mismatch(
+        {"m": nn.Sequential(nn.Linear(4, 8), nn.Identity(), nn.Identity(), nn.Linear(8, 1, bias=False))}, saved
+    )
+    assert error.unexpected[0] == r"m.1\.weight"
+    assert r"m.3\.bias" in error.unexpected
+    assert mismatch({"m": model().to(torch.bfloat16)}, saved).mismatched
+    assert mismatch({"m": nn.Linear(1, 1)}, save({"m": nn.Identity()})).missing == ("m.weight", "m.bias")
+    assert mismatch({"m": nn.Linear(1, 1)}, save({"m": 3})).mismatched == (
+        "m (a Linear here, a int in the checkpoint)",
+    )
+
+
+def test_tied_modules() -> None:
+    def tied() -> nn.Module:
+        net = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
+        net[1].weight = net[0].weight
+        return net
+
+    saved = save({"m": tied()})
+    live = tied()
+    saved.restore({"m": live})
+    assert live[0].weight is live[1].weight  # type: ignore[index]
+    untied = save({"m": nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))})
+    assert "shares memory" in mismatch({"m": tied()}, untied).mismatched[0]
+
+
+def test_extra_state_and_hooks() -> None:
+    class Extra(nn.Linear):
+        extra: Any = None
+
+        def get_extra_state(self) -> Any:
+            return self.extra
+
+        def set_extra_state(self, state: Any) -> None:
+            self.extra = state
+
+    one, two = Extra(2, 2), Extra(2, 2)
+    one.extra = {"scale": torch.ones(3), "names": ["a"]}
+    called = []
+    two.register_load_state_dict_post_hook(lambda *_: called.append(1))  # type: ignore[no-untyped-call]
+    save({"m": one}).restore({"m": two})
+    assert same(two.extra, one.extra)
+    assert called == [1]
+
+
+def test_a_module_saved_as_an_object_and_restored_as_a_state_and_back() -> None:
+    one, two = model(), model()
+    save({"m": one}).restore({"m": two.state_dict()})
+    assert same(one.state_dict(), two.state_dict())
+    three = model()
+    save({"m": one.state_dict()}).restore({"m": three})
+    assert same(one.state_dict(), three.state_dict())
+
+
+def test_a_module_with_a_state_dict_of_its_own() -> None:
+    class Old(nn.Linear):
+        def state_dict(self) -> Any:  # type: ignore[override]
+            return super().state_dict()
+
+    one, two = Old(2, 2), Old(2, 2)
+    save({"m": one}).restore({"m": two})
+    assert torch.equal(one.weight, two.weight)
+
+
+OPTIMIZERS: list[Any] = [
+    lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(1e-2), amsgrad=True, foreach=False),
+    lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    lambda parameters: torch.optim.LBFGS(parameters, max_iter=3, history_size=2),
+    torch.optim.Adagrad,
+    lambda parameters: torch.optim.RMSprop(parameters, centered=True, momentum=0.1),
+    *([torch.optim.Adafactor] if hasattr(torch.optim, "Adafactor") else []),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stepped", [False, True], ids=["fresh", "stepped"])
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_optimizers_go_on_exactly(make: Any, stepped: bool) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        torch.manual_seed(3)
+        net = model()
+        optimizer = make(net.parameters())
+        return net, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 5], 0.5)
+
+    one, two = build(), build()
+    train(one[0], one[1], 3, one[2])
+    saved = save({"net": one[0], "optimizer": one[1], "scheduler": one[2]})
+    if stepped:
+        train(two[0], two[1], 1, two[2])
+    saved.restore({"net": two[0], "optimizer": two[1], "scheduler": two[2]})
+    for _ in range(2):
+        for a, b in zip(one, two, strict=True):
+            assert not difference(a.state_dict(), b.state_dict())
+        train(one[0], one[1], 2, one[2])
+        train(two[0], two[1], 2, two[2])
+
+
+def test_optimizer_state_is_filled_in_place() -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, optimizer)
+    saved = save({"o": optimizer})
+    train(net, optimizer)
+    moments = [optimizer.state[parameter]["exp_avg"] for parameter in net.parameters()]
+    saved.restore({"o": optimizer})
+    assert all(optimizer.state[p]["exp_avg"] is m for p, m in zip(net.parameters(), moments, strict=True))
+    assert same(optimizer.state_dict(), saved.load()["o"])
+    fresh = torch.optim.AdamW(net.parameters())
+    before = save({"o": fresh})
+    before.restore({"o": optimizer})
+    assert optimizer.state_dict()["state"] == {}
+
+
+def test_learning_rates_keep_their_type() -> None:
+    net = model()
+    save({"o": torch.optim.AdamW(net.parameters(), lr=torch.tensor(0.5))}).restore(
+        {"o": (live := torch.optim.AdamW(net.parameters(), lr=0.1))}
+    )
+    assert isinstance(live.param_groups[0]["lr"], torch.Tensor)
+    save({"o": torch.optim.AdamW(net.parameters(), lr=0.25)}).restore({"o": live})
+    assert repr(live.param_groups[0]["lr"]) == "0.25"
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_moments_wider_than_their_parameter(stepped: bool) -> None:
+    class Wide(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for parameter in self.param_groups[0]["params"]:
+                state = self.state[parameter]
+                state["sum"] = torch.full(parameter.shape, 1 / 3)
+                state["counts"] = [torch.tensor(2**53 + 1), (torch.tensor(0.1, dtype=torch.float64),)]
+                state["mode"] = "wide"
+
+    def build() -> Wide:
+        return Wide([nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))], 0.1)
+
+    one, two = build(), build()
+    one.step()
+    if stepped:
+        two.step()
+    save({"o": one}).restore({"o": two})
+    assert not difference(one.state_dict(), two.state_dict())
+
+
+def test_optimizers_of_another_make_up() -> None:
+    net = model()
+    parameters = list(net.parameters())
+    saved = save({"o": torch.optim.SGD([{"params": parameters[:2]}, {"params": parameters[2:]}], 0.1)})
+    error = mismatch({"o": torch.optim.SGD(parameters, 0.1)}, saved)
+    assert error.mismatched == ("o.param_groups (1 groups here, 2 in the checkpoint)",)
+    error = mismatch({"o": torch.optim.SGD([{"params": parameters[:1]}, {"params": parameters[1:]}], 0.1)}, saved)
+    assert error.mismatched == (
+        "o.param_groups.0.params (1 parameters here, 2 in the checkpoint)",
+        "o.param_groups.1.params (5 parameters here, 4 in the checkpoint)",
+    )
+    assert mismatch({"o": torch.optim.SGD(parameters, 0.1)}, save({"o": Thing(x=1)})).mismatched
+
+
+def test_optimizers_of_other_shapes() -> None:
+    one, two = nn.Linear(2, 3), nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(one.parameters())
+    one(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    error = mismatch({"o": torch.optim.AdamW(two.parameters())}, save({"o": optimizer}))
+    assert error.mismatched == (
+        "o.state.0.exp_avg ((3, 2) in the checkpoint, of a parameter (3, 4) here)",
+        "o.state.0.exp_avg_sq ((3, 2) in the checkpoint, of a parameter (3, 4) here)",
+    )
+
+
+def test_generators_are_restored_last() -> None:
+    class Drawing(Thing):
+        def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+            torch.rand(5)
+
+    state = {"rng": RNGState(), "drawing": Drawing()}
+    saved = save(state)
+    expected = torch.rand(3)
+    saved.restore(state)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_other_statefuls_decide_for_themselves() -> None:
+    kept = torch.zeros(2)
+    live = Thing(kept=kept, shape=torch.zeros(3), dropped=1, kind=3)
+    stored = {"kept": torch.ones(2), "shape": torch.ones(4), "new": np.ones(1), "kind": torch.ones(1)}
+    save({"thing": Thing(**stored)}).restore({"thing": live})
+    assert same(live.state, stored)
+    assert live.state["kept"] is kept
+    live = Thing(a=kept, b=kept)
+    save({"thing": Thing(a=torch.zeros(2), b=torch.ones(2))}).restore({"thing": live})
+    assert same(live.state, {"a": torch.zeros(2), "b": torch.ones(2)})
+
+
+def test_a_stateful_inside_a_stateful_is_restored_itself() -> None:
+    inner = Thing(t=torch.zeros(2))
+    outer = Thing(inner=inner, n=0)
+    save({"x": [Thing(inner=Thing(t=torch.ones(2)), n=5)]}).restore({"x": [outer]})
+    assert outer.state["inner"] is inner
+    assert outer.state["n"] == 5
+    assert inner.state["t"].tolist() == [1, 1]
+
+
+def test_a_stateful_whose_state_is_no_mapping() -> None:
+    class Bare(Thing):
+        def state_dict(self) -> Any:
+            return self.state["t"]
+
+        def load_state_dict(self, state_dict: Any, /) -> None:
+            self.state["t"] = state_dict
+
+    live = Bare(t=torch.zeros(2))
+    save({"x": Bare(t=torch.ones(2))}).restore({"x": live})
+    assert live.state["t"].tolist() == [1, 1]
+
+
+def test_top_level_keys_match() -> None:
+    error = mismatch({"a": 1, "b": 2}, save({"b": 1, "c": 3}))
+    assert (error.missing, error.unexpected) == (("a",), ("c",))
+    assert mismatch({}, save({"b": 1})).unexpected == ("b",)
+
+
+def test_a_skeleton_that_makes_no_sense_fails_before_anything_changed() -> None:
+    import msgspec
+
+    from pccheck_async.state.nodes import DictNode, TorchDeviceNode
+
+    manifest = save({"t": torch.ones(1), "x": 1}).decoded
+    assert isinstance(manifest.skeleton, DictNode)
+    broken = DictNode(["t", "x"], [manifest.skeleton.values[0], TorchDeviceNode("nonsense")])
+    with pytest.raises(CorruptStoreError):
+        match({"t": torch.zeros(1), "x": 1}, msgspec.structs.replace(manifest, skeleton=broken))

@@ -1,0 +1,696 @@
+"""One conformance suite for all engines, on all loops; then what only the extension has."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import errno
+import fcntl
+import functools
+import gc
+import mmap
+import os
+import platform
+import re
+import select
+import struct
+import sys
+import threading
+import warnings
+import weakref
+import zlib
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pccheck_async import checksum
+from pccheck_async.operations import native
+from pccheck_async.operations.base import Operations
+from pccheck_async.operations.native import NativeOperations
+from pccheck_async.operations.python import PythonOperations
+from pccheck_async.operations.threads import WorkerThreads
+
+needs_extension = pytest.mark.skipif(not native.available(), reason="the extension was not built")
+ENGINES = [PythonOperations, pytest.param(NativeOperations, marks=needs_extension)]
+LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
+
+CHUNK = 1 << 20
+
+
+@pytest.fixture(params=LOOPS, ids=["asyncio", "uvloop"])
+def runner(request: pytest.FixtureRequest) -> Iterator[asyncio.Runner]:
+    with asyncio.Runner(loop_factory=request.param) as runner:
+        yield runner
+
+
+@pytest.fixture(params=ENGINES, ids=["python", "native"])
+def engine(request: pytest.FixtureRequest) -> Callable[..., Operations]:
+    chosen: Callable[..., Operations] = request.param
+    return chosen
+
+
+@pytest.fixture
+def operations(runner: asyncio.Runner, engine: Callable[..., Operations]) -> Iterator[Operations]:
+    """An engine with a single copying thread, so that a test can keep it busy."""
+
+    async def create() -> Operations:
+        return engine(io_threads=2, copy_threads=1)
+
+    operations = runner.run(create())
+    yield operations
+    runner.run(operations.close())
+    assert operations.running == 0
+
+
+def on_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run an async test on the runner's loop, where its operations live."""
+
+    @functools.wraps(test)
+    def run(runner: asyncio.Runner, **arguments: Any) -> None:
+        runner.run(test(runner=runner, **arguments))
+
+    return run
+
+
+@pytest.fixture
+def fd(tmp_path: Path) -> Iterator[int]:
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    yield fd
+    os.close(fd)
+
+
+class StuckPages:
+    """Memory that stops whichever thread touches it until :meth:`let_go`: an operation that runs for as long as wanted.
+
+    The kernel (userfaultfd) reports the touch and leaves the thread waiting for its page.
+    """
+
+    _USER_MODE_ONLY = 1  # needs no privilege
+    _API, _REGISTER, _ZEROPAGE = 0xC018AA3F, 0xC020AA00, 0xC020AA04
+
+    def __init__(self) -> None:
+        number = {"x86_64": 323, "aarch64": 282}.get(platform.machine())
+        fd = -1 if number is None else ctypes.CDLL(None).syscall(number, os.O_CLOEXEC | self._USER_MODE_ONLY)
+        if fd < 0:
+            pytest.skip("no userfaultfd here")
+        self.fd: int = fd
+        self.memory = mmap.mmap(-1, CHUNK)
+        self.view = memoryview(self.memory)
+        self._range = (address_of(self.memory), CHUNK)
+        fcntl.ioctl(fd, self._API, bytearray(struct.pack("=QQQ", 0xAA, 0, 0)))
+        fcntl.ioctl(fd, self._REGISTER, bytearray(struct.pack("=QQQQ", *self._range, 1, 0)))
+
+    async def touched(self) -> None:
+        """Wait until a thread is stuck."""
+        loop, stuck = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self.fd, stuck.set)
+        await stuck.wait()
+        loop.remove_reader(self.fd)
+        os.read(self.fd, 32)
+
+    def let_go(self) -> None:
+        """Give out zeroed pages. Idempotent."""
+        if self.fd >= 0:
+            fcntl.ioctl(self.fd, self._ZEROPAGE, bytearray(struct.pack("=QQQQ", *self._range, 0, 0)))
+            os.close(self.fd)
+            self.fd = -1
+
+
+@pytest.fixture
+def stuck(operations: Operations) -> Iterator[StuckPages]:
+    pages = StuckPages()
+    yield pages
+    pages.let_go()  # before the engine, of which it asked to be set up, is closed
+
+
+class Owner:
+    """Something a weak reference can watch."""
+
+
+def address_of(buffer: Any) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+def table(*segments: tuple[int, int, int]) -> bytes:
+    return b"".join(struct.pack("=QQQ", *segment) for segment in segments)
+
+
+def threads_now() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def threads_settle_at(count: int) -> bool:
+    """Return whether no more threads are left; a joined one is in ``/proc`` until the kernel is through with it."""
+    for _ in range(100_000):
+        if threads_now() <= count:
+            return True
+        os.sched_yield()
+    return False
+
+
+def fds_now() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+async def let_others_run() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+# ---- Transfers
+
+
+@on_loop
+async def test_what_is_written_is_read(runner: asyncio.Runner, operations: Operations, fd: int) -> None:
+    data = os.urandom(3 * CHUNK + 17)
+    await operations.write(fd, 4099, memoryview(data))
+    await operations.flush(fd)
+    into = bytearray(len(data))
+    assert await operations.read(fd, 4099, memoryview(into)) == len(data)
+    assert into == data
+    hole = bytearray(b"x" * 4099)
+    assert await operations.read(fd, 0, memoryview(hole)) == 4099
+    assert not any(hole)
+
+
+@on_loop
+async def test_reads_are_short_only_at_the_end(runner: asyncio.Runner, operations: Operations, fd: int) -> None:
+    await operations.write(fd, 0, memoryview(b"0123456789"))
+    into = bytearray(8)
+    assert await operations.read(fd, 5, memoryview(into)) == 5
+    assert into == b"56789\0\0\0"
+    assert await operations.read(fd, 10, memoryview(into)) == 0
+    assert await operations.read(fd, 1 << 40, memoryview(into)) == 0
+    assert await operations.read(fd, 0, memoryview(bytearray())) == 0
+    await operations.write(fd, 0, memoryview(b""))
+
+
+@on_loop
+async def test_direct_io(runner: asyncio.Runner, operations: Operations, tmp_path: Path) -> None:
+    try:
+        fd = os.open(tmp_path / "direct", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    except OSError as error:
+        pytest.skip(f"no O_DIRECT on {tmp_path}: {error}")
+    try:
+        with mmap.mmap(-1, CHUNK) as memory, memoryview(memory) as view:
+            view[:] = os.urandom(CHUNK)
+            expected = bytes(view)
+            await operations.write(fd, 0, view)
+            await operations.flush(fd)
+            view[:] = bytes(CHUNK)
+            assert await operations.read(fd, 0, view) == CHUNK
+            assert view == expected
+            os.truncate(tmp_path / "direct", CHUNK - 1000)  # ends inside a sector
+            assert await operations.read(fd, 0, view) == CHUNK - 1000
+    finally:
+        os.close(fd)
+
+
+@on_loop
+async def test_buffers_of_other_items_are_bytes(runner: asyncio.Runner, operations: Operations, fd: int) -> None:
+    numbers: Any = memoryview(bytearray(struct.pack("=4d", 1, 2, 3, 4))).cast("d")
+    await operations.write(fd, 0, numbers)
+    into: Any = memoryview(bytearray(32)).cast("d")
+    assert await operations.read(fd, 0, into) == 32
+    assert into == numbers
+    assert await operations.checksum(numbers) == zlib.crc32(numbers)
+
+
+@on_loop
+async def test_errors_keep_their_number(runner: asyncio.Runner, operations: Operations, tmp_path: Path) -> None:
+    async def fails_with(number: int, operation: Coroutine[Any, Any, Any]) -> None:
+        with pytest.raises(OSError, match=re.escape(os.strerror(number))) as caught:
+            await operation
+        assert caught.value.errno == number
+
+    closed = os.open(tmp_path, os.O_RDONLY)
+    os.close(closed)
+    await fails_with(errno.EBADF, operations.write(closed, 0, memoryview(b"x")))
+    await fails_with(errno.EBADF, operations.read(closed, 0, memoryview(bytearray(1))))
+    await fails_with(errno.EBADF, operations.flush(closed))
+    full = os.open("/dev/full", os.O_RDWR)
+    await fails_with(errno.ENOSPC, operations.write(full, 0, memoryview(b"x")))
+    os.close(full)
+    folder = os.open(tmp_path, os.O_RDONLY)
+    await fails_with(errno.EISDIR, operations.read(folder, 0, memoryview(bytearray(1))))
+    os.close(folder)
+    receiver, sender = os.pipe()
+    await fails_with(errno.EINVAL, operations.flush(sender))
+    await fails_with(errno.ESPIPE, operations.write(sender, 0, memoryview(b"x")))
+    os.close(receiver)
+    os.close(sender)
+
+
+@on_loop
+async def test_batches_of_hundreds(runner: asyncio.Runner, operations: Operations, fd: int) -> None:
+    pieces = [os.urandom(500) for _ in range(600)]
+    async with asyncio.TaskGroup() as group:
+        for n, piece in enumerate(pieces):
+            group.create_task(operations.write(fd, n * 500, memoryview(piece)))
+    buffers = [bytearray(500) for _ in pieces]
+    reads = [operations.read(fd, n * 500, memoryview(buffer)) for n, buffer in enumerate(buffers)]
+    sums = [operations.checksum(memoryview(piece)) for piece in pieces]
+    results = await asyncio.gather(*reads, *sums)
+    assert buffers == pieces
+    assert results == [500] * 600 + [zlib.crc32(piece) for piece in pieces]
+
+
+@on_loop
+async def test_a_refusal_reaches_only_its_own(runner: asyncio.Runner, operations: Operations, fd: int) -> None:
+    memory = bytearray(8)
+    outcomes = await asyncio.gather(
+        operations.write(fd, 0, memoryview(b"fine")),
+        operations.write(fd, -1, memoryview(b"x")),
+        operations.read(fd, 0, memoryview(b"read-only")),
+        operations.gather(b"23 bytes make no tables", memoryview(memory)),
+        operations.gather(table((1, 0, 9)), memoryview(memory)),
+        operations.gather(table((1, 4, 2), (1, 3, 1)), memoryview(memory)),
+        operations.gather(table((0, 0, 1)), memoryview(memory)),
+        operations.gather(b"", memoryview(b"read-only")),
+        operations.scatter(memoryview(memory), 0, table((1, 2**64 - 1, 2))),
+        operations.checksum(memoryview(b"fine")),
+        return_exceptions=True,
+    )
+    kinds = [type(outcome) for outcome in outcomes]
+    assert kinds[0] is type(None)
+    assert outcomes[-1] == zlib.crc32(b"fine")
+    assert all(issubclass(kind, (ValueError, TypeError, BufferError)) for kind in kinds[1:-1]), outcomes
+    assert os.pread(fd, 10, 0) == b"fine"
+
+
+# ---- Memory
+
+
+@on_loop
+async def test_gather_zeroes_gaps_and_sums_everything(runner: asyncio.Runner, operations: Operations) -> None:
+    source, into = bytearray(b"abcdefgh"), bytearray(b"\xff" * 40000)
+    segments = table((address_of(source), 3, 4), (0, 7, 0), (address_of(source) + 4, 20000, 4))
+    result = await operations.gather(segments, memoryview(into))
+    expected = bytearray(40000)
+    expected[3:7], expected[20000:20004] = b"abcd", b"efgh"
+    assert into == expected
+    assert result == zlib.crc32(expected)
+    assert await operations.gather(b"", memoryview(into)) == zlib.crc32(bytes(40000))
+    assert not any(into)
+    assert await operations.gather(b"", memoryview(bytearray())) == 0
+
+
+@on_loop
+async def test_scatter_verifies_before_it_copies(runner: asyncio.Runner, operations: Operations) -> None:
+    source = os.urandom(CHUNK)
+    into = bytearray(100)
+    segments = table((address_of(into), CHUNK - 50, 50), (address_of(into) + 50, CHUNK - 50, 50))
+    with pytest.raises(OSError, match="checksum mismatch") as caught:
+        await operations.scatter(memoryview(source), zlib.crc32(source) ^ 1, segments)
+    assert caught.value.errno == errno.EBADMSG
+    assert not any(into)
+    await operations.scatter(memoryview(source), zlib.crc32(source), segments)
+    assert into == source[-50:] * 2
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(pieces=st.lists(st.tuples(st.integers(0, 40000), st.binary(max_size=300))), tail=st.integers(0, 40000))
+def test_gather_and_scatter_do_what_slices_do(
+    runner: asyncio.Runner, operations: Operations, pieces: list[tuple[int, bytes]], tail: int
+) -> None:
+    model, segments, sources = bytearray(), [], []
+    for gap, piece in pieces:
+        model += bytes(gap)
+        sources.append(bytearray(piece + b"\0"))
+        segments.append((address_of(sources[-1]), len(model), len(piece)))
+        model += piece
+    model += bytes(tail)
+
+    into = bytearray(b"\xa5" * len(model))
+    result = runner.run(operations.gather(table(*segments), memoryview(into), sources))
+    assert into == model
+    assert result == zlib.crc32(model)
+    for source in sources:
+        source[:] = bytes(len(source))
+    runner.run(operations.scatter(memoryview(bytes(into)), result, table(*segments), sources))
+    assert [source[:-1] for source in sources] == [piece for _, piece in pieces]
+
+
+@pytest.mark.parametrize("align", range(17))
+def test_checksum_is_zlibs(align: int) -> None:
+    data = os.urandom(400)
+    for length in range(301):
+        view = memoryview(data)[align : align + length]
+        for value in (0, 1, 0x80000000, 0xFFFFFFFF, 0x12345678):
+            assert checksum.crc32(view, value) == zlib.crc32(view, value)
+
+
+@given(st.binary(max_size=5000), st.integers(0, 2**32 - 1), st.data())
+def test_checksum_continues(content: bytes, value: int, data: st.DataObject) -> None:
+    split = data.draw(st.integers(0, len(content)))
+    assert checksum.crc32(content, value) == zlib.crc32(content, value)
+    assert checksum.crc32(content[split:], checksum.crc32(content[:split], value)) == zlib.crc32(content, value)
+
+
+# ---- Cancellation, lifetime (invariant I9)
+
+
+@on_loop
+async def test_cancelling_waits_for_what_runs(
+    runner: asyncio.Runner, operations: Operations, stuck: StuckPages
+) -> None:
+    owner = Owner()
+    watch = weakref.ref(owner)
+    into = memoryview(bytearray(CHUNK))
+    segments = table((address_of(stuck.memory), 0, CHUNK))
+    task = asyncio.create_task(operations.gather(segments, into, owner))
+    del owner
+    await stuck.touched()
+    task.cancel()
+    await let_others_run()
+    task.cancel()  # impatience changes nothing
+    await let_others_run()
+    assert not task.done()
+    assert operations.running == 1
+    assert watch() is not None
+    stuck.let_go()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert operations.running == 0
+    del task  # its traceback holds the frames that the arguments are in
+    await let_others_run()
+    gc.collect()
+    assert watch() is None
+    into.release()  # raises while anything uses it
+
+
+@on_loop
+async def test_cancelling_drops_what_has_not_started(
+    runner: asyncio.Runner, operations: Operations, stuck: StuckPages
+) -> None:
+    first = asyncio.create_task(operations.checksum(stuck.view))
+    await stuck.touched()
+    content = bytearray(100)
+    view = memoryview(content)
+    second = asyncio.create_task(operations.checksum(view))
+    third = asyncio.create_task(operations.checksum(memoryview(b"third")))
+    await let_others_run()
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    view.release()
+    content.append(1)  # a bytearray that is in use cannot grow
+    assert not first.done()
+    stuck.let_go()
+    assert await first == zlib.crc32(bytes(CHUNK))
+    assert await third == zlib.crc32(b"third")
+
+
+@on_loop
+async def test_cancelling_before_submission(runner: asyncio.Runner, operations: Operations, fd: int) -> None:
+    task = asyncio.create_task(operations.write(fd, 0, memoryview(b"x")))
+    asyncio.get_running_loop().call_soon(
+        task.cancel
+    )  # ahead of the batch, which the task's first step queues behind it
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert operations.running == 0
+
+
+@on_loop
+async def test_keepalives_end_with_their_operation(runner: asyncio.Runner, operations: Operations) -> None:
+    owners = [Owner() for _ in range(2)]
+    watches = [weakref.ref(owner) for owner in owners]
+    data = bytearray(CHUNK)
+    result = await operations.gather(b"", memoryview(data), owners[0])
+    await operations.scatter(memoryview(data), result, b"", owners[1])
+    del owners
+    assert [watch() for watch in watches] == [None, None]
+    data.append(0)
+
+
+@on_loop
+async def test_close_waits_for_what_runs(runner: asyncio.Runner, operations: Operations, stuck: StuckPages) -> None:
+    running = asyncio.create_task(operations.checksum(stuck.view))
+    queued = asyncio.create_task(operations.checksum(memoryview(b"queued")))
+    await stuck.touched()
+    closing = asyncio.create_task(operations.close())
+    await let_others_run()
+    assert not closing.done()
+    with pytest.raises(OSError, match="closed"):
+        await operations.checksum(memoryview(b"late"))
+    closing.cancel()  # stops the waiting only
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    stuck.let_go()
+    await operations.close()
+    assert await running == zlib.crc32(bytes(CHUNK))
+    assert await queued == zlib.crc32(b"queued")
+    await operations.close()
+
+
+@on_loop
+async def test_calls(runner: asyncio.Runner, operations: Operations) -> None:
+    assert await operations.call(divmod, 7, 2) == (3, 1)
+    assert await operations.call(threading.get_ident) != threading.get_ident()
+    with pytest.raises(ZeroDivisionError):
+        await operations.call(divmod, 1, 0)
+
+
+def test_nothing_leaks(runner: asyncio.Runner, engine: Callable[..., Operations], fd: int) -> None:
+    async def use() -> None:
+        operations = engine(io_threads=3, copy_threads=2)
+        await asyncio.gather(*(operations.write(fd, 0, memoryview(b"x")) for _ in range(20)))
+        await operations.close()
+
+    runner.run(use())
+    threads, fds = threads_now(), fds_now()
+    for _ in range(5):
+        runner.run(use())
+    assert fds_now() == fds
+    assert threads_settle_at(threads)
+
+
+def in_forked_child(body: Callable[[], None]) -> int:
+    """Run ``body`` in a forked child; return its exit status: 0 where it returned."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads and fork: what this is about
+        pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            body()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@on_loop
+async def test_worker_threads_are_not_in_a_forked_child(runner: asyncio.Runner) -> None:
+    workers = WorkerThreads(asyncio.get_running_loop(), lambda *_: None, count=1, name="test")
+
+    def child() -> None:
+        with pytest.raises(RuntimeError, match="forked"):
+            workers.submit([(1, print, ())])
+        workers.close()
+
+    assert in_forked_child(child) == 0
+    workers.close()
+
+
+# ---- The extension's own contracts
+
+if native.available():
+    from pccheck_async import _ext
+
+    @pytest.fixture
+    def queue() -> Iterator[_ext.Queue]:
+        queue = _ext.Queue(2, 1)
+        yield queue
+        queue.close()
+
+    def reap(queue: _ext.Queue, count: int) -> dict[int, tuple[int, int | None]]:
+        ended: dict[int, tuple[int, int | None]] = {}
+        while len(ended) < count:
+            select.select([queue], [], [])
+            ended |= {token: (result, found) for token, result, found in queue.reap()}
+        return ended
+
+    def is_readable(queue: _ext.Queue) -> bool:
+        return bool(select.select([queue], [], [], 0)[0])
+
+    def test_completions_arrive_on_the_eventfd(queue: _ext.Queue) -> None:
+        assert queue.reap() == []
+        queue.submit([(2**64 - 1, _ext.CHECKSUM, b"abc"), (7, _ext.FLUSH, -1)])
+        assert queue.running == 2
+        assert reap(queue, 2) == {2**64 - 1: (0, zlib.crc32(b"abc")), 7: (-errno.EBADF, None)}
+        assert queue.running == 0
+        assert not is_readable(queue)
+
+    @pytest.mark.parametrize(
+        "bad",
+        [
+            None,
+            (),
+            (1,),
+            (1, 99),
+            (1, "0"),
+            (-1, _ext.FLUSH, 0),
+            (2**64, _ext.FLUSH, 0),
+            (1, _ext.FLUSH),
+            (1, _ext.FLUSH, 2**40),
+            (1, _ext.WRITE, 0, -1, b""),
+            (1, _ext.WRITE, 0, 2**63 - 1, b"x"),
+            (1, _ext.WRITE, 0, 0, "text"),
+            (1, _ext.WRITE, 0, 0, memoryview(b"strided")[::2]),
+            (1, _ext.READ, 0, 0, b"constant"),
+            (1, _ext.GATHER, bytearray(24), bytearray(8), None),
+            (1, _ext.GATHER, bytes(23), bytearray(8), None),
+            (1, _ext.GATHER, table((1, 0, 9)), bytearray(8), None),
+            (1, _ext.GATHER, table((2**64 - 1, 0, 2)), bytearray(8), None),
+            (1, _ext.SCATTER, b"", 2**32, b"", None),
+            (1, _ext.SCATTER, b"", -1, b"", None),
+            (1, _ext.SCATTER, b"8 bytes.", 0, table((1, 8, 1)), None),
+        ],
+    )
+    def test_a_batch_is_all_or_nothing(queue: _ext.Queue, bad: Any) -> None:
+        data, owner = bytearray(10), Owner()
+        watch = weakref.ref(owner)
+        good = (1, _ext.GATHER, b"", data, owner)
+        with pytest.raises((ValueError, TypeError, BufferError, OverflowError)):
+            queue.submit([good, bad])
+        assert queue.running == 0
+        assert not is_readable(queue)
+        data.append(1)
+        del good, owner
+        assert watch() is None
+
+    def test_buffers_are_held_until_reaped(queue: _ext.Queue) -> None:
+        data, owner = bytearray(100), Owner()
+        watch = weakref.ref(owner)
+        queue.submit([(1, _ext.GATHER, b"", data, owner)])
+        del owner
+        select.select([queue], [], [])
+        with pytest.raises(BufferError):
+            data.append(1)
+        assert watch() is not None
+        queue.reap()
+        data.append(1)
+        assert watch() is None
+
+    def test_reaping_may_call_the_queue_again(queue: _ext.Queue) -> None:
+        class Submits:
+            def __del__(self) -> None:
+                queue.submit([(2, _ext.CHECKSUM, b"again")])
+                queue.reap()
+
+        queue.submit([(1, _ext.GATHER, b"", bytearray(8), Submits())])
+        assert 1 in reap(queue, 1)
+
+    def test_closed_queue(queue: _ext.Queue) -> None:
+        data = bytearray(10)
+        queue.submit([(n, _ext.CHECKSUM, data) for n in range(100)])
+        queue.close()
+        queue.close()
+        for call in (queue.fileno, lambda: queue.submit([]), lambda: queue.cancel(1)):
+            with pytest.raises(ValueError, match="closed"):
+                call()
+        ended = queue.reap()
+        assert sorted(token for token, *_ in ended) == list(range(100))
+        assert {result for _, result, _ in ended} <= {0, -errno.ECANCELED}
+        data.append(1)
+        assert queue.reap() == []
+
+    def test_wrong_arguments() -> None:
+        for arguments in ((0, 1), (1, 0), (-1, 1), (257, 1), (1, 1, "no such engine")):
+            with pytest.raises(ValueError, match=r"threads|engine"):
+                _ext.Queue(*arguments)
+        with pytest.raises(TypeError):
+            _ext.Queue()  # type: ignore[call-arg]
+
+    def test_forgotten_queues_close_with_a_warning() -> None:
+        threads, fds = threads_now(), fds_now()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            queue = _ext.Queue(2, 2)
+            cycle = [queue]  # only the garbage collector finds it
+            queue.submit([(1, _ext.GATHER, b"", bytearray(CHUNK), cycle)])
+            del queue, cycle
+            gc.collect()
+        assert [warning.category for warning in caught] == [ResourceWarning]
+        assert fds_now() == fds
+        assert threads_settle_at(threads)
+
+    def test_forked_children_cannot_use_it(queue: _ext.Queue) -> None:
+        data = bytearray(CHUNK)
+        queue.submit([(n, _ext.CHECKSUM, data) for n in range(50)])  # some run while the child is made
+
+        def child() -> None:
+            for call in (queue.fileno, queue.reap, lambda: queue.submit([]), lambda: queue.cancel(1)):
+                with pytest.raises(RuntimeError, match="forked"):
+                    call()
+            queue.close()
+            queue.close()
+            other = _ext.Queue(1, 1)  # its own works
+            other.submit([(1, _ext.CHECKSUM, b"child")])
+            assert reap(other, 1) == {1: (0, zlib.crc32(b"child"))}
+            other.close()
+
+        assert in_forked_child(child) == 0
+        assert len(reap(queue, 50)) == 50
+
+    def test_a_forked_child_forgets_a_queue_without_hanging() -> None:
+        queues = [_ext.Queue(1, 1)]
+        queues[0].submit([(n, _ext.CHECKSUM, bytes(CHUNK)) for n in range(10)])
+
+        def child() -> None:
+            queues.clear()
+            gc.collect()
+
+        assert in_forked_child(child) == 0
+        queues[0].close()
+
+    def test_other_interpreters_have_their_own() -> None:
+        interpreters = pytest.importorskip("_xxsubinterpreters" if sys.version_info < (3, 13) else "_interpreters")
+        script = f"""
+import importlib.util
+spec = importlib.util.spec_from_file_location("pccheck_async._ext", {_ext.__file__!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+queue = module.Queue(1, 1)
+queue.submit([(1, module.CHECKSUM, b"abc")])
+queue.close()
+assert len(queue.reap()) == 1
+"""
+        interpreter = interpreters.create()
+        try:
+            assert not interpreters.run_string(interpreter, script)
+        finally:
+            interpreters.destroy(interpreter)
+
+    def test_alignment_of_direct_io(tmp_path: Path) -> None:
+        fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+        found = _ext.dio_alignment(fd)
+        os.close(fd)
+        if found is not None:
+            assert all(n & (n - 1) == 0 for n in found)
+        with pytest.raises(OSError, match="descriptor"):
+            _ext.dio_alignment(fd)
+        receiver, sender = os.pipe()
+        assert _ext.dio_alignment(receiver) is None
+        os.close(receiver)
+        os.close(sender)
+
+    def test_checksum_wraps_like_zlib_and_names_its_implementation() -> None:
+        assert _ext.crc32(b"x", -1) == zlib.crc32(b"x", -1)
+        assert _ext.crc32(b"x", 2**40 + 5) == zlib.crc32(b"x", 2**40 + 5)
+        assert _ext.crc32(bytes(CHUNK)) == zlib.crc32(bytes(CHUNK))
+        assert checksum.IMPLEMENTATION == _ext.CRC_IMPLEMENTATION
+        assert checksum.IMPLEMENTATION in {"vpclmulqdq", "pclmulqdq", "arm64", "table"}
+
+else:
+
+    @pytest.mark.skip(reason="the extension was not built")
+    def test_extension() -> None:
+        """Stands for all that follows above, so that a run without them says so."""

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pccheck_async.state import paths
+from tests import state_strategies
+
+
+@pytest.mark.parametrize(
+    ("key", "written"),
+    [("plain", "plain"), ("a.b", r"a\.b"), ("\\", r"\\"), ("'0'", r"\'0'"), ("", ""), ("*", "*"), ("it's", "it's")],
+)
+def test_string_keys(key: str, written: str) -> None:
+    assert paths.escape(key) == written
+    assert paths.components([key, 1]) == [written, "1"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "written"),
+    [
+        ([0, 1], ["0", "1"]),
+        ([0, "0"], ["0", "'0'"]),
+        (["0", "1"], ["0", "1"]),
+        ([None, "None", True, "x"], ["None", "'None'", "True", "x"]),
+        ([1.5, "1.5"], [r"1\.5", r"'1\.5'"]),
+        ([(1, "a"), b"x", frozenset([2, 1])], ["(1, 'a')", "b'x'", "{1, 2}"]),
+        ([1 << 40000], [hex(1 << 40000)]),
+        ([torch.float32, np.int64(3), -1], [r"torch\.float32", r"np\.int64(3)", "-1"]),
+        (["'0'", 0, "0"], [r"\'0'", "0", "'0'"]),
+    ],
+)
+def test_components(keys: list[Hashable], written: list[str]) -> None:
+    assert paths.components(keys) == written
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None)
+@given(st.lists(state_strategies.keys(), unique=True, max_size=6))
+def test_no_two_keys_of_a_mapping_are_written_alike(keys: list[Hashable]) -> None:
+    assert len(set(paths.components(keys))) == len(keys)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "found"),
+    [
+        ("model.weight", "model.weight", True),
+        ("model", "model.weight", False),
+        ("model.*", "model.a.b", True),
+        ("*.weight", "model.a.weight", True),
+        ("model.layers.0.weight", r"model.layers\.0\.weight", True),
+        (r"model.layers\.0\.weight", r"model.layers\.0\.weight", True),
+        ("*.exp_avg", "optimizer.state.0.exp_avg_sq", False),
+        ("*.exp_avg?sq", "optimizer.state.0.exp_avg_sq", True),
+        ("a[0]", "a[0]", True),
+        ("a[01]", "a1", True),
+    ],
+)
+def test_matcher(pattern: str, path: str, found: bool) -> None:
+    assert paths.matcher(pattern)(path) is found
+
+
+def test_child_and_plain() -> None:
+    assert paths.child("", "a") == "a"
+    assert paths.child("a", "b") == "a.b"
+    assert paths.plain(r"a\.b\\c.d") == r"a.b\c.d"

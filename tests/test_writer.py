@@ -1,0 +1,247 @@
+"""The writer on a real filesystem."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import os
+import resource
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pccheck_async.errors import ReadError, StoreFullError, WriteError
+from pccheck_async.memory import PAGE_BYTES, map_memory
+from pccheck_async.operations.python import PythonOperations
+from pccheck_async.writer.posix import PosixWriter
+
+
+@asynccontextmanager
+async def opened(folder: Path, *, create: bool = True) -> AsyncIterator[PosixWriter]:
+    operations = PythonOperations(io_threads=1, copy_threads=1)
+    writer = PosixWriter(folder, operations)
+    try:
+        await writer.prepare(create=create)
+        yield writer
+    finally:
+        await writer.close()
+        await operations.close()
+
+
+def on_disk(tmp_path: Path, test: Callable[[PosixWriter], Coroutine[Any, Any, None]]) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as writer:
+            await test(writer)
+
+    asyncio.run(main())
+
+
+def block(text: bytes = b"x") -> memoryview:
+    memory = map_memory(PAGE_BYTES)
+    memory.write(text)
+    return memoryview(memory)[:PAGE_BYTES]
+
+
+def test_write_flush_read(tmp_path: Path) -> None:
+    async def test(writer: PosixWriter) -> None:
+        file = await writer.create("slot-000", 4 * PAGE_BYTES)
+        assert (tmp_path / "slot-000").stat().st_size == 4 * PAGE_BYTES
+        await writer.write(file, 2 * PAGE_BYTES, block(b"hello"))
+        await writer.flush(file)
+        into = block(b"?" * PAGE_BYTES)
+        assert await writer.read(file, 2 * PAGE_BYTES, into) == PAGE_BYTES
+        assert bytes(into[:6]) == b"hello\0"
+        assert await writer.read(file, 4 * PAGE_BYTES, into) == 0
+        io = writer.statistics()
+        assert (io.write.nbytes, io.read.count, io.flush.count) == (PAGE_BYTES, 2, 1)
+
+    on_disk(tmp_path, test)
+
+
+def test_a_created_file_reads_as_zeros_and_has_its_space(tmp_path: Path) -> None:
+    async def test(writer: PosixWriter) -> None:
+        await writer.create("slot-000", 64 * PAGE_BYTES)
+        found = (tmp_path / "slot-000").stat()
+        assert found.st_blocks * 512 >= 64 * PAGE_BYTES
+        assert not any((tmp_path / "slot-000").read_bytes())
+
+    on_disk(tmp_path, test)
+
+
+def test_small_files(tmp_path: Path) -> None:
+    async def test(writer: PosixWriter) -> None:
+        assert await writer.read_small("store.json") is None
+        await writer.write_small("store.json.tmp", b"abc")
+        await writer.rename("store.json.tmp", "store.json")
+        await writer.sync_folder()
+        assert await writer.read_small("store.json") == b"abc"
+        assert await writer.names() == ["store.json"]
+        await writer.unlink("store.json")
+        assert await writer.names() == []
+
+    on_disk(tmp_path, test)
+
+
+def test_new_folders_are_made(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with opened(tmp_path / "a" / "b"):
+            assert (tmp_path / "a" / "b").is_dir()
+
+    asyncio.run(test())
+
+
+def test_reading_makes_nothing(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with opened(tmp_path / "none", create=False) as writer:
+            assert await writer.names() == []
+            assert await writer.read_small("store.json") is None
+        assert not (tmp_path / "none").exists()
+
+    asyncio.run(test())
+
+
+def test_locks_exclude_other_openings(tmp_path: Path) -> None:
+    async def test(writer: PosixWriter) -> None:
+        file = await writer.create("slot-000", PAGE_BYTES)
+        other = await writer.open("slot-000", writable=False)
+        assert await writer.try_lock(file)
+        assert not await writer.try_lock(other, shared=True)
+        await writer.unlock(file)
+        assert await writer.try_lock(other, shared=True)
+        assert not await writer.try_lock(file)
+        await writer.close_file(other)
+        assert await writer.try_lock(file)
+
+    on_disk(tmp_path, test)
+
+
+def test_errors_keep_errno_and_name(tmp_path: Path) -> None:
+    async def test(writer: PosixWriter) -> None:
+        with pytest.raises(FileNotFoundError):
+            await writer.open("slot-000", writable=True)
+        file = await writer.create("slot-000", PAGE_BYTES)
+        with pytest.raises(WriteError) as exists:
+            await writer.create("slot-000", PAGE_BYTES)
+        assert exists.value.errno == errno.EEXIST
+        reading = await writer.open("slot-000", writable=False)
+        with pytest.raises(WriteError) as refused:
+            await writer.write(reading, 0, block())
+        assert refused.value.errno == errno.EBADF
+        assert refused.value.filename == str(tmp_path / "slot-000")
+        await writer.close_file(file)
+        with pytest.raises(ReadError) as closed:
+            await writer.read(file, 0, block())
+        assert closed.value.errno == errno.EBADF
+
+    on_disk(tmp_path, test)
+
+
+def test_a_file_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
+    async def test(writer: PosixWriter) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE_BYTES, hard))
+        try:
+            with pytest.raises(StoreFullError, match="untouched"):
+                await writer.create("slot-000", 10 * PAGE_BYTES)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert await writer.names() == []
+
+    on_disk(tmp_path, test)
+
+
+@pytest.mark.parametrize("name", ["slot-000", "store.json"])
+def test_planted_symlinks_are_not_followed(tmp_path: Path, name: str) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    folder = tmp_path / "store"
+    folder.mkdir()
+    (folder / name).symlink_to(victim)
+
+    async def test(writer: PosixWriter) -> None:
+        if name == "slot-000":
+            with pytest.raises(WriteError):
+                await writer.open(name, writable=True)
+        else:
+            with pytest.raises(WriteError):
+                await writer.write_small(name, b"overwritten")
+        assert victim.read_bytes() == b"precious"
+
+    on_disk(folder, test)
+
+
+def test_direct_io_refused_at_the_first_transfer_falls_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(writer: PosixWriter) -> None:
+        file = await writer.create("slot-000", PAGE_BYTES)
+        if not file.direct:
+            pytest.skip("no direct I/O on this filesystem")
+        memory = map_memory(2 * PAGE_BYTES)
+        unaligned = memoryview(memory)[1 : PAGE_BYTES + 1]  # what a stricter device would call unaligned
+        await writer.write(file, 0, unaligned)
+        assert not file.direct
+        assert not fcntl.fcntl(file.fd, fcntl.F_GETFL) & os.O_DIRECT
+        assert not writer.statistics().direct
+        assert "buffered I/O" in caplog.text
+
+    on_disk(tmp_path, test)
+
+
+def test_tmpfs_uses_buffered_io_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    folder = Path("/dev/shm") / f"pccheck-test-{os.getpid()}"
+    folder.mkdir()
+    try:
+        with caplog.at_level("INFO", "pccheck_async"):
+
+            async def test(writer: PosixWriter) -> None:
+                file = await writer.create("slot-000", PAGE_BYTES)
+                await writer.write(file, 0, block(b"hello"))
+                await writer.flush(file)
+                assert not writer.statistics().direct
+                assert "buffered I/O with fdatasync: tmpfs" in caplog.text
+                await writer.unlink("slot-000")
+
+            on_disk(folder, test)
+    finally:
+        folder.rmdir()
+
+
+def test_descriptors_do_not_leak(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+
+    async def test(writer: PosixWriter) -> None:
+        for number in range(5):
+            await writer.create(f"slot-00{number}", PAGE_BYTES)
+
+    on_disk(tmp_path, test)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_abandon_closes_everything_at_once(tmp_path: Path) -> None:
+    async def test(writer: PosixWriter) -> None:
+        file = await writer.create("slot-000", PAGE_BYTES)
+        fd = file.fd
+        writer.abandon()
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+
+    on_disk(tmp_path, test)
+
+
+def test_cancelled_creation_does_not_lose_its_descriptor(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+
+    async def test(writer: PosixWriter) -> None:
+        task = asyncio.create_task(writer.create("slot-000", PAGE_BYTES))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    on_disk(tmp_path, test)
+    assert len(os.listdir("/proc/self/fd")) == before
