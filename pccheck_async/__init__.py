@@ -4,29 +4,33 @@ Saves the state of a training job every few steps while training goes on, and al
 checkpoint.
 """
 
-from pccheck_async.config import Decisions
-from pccheck_async.engine import CheckpointEngine
-from pccheck_async.errors import (
-    CheckpointError,
-    ClosedError,
-    CorruptStoreError,
-    NoCheckpointError,
-    ReadError,
-    StateMismatchError,
-    StoreError,
-    StoreFailedError,
-    StoreFullError,
-    StoreLockedError,
-    TornCaptureError,
-    UnsupportedStateError,
-    WriteError,
-)
-from pccheck_async.info import CheckpointInfo
-from pccheck_async.loading import list_checkpoints, load, load_sync
-from pccheck_async.pending import PendingCheckpoint
-from pccheck_async.state import RNGState, Stateful
-from pccheck_async.statistics import EngineStatistics, Stage
-from pccheck_async.sync import SyncCheckpointEngine
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pccheck_async.config import Decisions
+    from pccheck_async.engine import CheckpointEngine
+    from pccheck_async.errors import (
+        CheckpointError,
+        ClosedError,
+        CorruptStoreError,
+        NoCheckpointError,
+        ReadError,
+        StateMismatchError,
+        StoreError,
+        StoreFailedError,
+        StoreFullError,
+        StoreLockedError,
+        TornCaptureError,
+        UnsupportedStateError,
+        WriteError,
+    )
+    from pccheck_async.info import CheckpointInfo
+    from pccheck_async.loading import list_checkpoints, load, load_sync
+    from pccheck_async.pending import PendingCheckpoint
+    from pccheck_async.state import RNGState, Stateful
+    from pccheck_async.statistics import EngineStatistics, Stage
+    from pccheck_async.sync import SyncCheckpointEngine
 
 __all__ = [
     "CheckpointEngine",
@@ -57,3 +61,31 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "CheckpointEngine": "engine",
+    "CheckpointInfo": "info",
+    "Decisions": "config",
+    "EngineStatistics": "statistics",
+    "PendingCheckpoint": "pending",
+    "RNGState": "state",
+    "Stage": "statistics",
+    "Stateful": "state",
+    "SyncCheckpointEngine": "sync",
+    "list_checkpoints": "loading",
+    "load": "loading",
+    "load_sync": "loading",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: torch takes a second that ``pccheck --help`` need not wait for."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'errors')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

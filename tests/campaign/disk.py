@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import threading
@@ -9,6 +10,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from pccheck_async.memory import map_memory
 
 BLOCK = 4 << 20
 STREAMS = (1, 2, 4)
@@ -62,14 +65,27 @@ def best_read(path: Path, nbytes: int) -> float:
 
 
 def _run(fd: int, nbytes: int, streams: int, move: object) -> None:
+    buffers = [_buffer(index) for index in range(streams)]
+
     def work(first: int) -> None:
-        memory = mmap.mmap(-1, BLOCK)
-        memory.write(os.urandom(4096) * (BLOCK // 4096))
+        memory = buffers[first]
         for offset in range(first * BLOCK, nbytes, streams * BLOCK):
-            move(fd, [memoryview(memory)[: min(BLOCK, nbytes - offset)]], offset)  # type: ignore[operator]
+            move(fd, [memory[: min(BLOCK, nbytes - offset)]], offset)  # type: ignore[operator]
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(streams)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+@functools.cache
+def _buffers() -> mmap.mmap:
+    memory = map_memory(2 * max(STREAMS) * BLOCK)
+    memory.write(os.urandom(4096) * (len(memory) // 4096))
+    return memory
+
+
+def _buffer(index: int) -> memoryview:
+    """Memory in huge pages, touched before: fewer pages per request is part of what a disk can do."""
+    return memoryview(_buffers())[index * BLOCK : (index + 1) * BLOCK]
