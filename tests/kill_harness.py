@@ -66,11 +66,12 @@ class Campaign:
     def run(self, kills: int) -> Outcome:
         """Kill ``kills`` times, each phase in turn, and restart once more at the end."""
         for number in range(kills):
-            self._live(PHASES[number % len(PHASES)])
-        self._live(None)
+            self.live(PHASES[number % len(PHASES)])
+        self.live(None)
         return self.outcome
 
-    def _live(self, phase: str | None) -> None:
+    def live(self, phase: str | None) -> None:
+        """Start a process and kill it in ``phase``, or once it has restored."""
         self.phases[: len(PHASES)] = bytes(len(PHASES))
         reader, writer = os.pipe()
         child = os.fork()

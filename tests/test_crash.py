@@ -43,7 +43,7 @@ def test_no_crash_breaks_a_promise(scenario: Scenario, judged: Callable[[Finding
     findings = judged(explore(scenario))
     assert len(findings.states) >= STATES
     assert findings.events["process deaths"] >= 2 * scenario.deaths
-    assert findings.events["committed"] > 10
+    assert findings.events["committed"] > 0
 
 
 def test_all_subsets_of_what_was_not_flushed(judged: Callable[[Findings], Findings]) -> None:

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from pccheck_async import checksum, layout, records
+from pccheck_async import checksum, layout
 from pccheck_async.errors import CorruptStoreError
 from pccheck_async.layout import Entry, Identity, Record, slot_number
+from pccheck_async.manifest import decode
 from pccheck_async.operations.base import Operations
+from pccheck_async.records import read_record
 from pccheck_async.store import Store
 from pccheck_async.testing import Snapshot, WrappingWriter
 from pccheck_async.writer import File, Writer
@@ -110,20 +112,15 @@ def test_payload_flush_one_block_short() -> None:
 
 
 async def largest_counter_found(writer: Writer, commit: File, identity: Identity) -> Record:
-    """Recover as PCcheck's artifact does: the slot with the largest counter wins, whatever the record says."""
-    record = await records_read(writer, commit, identity)
+    """Recover naively: the slot with the largest counter wins, whatever the record says."""
+    record = await read_record(writer, commit, identity)
     entries = [entry for name in await writer.names() if (entry := await entry_in(writer, name)) is not None]
     newest = sorted((*entries, *record.entries), key=lambda entry: entry.counter)[-1:]
     return Record(record.generation, tuple(newest))
 
 
-records_read = records.read_record
-
-
 async def entry_in(writer: Writer, name: str) -> Entry | None:
-    """Return an entry for whatever manifest the last used block of a slot holds."""
-    from pccheck_async.manifest import decode
-
+    """Return an entry for the first manifest that a slot holds."""
     number = slot_number(name)
     if number is None:
         return None
@@ -204,7 +201,7 @@ def test_directory_entry_not_synced() -> None:
     found(dataclasses.replace(SCENARIO, wrap=NoFolderSync))
 
 
-def test_new_slot_not_synced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_slot_not_synced() -> None:
     class SyncIdentityOnly(WrappingWriter):
         async def sync_folder(self) -> None:
             if not any(slot_number(name) is not None for name in await self.names()):
