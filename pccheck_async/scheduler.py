@@ -130,6 +130,7 @@ class Scheduler:
         else:
             self._ended(pending, None, superseded)
             pending.set_durable(info, superseded=superseded)
+            await self._store.remove_surplus()  # only now: whatever happens to it, the checkpoint is durable
 
     async def _save(self, job: Job) -> tuple[CheckpointInfo, bool]:
         snapshot, pending = job.snapshot, job.pending

@@ -146,7 +146,8 @@ class Store:
         try:
             return await self._writer.open(COMMIT_NAME, writable=True)
         except FileNotFoundError:
-            pass
+            if await read_identity(self._writer) is not None:
+                raise CorruptStoreError(f"{COMMIT_NAME!r} is missing beside {IDENTITY_NAME}") from None
         try:
             return await self._writer.create(COMMIT_NAME, COMMIT_NBYTES)
         except WriteError as error:
@@ -371,7 +372,6 @@ class Store:
                 raise
             self._publish(record)
             self._free_slots()
-        await self._remove_surplus()
         return True
 
     async def _flush_slot(self, file: File) -> None:
@@ -395,11 +395,15 @@ class Store:
     def _free_slots(self) -> None:
         self._slots.committed(entry.slot for entry in self._record.entries)
 
-    async def _remove_surplus(self) -> None:
+    async def remove_surplus(self) -> None:
+        """Remove slots that are neither needed nor used any more; a failure is only logged."""
         async with self._slot_lock:
             for slot in self._slots.surplus():
-                if await self._writer.try_lock(self._files[slot]):
-                    await uninterrupted(self._remove_slot(slot))
+                try:
+                    if await self._writer.try_lock(self._files[slot]):
+                        await uninterrupted(self._remove_slot(slot))
+                except OSError as error:
+                    _log.warning("%s could not be removed: %s", slot_name(slot), error)
 
     # -- failure
 

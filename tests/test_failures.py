@@ -141,6 +141,16 @@ def test_a_failed_flush_latches_the_store(tmp_path: Path) -> None:
     assert loaded_step(tmp_path) == 5
 
 
+def test_a_surplus_slot_that_cannot_be_removed_fails_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, 0, 1, 2, keep_last=3)
+    with SyncCheckpointEngine(tmp_path, io=Failing(fail_at=1, kinds=("unlink",)), chunk_bytes=4096) as engine:
+        assert engine.checkpoint(state_of(3), step=3).result(60).step == 3
+        engine.drain()
+        assert engine.statistics().failed == 0
+    assert "could not be removed" in caplog.text
+    assert loaded_step(tmp_path) == 3
+
+
 def test_a_failed_read_is_told_with_its_errno(tmp_path: Path) -> None:
     save(tmp_path, 0)
     with pytest.raises(ReadError) as failed:
@@ -359,6 +369,14 @@ def test_a_missing_identity_beside_records_is_not_overwritten(tmp_path: Path) ->
     (tmp_path / "store.json").unlink()
     with pytest.raises(CorruptStoreError, match=r"store\.json"), SyncCheckpointEngine(tmp_path):
         pass
+
+
+def test_a_missing_commit_file_is_not_made_anew(tmp_path: Path) -> None:
+    save(tmp_path, 0)
+    (tmp_path / "commit").unlink()
+    with pytest.raises(CorruptStoreError, match="commit"), SyncCheckpointEngine(tmp_path):
+        pass
+    assert not (tmp_path / "commit").exists()
 
 
 def test_damaged_identity(tmp_path: Path) -> None:
