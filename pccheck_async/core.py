@@ -15,8 +15,15 @@ from typing import Any
 from pccheck_async.capture import take_snapshot
 from pccheck_async.config import Decisions, EngineConfig, decide
 from pccheck_async.copying import HostCopy
-from pccheck_async.errors import CheckpointError, ClosedError, CorruptStoreError, NoCheckpointError, ReadError
-from pccheck_async.info import CheckpointInfo, Metadata
+from pccheck_async.errors import (
+    CheckpointError,
+    ClosedError,
+    CorruptStoreError,
+    NoCheckpointError,
+    ReadError,
+    StateMismatchError,
+)
+from pccheck_async.info import CheckpointInfo, Metadata, check_step
 from pccheck_async.layout import Entry, check_metadata
 from pccheck_async.lifetime import forget, remember
 from pccheck_async.loop import EngineLoop
@@ -65,7 +72,7 @@ class EngineCore:
         self._stall = self._last_stall = self._state_seconds = 0.0
         self._clock = StageClock("capture", "commit", "restore")
         self.loop: EngineLoop
-        self._session: Session
+        self._session: Session | None = None
         self._store: Store
         self._decisions: Decisions
         self._pool: BufferPool
@@ -112,14 +119,15 @@ class EngineCore:
             raise ClosedError(f"the engine of {self.path} is {self._state}; make a new one")
         self._state = "opening"
         self.loop = EngineLoop()
+        remember(self)  # before the first lock: a child forked meanwhile must not keep it
         try:
             yield self._open()
         except BaseException:
             self._state = "closed"
+            forget(self)
             self.loop.stop()
             raise
         self._state = "open"
-        remember(self)
 
     async def _open(self) -> None:
         config = self.config
@@ -161,11 +169,14 @@ class EngineCore:
             return
         with self._admission:
             self._state = "closing"
+        left: list[PendingCheckpoint] = []
         try:
-            left: list[PendingCheckpoint] = yield self._close(deadline)
+            left = yield self._close(deadline)
         finally:
             self._state = "closed"
             forget(self)
+            if not left:
+                self.loop.stop()
         if left:
             steps = ", ".join(str(pending.step) for pending in left)
             error = CheckpointError(
@@ -174,8 +185,7 @@ class EngineCore:
             for pending in left:
                 pending.set_failed(error)
             raise error
-        self.loop.stop()
-        self.raise_unseen()
+        self.raise_untold()
 
     async def _close(self, deadline: float | None) -> list[PendingCheckpoint]:
         left: list[PendingCheckpoint] = []
@@ -184,7 +194,7 @@ class EngineCore:
         finally:
             if not left:
                 await self._scheduler.cancel_all()  # nothing, unless the drain was cancelled
-                await self._session.close()
+                await self._opened().close()
         return left
 
     def close_at_exit(self) -> str:
@@ -194,15 +204,14 @@ class EngineCore:
             self.block_on(self.close(self.config.exit_timeout))
         except Exception as error:  # noqa: BLE001 - nobody is left to raise it to
             return f"the engine of {self.path} was not closed before the interpreter exited; {error}"
-        return (
-            f"the engine of {self.path} was not closed before the interpreter exited; "
-            f"{waiting} checkpoint(s) in flight were drained"
-        )
+        drained = f"{waiting} checkpoint(s) in flight were drained" if waiting else "nothing was in flight"
+        return f"the engine of {self.path} was not closed before the interpreter exited; {drained}"
 
     def abandon(self) -> None:
         """In a forked child: let go of every descriptor; the engine lives on in the parent only."""
         self._state = "closed"
-        self._session.writer.abandon()
+        if self._session is not None:
+            self._session.writer.abandon()
 
     def check_alive(self) -> None:
         """Raise ClosedError unless the engine is open, here, in this process."""
@@ -210,8 +219,18 @@ class EngineCore:
             raise ClosedError(
                 "this engine belongs to the parent process; open one of your own (another folder) after a fork"
             )
+        if self._state in ("new", "opening"):
+            raise ClosedError(f"the engine of {self.path} is not open yet; use it as a context manager, or call open()")
         if self._state != "open":
-            raise ClosedError(f"the engine of {self.path} is {'not open yet' if self._state == 'new' else self._state}")
+            raise ClosedError(f"the engine of {self.path} is {self._state}")
+
+    def _opened(self) -> Session:
+        """The session of an engine that was opened, closed or not: what was counted stays readable."""
+        if self._session is None or self._state in ("new", "opening"):
+            raise ClosedError(
+                f"the engine of {self.path} was never opened; use it as a context manager, or call open()"
+            )
+        return self._session
 
     # -- checkpoints
 
@@ -221,9 +240,8 @@ class EngineCore:
         """Read the state and hand it to the scheduler, all on the caller's thread. Returns when it began, too."""
         start = time.perf_counter()
         self.check_alive()
-        self.raise_unseen()
-        if step is not None and type(step) is not int:
-            raise TypeError(f"step is an int, not {type(step).__name__}")
+        self.raise_untold()
+        step = check_step(step)
         plain = check_metadata(metadata or {})
         busy = self._busy(step)
         if busy is not None:
@@ -248,13 +266,21 @@ class EngineCore:
                 return None
             newest = next(reversed(self._in_flight))
             self._skipped += 1
-        _log.info("skipped the checkpoint of step %s: %d are in flight", step, self.config.max_in_flight)
+        _log.warning("skipped the checkpoint of step %s: %d are in flight", step, self.config.max_in_flight)
         return PendingCheckpoint.standing_for(newest, newest.step if step is None else step)
 
     def note_stall(self, start: float) -> None:
         """Count the time since ``start`` as time the caller was kept waiting."""
         self._last_stall = time.perf_counter() - start
         self._stall += self._last_stall
+
+    def warn_of(self, pending: PendingCheckpoint, error: Exception) -> bool:
+        """Warn of a failure instead of raising it, where the user chose that; False where it is to be raised."""
+        if self.config.on_error != "warn":
+            return False
+        pending.set_told()
+        warnings.warn(f"the checkpoint of step {pending.step} failed: {error}", RuntimeWarning, stacklevel=3)
+        return True
 
     async def abort(self, pending: PendingCheckpoint) -> None:
         """Cancel a checkpoint before its capture ended; nothing of it is running afterwards."""
@@ -284,21 +310,20 @@ class EngineCore:
             else:
                 self._durable += 1
 
-    def raise_unseen(self) -> None:
+    def raise_untold(self) -> None:
         """Raise the first failure that nobody waited for (or warn of it), the others as notes on it."""
         with self._admission:
-            unseen = [(pending, error) for pending, error in self._failed if not pending.failure_seen]
+            untold = [(pending, error) for pending, error in self._failed if not pending.failure_told]
             self._failed.clear()
-        if not unseen:
+        if not untold:
             return
-        for pending, _ in unseen:
-            pending.set_seen()
-        if self.config.on_error == "warn":
-            for pending, error in unseen:
-                warnings.warn(f"the checkpoint of step {pending.step} failed: {error}", RuntimeWarning, stacklevel=4)
+        untold = [(pending, error) for pending, error in untold if not self.warn_of(pending, error)]
+        if not untold:
             return
-        (_, first), *others = unseen
+        (told, first), *others = untold
+        told.set_told()
         for pending, error in others:
+            pending.set_told()
             first.add_note(f"the checkpoint of step {pending.step} failed too: {error}")
         raise first
 
@@ -307,13 +332,15 @@ class EngineCore:
     @property
     def infos(self) -> list[CheckpointInfo]:
         """Committed checkpoints, newest first."""
+        self._opened()
         return [entry.info for entry in self._store.entries]
 
     def restore(self, state: Mapping[str, Any], step: int | None) -> Steps:
         """Restore the newest checkpoint (or that of ``step``) into ``state``, falling back where one is damaged."""
         self.check_alive()
-        self.raise_unseen()
+        self.raise_untold()
         start = time.perf_counter()
+        step = check_step(step)
         entries = choose(self._store.entries, step)
         for position, entry in enumerate(entries):
             try:
@@ -327,6 +354,10 @@ class EngineCore:
                 if step is not None or position + 1 == len(entries):
                     raise
                 warn_damaged(entry, entries[position + 1], error)
+            except StateMismatchError as error:
+                if position:
+                    error.add_note("a newer, damaged checkpoint was tried before: the state may hold parts of it")
+                raise
             else:
                 _log.info("restored step %d in %.3f s", entry.step, time.perf_counter() - start)
                 return info
@@ -335,13 +366,14 @@ class EngineCore:
         return None
 
     def _restore(self, state: Mapping[str, Any], entry: Entry) -> Steps:
+        writer = self._opened().writer
         file = yield self._store.start_reading(entry)
         try:
-            manifest: Manifest = yield read_manifest(self._session.writer, file, entry, self._store.block_bytes)
+            manifest: Manifest = yield read_manifest(writer, file, entry, self._store.block_bytes)
             restoration: Restoration = match(state, manifest)
             pool = pool_for(manifest, self._pool)
             with self._clock.timed("restore", manifest.payload_nbytes):
-                yield read_payload(self._session.writer, self._backend, pool, file, manifest, restoration.targets)
+                yield read_payload(writer, self._backend, pool, file, manifest, restoration.targets)
         finally:
             yield self._store.stop_reading(entry)
         restoration.finish()
@@ -351,7 +383,8 @@ class EngineCore:
 
     def statistics(self) -> EngineStatistics:
         """Return a snapshot of everything counted so far."""
-        pool, store, io = self._pool.statistics(), self._store.statistics(), self._session.writer.statistics()
+        io = self._opened().writer.statistics()
+        pool, store = self._pool.statistics(), self._store.statistics()
         with self._admission:
             return EngineStatistics(
                 admitted=self._admitted,

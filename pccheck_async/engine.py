@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 from pccheck_async.config import Auto, EngineConfig
 from pccheck_async.core import EngineCore
@@ -97,6 +97,11 @@ class CheckpointEngine:
         """
         await self._core.run(self._core.close(deadline))
 
+    def __enter__(self) -> NoReturn:
+        raise TypeError("use 'async with CheckpointEngine(...)', or SyncCheckpointEngine where nothing is async")
+
+    def __exit__(self, *_: object) -> None: ...
+
     async def __aenter__(self) -> Self:
         return await self.open()
 
@@ -138,9 +143,12 @@ class CheckpointEngine:
         try:
             await pending.captured()
         except asyncio.CancelledError:
-            pending.set_seen()
+            pending.set_told()
             await self._core.loop.run(self._core.abort(pending))
             raise
+        except Exception as error:
+            if not self._core.warn_of(pending, error):
+                raise
         finally:
             self._core.note_stall(start)
         return pending
@@ -178,7 +186,7 @@ class CheckpointEngine:
         """
         self._core.check_alive()
         await self._core.loop.run(self._core.drain())
-        self._core.raise_unseen()
+        self._core.raise_untold()
 
     def wait_captured(self) -> None:
         """Block this thread until no capture reads the live state any more."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from types import MappingProxyType
 
-__all__ = ["CheckpointInfo", "Metadata"]
+__all__ = ["CheckpointInfo", "Metadata", "check_step"]
 
 Metadata = Mapping[str, str | int | float | bool | None]
 
@@ -36,3 +37,16 @@ class CheckpointInfo:
     def created(self) -> datetime:
         """The capture time as an aware datetime in UTC."""
         return datetime.fromtimestamp(self.time, UTC)
+
+
+def check_step(step: object) -> int | None:
+    """Return a user's step as an int (numpy's integers too), None for none. Raises TypeError, ValueError."""
+    if step is None:
+        return None
+    try:
+        number = operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"step is a whole number, not {step!r}") from None
+    if not -(1 << 63) <= number < 1 << 63:
+        raise ValueError(f"step has at most 64 bits, {step!r} does not")
+    return number

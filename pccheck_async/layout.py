@@ -187,6 +187,8 @@ def decode_identity(data: bytes) -> Identity:
 def check_metadata(metadata: Mapping[str, object]) -> dict[str, str | int | float | bool | None]:
     """Validate user metadata: names to plain values, small. Raises UnsupportedStateError."""
     try:
+        if not isinstance(metadata, Mapping):
+            raise TypeError(f"not {type(metadata).__name__}")
         encoded = msgspec.msgpack.encode(dict(metadata))
         plain = _metadata_decoder.decode(encoded)
     except (TypeError, OverflowError, UnicodeEncodeError, msgspec.MsgspecError) as error:

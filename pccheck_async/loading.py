@@ -13,7 +13,7 @@ import torch
 from pccheck_async.config import Auto, EngineConfig, decide
 from pccheck_async.copying import HostCopy
 from pccheck_async.errors import CorruptStoreError, NoCheckpointError, ReadError
-from pccheck_async.info import CheckpointInfo
+from pccheck_async.info import CheckpointInfo, check_step
 from pccheck_async.layout import COMMIT_NAME, Entry, Identity, Record, slot_name
 from pccheck_async.loop import EngineLoop
 from pccheck_async.machine import available_cores, available_memory
@@ -184,6 +184,7 @@ async def _load(
     io: IO,
 ) -> dict[str, Any]:
     config = EngineConfig(host_memory=host_memory)
+    step = check_step(step)
 
     async def work(session: Session) -> dict[str, Any]:
         reader = await _Reader.open(session)

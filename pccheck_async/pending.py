@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from pccheck_async.info import CheckpointInfo
@@ -30,7 +31,9 @@ class PendingCheckpoint:
         self.skipped = False
         self._captured: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._durable: concurrent.futures.Future[CheckpointInfo] = concurrent.futures.Future()
-        self._seen = False
+        self._target = self  # whose result is waited for
+        self._told = False
+        self._waiters: set[object] = set()
         # Running futures cannot be cancelled: cancelling an await only stops that waiting.
         self._captured.set_running_or_notify_cancel()
         self._durable.set_running_or_notify_cancel()
@@ -41,8 +44,7 @@ class PendingCheckpoint:
         skipped = cls(step, newest.counter)
         skipped.skipped = True
         skipped._captured.set_result(None)
-        skipped._durable = newest._durable
-        skipped._seen = True
+        skipped._target = newest._target
         return skipped
 
     async def captured(self) -> None:
@@ -53,9 +55,8 @@ class PendingCheckpoint:
         Raises:
             CheckpointError: what made the checkpoint fail before its capture was complete.
         """
-        self._seen = True
-        await wait_for(self._captured)
-        self._seen = False  # a failure after the capture is still to be told
+        with self._waiting(self._captured):
+            await wait_for(self._captured)
 
     async def durable(self) -> CheckpointInfo:
         """Wait until the checkpoint is committed.
@@ -67,29 +68,39 @@ class PendingCheckpoint:
         Raises:
             CheckpointError: what made it fail. Nothing of it was committed; older checkpoints are untouched.
         """
-        self._seen = True
-        return await wait_for(self._durable)
+        target = self._target
+        with target._waiting(target._durable):
+            return await wait_for(target._durable)
 
     def __await__(self) -> Generator[Any, None, CheckpointInfo]:
         return self.durable().__await__()
 
     def result(self, timeout: float | None = None) -> CheckpointInfo:
         """Block until durable, for code that is not async (see :meth:`durable`). Raises TimeoutError."""
-        self._seen = True
-        try:
-            return self._durable.result(timeout)
-        except TimeoutError:
-            if not self._durable.done():
-                self._seen = False
-            raise
+        target = self._target
+        with target._waiting(target._durable):
+            return target._durable.result(timeout)
 
     def wait_captured(self, timeout: float | None = None) -> None:
         """Block until captured, for code that is not async (see :meth:`captured`). Raises TimeoutError."""
-        self._captured.result(timeout)
+        with self._waiting(self._captured):
+            self._captured.result(timeout)
 
     def done(self) -> bool:
         """Whether it is durable, superseded or failed."""
-        return self._durable.done()
+        return self._target._durable.done()
+
+    @contextmanager
+    def _waiting(self, future: concurrent.futures.Future[Any]) -> Iterator[None]:
+        """Whoever waits here while it fails has been told; whoever gave up waiting before has not."""
+        waiter = object()
+        self._waiters.add(waiter)
+        try:
+            yield
+        finally:
+            if future.done() and future.exception() is not None:
+                self._told = True
+            self._waiters.discard(waiter)
 
     def __repr__(self) -> str:
         state = (
@@ -115,9 +126,9 @@ class PendingCheckpoint:
         return self._captured.done()
 
     @property
-    def failure_seen(self) -> bool:
-        """Whether somebody waited for the result, so that a failure has been told."""
-        return self._seen
+    def failure_told(self) -> bool:
+        """Whether somebody got to know of the failure, or is waiting and will."""
+        return self._told or bool(self._waiters)
 
     def set_captured(self) -> None:
         """Note the end of the capture."""
@@ -138,6 +149,6 @@ class PendingCheckpoint:
         if not self._durable.done():
             self._durable.set_exception(error)
 
-    def set_seen(self) -> None:
+    def set_told(self) -> None:
         """Note that the failure was told to the user."""
-        self._seen = True
+        self._told = True

@@ -69,6 +69,11 @@ class BufferPool:
         self._free = list(range(count - 1, -1, -1))
         self._touched = 0
 
+    @property
+    def available(self) -> int:
+        """Buffers that could be leased without waiting."""
+        return len(self._free)
+
     async def lease(self) -> BufferLease:
         """Wait for a buffer, first come, first served. Cancellation: leases nothing."""
         permit = await self._limiter.acquire()

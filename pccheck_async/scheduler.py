@@ -169,6 +169,9 @@ class Scheduler:
                 # Beside the capture: what holds the trainer up is the copy, never the store.
                 reserving = group.create_task(self._store.reserve(slot_bytes))
                 for index, chunk in enumerate(plan.chunks):
+                    if not reserving.done() and self._pool.available <= 1:
+                        # The last buffer is for those that have their slot: else two would wait for each other.
+                        await asyncio.wait((reserving,))
                     lease = await self._pool.lease()
                     saving = self._save_chunk(capture, index, chunk, reserving, lease.view)
                     # The lease outlives the task, also one that is cancelled before it ran at all (I9).

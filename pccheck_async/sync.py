@@ -84,8 +84,11 @@ class SyncCheckpointEngine:
         pending, start = self._core.admit(state, step, metadata)
         try:
             pending.wait_captured()
-        except BaseException:
-            pending.set_seen()
+        except Exception as error:
+            if not self._core.warn_of(pending, error):
+                raise
+        except BaseException:  # KeyboardInterrupt
+            pending.set_told()
             self._core.loop.call(self._core.abort(pending))
             raise
         finally:
@@ -101,7 +104,7 @@ class SyncCheckpointEngine:
         """Block until every checkpoint admitted so far ended; raises the failure of one that nobody saw."""
         self._core.check_alive()
         self._core.loop.call(self._core.drain())
-        self._core.raise_unseen()
+        self._core.raise_untold()
 
     def wait_captured(self) -> None:
         """Block until no capture reads the live state any more."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ import torch
 from pccheck_async import (
     CheckpointEngine,
     CheckpointError,
+    ClosedError,
     CorruptStoreError,
     NoCheckpointError,
     PendingCheckpoint,
@@ -529,3 +532,136 @@ def test_no_warning_without_a_reason(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         save(tmp_path, 1)
         assert loaded_step(tmp_path) == 1
+
+
+# -- who is told of a failure
+
+
+def stuck_writer() -> tuple[list[StuckWriter], Any]:
+    made: list[StuckWriter] = []
+
+    def make(path: str, operations: Operations) -> Writer:
+        made.append(StuckWriter(FailingWriter(PosixWriter(path, operations), fail_at=2, kinds=("write",)), kinds=()))
+        return made[0]
+
+    return made, make
+
+
+def test_who_stopped_waiting_was_not_told(tmp_path: Path) -> None:
+    stuck, make = stuck_writer()
+
+    async def main() -> None:
+        async with CheckpointEngine(tmp_path, io=make) as engine:
+            stuck[0].hold("write")
+            pending = await engine.checkpoint(state_of(1), step=1)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(pending.durable(), 0.01)
+            await pending.captured()
+            stuck[0].release()
+            with pytest.raises(WriteError):
+                await engine.drain()
+
+    asyncio.run(main())
+
+
+def test_whoever_waits_is_told_and_nobody_twice(tmp_path: Path) -> None:
+    stuck, make = stuck_writer()
+
+    async def main() -> None:
+        async with CheckpointEngine(tmp_path, io=make, max_in_flight=1, on_busy="skip") as engine:
+            stuck[0].hold("write")
+            pending = await engine.checkpoint(state_of(1), step=1)
+            skipped = await engine.checkpoint(state_of(2), step=2)
+            assert skipped.skipped
+            waiting = asyncio.create_task(skipped.durable())
+            await asyncio.sleep(0)
+            await pending.captured()
+            stuck[0].release()
+            with pytest.raises(WriteError):
+                await waiting
+
+    asyncio.run(main())
+
+
+def test_on_error_warn_never_raises_into_the_trainer(tmp_path: Path) -> None:
+    """Also where the failure comes while the state is captured."""
+    failing = Failing(fail_at=2, kinds=("create",), error=errno.ENOSPC, stays=True)
+    with SyncCheckpointEngine(tmp_path, io=failing, chunk_bytes=4096, host_memory=8192, on_error="warn") as engine:
+        for step in range(2):
+            with pytest.warns(RuntimeWarning, match=f"step {step} failed"):
+                engine.checkpoint({"tensor": torch.zeros(100_000)}, step=step)
+        assert engine.statistics().failed == 2
+
+
+# -- edges of an engine's life
+
+
+def test_reading_from_an_engine_that_was_never_opened(tmp_path: Path) -> None:
+    engine = SyncCheckpointEngine(tmp_path)
+    for read in (engine.checkpoints, engine.statistics, lambda: engine.latest):
+        with pytest.raises(ClosedError, match="never opened"):
+            read()
+    with engine:
+        pass
+    assert engine.checkpoints() == []
+    assert engine.statistics().durable == 0
+
+
+def test_the_wrong_with() -> None:
+    with pytest.raises(TypeError, match="async with"), CheckpointEngine("unused"):
+        pass
+
+
+def test_a_cancelled_close_still_closes(tmp_path: Path) -> None:
+    stuck, make = stuck_writer()
+
+    async def main() -> None:
+        engine = await CheckpointEngine(tmp_path, io=make).open()
+        stuck[0].hold("write")
+        pending = await engine.checkpoint(state_of(1), step=1)
+        closing = asyncio.create_task(engine.close())
+        await asyncio.to_thread(stuck[0].wait_stuck)
+        closing.cancel()
+        await asyncio.sleep(0)
+        stuck[0].release()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        with pytest.raises(CheckpointError):
+            await pending
+        with pytest.raises(ClosedError):
+            await engine.checkpoint(state_of(2), step=2)
+
+    asyncio.run(main())
+
+
+def test_readers_and_a_small_pool_do_not_make_two_checkpoints_wait_for_each_other(tmp_path: Path) -> None:
+    """One checkpoint waits for a slot that the other will free, the other for a buffer that the first one holds."""
+    big = {"tensor": torch.zeros(50_000)}
+    with SyncCheckpointEngine(tmp_path, max_in_flight=2, host_memory=16384, chunk_bytes=4096) as engine:
+        engine.checkpoint(big, step=0).result(60)
+        engine.checkpoint(big, step=1).result(60)
+        held = [os.open(tmp_path / f"slot-00{n}", os.O_RDONLY) for n in range(3)]
+        locked = 0
+        for fd in held:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                locked += 1
+            except BlockingIOError:
+                pass
+            if locked == 2:
+                break
+        try:
+            pendings: list[PendingCheckpoint] = []
+            threads = [
+                threading.Thread(target=lambda n=n: pendings.append(engine.checkpoint(big, step=n)))
+                for n in range(2, 6)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+            assert len(pendings) == 4
+            assert max(pending.result(60).step for pending in pendings) in range(2, 6)
+        finally:
+            for fd in held:
+                os.close(fd)

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 from pccheck_async import SyncCheckpointEngine
-from tests.campaign import disk
+from tests.campaign.disk import raw_disk
 
 
 def build(nbytes: int, tensors: int) -> dict[str, torch.Tensor]:
@@ -60,7 +60,7 @@ def main() -> None:
     write, read, stall = [], [], []
     with (
         tempfile.TemporaryDirectory(dir=args.folder) as folder,
-        disk.scratch(Path(folder), nbytes) as scratch,
+        raw_disk(Path(folder), nbytes) as disk,
         SyncCheckpointEngine(Path(folder) / "store", max_in_flight=1, host_memory=memory, io=args.io) as engine,
     ):
         for warm in range(2):  # both slots written once, as the scratch file is
@@ -70,21 +70,21 @@ def main() -> None:
         base = peak_rss()
         for pair in range(args.pairs):
             change(state, pair)
-            limit = disk.best_write(scratch, nbytes)
+            limit = disk.best_write()
             start = time.perf_counter()
             pending = engine.checkpoint(state, step=pair)
             stall.append(time.perf_counter() - start)
             pending.result()
             ours = time.perf_counter() - start
-            limit = min(limit, disk.best_write(scratch, nbytes))
+            limit = min(limit, disk.best_write())
             write.append(limit / ours)
         print(f"peak RSS {before >> 20} MiB after warm-up, later {(peak_rss() - base) >> 20} MiB more")
         for _ in range(args.pairs):
-            limit = disk.best_read(scratch, nbytes)
+            limit = disk.best_read()
             start = time.perf_counter()
             engine.restore(state)
             ours = time.perf_counter() - start
-            limit = min(limit, disk.best_read(scratch, nbytes))
+            limit = min(limit, disk.best_read())
             read.append(limit / ours)
         found = engine.statistics()
     print(spread("durable: share of the raw write limit", write))
