@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Coroutine, Generator, Mapping
+from concurrent import futures
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -26,13 +27,14 @@ from pccheck_async.errors import (
 from pccheck_async.info import CheckpointInfo, Metadata, check_step
 from pccheck_async.layout import Entry, check_metadata
 from pccheck_async.lifetime import forget, remember
-from pccheck_async.loop import EngineLoop
+from pccheck_async.loop import EngineLoop, finish
 from pccheck_async.machine import available_cores, available_memory
 from pccheck_async.manifest import Manifest
 from pccheck_async.memory import PAGE_BYTES
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.plan import Planner
 from pccheck_async.pool import BufferPool
+from pccheck_async.read_lease import DroppedMeanwhileError, ReadLease
 from pccheck_async.reading import choose, pool_for, warn_damaged
 from pccheck_async.restore import read_manifest, read_payload
 from pccheck_async.scheduler import Job, Scheduler
@@ -63,7 +65,7 @@ class EngineCore:
         self.config = config
         self._io = io
         self._pid = os.getpid()
-        self._admission = threading.Lock()
+        self._admission = threading.RLock()  # a signal handler may checkpoint, too
         self._state = "new"
         self._counter = -1
         self._in_flight: dict[PendingCheckpoint, None] = {}
@@ -125,6 +127,8 @@ class EngineCore:
         except BaseException:
             self._state = "closed"
             forget(self)
+            if self._session is not None:  # opened, and then the caller was cancelled before it got to know
+                self.loop.call(self._session.close())
             self.loop.stop()
             raise
         self._state = "open"
@@ -133,7 +137,7 @@ class EngineCore:
         config = self.config
         cores, memory = available_cores(), available_memory()
         first = decide(config, block_bytes=PAGE_BYTES, cores=cores, memory=memory)
-        self._session = open_session(self.path, self._io, writers=first.writers, copiers=first.copiers)
+        self._session = await open_session(self.path, self._io, writers=first.writers, copiers=first.copiers)
         try:
             writer = self._session.writer
             self._store = Store(writer, keep_last=config.keep_last, max_in_flight=config.max_in_flight)
@@ -156,7 +160,8 @@ class EngineCore:
             )
             self._counter = self._store.largest_counter
         except BaseException:
-            await self._session.close()
+            session, self._session = self._session, None
+            await session.close()
             raise
 
     def close(self, deadline: float | None = None) -> Steps:
@@ -194,7 +199,9 @@ class EngineCore:
         finally:
             if not left:
                 await self._scheduler.cancel_all()  # nothing, unless the drain was cancelled
+                await self.loop.end_others()  # restores of other threads
                 await self._opened().close()
+                self._pool.close()
         return left
 
     def close_at_exit(self) -> str:
@@ -250,12 +257,17 @@ class EngineCore:
         self._state_seconds += time.perf_counter() - start
         with self._admission:
             self.check_alive()
-            counter = self._counter + 1
-            pending = PendingCheckpoint(counter if step is None else step, counter)
-            self.loop.loop.call_soon_threadsafe(self._scheduler.start, Job(pending, snapshot, plain))
-            self._counter = counter
+            busy = self._busy(step)  # others may have been admitted meanwhile
+            if busy is not None:
+                return busy, start
+            # All is noted before the engine hears of it: an interrupt in between must not give a counter away twice.
+            self._counter += 1
+            pending = PendingCheckpoint(self._counter if step is None else step, self._counter)
             self._admitted += 1
             self._in_flight[pending] = None
+            if not self.loop.post(self._scheduler.start, Job(pending, snapshot, plain)):
+                del self._in_flight[pending]
+                raise ClosedError(f"the engine of {self.path} is closed")
         return pending, start
 
     def _busy(self, step: int | None) -> PendingCheckpoint | None:
@@ -283,8 +295,29 @@ class EngineCore:
         return True
 
     async def abort(self, pending: PendingCheckpoint) -> None:
-        """Cancel a checkpoint before its capture ended; nothing of it is running afterwards."""
-        await self._scheduler.abort(pending)
+        """Cancel a checkpoint before its capture ended; returns once nothing of it is running, cancelled or not."""
+        aborting = self._start_abort(pending)
+        if aborting is not None:
+            await finish(aborting)
+            self._note_abort(pending, aborting)
+
+    def abort_blocking(self, pending: PendingCheckpoint) -> None:
+        """Do the same as :meth:`abort`, blocking."""
+        aborting = self._start_abort(pending)
+        if aborting is not None:
+            futures.wait([aborting])
+            self._note_abort(pending, aborting)
+
+    def _start_abort(self, pending: PendingCheckpoint) -> futures.Future[bool] | None:
+        try:
+            return self.loop.submit(self._scheduler.abort(pending))[0]
+        except ClosedError:
+            return None  # closing ended it
+
+    @staticmethod
+    def _note_abort(pending: PendingCheckpoint, aborting: futures.Future[bool]) -> None:
+        if aborting.exception() is None and aborting.result():
+            pending.set_told()  # else it was captured already and goes on
 
     def wait_captured(self) -> None:
         """Block until no capture of a checkpoint admitted so far reads the live state any more."""
@@ -341,21 +374,22 @@ class EngineCore:
         self.raise_untold()
         start = time.perf_counter()
         step = check_step(step)
-        entries = choose(self._store.entries, step)
-        for position, entry in enumerate(entries):
+        unreadable: set[int] = set()
+        while (entry := choose(self._store.entries, step, unreadable)) is not None:
             try:
                 info = yield from self._restore(state, entry)
-            except CorruptStoreError as error:
-                self._store.mark_damaged(entry.counter)
-                if step is not None or position + 1 == len(entries):
+            except DroppedMeanwhileError:
+                continue  # newer ones were committed
+            except (CorruptStoreError, ReadError) as error:
+                if isinstance(error, CorruptStoreError):
+                    self.loop.post(self._store.mark_damaged, entry.counter)
+                unreadable.add(entry.counter)
+                older = choose(self._store.entries, step, unreadable)
+                if step is not None or older is None:
                     raise
-                warn_damaged(entry, entries[position + 1], error)
-            except ReadError as error:
-                if step is not None or position + 1 == len(entries):
-                    raise
-                warn_damaged(entry, entries[position + 1], error)
+                warn_damaged(entry, older, error)
             except StateMismatchError as error:
-                if position:
+                if unreadable:
                     error.add_note("a newer, damaged checkpoint was tried before: the state may hold parts of it")
                 raise
             else:
@@ -367,15 +401,16 @@ class EngineCore:
 
     def _restore(self, state: Mapping[str, Any], entry: Entry) -> Steps:
         writer = self._opened().writer
-        file = yield self._store.start_reading(entry)
+        lease = ReadLease(self._store, entry)
         try:
+            file = yield lease.take()
             manifest: Manifest = yield read_manifest(writer, file, entry, self._store.block_bytes)
             restoration: Restoration = match(state, manifest)
             pool = pool_for(manifest, self._pool)
             with self._clock.timed("restore", manifest.payload_nbytes):
                 yield read_payload(writer, self._backend, pool, file, manifest, restoration.targets)
         finally:
-            yield self._store.stop_reading(entry)
+            self.loop.post(lease.give_back)
         restoration.finish()
         return entry.info
 

@@ -143,8 +143,7 @@ class CheckpointEngine:
         try:
             await pending.captured()
         except asyncio.CancelledError:
-            pending.set_told()
-            await self._core.loop.run(self._core.abort(pending))
+            await self._core.abort(pending)
             raise
         except Exception as error:
             if not self._core.warn_of(pending, error):

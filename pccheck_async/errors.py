@@ -74,10 +74,21 @@ class StateMismatchError(CheckpointError, ValueError):
         missing: Paths the state has and the checkpoint lacks.
         unexpected: Paths the checkpoint has and the state lacks.
         mismatched: Paths both have with another shape, dtype or type, each with what was found.
+
+    Args:
+        message: What to say instead of listing the three.
+        missing: See above.
+        unexpected: See above.
+        mismatched: See above.
     """
 
     def __init__(
-        self, *, missing: Sequence[str] = (), unexpected: Sequence[str] = (), mismatched: Sequence[str] = ()
+        self,
+        message: str = "",
+        *,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        mismatched: Sequence[str] = (),
     ) -> None:
         self.missing = tuple(missing)
         self.unexpected = tuple(unexpected)
@@ -91,7 +102,7 @@ class StateMismatchError(CheckpointError, ValueError):
             )
             if paths
         ]
-        super().__init__("the checkpoint does not fit this state; nothing was restored. " + "; ".join(parts))
+        super().__init__(message or "the checkpoint does not fit this state; nothing was restored. " + "; ".join(parts))
 
 
 class TornCaptureError(CheckpointError):

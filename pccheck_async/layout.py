@@ -207,6 +207,8 @@ def encode_record(record: Record, store_id: bytes, block_bytes: int) -> bytes:
     """Return one copy of a record, padded to whole blocks."""
     if len(record.entries) > MOST_ENTRIES:
         raise ValueError(f"{len(record.entries)} checkpoints, a record holds at most {MOST_ENTRIES}")
+    if not _sane(record.entries):
+        raise ValueError("counters fall, slots differ, nothing is negative: no reader would accept this record")
     body = msgspec.msgpack.encode(record.entries)
     checked = _CHECKED_HEADER.pack(MAGIC, FORMAT_VERSION, len(body), store_id, record.generation)
     value = checksum.crc32(body, checksum.crc32(checked))

@@ -41,8 +41,6 @@ def _drain_at_exit() -> None:
 
 
 def _abandon_in_child() -> None:
-    # The child shares the parent's open files, and with them its locks: an orphaned DataLoader worker must not keep
-    # them.
     engines = list(_open.values())
     _open.clear()
     for engine in engines:

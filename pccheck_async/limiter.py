@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -74,7 +75,8 @@ class Limiter:
             if waiter.done() and not waiter.cancelled():
                 self._release()
             else:
-                self._waiters.remove(waiter)
+                with suppress(ValueError):  # a release may have passed over it already
+                    self._waiters.remove(waiter)
             raise
         return Permit(self)
 

@@ -145,12 +145,12 @@ class _Reader:
             try:
                 file = await writer.open(slot_name(entry.slot), writable=False)
             except FileNotFoundError:
-                if entry in (await self.record()).entries:
+                if _names(await self.record(), entry):
                     return entry, None
-                continue
-            if await writer.try_lock(file, shared=True) and entry in (await self.record()).entries:
-                return entry, file
-            await writer.close_file(file)
+            else:
+                if await writer.try_lock(file, shared=True) and _names(await self.record(), entry):
+                    return entry, file
+                await writer.close_file(file)
             if clock() > deadline:
                 raise ReadError(f"the checkpoints change faster than they can be locked ({_LOCK_SECONDS} s)")
             await asyncio.sleep(_POLL_SECONDS)
@@ -160,7 +160,7 @@ async def _with_session(
     path: str | os.PathLike[str], io: IO, work: Callable[[Session], Coroutine[Any, Any, T]], config: EngineConfig
 ) -> T:
     decided = decide(config, block_bytes=4096, cores=available_cores(), memory=available_memory())
-    session = open_session(path, io, writers=decided.writers, copiers=decided.copiers)
+    session = await open_session(path, io, writers=decided.writers, copiers=decided.copiers)
     try:
         return await work(session)
     finally:
@@ -196,7 +196,7 @@ async def _load(
         pool = BufferPool(decided.host_memory, decided.chunk_bytes)
         unreadable: set[int] = set()
         while True:
-            locked = await reader.lock(lambda record: _next(record, step, unreadable))
+            locked = await reader.lock(lambda record: choose(record.entries, step, unreadable))
             if locked is None:
                 raise NoCheckpointError(
                     f"{os.fspath(path)} holds no checkpoint" + ("" if step is None else f" of step {step}")
@@ -206,7 +206,7 @@ async def _load(
                 return await _read(reader, entry, file, pool, keys, device)
             except (CorruptStoreError, ReadError) as error:
                 unreadable.add(entry.counter)
-                older = _next(await reader.record(), step, unreadable)
+                older = choose((await reader.record()).entries, step, unreadable)
                 if step is not None or older is None:
                     raise
                 warn_damaged(entry, older, error)
@@ -217,9 +217,9 @@ async def _load(
     return await _with_session(path, io, work, config)
 
 
-def _next(record: Record, step: int | None, unreadable: set[int]) -> Entry | None:
-    entries = choose(record.entries, step)
-    return next((entry for entry in entries if entry.counter not in unreadable), None)
+def _names(record: Record, entry: Entry) -> bool:
+    """Whether a record still names this checkpoint; its metadata may hold NaN, which equals nothing."""
+    return any((found.counter, found.slot) == (entry.counter, entry.slot) for found in record.entries)
 
 
 async def _read(

@@ -14,7 +14,9 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
-__all__ = ["EngineLoop", "wait_for"]
+from pccheck_async.errors import ClosedError
+
+__all__ = ["EngineLoop", "finish", "wait_for"]
 
 T = TypeVar("T")
 
@@ -26,6 +28,8 @@ class EngineLoop:
         self.loop, self.kind = _new_loop()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._guard = threading.Lock()
+        self._stopping = False
         self._thread.start()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> tuple[concurrent.futures.Future[T], Callable[[], None]]:
@@ -33,6 +37,9 @@ class EngineLoop:
 
         The future ends when the coroutine has ended, also after a cancellation, and it cannot itself be cancelled:
         whoever waits for it knows that nothing is running any more.
+
+        Raises:
+            ClosedError: the loop was stopped, or (in the future) is stopped before the coroutine ended.
         """
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         future.set_running_or_notify_cancel()
@@ -41,7 +48,8 @@ class EngineLoop:
         def ended(done: asyncio.Task[T]) -> None:
             self._tasks.discard(done)
             if done.cancelled():
-                future.set_exception(concurrent.futures.CancelledError())
+                stopped = ClosedError("the engine was closed meanwhile")
+                future.set_exception(stopped if self._stopping else concurrent.futures.CancelledError())
             elif (error := done.exception()) is not None:
                 future.set_exception(error)
             else:
@@ -54,14 +62,29 @@ class EngineLoop:
             task.add_done_callback(ended)
 
         def cancel() -> None:
-            self.loop.call_soon_threadsafe(lambda: task.cancel() if task else None)
+            self.post(lambda: task.cancel() if task else None)
 
-        try:
-            self.loop.call_soon_threadsafe(start)
-        except RuntimeError:
+        if not self.post(start):
             coroutine.close()
-            raise
+            raise ClosedError("the engine is closed")
         return future, cancel
+
+    def post(self, function: Callable[..., Any], *arguments: Any) -> bool:
+        """Call a function on this loop soon, from any thread; False where the loop was stopped, and then never."""
+        with self._guard:
+            if not self._stopping:
+                self.loop.call_soon_threadsafe(function, *arguments)
+            return not self._stopping
+
+    async def end_others(self) -> None:
+        """Cancel what other threads run on this loop, and wait until it ended. Called on this loop, before stopping."""
+        with self._guard:
+            self._stopping = True
+        others = self._tasks - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        if others:
+            await asyncio.wait(others)
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         """Run a coroutine here and block the calling thread until it ended. On TimeoutError it is cancelled first."""
@@ -90,8 +113,11 @@ class EngineLoop:
 
     def stop(self) -> None:
         """End the loop and its thread. Idempotent; must not be called on the loop's own thread."""
+        with self._guard:
+            self._stopping = True
         if self._thread.is_alive():
-            self.loop.call_soon_threadsafe(self.loop.stop)
+            with suppress(RuntimeError):  # closed meanwhile, by another thread that stops it
+                self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()
 
     def _refuse_own_thread(self, coroutine: Coroutine[Any, Any, T]) -> None:
@@ -103,9 +129,8 @@ class EngineLoop:
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_forever()
-            with suppress(
-                RuntimeError
-            ):  # while the interpreter exits no thread can be started, and none is left to stop
+            self.loop.run_until_complete(self.end_others())
+            with suppress(RuntimeError):  # no thread can be started while the interpreter exits, and none is left
                 self.loop.run_until_complete(self.loop.shutdown_default_executor())
         finally:
             self.loop.close()

@@ -6,7 +6,7 @@ import mmap
 import os
 from contextlib import suppress
 
-__all__ = ["PAGE_BYTES", "map_memory"]
+__all__ = ["PAGE_BYTES", "aligned_buffer", "map_memory"]
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -28,3 +28,8 @@ def map_memory(nbytes: int) -> mmap.mmap:
             with suppress(OSError):  # advice only: a kernel built without it still works
                 memory.madvise(value)
     return memory
+
+
+def aligned_buffer(nbytes: int) -> memoryview:
+    """Return a page-aligned buffer of ``nbytes`` zeros of its own; it is unmapped when the last view of it is gone."""
+    return memoryview(map_memory(nbytes))[:nbytes]

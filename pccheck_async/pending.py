@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from pccheck_async.info import CheckpointInfo
@@ -132,21 +132,21 @@ class PendingCheckpoint:
 
     def set_captured(self) -> None:
         """Note the end of the capture."""
-        if not self._captured.done():
+        with suppress(concurrent.futures.InvalidStateError):  # whoever was first decided
             self._captured.set_result(None)
 
     def set_durable(self, info: CheckpointInfo, *, superseded: bool = False) -> None:
         """Note the commit, or the newest checkpoint where this one is superseded."""
         self.superseded = superseded
         self.set_captured()
-        if not self._durable.done():
+        with suppress(concurrent.futures.InvalidStateError):
             self._durable.set_result(info)
 
     def set_failed(self, error: BaseException) -> None:
         """Note the failure."""
-        if not self._captured.done():
+        with suppress(concurrent.futures.InvalidStateError):
             self._captured.set_exception(error)
-        if not self._durable.done():
+        with suppress(concurrent.futures.InvalidStateError):
             self._durable.set_exception(error)
 
     def set_told(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pccheck_async.limiter import Limiter, Permit
-from pccheck_async.memory import map_memory
+from pccheck_async.memory import aligned_buffer
 
 __all__ = ["BufferLease", "BufferPool", "PoolStatistics"]
 
@@ -63,8 +63,7 @@ class BufferPool:
             raise ValueError(f"host_memory of {nbytes} bytes holds no buffer of {buffer_bytes} bytes")
         self.nbytes = count * buffer_bytes
         self.buffer_bytes = buffer_bytes
-        self._memory = map_memory(count * buffer_bytes)
-        self._view = memoryview(self._memory)
+        self._view = aligned_buffer(count * buffer_bytes)
         self._limiter = Limiter(count)
         self._free = list(range(count - 1, -1, -1))
         self._touched = 0
@@ -81,6 +80,10 @@ class BufferPool:
         self._touched = max(self._touched, index + 1)
         start = index * self.buffer_bytes
         return BufferLease(self, permit, index, self._view[start : start + self.buffer_bytes])
+
+    def close(self) -> None:
+        """Let the memory go; no buffer is leased any more. What was counted stays readable."""
+        self._view = memoryview(b"")
 
     def statistics(self) -> PoolStatistics:
         """Return the current use."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from pccheck_async.layout import Entry
 from pccheck_async.manifest import Manifest
@@ -15,11 +15,10 @@ __all__ = ["choose", "pool_for", "warn_damaged"]
 _log = logging.getLogger("pccheck_async")
 
 
-def choose(entries: Sequence[Entry], step: int | None) -> list[Entry]:
-    """Return the checkpoints to try, in order: all, newest first; with a step only the newest one of that step."""
-    if step is None:
-        return list(entries)
-    return [entry for entry in entries if entry.step == step][:1]
+def choose(entries: Sequence[Entry], step: int | None, unreadable: Collection[int] = ()) -> Entry | None:
+    """Return the checkpoint to read: the newest, or the newest of ``step``, without those found ``unreadable``."""
+    wanted = (entry for entry in entries if step is None or entry.step == step)
+    return next((entry for entry in wanted if entry.counter not in unreadable), None)
 
 
 def pool_for(manifest: Manifest, pool: BufferPool) -> BufferPool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-
 from pccheck_async.errors import CorruptStoreError
 from pccheck_async.layout import (
     COMMIT_NAME,
@@ -11,11 +9,10 @@ from pccheck_async.layout import (
     IDENTITY_NAME,
     Identity,
     Record,
-    align,
     decode_identity,
     newest_record,
 )
-from pccheck_async.memory import map_memory
+from pccheck_async.memory import aligned_buffer
 from pccheck_async.writer import File, Writer
 
 __all__ = ["read_identity", "read_record"]
@@ -33,14 +30,9 @@ async def read_record(writer: Writer, commit: File, identity: Identity) -> Recor
     A store is created with a first, empty record, and a crash while one record is written never touches the other: so
     a store without any valid record was damaged.
     """
-    memory: mmap.mmap = map_memory(align(COMMIT_NBYTES, identity.block_bytes))
-    view = memoryview(memory)[:COMMIT_NBYTES]
-    try:
-        got = await writer.read(commit, 0, view)
-        record = newest_record(view[:got], identity.id_bytes)
-    finally:
-        view.release()
-        memory.close()
+    view = aligned_buffer(COMMIT_NBYTES)
+    got = await writer.read(commit, 0, view)
+    record = newest_record(view[:got], identity.id_bytes)
     if record is None:
         raise CorruptStoreError(
             f"no copy of a commit record in {COMMIT_NAME!r} is valid; the checkpoints themselves may be whole: "

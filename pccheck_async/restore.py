@@ -16,7 +16,7 @@ from pccheck_async.errors import CorruptStoreError
 from pccheck_async.failures import first_failure
 from pccheck_async.layout import Entry, align
 from pccheck_async.manifest import ChunkEntry, Manifest, decode
-from pccheck_async.memory import map_memory
+from pccheck_async.memory import aligned_buffer
 from pccheck_async.plan import scatter_segments
 from pccheck_async.pool import BufferPool
 from pccheck_async.state.targets import Targets
@@ -32,14 +32,9 @@ async def read_manifest(writer: Writer, file: File, entry: Entry, block_bytes: i
         raise CorruptStoreError(
             f"{file.name} has {file.nbytes} bytes; the manifest of checkpoint {entry.counter} is said to end at {end}"
         )
-    memory = map_memory(align(entry.manifest_nbytes, block_bytes))
-    view = memoryview(memory)
-    try:
-        got = await writer.read(file, entry.manifest_offset, view[: align(entry.manifest_nbytes, block_bytes)])
-        data = bytes(view[: min(got, entry.manifest_nbytes)])
-    finally:
-        view.release()
-        memory.close()
+    view = aligned_buffer(align(entry.manifest_nbytes, block_bytes))
+    got = await writer.read(file, entry.manifest_offset, view)
+    data = bytes(view[: min(got, entry.manifest_nbytes)])
     if len(data) != entry.manifest_nbytes or crc32(data) != entry.manifest_checksum:
         raise CorruptStoreError(
             f"{file.name}: the manifest of checkpoint {entry.counter} (step {entry.step}) is damaged"

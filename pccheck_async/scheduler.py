@@ -85,13 +85,18 @@ class Scheduler:
         self._tasks[job.pending] = task
         task.add_done_callback(lambda _: self._tasks.pop(job.pending))
 
-    async def abort(self, pending: PendingCheckpoint) -> None:
-        """Cancel a checkpoint whose capture has not ended and wait until nothing of it is running (I9)."""
+    async def abort(self, pending: PendingCheckpoint) -> bool:
+        """Cancel a checkpoint whose capture has not ended and wait until nothing of it is running (I9).
+
+        Returns:
+            False where it was captured already, and goes on.
+        """
         task = self._tasks.get(pending)
         if task is None or pending.is_captured:
-            return
+            return False
         task.cancel()
         await asyncio.wait((task,))
+        return True
 
     async def drain(self, timeout: float | None = None) -> list[PendingCheckpoint]:
         """Wait until every checkpoint admitted so far ended; return those that did not within ``timeout`` seconds.
@@ -101,7 +106,7 @@ class Scheduler:
         waiting = dict(self._tasks)
         if waiting:
             await asyncio.wait(waiting.values(), timeout=timeout)
-        return [pending for pending, task in waiting.items() if not task.done()]
+        return [pending for pending, task in waiting.items() if not task.done() and not pending.done()]
 
     async def cancel_all(self) -> None:
         """Cancel what is left and wait until it ended."""

@@ -37,9 +37,9 @@ class Session:
     reason: str
 
     async def close(self) -> None:
-        """Wait until every operation ended, then close the files and stop the threads."""
-        await self.writer.close()
+        """Wait until every operation ended and stop the threads; only then close the files."""
         await self.operations.close()
+        await self.writer.close()
 
 
 def check_io(io: IO) -> None:
@@ -50,7 +50,7 @@ def check_io(io: IO) -> None:
         raise ValueError("io='threads' needs the C extension, which was not built here; use io='auto' or 'python'")
 
 
-def open_session(path: str | os.PathLike[str], io: IO, *, writers: int, copiers: int) -> Session:
+async def open_session(path: str | os.PathLike[str], io: IO, *, writers: int, copiers: int) -> Session:
     """Start the threads. Called on the engine's loop."""
     check_io(io)
     operations: Operations
@@ -61,6 +61,10 @@ def open_session(path: str | os.PathLike[str], io: IO, *, writers: int, copiers:
         operations = NativeOperations(io_threads=writers, copy_threads=copiers)
         reason = "asked for" if io == "threads" else "the C extension is there"
     if not isinstance(io, str):
-        writer = io if isinstance(io, Writer) else io(os.fspath(path), operations)
+        try:
+            writer = io if isinstance(io, Writer) else io(os.fspath(path), operations)
+        except BaseException:
+            await operations.close()
+            raise
         return Session(operations, writer, f"files by {type(writer).__name__}")
     return Session(operations, PosixWriter(path, operations), f"{operations.name}: {reason}")

@@ -91,7 +91,8 @@ class SlotTable:
     def decide(self, nbytes: int, passed_over: Collection[int] = ()) -> Decision:
         """Choose a slot for a checkpoint of ``nbytes``, without the free slots ``passed_over`` (readers hold them).
 
-        Readers cost at most one slot beyond ``most``; with more of them the caller waits.
+        Readers of other processes cost at most one slot beyond ``most``; with more of them the caller waits. A restore
+        of this engine that reads a slot which is committed no more costs that slot.
         """
         free = [slot for slot in self.free() if slot not in passed_over]
         fitting = [slot for slot in free if self._sizes[slot] >= nbytes]
@@ -99,10 +100,11 @@ class SlotTable:
             return Reuse(min(fitting, key=lambda slot: (self._sizes[slot], slot)))
         if free and self.count >= self.most:
             return Replace(min(free, key=lambda slot: (self._sizes[slot], slot)), self._next)
-        extra = 1 if passed_over or self._read else 0
+        # A restore of this engine may need the buffers that a waiting checkpoint holds: never wait for one.
+        extra = len(self._read.keys() - self._committed) + (1 if passed_over else 0)
         if self.count < max(self.most, len(self._committed) + len(self._leased) + 1) + extra:
             return Create(self._next)
-        return Wait(readers=len(passed_over) + len(self._read))
+        return Wait(readers=len(passed_over))
 
     def missing(self) -> list[int]:
         """Numbers of the slots to create so that every checkpoint in flight finds one."""

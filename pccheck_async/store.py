@@ -14,6 +14,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 from pccheck_async import checksum
 from pccheck_async.errors import (
@@ -41,7 +42,7 @@ from pccheck_async.layout import (
     slot_name,
     slot_number,
 )
-from pccheck_async.memory import PAGE_BYTES, map_memory
+from pccheck_async.memory import PAGE_BYTES, aligned_buffer
 from pccheck_async.records import read_identity, read_record
 from pccheck_async.retention import retain
 from pccheck_async.slots import Create, Replace, Reuse, SlotTable, Wait
@@ -189,13 +190,8 @@ class Store:
         return identity
 
     async def _read_commit(self) -> bytes:
-        memory = map_memory(COMMIT_NBYTES)
-        view = memoryview(memory)[:COMMIT_NBYTES]
-        try:
-            return bytes(view[: await self._writer.read(self._commit, 0, view)])
-        finally:
-            view.release()
-            memory.close()
+        view = aligned_buffer(COMMIT_NBYTES)
+        return bytes(view[: await self._writer.read(self._commit, 0, view)])
 
     # -- what is committed
 
@@ -223,7 +219,7 @@ class Store:
         """Leave a checkpoint whose bytes are not what was written out of the next record."""
         self._damaged.add(counter)
 
-    async def start_reading(self, entry: Entry) -> File:
+    def start_reading(self, entry: Entry) -> File:
         """Keep a checkpoint's slot from being reused until :meth:`stop_reading`, and return its file.
 
         Raises:
@@ -237,7 +233,7 @@ class Store:
         self._slots.start_reading(entry.slot)
         return self._files[entry.slot]
 
-    async def stop_reading(self, entry: Entry) -> None:
+    def stop_reading(self, entry: Entry) -> None:
         """End :meth:`start_reading`."""
         self._slots.stop_reading(entry.slot)
 
@@ -273,8 +269,8 @@ class Store:
         new data went into the slots it freed, the older record comes back and names overwritten slots.
         """
         if not self._took_over:
-            await self._flush_or_latch(self._writer.flush, self._commit)
-            await self._flush_or_latch(lambda _: self._writer.sync_folder(), self._commit)
+            await self._flush_or_latch(partial(self._writer.flush, self._commit))
+            await self._flush_or_latch(self._writer.sync_folder)
             self._took_over = True
 
     async def _reserve_all(self, nbytes: int) -> None:
@@ -331,8 +327,8 @@ class Store:
     async def _create_slot(self, number: int, nbytes: int) -> None:
         file = await self._writer.create(slot_name(number), nbytes)
         # Crash: a record may name this slot later; its size and its name must be there then.
-        await self._flush_or_latch(self._writer.flush, file)
-        await self._flush_or_latch(lambda _: self._writer.sync_folder(), file)
+        await self._flush_or_latch(partial(self._writer.flush, file))
+        await self._flush_or_latch(self._writer.sync_folder)
         self._files[number] = file
         self._slots.created(number, nbytes)
 
@@ -375,7 +371,7 @@ class Store:
         return True
 
     async def _flush_slot(self, file: File) -> None:
-        await self._flush_or_latch(self._writer.flush, file)
+        await self._flush_or_latch(partial(self._writer.flush, file))
 
     async def _flush_record(self) -> None:
         await self._writer.flush(self._commit)
@@ -397,6 +393,8 @@ class Store:
 
     async def remove_surplus(self) -> None:
         """Remove slots that are neither needed nor used any more; a failure is only logged."""
+        if self._slot_lock.locked():
+            return  # a checkpoint looks for a slot, perhaps for long; the next commit does it
         async with self._slot_lock:
             for slot in self._slots.surplus():
                 try:
@@ -407,9 +405,13 @@ class Store:
 
     # -- failure
 
-    async def _flush_or_latch(self, flush: Callable[[File], Awaitable[None]], file: File) -> None:
+    async def _flush_or_latch(self, flush: Callable[[], Awaitable[None]]) -> None:
+        # To its end, cancelled or not: the error of a flush that nobody waits for any more must latch all the same.
+        await uninterrupted(self._flush_and_latch(flush))
+
+    async def _flush_and_latch(self, flush: Callable[[], Awaitable[None]]) -> None:
         try:
-            await flush(file)
+            await flush()
         except OSError as error:
             # After a failed flush the kernel may report success although the data is gone: never try again.
             self._latch(error)
@@ -428,14 +430,9 @@ class Store:
             ) from self._failure
 
     async def _write_aligned(self, file: File, offset: int, data: bytes | bytearray) -> None:
-        memory = map_memory(len(data))
-        view = memoryview(memory)[: len(data)]
-        try:
-            view[:] = data
-            await self._writer.write(file, offset, view)
-        finally:
-            view.release()
-            memory.close()
+        view = aligned_buffer(len(data))
+        view[:] = data
+        await self._writer.write(file, offset, view)
 
     def statistics(self) -> StoreStatistics:
         """Return slots and commits so far."""

@@ -88,8 +88,7 @@ class SyncCheckpointEngine:
             if not self._core.warn_of(pending, error):
                 raise
         except BaseException:  # KeyboardInterrupt
-            pending.set_told()
-            self._core.loop.call(self._core.abort(pending))
+            self._core.abort_blocking(pending)
             raise
         finally:
             self._core.note_stall(start)

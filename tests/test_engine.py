@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from pccheck_async import (
     load_sync,
 )
 from pccheck_async.layout import COMMIT_NBYTES
+from tests.processes import open_files, passes_in_a_forked_child
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -347,18 +347,12 @@ def test_host_memory_below_one_chunk_is_refused(tmp_path: Path) -> None:
 def test_forked_child(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.checkpoint({"a": torch.ones(10)}, step=1).result(60)
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                try:
-                    engine.checkpoint({"a": 1})
-                except ClosedError:
-                    status = 0
-                if any("slot-" in os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")[:-1]):
-                    status = 2
-                engine.close()
-            finally:
-                os._exit(status)
-        assert os.waitpid(child, 0)[1] == 0
+
+        def in_the_child() -> None:
+            with pytest.raises(ClosedError, match="parent process"):
+                engine.checkpoint({"a": 1})
+            assert open_files(tmp_path) == []
+            engine.close()
+
+        assert passes_in_a_forked_child(in_the_child)
         assert engine.checkpoint({"a": torch.ones(10)}, step=2).result(60).step == 2

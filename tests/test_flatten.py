@@ -1,6 +1,12 @@
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import datetime
+import decimal
 import enum
+import pathlib
+import random
 import threading
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from types import MappingProxyType
@@ -50,6 +56,19 @@ class Thing:
 
     def load_state_dict(self, state_dict: Any, /) -> None:
         self.state = state_dict
+
+
+@dataclasses.dataclass
+class Settings:
+    lr: float = 0.1
+
+
+class Delegating:
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
 
 def test_skeleton_and_leaves() -> None:
@@ -126,7 +145,20 @@ def test_any_mapping_may_be_the_state() -> None:
         ({(1, float("nan")): 1}, "NaN"),
         ({np.datetime64("NaT")}, "NaN"),
         ({Color.RED: 1}, "key"),
-        (np.ma.masked_array([1]), "asarray"),
+        (np.ma.masked_array([1]), "getmaskarray"),
+        (np.random.default_rng(0), "bit_generator.state"),
+        (np.random.RandomState(0), "legacy=False"),
+        (random.Random(0), "getstate"),
+        (Settings(), "asdict"),
+        (pathlib.Path("x"), "str(x)"),
+        (argparse.Namespace(a=1), "vars(x)"),
+        (datetime.datetime(2020, 1, 1), "isoformat"),
+        (datetime.date(2020, 1, 1), "isoformat"),
+        (datetime.timedelta(1), "total_seconds"),
+        (decimal.Decimal(1), "str(x)"),
+        (memoryview(b"x"), "bytes(x)"),
+        (Delegating(torch.nn.Linear(1, 1)), "on its class"),
+        (Settings, "code"),
         (slice(1), "state_dict"),
         (type("S", (str,), {})("x"), "plain str"),
     ],
@@ -201,8 +233,11 @@ def test_errors_of_state_dict_are_the_users_own() -> None:
         def state_dict(self) -> Any:
             raise KeyError("mine")
 
-    with pytest.raises(KeyError, match="mine"):
-        flatten({"x": Broken(1)})
+    with pytest.raises(KeyError, match="mine") as raised:
+        flatten({"x": [Thing(Broken(1))]})
+    (note,) = raised.value.__notes__
+    assert note.startswith("raised by state_dict() of x.0, a tests.test_flatten.")
+    assert note.endswith("Broken")
 
 
 def test_sets_are_written_in_one_order() -> None:

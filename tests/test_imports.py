@@ -19,7 +19,8 @@ LAYERS = [
         "memory", "machine", "limiter", "pool", "operations", "writer", "copying", "uninterrupted", "session",
     },
     {  # engine
-        "loop", "lifetime", "pending", "records", "reading", "capture", "store", "restore", "scheduler", "core",
+        "loop", "lifetime", "pending", "records", "reading", "capture", "store", "restore", "scheduler",
+        "read_lease", "core",
         "engine", "sync", "loading",
     },
     {"", "cli", "testing", "examples", "__main__"},  # edge

@@ -109,8 +109,15 @@ def test_a_record_of_another_store_is_none() -> None:
     ],
     ids=["order", "twice", "slot twice", "negative"],
 )
-def test_senseless_entries_are_refused(entries: tuple[Entry, ...]) -> None:
-    assert layout.decode_record(layout.encode_record(Record(1, entries), STORE, BLOCK), STORE) is None
+def test_senseless_entries_are_neither_written_nor_read(
+    entries: tuple[Entry, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="no reader would accept"):
+        layout.encode_record(Record(1, entries), STORE, BLOCK)
+    with monkeypatch.context() as patched:
+        patched.setattr(layout, "_sane", lambda _: True)
+        data = layout.encode_record(Record(1, entries), STORE, BLOCK)
+    assert layout.decode_record(data, STORE) is None
 
 
 def test_newest_valid_record_decides() -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import pickle
 from collections import OrderedDict
+from copy import deepcopy
 from types import MappingProxyType
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import nn
 
-from pccheck_async.errors import CorruptStoreError, StateMismatchError
+from pccheck_async.errors import CorruptStoreError, StateMismatchError, UnsupportedStateError
 from pccheck_async.state import RNGState
 from pccheck_async.state.match import allocate, match
 from pccheck_async.state.sources import as_bits
@@ -77,6 +79,12 @@ def test_load_some_keys_reads_only_them() -> None:
     with pytest.raises(StateMismatchError) as raised:
         saved.load(["model.*", "modle.*"])
     assert raised.value.missing == ("modle.*",)
+    assert str(raised.value) == "no leaf matches 'modle.*'; there are: model, big, steps, step"
+    with pytest.raises(StateMismatchError, match="there are: none at all"):
+        save({}).load("x")
+    many = save({f"k{number}": 1 for number in range(30)})
+    with pytest.raises(StateMismatchError, match=r"no leaf matches 'a', 'b'; there are: k0, .*, k19, \.\.\.$"):
+        many.load(["b", "a", "k3"])
 
 
 def test_keys_below_a_selected_key_do_not_count_as_missing() -> None:
@@ -199,6 +207,49 @@ def test_an_empty_container_takes_whatever_was_stored() -> None:
     assert same(live, {"state": {"t": torch.ones(2)}, "list": [np.ones(1)], "other": 5})
 
 
+@pytest.mark.parametrize("plain", [None, 3, float("inf"), np.float32(1), "x", (1, None), {1}, [1, 2], {"b": None}, {}])
+def test_a_live_plain_value_is_a_placeholder(plain: Any) -> None:
+    for stored in (torch.ones(2), np.ones(2), nn.Parameter(torch.ones(2)), [torch.ones(1), 2], (np.ones(1),)):
+        live: dict[str, Any] = {"best": deepcopy(plain), "list": [torch.zeros(1), deepcopy(plain)]}
+        save({"best": stored, "list": [torch.ones(1), stored]}).restore(live)
+        assert not difference({"best": stored, "list": [torch.ones(1), stored]}, live)
+    thing: dict[str, Any] = {"ema": deepcopy(plain)}
+    save({"ema": Thing(w=torch.ones(2), inner=Thing(x=1))}).restore(thing)
+    assert same(thing, {"ema": {"w": torch.ones(2), "inner": {"x": 1}}})
+
+
+def test_a_placeholder_container_of_the_same_type_is_refilled() -> None:
+    history, ema = [1.0, None], {"w": None}
+    save({"history": [torch.ones(1)] * 3, "ema": {"w": torch.ones(2), "b": 1}}).restore(
+        {"history": history, "ema": ema}
+    )
+    assert same([history, ema], [[torch.ones(1)] * 3, {"w": torch.ones(2), "b": 1}])
+
+
+def test_a_placeholder_in_what_cannot_change() -> None:
+    saved = save({"pair": (torch.ones(1), torch.ones(1))})
+    assert mismatch({"pair": (torch.zeros(1), None)}, saved).mismatched == (
+        "pair.1 (a NoneType here, a tensor float32 (1,) in the checkpoint)",
+    )
+
+
+def test_an_object_that_cannot_be_saved_is_no_placeholder() -> None:
+    class Wrapper:
+        pass
+
+    live = {"model": Wrapper(), "sampler": Wrapper(), "tensor": Wrapper()}
+    error = mismatch(live, save({"model": nn.Linear(1, 1), "sampler": Thing(x=1), "tensor": torch.ones(1)}))
+    assert [text.split(" ")[0] for text in error.mismatched] == ["model", "sampler", "tensor"]
+
+
+def test_none_takes_the_place_of_a_tensor() -> None:
+    live: dict[str, Any] = {"best": torch.ones(2), "list": [np.ones(2), torch.ones(1)]}
+    save({"best": None, "list": [None, torch.zeros(1)]}).restore(live)
+    assert live == {"best": None, "list": [None, torch.zeros(1)]}
+    assert mismatch({"best": torch.ones(2)}, save({"best": 3})).mismatched
+    assert mismatch({"pair": (torch.ones(1),)}, save({"pair": (None,)})).mismatched
+
+
 def test_values_in_what_cannot_change() -> None:
     tensor = torch.zeros(1)
     saved = save({"pair": (torch.ones(1), 3, float("nan"))})
@@ -218,7 +269,7 @@ def test_every_difference_is_listed_and_nothing_is_touched() -> None:
         "dtype": torch.zeros(2),
         "kind": torch.zeros(2),
         "value": torch.zeros(2),
-        "tensor": 3,
+        "tensor": (torch.zeros(1), 3),
         "only": {"here": torch.zeros(1), "both": torch.zeros(1)},
         "items": [torch.zeros(1)],
         "container": {"x": torch.zeros(1)},
@@ -230,7 +281,7 @@ def test_every_difference_is_listed_and_nothing_is_touched() -> None:
         "dtype": torch.ones(2, dtype=torch.int32),
         "kind": np.ones(2, np.float32),
         "value": 1,
-        "tensor": torch.ones(1),
+        "tensor": (torch.ones(1), torch.ones(1)),
         "only": {"the.re": torch.ones(1), "both": torch.ones(1)},
         "items": [torch.ones(1), torch.ones(1)],
         "container": OrderedDict(x=torch.ones(1)),
@@ -240,9 +291,10 @@ def test_every_difference_is_listed_and_nothing_is_touched() -> None:
     assert error.missing == ("only.here",)
     assert error.unexpected == ("more", r"only.the\.re")
     assert [text.split(" ")[0] for text in error.mismatched] == [
-        "shape", "dtype", "kind", "value", "tensor", "items", "container",
+        "shape", "dtype", "kind", "value", "tensor.1", "items", "container",
     ]  # fmt: skip
     assert "float32 (2,) here, float32 (3,) in the checkpoint" in str(error)
+    assert str(error).endswith("; to take only part of it: load(path, keys=[...])")
     assert not live["good"].any()
     assert live["step"] == 0
 
@@ -410,6 +462,54 @@ def test_extra_state_and_hooks() -> None:
     assert called == [1]
 
 
+@pytest.mark.parametrize("before", [None, torch.zeros(0), torch.zeros(3), 1, {"x": torch.zeros(1)}])
+@pytest.mark.parametrize("after", [None, torch.arange(3.0), torch.arange(5), 2, {"x": torch.ones(2)}])
+def test_extra_state_of_any_type_and_size(before: Any, after: Any) -> None:
+    class Extra(nn.Linear):
+        extra: Any = None
+
+        def get_extra_state(self) -> Any:
+            return self.extra
+
+        def set_extra_state(self, state: Any) -> None:
+            self.extra = state
+
+    one, two = nn.Sequential(Extra(2, 2)), nn.Sequential(Extra(2, 2))
+    one[0].extra, two[0].extra = after, before
+    save({"m": one}).restore({"m": two})
+    assert same(two[0].extra, after)
+    assert torch.equal(two[0].weight, one[0].weight)  # type: ignore[arg-type]
+    assert mismatch({"m": two}, save({"m": nn.Sequential(nn.Linear(2, 2))})).missing == (r"m.0\._extra_state",)
+
+
+def test_subclasses_of_parameter() -> None:
+    class Special(nn.Parameter):
+        pass
+
+    class Net(nn.Module):
+        def __init__(self, value: float) -> None:
+            super().__init__()
+            self.w = Special(torch.full((3,), value))
+
+    live = Net(0.0)
+    held = live.w
+    save({"m": Net(3.0)}).restore({"m": live})
+    assert live.w is held
+    assert held.tolist() == [3, 3, 3]
+
+    class Other(torch.Tensor):
+        pass
+
+    error = mismatch({"t": torch.zeros(3).as_subclass(Other)}, save({"t": torch.zeros(3)}))
+    assert "Other here, a plain tensor in the checkpoint" in str(error)
+
+
+def test_lazy_modules_that_did_not_run() -> None:
+    one = nn.LazyLinear(3)
+    one(torch.ones(1, 2))
+    assert "run the module once" in str(mismatch({"m": nn.LazyLinear(3)}, save({"m": one})))
+
+
 def test_a_module_saved_as_an_object_and_restored_as_a_state_and_back() -> None:
     one, two = model(), model()
     save({"m": one}).restore({"m": two.state_dict()})
@@ -536,6 +636,33 @@ def test_optimizers_of_other_shapes() -> None:
     )
 
 
+def test_optimizers_of_another_kind() -> None:
+    parameters = list(nn.Linear(2, 2).parameters())
+    sgd, adam = torch.optim.SGD(parameters, 0.1), torch.optim.AdamW(parameters)
+    text = (
+        "o.param_groups.0 (another optimizer's: for AdamW it lacks betas, eps, and has dampening, momentum, nesterov)"
+    )
+    assert mismatch({"o": adam}, save({"o": sgd})).mismatched == (text,)
+    assert "for SGD it lacks dampening, momentum, and has" in str(mismatch({"o": sgd}, save({"o": adam})))
+    save({"o": torch.optim.Adam(parameters)}).restore({"o": adam})
+
+
+def test_optimizers_of_an_older_torch() -> None:
+    parameters = list(nn.Linear(2, 2).parameters())
+    adam = torch.optim.Adam(parameters, lr=0.5)
+    older = adam.state_dict()
+    for flag in ("foreach", "maximize", "fused", "differentiable", "capturable"):
+        del older["param_groups"][0][flag]
+    older["param_groups"][0]["initial_lr"] = 0.5  # a scheduler's, which may not be there yet
+    live = torch.optim.Adam(parameters)
+    save({"o": Thing(**older)}).restore({"o": live})
+    assert live.param_groups[0]["lr"] == 0.5
+    assert live.param_groups[0]["maximize"] is False
+    only_lacking = {"state": {}, "param_groups": [{"params": [0, 1], "lr": 0.25}]}
+    save({"o": Thing(**only_lacking)}).restore({"o": live})
+    assert live.param_groups[0]["lr"] == 0.25
+
+
 def test_generators_are_restored_last() -> None:
     class Drawing(Thing):
         def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
@@ -558,6 +685,56 @@ def test_other_statefuls_decide_for_themselves() -> None:
     live = Thing(a=kept, b=kept)
     save({"thing": Thing(a=torch.zeros(2), b=torch.ones(2))}).restore({"thing": live})
     assert same(live.state, {"a": torch.zeros(2), "b": torch.ones(2)})
+
+
+def test_errors_of_load_state_dict_say_whose_they_are() -> None:
+    error = KeyError("mine")
+
+    class Broken(Thing):
+        def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+            raise error
+
+    with pytest.raises(KeyError) as raised:
+        save({"a": [Thing(x=1)]}).restore({"a": [Broken(x=1)]})
+    assert raised.value is error
+    (note,) = error.__notes__
+    assert note.startswith("raised by load_state_dict() of a.0, a tests.test_match.")
+    assert note.endswith("Broken; the state may now be a mixture of what it was and of the checkpoint")
+
+
+def test_errors_of_a_live_state_dict_say_whose_they_are() -> None:
+    class Broken(Thing):
+        def state_dict(self) -> dict[str, Any]:
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError) as raised:
+        match({"a": Broken()}, save({"a": Thing(x=1)}).decoded)
+    assert raised.value.__notes__[0].startswith("raised by state_dict() of a, a tests.test_match.")
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_what_is_loaded_can_be_trained_whatever_mode_the_caller_is_in(mode: Any) -> None:
+    modes = []
+
+    class Watching(Thing):
+        def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+            modes.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+            super().load_state_dict(state_dict)
+
+    net, live = model(), model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, optimizer)
+    fresh, watching = torch.optim.AdamW(live.parameters()), Watching()
+    saved = save({"net": net, "o": optimizer, "t": Thing(t=torch.ones(2)), "best": torch.ones(1)})
+    state: dict[str, Any] = {"net": live, "o": fresh, "t": watching, "best": None}
+    with mode():
+        saved.restore(state)
+    assert modes == [(False, mode is torch.enable_grad)]
+    assert not watching.state["t"].is_inference()
+    assert not state["best"].is_inference()
+    train(net, optimizer)
+    train(live, fresh)
+    assert same(net.state_dict(), live.state_dict())
 
 
 def test_a_stateful_inside_a_stateful_is_restored_itself() -> None:
@@ -585,7 +762,24 @@ def test_a_stateful_whose_state_is_no_mapping() -> None:
 def test_top_level_keys_match() -> None:
     error = mismatch({"a": 1, "b": 2}, save({"b": 1, "c": 3}))
     assert (error.missing, error.unexpected) == (("a",), ("c",))
+    assert "to take only part of it: load(path, keys=[...])" in str(error)
     assert mismatch({}, save({"b": 1})).unexpected == ("b",)
+    below = mismatch({"a": {"t": torch.ones(1)}}, save({"a": {"t": torch.ones(1), "u": 1}}))
+    assert below.unexpected == ("a.u",)
+    assert "only part" not in str(below)
+
+
+@pytest.mark.parametrize("state", [nn.Linear(1, 1), [1], None, {1: 2}])
+def test_the_state_is_a_mapping(state: Any) -> None:
+    with pytest.raises(UnsupportedStateError, match=r"the state (is|has)"):
+        match(state, save({"a": 1}).decoded)
+
+
+def test_a_mismatch_can_be_pickled() -> None:
+    error = mismatch({"a": 1}, save({"b": 1}))
+    copy = pickle.loads(pickle.dumps(error))
+    assert str(copy) == str(error)
+    assert (copy.missing, copy.unexpected) == (("a",), ("b",))
 
 
 def test_a_skeleton_that_makes_no_sense_fails_before_anything_changed() -> None:

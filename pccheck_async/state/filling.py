@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from pccheck_async.manifest import Manifest, TensorEntry, span
 from pccheck_async.state import dtypes
@@ -159,7 +160,9 @@ _KINDS = {"tensor": "a tensor", "parameter": "a tensor", "ndarray": "a numpy arr
 
 
 def _tensor_trouble(tensor: torch.Tensor) -> str:
-    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+    if is_lazy(tensor):
+        return "an uninitialized lazy parameter here; run the module once before restoring"
+    if type(tensor.detach()) is not torch.Tensor:  # what state_dict() of a module would have saved
         return f"a {type(tensor).__qualname__} here, a plain tensor in the checkpoint"
     if tensor.is_meta:
         return "on the meta device here; materialise it first (module.to_empty(device=...))"

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import datetime
+import decimal
 import enum
+import pathlib
+import random
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -29,7 +36,7 @@ from pccheck_async.state.nodes import (
     TupleNode,
 )
 
-__all__ = ["Array", "ArrayLeaf", "FlatState", "Kind", "Stateful", "flatten", "is_stateful"]
+__all__ = ["Array", "ArrayLeaf", "FlatState", "Kind", "Stateful", "check_outermost", "flatten", "is_stateful", "noting"]
 
 Array: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
 Kind: TypeAlias = Literal["tensor", "parameter", "ndarray"]
@@ -82,6 +89,17 @@ def flatten(state: Mapping[str, Any]) -> FlatState:
     Raises:
         UnsupportedStateError: A value cannot be saved as it is; names its path and says what to do.
     """
+    check_outermost(state)
+    flattener = _Flattener()
+    try:
+        skeleton = flattener.mapping(DictNode, state, "", 1)
+    except RecursionError:
+        raise UnsupportedStateError("the state is nested too deeply for Python's stack") from None
+    return FlatState(skeleton, tuple(flattener.leaves))
+
+
+def check_outermost(state: object) -> None:
+    """Raise UnsupportedStateError for anything but a mapping whose keys are strings."""
     if not isinstance(state, Mapping):
         raise UnsupportedStateError(
             f"the state is a {type(state).__qualname__}; give a mapping from names to objects and values"
@@ -89,12 +107,16 @@ def flatten(state: Mapping[str, Any]) -> FlatState:
     for key in state:
         if type(key) is not str:
             raise UnsupportedStateError(f"the state has the key {key!r}; the keys of the outermost mapping are strings")
-    flattener = _Flattener()
+
+
+@contextmanager
+def noting(call: str, path: str, value: object, consequence: str = "") -> Iterator[None]:
+    """Let an exception of a Stateful's own code pass, with a note on whose it is."""
     try:
-        skeleton = flattener.mapping(DictNode, state, "", 1)
-    except RecursionError:
-        raise UnsupportedStateError("the state is nested too deeply for Python's stack") from None
-    return FlatState(skeleton, tuple(flattener.leaves))
+        yield
+    except Exception as error:
+        error.add_note(f"raised by {call}() of {path}, a {_full_name(value)}{consequence}")
+        raise
 
 
 def is_stateful(value: object) -> bool:
@@ -143,7 +165,9 @@ class _Flattener:
             if kind is frozenset:
                 return FrozenSetNode(_set(value, path, depth))
             if is_stateful(value):
-                return StatefulNode(self.node(value.state_dict(), path, depth + 1))
+                with noting("state_dict", path, value):
+                    state = value.state_dict()
+                return StatefulNode(self.node(state, path, depth + 1))
             raise _unsupported(value, path)
         finally:
             self._open.discard(id(value))
@@ -247,29 +271,50 @@ def _refuse_attributes(value: object, path: str, allowed: tuple[str, ...]) -> No
             )
 
 
+_ADVICE: Final[tuple[tuple[tuple[type, ...], str], ...]] = (
+    ((torch.Tensor,), "save a plain tensor (x.to_local(), x.as_subclass(torch.Tensor)); run lazy modules once first"),
+    ((np.ma.MaskedArray,), "save numpy.ma.getdata(x) and numpy.ma.getmaskarray(x)"),
+    ((np.ndarray,), "save numpy.asarray(x)"),
+    ((torch.Generator,), "save x.get_state()"),
+    ((np.random.Generator,), "save x.bit_generator.state"),
+    ((np.random.RandomState,), "save x.get_state(legacy=False)"),
+    ((random.Random,), "save x.getstate()"),
+    ((enum.Enum,), "save its name or its value"),
+    ((tuple,), "save tuple(x)"),
+    ((Mapping,), "save dict(x)"),
+    ((AbstractSet,), "save set(x)"),
+    ((pathlib.PurePath, decimal.Decimal), "save str(x)"),
+    ((argparse.Namespace,), "save vars(x)"),
+    ((datetime.date, datetime.time), "save x.isoformat()"),
+    ((datetime.timedelta,), "save x.total_seconds()"),
+    ((memoryview,), "save bytes(x)"),
+)
+"""What to save instead of a value of these types; the first that fits."""
+
+
+def _advice(value: Any) -> str:
+    for kinds, advice in _ADVICE:
+        if isinstance(value, kinds):
+            return advice
+    plain = next((base for base in type(value).__mro__ if base in values.ATOMS), None)
+    if plain is not None:
+        return f"save it as a plain {plain.__name__}"
+    if not isinstance(value, type):
+        if dataclasses.is_dataclass(value):
+            return "save dataclasses.asdict(x)"
+        if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+            return "define state_dict and load_state_dict on its class, not on the instance"
+    if isinstance(value, Iterable):
+        return "save list(x)"
+    if callable(value):
+        return "leave it out: code is never saved"
+    return "give it state_dict() and load_state_dict(), save what it consists of, or leave it out"
+
+
 def _unsupported(value: Any, path: str) -> UnsupportedStateError:
-    match value:
-        case torch.Tensor():
-            advice = "save a plain tensor (x.to_local(), x.as_subclass(torch.Tensor)); run lazy modules once first"
-        case np.ndarray():
-            advice = "save numpy.asarray(x)"
-        case torch.Generator():
-            advice = "save generator.get_state()"
-        case enum.Enum():
-            advice = "save its name or its value"
-        case tuple():
-            advice = "save tuple(x)"
-        case Mapping():
-            advice = "save dict(x)"
-        case AbstractSet():
-            advice = "save set(x)"
-        case bool() | int() | float() | complex() | str() | bytes() | bytearray():
-            advice = f"save it as a plain {next(base for base in type(value).__mro__ if base in values.ATOMS).__name__}"
-        case Iterable():
-            advice = "save list(x)"
-        case _ if callable(value):
-            advice = "leave it out: code is never saved"
-        case _:
-            advice = "give it state_dict() and load_state_dict(), save what it consists of, or leave it out"
+    return UnsupportedStateError(f"{path}: a {_full_name(value)} cannot be saved; {_advice(value)}")
+
+
+def _full_name(value: object) -> str:
     kind = type(value)
-    return UnsupportedStateError(f"{path}: a {kind.__module__}.{kind.__qualname__} cannot be saved; {advice}")
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ from pccheck_async.manifest import Manifest
 from pccheck_async.state import optimizers, paths
 from pccheck_async.state.allocation import Allocation
 from pccheck_async.state.filling import Filling, describe, difference
-from pccheck_async.state.flatten import is_stateful
+from pccheck_async.state.flatten import check_outermost, is_stateful, noting
 from pccheck_async.state.modules import live_state
 from pccheck_async.state.nodes import (
     ArrayNode,
@@ -30,7 +29,7 @@ from pccheck_async.state.nodes import (
     TupleNode,
     arrays,
 )
-from pccheck_async.state.plain import MAPPINGS, REFILLED, SEQUENCES, equal, has_parts, live_parts, refill
+from pccheck_async.state.plain import MAPPINGS, REFILLED, SEQUENCES, equal, has_parts, live_parts, refill, savable
 from pccheck_async.state.rebuild import mapping_keys, rebuild
 from pccheck_async.state.rng import RNGState
 from pccheck_async.state.select import select
@@ -39,6 +38,7 @@ from pccheck_async.state.targets import Restoration, Target, Targets
 __all__ = ["Restoration", "Target", "Targets", "allocate", "match"]
 
 _Replace = Callable[[Any], None]
+_EXTRA_STATE = "_extra_state"  # what nn.Module saves get_extra_state() under
 
 
 def allocate(manifest: Manifest, keys: Sequence[str] | None = None, device: str | torch.device = "cpu") -> Restoration:
@@ -68,9 +68,13 @@ def match(state: Mapping[str, Any], manifest: Manifest) -> Restoration:
     """Prepare a restore into the live ``state``. Checks all of it first and changes nothing.
 
     Tensors and arrays keep their identity and take the stored bytes, in place where they lie in host memory as they
-    were stored. Plain values are replaced in the container that holds them; lists, dicts and sets without tensors are
-    refilled. Modules compare strictly, then ``load_state_dict`` gets their own parameters. Optimizers may not have a
-    state yet. Any other Stateful gets its own tensors where they are equal in dtype and shape, and new ones elsewhere.
+    were stored. A live plain value (no tensor, array or object in it) is a placeholder for whatever was saved: lists,
+    dicts and sets are refilled where their like was saved, anything else is replaced in the container that holds it. In
+    place of a live tensor or array, a container that holds it takes a saved None, and no other plain value. Modules
+    compare strictly, except for their extra state; then ``load_state_dict`` gets their own parameters. Optimizers may
+    not have a state yet. Any other Stateful gets its own tensors where they are equal in dtype and shape, and new ones
+    elsewhere.
+
     Two live arrays that share memory which the stored ones do not share differ from the checkpoint: one would overwrite
     the other.
 
@@ -79,9 +83,11 @@ def match(state: Mapping[str, Any], manifest: Manifest) -> Restoration:
         returns ``state``.
 
     Raises:
+        UnsupportedStateError: ``state`` is not a mapping with strings for keys.
         StateMismatchError: The state differs; lists the paths.
         CorruptStoreError: The skeleton describes no value.
     """
+    check_outermost(state)
     matching = _Matching(manifest)
     skeleton = manifest.skeleton
     assert isinstance(skeleton, DictNode)
@@ -107,39 +113,48 @@ class _Matching:
     def restoration(self, state: Mapping[str, Any]) -> Restoration:
         self._mismatched += self._filling.conflicts()
         if self._missing or self._unexpected or self._mismatched:
-            raise StateMismatchError(missing=self._missing, unexpected=self._unexpected, mismatched=self._mismatched)
+            raise self._error()
         self._filling.allocate(self._wanted)
 
         def finish() -> Mapping[str, Any]:
             self._filling.finish()
-            with torch.inference_mode() if self._filling.inference else nullcontext():
+            inference = self._filling.inference
+            gradients = torch.is_grad_enabled() and not inference  # inference_mode(False) would switch them on
+            with torch.inference_mode(inference), torch.set_grad_enabled(gradients):
                 for action in self._actions + self._last_actions:
                     action()
             return state
 
         return Restoration(Targets(self._filling.targets()), finish)
 
+    def _error(self) -> StateMismatchError:
+        make = partial(
+            StateMismatchError, missing=self._missing, unexpected=self._unexpected, mismatched=self._mismatched
+        )
+        skeleton = self._manifest.skeleton
+        assert isinstance(skeleton, DictNode)
+        if set(paths.components(mapping_keys(skeleton))).isdisjoint(self._unexpected):
+            return make()
+        return make(f"{make()}; to take only part of it: load(path, keys=[...])")
+
     # -- values that are filled or replaced where they are
 
     def value(self, live: Any, node: Node, path: str, replace: _Replace | None) -> None:
         if isinstance(live, (torch.Tensor, np.ndarray)):
-            self._array(live, node, path)
+            if node is None and replace is not None:
+                self._replace(node, replace)
+            else:
+                self._array(live, node, path)
         elif is_stateful(live):
             self._stateful(live, node, path)
-        elif isinstance(node, StatefulNode):  # saved as an object, restored into what its state_dict() had returned
-            self.value(live, node.child, path, replace)
-        elif not has_parts(node) and not live_parts(live):
+        elif isinstance(node, StatefulNode) and (live_parts(live) or savable(live)):
+            self.value(live, node.child, path, replace)  # saved as an object, restored into its state
+        elif not live_parts(live) and (not has_parts(node) or savable(live)):
             self._plain(live, node, path, replace)
         elif type(live) in MAPPINGS and type(node) is MAPPINGS[type(live)]:
-            if live:
-                self.entries(live, node, path, live.__setitem__)  # type: ignore[arg-type]
-            else:
-                self._refill(live, node)
+            self.entries(live, node, path, live.__setitem__)  # type: ignore[arg-type]
         elif type(live) in SEQUENCES and type(node) is SEQUENCES[type(live)]:
-            if not live and isinstance(live, list):
-                self._refill(live, node)
-            else:
-                self._items(live, node.items, path)  # type: ignore[union-attr]
+            self._items(live, node.items, path)  # type: ignore[union-attr]
         else:
             self._differs(path, live, node)
 
@@ -167,14 +182,20 @@ class _Matching:
             self._mismatched.append(f"{path} ({trouble})")
 
     def _plain(self, live: Any, node: Node, path: str, replace: _Replace | None) -> None:
-        kind = type(live)
-        if REFILLED.get(kind) is type(node):
+        if REFILLED.get(type(live)) is type(node):
             self._refill(live, node)
         elif replace is not None:
-            self._checked(node)
-            self._actions.append(lambda: replace(self._rebuild(node)))
+            self._replace(node, replace)
+        elif has_parts(node):
+            self._differs(path, live, node)
         elif not equal(live, node):
             self._mismatched.append(f"{path} (another value, in a container that cannot change; use a dict or a list)")
+
+    def _replace(self, node: Node, replace: _Replace) -> None:
+        """Put a new value where the live one is."""
+        self._checked(node)
+        self._wanted.update(arrays(node))
+        self._actions.append(lambda: replace(self._rebuild(node)))
 
     def _refill(self, live: Any, node: Node) -> None:
         """Give a live container the stored content, so that whoever else holds it sees it, too."""
@@ -196,31 +217,45 @@ class _Matching:
             if isinstance(live, RNGState):
                 self._generators(live, child, path)
                 actions = self._last_actions
-            self._pair(live.state_dict(), child, path)
+            with noting("state_dict", path, live):
+                own = live.state_dict()
+            self._pair(own, child, path)
         self._checked(child)
         self._wanted.update(arrays(child))
         if isinstance(node, StatefulNode):
             self._objects[id(node)] = live
-        actions.append(lambda: load(self._rebuild(child)))
+
+        def action() -> None:
+            state = self._rebuild(child)
+            mixture = "; the state may now be a mixture of what it was and of the checkpoint"
+            with noting("load_state_dict", path, live, mixture):
+                load(state)
+
+        actions.append(action)
 
     def _module(self, live: torch.nn.Module, node: Node, path: str) -> None:
         if not isinstance(node, (DictNode, OrderedDictNode, CounterNode)):
             self._differs(path, live, node)
             return
-        for _, value, child, below in self._common(live_state(live), node, path):
-            if isinstance(value, torch.Tensor) or isinstance(child, ArrayNode):
+        with noting("state_dict", path, live):
+            own = live_state(live)
+        for key, value, child, below in self._common(own, node, path):
+            if str(key).rpartition(".")[2] == _EXTRA_STATE:
+                self._pair(value, child, below)  # of any type and size; the module decides
+            elif isinstance(value, torch.Tensor) or isinstance(child, ArrayNode):
                 if isinstance(value, (torch.Tensor, np.ndarray)):
                     self._array(value, child, below)
                 else:
                     self._differs(below, value, child)
             else:
-                self._pair(value, child, below)  # extra state: the module decides
+                self._pair(value, child, below)  # what a state_dict() of its own adds
 
     def _optimizer(self, live: torch.optim.Optimizer, node: Node, path: str) -> None:
         if not isinstance(node, (DictNode, OrderedDictNode, CounterNode)):
             self._differs(path, live, node)
             return
-        own = live.state_dict()
+        with noting("state_dict", path, live):
+            own = live.state_dict()
         self._mismatched += optimizers.differences(live, own, node, self._manifest.tensors, path)
         self._pair(own, node, path)
 

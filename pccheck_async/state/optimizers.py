@@ -37,13 +37,13 @@ def differences(
         tensors: The stored tensors.
         path: Where the optimizer is.
     """
-    found = _group_differences(own, node, path)
+    found = _group_differences(optimizer, own, node, path)
     if not found and type(optimizer).__module__.startswith("torch.optim"):
         found = _shape_differences(optimizer, own, node, tensors, path)
     return found
 
 
-def _group_differences(own: Mapping[str, Any], node: Node, path: str) -> list[str]:
+def _group_differences(optimizer: torch.optim.Optimizer, own: Mapping[str, Any], node: Node, path: str) -> list[str]:
     groups = own.get("param_groups")
     stored = _entry(node, "param_groups")
     where = paths.child(path, "param_groups")
@@ -59,7 +59,29 @@ def _group_differences(own: Mapping[str, Any], node: Node, path: str) -> list[st
         count = len(parameters.items) if isinstance(parameters, ListNode) else 0
         if len(group["params"]) != count:
             found.append(f"{where}.{index}.params ({len(group['params'])} parameters here, {count} in the checkpoint)")
+        trouble = _other_kind(optimizer, group, item)
+        if trouble:
+            found.append(f"{where}.{index} ({trouble})")
     return found
+
+
+def _other_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], node: Node) -> str:
+    """Why a stored group is another kind of optimizer's; empty where it may be this one's.
+
+    Flags (None or a bool) that the checkpoint lacks are no reason: a newer torch added them, and fills them in. Nor is
+    what the checkpoint has beyond (schedulers and users put keys of their own into groups), unless a setting without
+    which this optimizer cannot step is lacking.
+    """
+    if not isinstance(node, (DictNode, OrderedDictNode, CounterNode)):
+        return ""
+    stored = set(mapping_keys(node))
+    defaults: Mapping[str, Any] = getattr(optimizer, "defaults", {})
+    lacking = {key for key, value in defaults.items() if value is not None and not isinstance(value, bool)} - stored
+    beyond = stored - group.keys()
+    if not lacking or not beyond:
+        return ""
+    lists = [", ".join(sorted(map(str, keys))) for keys in (lacking, beyond)]
+    return f"another optimizer's: for {type(optimizer).__qualname__} it lacks {lists[0]}, and has {lists[1]}"
 
 
 def _shape_differences(

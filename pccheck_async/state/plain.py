@@ -25,7 +25,7 @@ from pccheck_async.state.nodes import (
     children,
 )
 
-__all__ = ["MAPPINGS", "REFILLED", "SEQUENCES", "equal", "has_parts", "live_parts", "refill"]
+__all__ = ["MAPPINGS", "REFILLED", "SEQUENCES", "equal", "has_parts", "live_parts", "refill", "savable"]
 
 MAPPINGS: Final[Mapping[type, type[msgspec.Struct]]] = {
     dict: DictNode,
@@ -59,6 +59,15 @@ def live_parts(live: Any) -> bool:
             seen.add(id(live))
             waiting.extend(live.values() if isinstance(live, Mapping) else live)
     return False
+
+
+def savable(live: Any) -> bool:
+    """Whether a live value could be saved as it is."""
+    try:
+        flatten({"value": live})
+    except UnsupportedStateError:
+        return False
+    return True
 
 
 def equal(live: Any, node: Node) -> bool:

@@ -32,8 +32,15 @@ def select(skeleton: Node, keys: Sequence[str]) -> Node:
     selection = _Selection([keys] if isinstance(keys, str) else list(keys))
     selected = selection.cut(skeleton, "")
     if selection.unused:
-        raise StateMismatchError(missing=sorted(selection.unused))
+        raise StateMismatchError(_nothing(sorted(selection.unused), skeleton), missing=sorted(selection.unused))
     return selected if selected is not None else DictNode([], [])
+
+
+def _nothing(unused: Sequence[str], skeleton: Node) -> str:
+    assert isinstance(skeleton, DictNode)
+    names = paths.components(mapping_keys(skeleton))
+    there = f"{', '.join(names[:20])}{', ...' if len(names) > 20 else ''}" or "none at all"
+    return f"no leaf matches {', '.join(map(repr, unused))}; there are: {there}"
 
 
 class _Selection:

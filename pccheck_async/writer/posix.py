@@ -6,7 +6,9 @@ import errno
 import fcntl
 import logging
 import os
+import weakref
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,6 +29,7 @@ T = TypeVar("T")
 _log = logging.getLogger("pccheck_async")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MODE = 0o666  # the user's umask decides
+_writers: weakref.WeakSet[PosixWriter] = weakref.WeakSet()
 
 
 class PosixWriter(Writer):
@@ -37,13 +40,15 @@ class PosixWriter(Writer):
         self._operations = operations
         self._facts: FileSystemFacts | None = None
         self._files: set[File] = set()
+        self._fds: set[int] = set()
         self._closed = False
+        _writers.add(self)
         self._clock = StageClock("write", "read", "flush")
 
     async def prepare(self, *, create: bool) -> FileSystemFacts:
         if create:
             await self._change(self._folder, _make_folders, self._folder)
-        self._facts = await self._operations.call(_probe, self._folder)
+        self._facts = await self._operations.call(_probe, self._folder, create)
         if not self._facts.direct:
             _log.info("%s: buffered I/O with fdatasync: %s", self._folder, self._facts.why)
         return self._facts
@@ -89,13 +94,13 @@ class PosixWriter(Writer):
     async def create(self, name: str, nbytes: int) -> File:
         path = self._folder / name
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | self._direct_flag
-        return await uninterrupted(self._keep(name, self._change(path, _create, path, flags, nbytes)))
+        return await uninterrupted(self._keep(name, self._change(path, self._opened, _create, path, flags, nbytes)))
 
     async def open(self, name: str, *, writable: bool) -> File:
         path = self._folder / name
         flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC | self._direct_flag
         try:
-            return await uninterrupted(self._keep(name, self._operations.call(os.open, path, flags)))
+            return await uninterrupted(self._keep(name, self._operations.call(self._opened, os.open, path, flags)))
         except (FileNotFoundError, NotADirectoryError):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path)) from None
         except OSError as error:
@@ -104,6 +109,7 @@ class PosixWriter(Writer):
     async def close_file(self, file: File) -> None:
         if file in self._files:
             self._files.remove(file)
+            self._fds.remove(file.fd)
             os.close(file.fd)
             file.fd = -1
 
@@ -114,11 +120,14 @@ class PosixWriter(Writer):
         except BlockingIOError:
             return False
         except OSError as error:
-            raise write_error(error, self._folder / file.name) from error
+            raise (read_error if shared else write_error)(error, self._folder / file.name) from error
         return True
 
     async def unlock(self, file: File) -> None:
-        fcntl.flock(file.fd, fcntl.LOCK_UN)
+        try:
+            fcntl.flock(file.fd, fcntl.LOCK_UN)
+        except OSError as error:
+            raise write_error(error, self._folder / file.name) from error
 
     async def write(self, file: File, offset: int, data: memoryview) -> None:
         try:
@@ -148,9 +157,12 @@ class PosixWriter(Writer):
 
     def abandon(self) -> None:
         self._closed = True
+        for fd in self._fds:
+            with suppress(OSError):
+                os.close(fd)
         for file in self._files:
-            os.close(file.fd)
             file.fd = -1
+        self._fds.clear()
         self._files.clear()
 
     def statistics(self) -> WriterStatistics:
@@ -165,6 +177,12 @@ class PosixWriter(Writer):
     def _direct_flag(self) -> int:
         return os.O_DIRECT if self._facts is not None and self._facts.direct else 0
 
+    def _opened(self, function: Callable[..., int], *arguments: object) -> int:
+        """Open on a helper thread, known to a forked child from the first moment on."""
+        fd = function(*arguments)
+        self._fds.add(fd)
+        return fd
+
     async def _keep(self, name: str, opening: Awaitable[int]) -> File:
         fd = await opening  # not interruptible: a descriptor that nobody knows would keep its lock
         file = File(name, os.fstat(fd).st_size, fd, direct=bool(self._direct_flag))
@@ -177,24 +195,25 @@ class PosixWriter(Writer):
     async def _transfer(
         self, file: File, move: Callable[[int, int, memoryview], Awaitable[T]], offset: int, data: memoryview
     ) -> T:
+        was_direct = file.direct
         try:
             return await move(file.fd, offset, data)
         except OSError as error:
-            if error.errno != errno.EINVAL or not self._give_up_direct(file):
+            if error.errno != errno.EINVAL or not was_direct:
                 raise
+            self._give_up_direct(file)
             return await move(file.fd, offset, data)
 
-    def _give_up_direct(self, file: File) -> bool:
+    def _give_up_direct(self, file: File) -> None:
         """Turn direct I/O off where a filesystem accepted the flag and then refuses the transfer."""
         if not file.direct or self._facts is None:
-            return False
+            return  # another transfer of this file did it meanwhile
         fcntl.fcntl(file.fd, fcntl.F_SETFL, fcntl.fcntl(file.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
         file.direct = False
         if self._facts.direct:
             why = "the filesystem accepted O_DIRECT and then refused a transfer (EINVAL)"
             self._facts = FileSystemFacts(self._facts.block_bytes, self._facts.memory_alignment, direct=False, why=why)
             _log.warning("%s: buffered I/O with fdatasync: %s", self._folder, why)
-        return True
 
     async def _change(self, path: Path, function: Callable[..., T], *arguments: object) -> T:
         try:
@@ -244,13 +263,13 @@ def _create(path: Path, flags: int, nbytes: int) -> int:
     return fd
 
 
-def _probe(folder: Path) -> FileSystemFacts:
+def _probe(folder: Path, create: bool) -> FileSystemFacts:
     """Find out by trying: the flag may be refused at open, or only at the first transfer."""
     kind = filesystem_type(folder)
     if kind in IN_MEMORY:
         return _buffered(f"{kind} lies in memory")
     try:
-        fd, writable = _open_probe(folder)
+        fd, writable = _open_probe(folder, create)
     except OSError as error:
         return _buffered(f"O_DIRECT is refused at open ({error.strerror})")
     try:
@@ -273,13 +292,14 @@ def _probe(folder: Path) -> FileSystemFacts:
     )
 
 
-def _open_probe(folder: Path) -> tuple[int, bool]:
+def _open_probe(folder: Path, create: bool) -> tuple[int, bool]:
     """An existing store is probed by reading, so that opening it writes nothing; a new folder by a nameless file."""
     flags = os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         return os.open(folder / COMMIT_NAME, os.O_RDONLY | flags), False
     except FileNotFoundError:
-        pass
+        if not create:
+            raise
     try:
         return os.open(folder, os.O_RDWR | os.O_TMPFILE | flags, 0o600), True
     except OSError as error:
@@ -293,3 +313,13 @@ def _open_probe(folder: Path) -> tuple[int, bool]:
 
 def _buffered(why: str) -> FileSystemFacts:
     return FileSystemFacts(PAGE_BYTES, 1, direct=False, why=why)
+
+
+def _abandon_in_child() -> None:
+    # The child shares the parent's open files, and with them its locks: an orphaned DataLoader worker must not keep
+    # them.
+    for writer in list(_writers):
+        writer.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_in_child)

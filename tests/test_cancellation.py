@@ -1,0 +1,224 @@
+"""Cancelling anything at any moment leaves nothing running, nothing held, and nothing untold."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pccheck_async import (
+    CheckpointEngine,
+    ClosedError,
+    StoreFailedError,
+    SyncCheckpointEngine,
+    WriteError,
+    load_sync,
+)
+from pccheck_async.operations.base import Operations
+from pccheck_async.testing import FailingWriter, StuckWriter
+from pccheck_async.writer import Writer
+from pccheck_async.writer.posix import PosixWriter
+from tests.processes import open_files, passes_in_a_forked_child
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+class Stuck:
+    """Makes stuck writers on real files, and remembers the last one."""
+
+    def __init__(self, *kinds: str, **failing: Any) -> None:
+        self.kinds, self.failing = kinds, failing
+        self.writer: StuckWriter
+
+    def __call__(self, path: str, operations: Operations) -> Writer:
+        inner: Writer = PosixWriter(path, operations)
+        if self.failing:
+            inner = FailingWriter(inner, **self.failing)
+        self.writer = StuckWriter(inner, kinds=self.kinds)
+        return self.writer
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"tensor": torch.arange(3000) + step, "step": step}
+
+
+@pytest.mark.parametrize("turns", range(0, 60, 3))
+def test_a_cancelled_open_gives_the_store_free(tmp_path: Path, turns: int) -> None:
+    async def main() -> None:
+        opening = asyncio.create_task(CheckpointEngine(tmp_path).open())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        opening.cancel()
+        try:
+            engine = await opening
+        except asyncio.CancelledError:
+            pass
+        else:
+            await engine.close()
+        async with CheckpointEngine(tmp_path, lock_timeout=0) as engine:
+            await (await engine.checkpoint(state_of(1), step=1))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 3, 5, 8, 13, 21, 40])
+def test_cancelled_restores_hold_no_slots(tmp_path: Path, turns: int) -> None:
+    async def main() -> None:
+        async with CheckpointEngine(tmp_path, chunk_bytes=4096) as engine:
+            await (await engine.checkpoint(state_of(0), step=0))
+            for step in range(1, 5):
+                restoring = asyncio.create_task(engine.restore(state_of(9)))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                restoring.cancel()
+                await asyncio.wait([restoring])
+                await (await engine.checkpoint(state_of(step), step=step))
+            assert engine.statistics().slots <= 4
+
+    asyncio.run(main())
+    assert load_sync(tmp_path)["step"] == 4
+
+
+def test_a_flush_that_fails_after_its_checkpoint_was_cancelled_latches(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.checkpoint(state_of(0), step=0).result(60)
+    stuck = Stuck("flush", fail_at=1, kinds=("flush",), error=errno.EIO)
+    big = {"tensor": torch.zeros(100_000)}  # more than the pool holds: the capture cannot end before the flush
+
+    async def main() -> None:
+        async with CheckpointEngine(tmp_path, io=stuck, chunk_bytes=4096, host_memory=8192) as engine:
+            saving = asyncio.create_task(engine.checkpoint(big, step=1))
+            await asyncio.to_thread(stuck.writer.wait_stuck)
+            saving.cancel()
+            await asyncio.sleep(0)
+            stuck.writer.release()
+            with pytest.raises(asyncio.CancelledError):
+                await saving
+            with pytest.raises(StoreFailedError):
+                await engine.checkpoint(big, step=2)
+
+    asyncio.run(main())
+    assert load_sync(tmp_path)["step"] == 0
+
+
+def test_cancelled_twice_still_waits_for_its_copies(tmp_path: Path) -> None:
+    stuck = Stuck("write", fail_at=None)
+    big = {"tensor": torch.zeros(100_000)}
+
+    async def main() -> None:
+        async with CheckpointEngine(tmp_path, io=stuck, chunk_bytes=4096, host_memory=8192) as engine:
+            stuck.writer.release()
+            await (await engine.checkpoint(state_of(0), step=0))
+            stuck.writer.hold("write")
+            saving = asyncio.create_task(engine.checkpoint(big, step=1))
+            await asyncio.to_thread(stuck.writer.wait_stuck)
+            for _ in range(3):
+                saving.cancel()
+                await asyncio.sleep(0.01)
+            assert not saving.done()
+            stuck.writer.release()
+            with pytest.raises(asyncio.CancelledError):
+                await saving
+            assert engine.statistics().in_flight == 0
+
+    # Opening writes too.
+    opened = Stuck.__call__
+
+    def make(self: Stuck, path: str, operations: Operations) -> Writer:
+        writer = opened(self, path, operations)
+        self.writer.release()
+        return writer
+
+    stuck.__class__ = type("Released", (Stuck,), {"__call__": make})
+    asyncio.run(main())
+
+
+def test_cancelled_after_its_capture_it_goes_on_and_its_failure_is_told(tmp_path: Path) -> None:
+    stuck = Stuck(fail_at=2, kinds=("write",), error=errno.EIO)
+
+    async def main() -> None:
+        async with CheckpointEngine(tmp_path, io=stuck) as engine:
+            stuck.writer.hold("write")
+            core = engine._core
+            pending, _ = core.admit(state_of(1), 1, None)
+            await asyncio.to_thread(pending._captured.result)
+            await core.abort(pending)  # what a cancelled checkpoint() does, too late
+            stuck.writer.release()
+            with pytest.raises(WriteError):
+                await engine.drain()
+
+    asyncio.run(main())
+
+
+def test_closing_ends_a_restore_of_another_thread(tmp_path: Path) -> None:
+    stuck = Stuck()
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.checkpoint(state_of(0), step=0).result(60)
+    engine = SyncCheckpointEngine(tmp_path, io=stuck).open()
+    stuck.writer.hold("read")
+    ended: list[BaseException] = []
+
+    def restore() -> None:
+        try:
+            engine.restore(state_of(9))
+        except ClosedError as error:
+            ended.append(error)
+
+    restoring = threading.Thread(target=restore)
+    restoring.start()
+    stuck.writer.wait_stuck()
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    stuck.writer.release()
+    closing.join(60)
+    restoring.join(60)
+    assert not closing.is_alive()
+    assert not restoring.is_alive()
+
+
+def test_skipping_is_decided_for_one_thread_after_another(tmp_path: Path) -> None:
+    stuck = Stuck()
+    barrier = threading.Barrier(4)
+
+    class Slow:
+        def state_dict(self) -> dict[str, int]:
+            barrier.wait(30)  # all of them found a free place before any was admitted
+            return {"a": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+    with SyncCheckpointEngine(tmp_path, io=stuck, max_in_flight=1, on_busy="skip") as engine:
+        stuck.writer.hold("flush")
+        threads = [threading.Thread(target=engine.checkpoint, args=({"slow": Slow()},)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        stuck.writer.release()
+        engine.drain()
+        found = engine.statistics()
+        assert (found.admitted, found.skipped) == (1, 3)
+
+
+def test_a_child_forked_while_a_deadline_left_files_behind_holds_none(tmp_path: Path) -> None:
+    stuck = Stuck()
+    engine = SyncCheckpointEngine(tmp_path, io=stuck).open()
+    stuck.writer.hold("flush")
+    engine.checkpoint(state_of(1), step=1)
+    stuck.writer.wait_stuck()
+    with pytest.raises(Exception, match="gave up"):
+        engine.close(deadline=0.01)
+
+    def holds_nothing() -> None:
+        assert open_files(tmp_path) == []
+
+    assert passes_in_a_forked_child(holds_nothing)
+    stuck.writer.release()
+    core = engine._core
+    core.loop.call(core._close(None))
+    core.loop.stop()

@@ -1,0 +1,95 @@
+"""Restoring and loading beside damage, odd metadata, and a busy writer."""
+
+from __future__ import annotations
+
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pccheck_async import StateMismatchError, SyncCheckpointEngine, list_checkpoints, load_sync
+from pccheck_async.operations.base import Operations
+from pccheck_async.testing import FailingWriter
+from pccheck_async.writer import Writer
+from pccheck_async.writer.posix import PosixWriter
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"tensor": torch.arange(3000) + step, "step": step}
+
+
+def test_nan_in_the_metadata(tmp_path: Path) -> None:
+    """A loss that is NaN is when people load."""
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.checkpoint(state_of(1), step=1, metadata={"loss": math.nan})
+        engine.drain()
+        assert math.isnan(float(engine.checkpoints()[0].metadata["loss"]))  # type: ignore[arg-type]
+        assert load_sync(tmp_path)["step"] == 1
+        assert engine.restore(state_of(0)) is not None
+    assert math.isnan(float(list_checkpoints(tmp_path)[0].metadata["loss"]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("io", ["python", "auto"])
+def test_an_unreadable_manifest_falls_back(tmp_path: Path, io: str) -> None:
+    with SyncCheckpointEngine(tmp_path, keep_last=2) as engine:
+        for step in range(2):
+            engine.checkpoint(state_of(step), step=step).result(60)
+
+    def failing(path: str, operations: Operations) -> Writer:
+        return FailingWriter(PosixWriter(path, operations), fail_at=3, kinds=("read",))
+
+    with pytest.warns(RuntimeWarning, match="falling back to step 0"):
+        assert load_sync(tmp_path, io=failing)["step"] == 0
+
+
+def test_restore_beside_commits(tmp_path: Path) -> None:
+    """What was newest when a restore began may be gone when it looks: then a newer one is taken."""
+    with SyncCheckpointEngine(tmp_path, chunk_bytes=4096) as engine:
+        engine.checkpoint(state_of(0), step=0).result(60)
+        stop = threading.Event()
+
+        def commit() -> None:
+            step = 1
+            while not stop.is_set():
+                engine.checkpoint(state_of(step), step=step).result(60)
+                step += 1
+
+        committing = threading.Thread(target=commit)
+        committing.start()
+        try:
+            for _ in range(50):
+                live = state_of(-1)
+                info = engine.restore(live)
+                assert info is not None
+                assert info.step == live["step"]
+                assert torch.equal(live["tensor"], torch.arange(3000) + info.step)
+        finally:
+            stop.set()
+            committing.join()
+
+
+def test_a_mismatch_after_a_damaged_newer_one_says_what_may_have_happened(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path, keep_last=2, chunk_bytes=4096) as engine:
+        engine.checkpoint({"other": torch.zeros(3000)}, step=0).result(60)
+        engine.checkpoint(state_of(1), step=1).result(60)
+    wanted = (torch.arange(3000) + 1).numpy().tobytes()[:64]
+    slot = next(path for path in tmp_path.glob("slot-*") if path.read_bytes().startswith(wanted))
+    data = bytearray(slot.read_bytes())
+    data[9000] ^= 1
+    slot.write_bytes(data)
+    with SyncCheckpointEngine(tmp_path, keep_last=2, chunk_bytes=4096) as engine:
+        with pytest.warns(RuntimeWarning, match="falling back"), pytest.raises(StateMismatchError) as mismatch:
+            engine.restore(state_of(9))
+        assert any("may hold parts" in note for note in mismatch.value.__notes__)
+
+
+def test_keys_are_checked_before_anything_is_read(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.checkpoint(state_of(1), step=1)
+    with pytest.raises(StateMismatchError, match="nothing"):
+        load_sync(tmp_path, keys=["nothing.*"])
