@@ -155,8 +155,9 @@ class CheckpointEngine:
     async def restore(self, state: Mapping[str, Any], *, step: int | None = None) -> CheckpointInfo | None:
         """Restore the newest checkpoint into ``state``, in place; every checksum is verified.
 
-        Live tensors are filled where they are, Stateful objects get ``load_state_dict``, plain values are replaced in
-        their mappings. A damaged newest checkpoint is passed over for the next older one, with a warning.
+        Live tensors are filled where they are, Stateful objects get ``load_state_dict``, and a plain value is a
+        placeholder for whatever was saved in its place. A damaged newest checkpoint is passed over for the next older
+        one, with a warning.
 
         Args:
             state: Shaped like the state that was saved.
@@ -168,8 +169,10 @@ class CheckpointEngine:
         Cancellation: ends once every read ended; ``state`` may then hold a mixture.
 
         Raises:
-            StateMismatchError: leaves differ; nothing was changed.
+            StateMismatchError: leaves differ; nothing was changed (a note says so where a damaged one was tried before).
+            UnsupportedStateError: ``state`` is no mapping from names.
             CorruptStoreError: no checkpoint is whole; ``state`` may hold a mixture.
+            Exception: what a ``load_state_dict`` raised, with a note that names the object.
             NoCheckpointError: there is none of ``step``.
         """
         info: CheckpointInfo | None = await self._core.run(self._core.restore(state, step))
