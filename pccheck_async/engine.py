@@ -169,7 +169,7 @@ class CheckpointEngine:
         Cancellation: ends once every read ended; ``state`` may then hold a mixture.
 
         Raises:
-            StateMismatchError: leaves differ; nothing was changed (a note says so where a damaged one was tried before).
+            StateMismatchError: leaves differ; nothing was changed (a note tells of a damaged one tried before).
             UnsupportedStateError: ``state`` is no mapping from names.
             CorruptStoreError: no checkpoint is whole; ``state`` may hold a mixture.
             Exception: what a ``load_state_dict`` raised, with a note that names the object.

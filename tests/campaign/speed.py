@@ -63,11 +63,10 @@ def main() -> None:
         raw_disk(Path(folder), nbytes) as disk,
         SyncCheckpointEngine(Path(folder) / "store", max_in_flight=1, host_memory=memory, io=args.io) as engine,
     ):
+        reset_peak_rss()
+        base = peak_rss()  # the engine is open, nothing was saved yet
         for warm in range(2):  # both slots written once, as the scratch file is
             engine.checkpoint(state, step=warm).result()
-        before = peak_rss()
-        reset_peak_rss()
-        base = peak_rss()
         for pair in range(args.pairs):
             change(state, pair)
             limit = disk.best_write()
@@ -78,7 +77,7 @@ def main() -> None:
             ours = time.perf_counter() - start
             limit = min(limit, disk.best_write())
             write.append(limit / ours)
-        print(f"peak RSS {before >> 20} MiB after warm-up, later {(peak_rss() - base) >> 20} MiB more")
+        saved = peak_rss() - base
         for _ in range(args.pairs):
             limit = disk.best_read()
             start = time.perf_counter()
@@ -87,6 +86,7 @@ def main() -> None:
             limit = min(limit, disk.best_read())
             read.append(limit / ours)
         found = engine.statistics()
+    print(f"saving raised the peak RSS by {saved >> 20} MiB")
     print(spread("durable: share of the raw write limit", write))
     print(spread("restore: share of the raw read limit", read))
     print(spread("stall, seconds", stall))
