@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from pccheck_async import (
     load_sync,
 )
 from pccheck_async.layout import COMMIT_NBYTES
+from tests.conftest import engines
 from tests.processes import open_files, passes_in_a_forked_child
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -356,3 +358,24 @@ def test_forked_child(tmp_path: Path) -> None:
 
         assert passes_in_a_forked_child(in_the_child)
         assert engine.checkpoint({"a": torch.ones(10)}, step=2).result(60).step == 2
+
+
+@pytest.mark.parametrize(("writing", "reading"), [("threads", "python"), ("python", "threads")])
+def test_a_store_written_by_one_engine_is_read_by_the_other(tmp_path: Path, writing: str, reading: str) -> None:
+    if "threads" not in engines():
+        pytest.skip("the C extension was not built here")
+    for step, io in enumerate((writing, reading, writing)):
+        with SyncCheckpointEngine(tmp_path, io=io, keep_last=3) as engine:  # type: ignore[arg-type]
+            engine.checkpoint(state_of(step), step=step)
+    for step in range(3):
+        assert_same(load_sync(tmp_path, step=step, io=writing), step)  # type: ignore[arg-type]
+        assert_same(load_sync(tmp_path, step=step, io=reading), step)  # type: ignore[arg-type]
+
+
+def test_a_store_can_be_moved(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path / "here") as engine:
+        engine.checkpoint(state_of(4), step=4)
+    shutil.copytree(tmp_path / "here", tmp_path / "there" / "copy")
+    assert_same(load_sync(tmp_path / "there" / "copy"), 4)
+    with SyncCheckpointEngine(tmp_path / "there" / "copy") as engine:
+        assert engine.checkpoint(state_of(5), step=5).result(60).counter == 1
