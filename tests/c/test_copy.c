@@ -74,6 +74,35 @@ static void test_round_trips(void)
     }
 }
 
+/* A segment between gaps: lengths around the one from which segments are copied in one pass, all alignments. */
+static void test_long_segments(void)
+{
+    enum { AROUND = 300, MOST = 4096 + AROUND };
+    static uint8_t model[2 * MOST], buffer[2 * MOST + 64];
+    uint64_t seed = 6;
+    uint8_t *const source = random_bytes(&seed, MOST + 64);
+    for (size_t round = 0; round < 64 * 64; round++) {
+        const size_t to = round % 64, from = round / 64, before = random_below(&seed, 100);
+        const size_t length = MOST - random_below(&seed, 2 * AROUND);
+        const size_t size = before + length + random_below(&seed, 100);
+        const struct copy_segment segments[] = {{(uintptr_t)(source + from), before, length / 100},
+                                                {(uintptr_t)(source + from) + length / 100, before + length / 100,
+                                                 length - length / 100}};
+        uint32_t checksum = 0;
+        memset(model, 0, size);
+        memcpy(model + before, source + from, length);
+        memset(buffer, 0xa5, sizeof buffer);
+        CHECK(copy_gather(segments, 2, buffer + to, size, &checksum) == 0);
+        CHECK(memcmp(buffer + to, model, size) == 0);
+        CHECK(checksum == crc32_update(0, model, size));
+        for (size_t i = 0; i < to; i++)
+            CHECK(buffer[i] == 0xa5);
+        for (size_t i = to + size; i < sizeof buffer; i++)
+            CHECK(buffer[i] == 0xa5);
+    }
+    free(source);
+}
+
 static void test_refusals(void)
 {
     static const struct {
@@ -104,6 +133,7 @@ static void test_refusals(void)
 int main(void)
 {
     test_round_trips();
+    test_long_segments();
     test_refusals();
     return 0;
 }
