@@ -19,8 +19,8 @@ int copy_check(const void *segments, size_t count, uint64_t size, bool ordered, 
 
 /* Fill all of `buffer`: the segments (checked, ordered), and zeros between and behind them. Stores its CRC-32.
  *
- * The checksum is of the bytes that arrived in the buffer, so it holds for what will be written even where the source
- * changes meanwhile. Always 0. */
+ * The checksum is of the bytes that were stored, read from the source once, so it holds for what will be written even
+ * where the source changes meanwhile. Always 0. */
 int copy_gather(const void *segments, size_t count, void *buffer, uint64_t size, uint32_t *checksum);
 
 /* Copy the segments (checked) out of `buffer`, once its CRC-32 proved to be `checksum`; -EBADMSG, with nothing copied,

@@ -11,7 +11,7 @@ __all__ = ["Auto", "Decisions", "EngineConfig", "decide"]
 
 Auto = Literal["auto"]
 
-_CHUNK_BYTES = 4 * 1024 * 1024
+_CHUNK_BYTES = 8 * 1024 * 1024
 _WRITERS = 4
 _LEAST_BUFFERS = 2
 
@@ -84,7 +84,7 @@ def decide(config: EngineConfig, *, block_bytes: int, cores: int, memory: int) -
     if config.chunk_bytes == "auto":
         chunk_bytes = max(block_bytes, min(_CHUNK_BYTES, host_memory // _LEAST_BUFFERS) // block_bytes * block_bytes)
         reasons["chunk_bytes"] = (
-            "4 MiB: measured to saturate a local disk with four writers"
+            "8 MiB: measured to saturate a local disk with four writers"
             if chunk_bytes == _CHUNK_BYTES
             else f"host_memory of {host_memory} bytes holds {_LEAST_BUFFERS} of them"
         )
@@ -102,8 +102,8 @@ def decide(config: EngineConfig, *, block_bytes: int, cores: int, memory: int) -
     else:
         writers = config.writers
         reasons["writers"] = "given"
-    copiers = min(4, cores)
-    reasons["copiers"] = f"{copiers} of the {cores} cores this process may use"
+    copiers = min(4, max(1, cores - 1))
+    reasons["copiers"] = f"{copiers} of the {cores} cores this process may use; one is left to the writes"
     return Decisions(chunk_bytes, host_memory, writers, copiers, reasons)
 
 
