@@ -19,6 +19,7 @@ from pccheck_async import (
     WriteError,
     load_sync,
 )
+from pccheck_async.core import EngineCore
 from pccheck_async.operations.base import Operations
 from pccheck_async.testing import FailingWriter, StuckWriter
 from pccheck_async.writer import Writer
@@ -222,3 +223,33 @@ def test_a_child_forked_while_a_deadline_left_files_behind_holds_none(tmp_path: 
     core = engine._core
     core.loop.call(core._close(None))
     core.loop.stop()
+
+
+def test_an_open_cancelled_after_it_succeeded_gives_the_store_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's side is done, and the caller is cancelled before it gets to know."""
+    really_open = EngineCore._open
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        cancelled = threading.Event()
+
+        def cancel() -> None:
+            opening.cancel()
+            cancelled.set()
+
+        async def open_and_cancel(core: EngineCore) -> None:
+            await really_open(core)
+            loop.call_soon_threadsafe(cancel)
+            cancelled.wait(10)
+
+        monkeypatch.setattr(EngineCore, "_open", open_and_cancel)
+        opening = asyncio.create_task(CheckpointEngine(tmp_path).open())
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        monkeypatch.undo()
+        async with CheckpointEngine(tmp_path, lock_timeout=0):
+            pass
+
+    asyncio.run(main())

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import StateMismatchError, SyncCheckpointEngine, list_checkpoints, load_sync
+from pccheck_async import StateMismatchError, SyncCheckpointEngine, core, list_checkpoints, load_sync
 from pccheck_async.operations.base import Operations
+from pccheck_async.reading import choose
 from pccheck_async.testing import FailingWriter
 from pccheck_async.writer import Writer
 from pccheck_async.writer.posix import PosixWriter
@@ -93,3 +94,21 @@ def test_keys_are_checked_before_anything_is_read(tmp_path: Path) -> None:
         engine.checkpoint(state_of(1), step=1)
     with pytest.raises(StateMismatchError, match="nothing"):
         load_sync(tmp_path, keys=["nothing.*"])
+
+
+def test_a_checkpoint_dropped_before_its_restore_could_hold_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.checkpoint(state_of(0), step=0).result(60)
+        chosen = []
+
+        def choose_and_commit(*arguments: Any) -> Any:
+            chosen.append(choose(*arguments))
+            if len(chosen) == 1:
+                engine.checkpoint(state_of(1), step=1).result(60)
+            return chosen[-1]
+
+        monkeypatch.setattr(core, "choose", choose_and_commit)
+        live = state_of(9)
+        info = engine.restore(live)
+        assert info is not None
+        assert (info.step, live["step"], len(chosen)) == (1, 1, 2)
