@@ -25,6 +25,7 @@ from pccheck_async.errors import (
     StoreLockedError,
     WriteError,
 )
+from pccheck_async.failures import first_failure
 from pccheck_async.layout import (
     COMMIT_NAME,
     COMMIT_NBYTES,
@@ -106,6 +107,7 @@ class Store:
         self._failure: BaseException | None = None
         self._took_over = False
         self._reserved = False
+        self._record_buffer = aligned_buffer(REGION_NBYTES)
         self._commits = self._superseded = self._reader_waits = 0
         self._commit: File
         self._identity: Identity
@@ -181,7 +183,9 @@ class Store:
         second_copy = region_offsets(0)[1]
         image = bytearray(first)
         image[second_copy : second_copy + REGION_NBYTES] = first[:REGION_NBYTES]
-        await self._write_aligned(self._commit, 0, image)
+        view = aligned_buffer(COMMIT_NBYTES)
+        view[:] = image
+        await self._writer.write(self._commit, 0, view)
         await self._writer.flush(self._commit)  # crash: store.json without a first record behind it
         await self._writer.sync_folder()  # crash: store.json without a commit file beside it
         await self._writer.write_small(IDENTITY_NAME + ".tmp", encode_identity(identity))
@@ -379,9 +383,16 @@ class Store:
     async def _write_record(self, record: Record) -> None:
         data = encode_record(record, self._identity.id_bytes, self.block_bytes)
         # Two copies on separate blocks: one damaged block does not cost the record. Both only ever touch this
-        # generation's parity, so the record before stays whole whatever happens here.
-        for offset in region_offsets(record.generation):
-            await self._write_aligned(self._commit, offset, data)
+        # generation's parity, so the record before stays whole whatever happens here, in whatever order.
+        view = self._record_buffer[: len(data)]
+        view[:] = data
+        try:
+            async with asyncio.TaskGroup() as copies:
+                for offset in region_offsets(record.generation):
+                    copies.create_task(self._writer.write(self._commit, offset, view))
+        except BaseExceptionGroup as errors:
+            failure = first_failure(errors)
+            raise failure from failure.__cause__
 
     def _publish(self, record: Record) -> None:
         self._record = record
@@ -428,11 +439,6 @@ class Store:
                 f"no more commits after an earlier failure ({self._failure}); what was committed stays readable; "
                 "check the disk and open the store anew"
             ) from self._failure
-
-    async def _write_aligned(self, file: File, offset: int, data: bytes | bytearray) -> None:
-        view = aligned_buffer(len(data))
-        view[:] = data
-        await self._writer.write(file, offset, view)
 
     def statistics(self) -> StoreStatistics:
         """Return slots and commits so far."""

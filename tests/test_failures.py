@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -628,6 +629,21 @@ def test_a_cancelled_close_still_closes(tmp_path: Path) -> None:
             await closing
         with pytest.raises(CheckpointError):
             await pending
+        with pytest.raises(ClosedError):
+            await engine.checkpoint(state_of(2), step=2)
+
+    asyncio.run(main())
+
+
+def test_a_close_that_is_cancelled_before_it_began_still_closes(tmp_path: Path, nothing_left_behind: None) -> None:
+    async def main() -> None:
+        engine = await CheckpointEngine(tmp_path).open()
+        engine._core.loop.post(time.sleep, 0.3)  # the close and its cancellation reach the engine's loop together
+        closing = asyncio.create_task(engine.close())
+        await asyncio.sleep(0.1)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
         with pytest.raises(ClosedError):
             await engine.checkpoint(state_of(2), step=2)
 

@@ -17,7 +17,8 @@ from contextlib import contextmanager
 import torch
 
 from pccheck_async import CheckpointEngine
-from tests.campaign.speed import build, change, spread
+from tests.campaign.figures import summary
+from tests.campaign.speed import build, change
 
 BLOCKED_SECONDS = 5.0
 
@@ -75,8 +76,8 @@ async def measure(folder: str, state: dict[str, torch.Tensor], pairs: int) -> No
                 await (await engine.checkpoint(state, step=pair))
                 ended = time.perf_counter() - start
             spun.append(ended / min(plain, await undisturbed()))
-    print(spread(f"loop blocked for {BLOCKED_SECONDS} s: time to durable / undisturbed", blocked))
-    print(spread("a thread spinning in Python: time to durable / undisturbed", spun))
+    print(summary(f"loop blocked for {BLOCKED_SECONDS} s: time to durable / undisturbed", blocked))
+    print(summary("a thread spinning in Python: time to durable / undisturbed", spun))
 
 
 def main() -> None:
