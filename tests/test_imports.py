@@ -19,7 +19,7 @@ LAYERS = [
         "memory", "machine", "limiter", "pool", "operations", "writer", "copying", "uninterrupted", "session",
     },
     {  # engine
-        "loop", "lifetime", "pending", "records", "reading", "capture", "store", "restore", "scheduler",
+        "loop", "lifetime", "pending", "records", "reading", "capture", "slot_files", "store", "restore", "scheduler",
         "read_lease", "core",
         "engine", "sync", "loading",
     },
