@@ -11,7 +11,7 @@
 
 _Static_assert(sizeof(off_t) == 8, "build with 64-bit file offsets");
 
-/* Linux moves at most 2 GiB - 4 KiB per call; a power of two below that keeps what follows aligned for direct I/O. */
+/* Linux moves at most 2 GiB less a page per call; a power of two below that keeps what follows aligned for direct I/O. */
 #ifndef TRANSFER_MOST_BYTES
 #define TRANSFER_MOST_BYTES (UINT64_C(1) << 30)
 #endif

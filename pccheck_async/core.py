@@ -29,8 +29,7 @@ from pccheck_async.layout import Entry, check_metadata
 from pccheck_async.lifetime import forget, remember
 from pccheck_async.loop import EngineLoop, finish
 from pccheck_async.machine import available_cores, available_memory
-from pccheck_async.manifest import Manifest
-from pccheck_async.memory import PAGE_BYTES
+from pccheck_async.manifest import MIN_BLOCK, Manifest
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.plan import Planner
 from pccheck_async.pool import BufferPool
@@ -136,7 +135,7 @@ class EngineCore:
     async def _open(self) -> None:
         config = self.config
         cores, memory = available_cores(), available_memory()
-        first = decide(config, block_bytes=PAGE_BYTES, cores=cores, memory=memory)
+        first = decide(config, block_bytes=MIN_BLOCK, cores=cores, memory=memory)
         self._session = await open_session(self.path, self._io, writers=first.writers, copiers=first.copiers)
         try:
             writer = self._session.writer
