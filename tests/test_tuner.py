@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import json
 import os
 import signal
@@ -309,15 +308,19 @@ def test_what_a_killed_tuning_left_goes_with_the_next(tmp_path: Path) -> None:
 
 
 def test_one_tuning_at_a_time(tmp_path: Path) -> None:
-    (tmp_path / ".tune-other").mkdir()
-    fd = os.open(tmp_path, os.O_RDONLY)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+    class SeenError(Exception):
+        pass
+
+    def progress(done: float, what: str) -> None:
+        before = list(tmp_path.iterdir())
         with pytest.raises(StoreLockedError, match="another tuning runs"):
             tune_blocking(tmp_path, nbytes=MIB)
-        assert os.listdir(tmp_path) == [".tune-other"]
-    finally:
-        os.close(fd)
+        assert list(tmp_path.iterdir()) == before != []
+        raise SeenError
+
+    with pytest.raises(SeenError):
+        tune_blocking(tmp_path, nbytes=MIB, progress=progress)
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.slow
