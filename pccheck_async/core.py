@@ -62,7 +62,7 @@ class EngineCore:
         check_io(io)
         self.path = os.fspath(path)
         self.config = config
-        self._io = io
+        self.io = io
         self._pid = os.getpid()
         self._admission = threading.RLock()  # a signal handler may checkpoint, too
         self._state = "new"
@@ -136,7 +136,7 @@ class EngineCore:
         config = self.config
         cores, memory = available_cores(), available_memory()
         first = decide(config, block_bytes=MIN_BLOCK, cores=cores, memory=memory)
-        self._session = await open_session(self.path, self._io, writers=first.writers, copiers=first.copiers)
+        self._session = await open_session(self.path, self.io, writers=first.writers, copiers=first.copiers)
         try:
             writer = self._session.writer
             self._store = Store(writer, keep_last=config.keep_last, max_in_flight=config.max_in_flight)
