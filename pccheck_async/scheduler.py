@@ -143,7 +143,11 @@ class Scheduler:
         largest = tuple(ChunkEntry(c.offset, c.nbytes, _LARGEST_CHECKSUM) for c in plan.chunks)
         nbytes = self._slot_bytes(plan, self._encode(job, plan, largest))
         capture = Capture(snapshot, plan, self._backend, pending.set_captured)
-        lease = await self._copy_and_write(capture, plan, nbytes)
+        try:
+            await capture.begin()
+            lease = await self._copy_and_write(capture, plan, nbytes)
+        finally:
+            capture.release()  # an error that somebody keeps would keep the state, too
         try:
             data = self._encode(job, plan, capture.entries())
             offset = align(plan.payload_nbytes, self._store.block_bytes)
