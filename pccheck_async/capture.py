@@ -117,7 +117,7 @@ class Capture:
         self._sources.release()
 
     def _take_time(self, nbytes: int) -> None:
-        """Tell the backend how fast it was, once all is copied. The first chunk does not count: it waits for kernels."""
+        """Tell the backend how fast it was. The first chunk does not count: it waits for the trainer's kernels."""
         now = time.perf_counter()
         if self._left + 1 == len(self._chunks) > 1:
             self._timed_since = now

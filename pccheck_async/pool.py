@@ -107,12 +107,12 @@ class BufferPool:
         start = index * self.buffer_bytes
         lease = BufferLease(self, permit, index, self._view[start : start + self.buffer_bytes])
         if self._pinning is not None and self._pinning.active and index not in self._pinned:
+            self._pinned.add(index)
             try:
                 await self._pinning.pin(lease.view)
             except BaseException:
                 lease.release()
                 raise
-            self._pinned.add(index)
         return lease
 
     def close(self) -> None:

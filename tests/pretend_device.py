@@ -77,7 +77,7 @@ class PretendDevice:
         return memory
 
     def idle(self) -> bool:
-        return not any(stream.queue for stream in self.streams)
+        return not any(matters for stream in self.streams for _, matters in stream.queue)
 
     def holds(self, address: int, nbytes: int) -> bool:
         return any(low <= address and address + nbytes <= low + len(space) for low, space in self._spaces.items())
@@ -110,11 +110,11 @@ class PretendBlock:
 class PretendStream:
     def __init__(self, device: PretendDevice) -> None:
         self.device = device
-        self.queue: list[Callable[[], Any]] = []
+        self.queue: list[tuple[Callable[[], Any], bool]] = []  # work, and whether it is more than a wait
         self.done = 0
 
     def wait(self, event: PretendEvent) -> None:
-        self.later(event.perform)
+        self.later(event.perform, matters=False)
 
     def copy(self, into: int, source: int, nbytes: int) -> None:
         device = self.device
@@ -143,12 +143,12 @@ class PretendStream:
             while self.queue:
                 self.perform_one()
 
-    def later(self, work: Callable[[], Any]) -> None:
+    def later(self, work: Callable[[], Any], *, matters: bool = True) -> None:
         with _machine:
-            self.queue.append(work)
+            self.queue.append((work, matters))
 
     def perform_one(self) -> None:
-        self.queue.pop(0)()
+        self.queue.pop(0)[0]()
         self.done += 1
 
     def _check(self, address: int, nbytes: int) -> None:

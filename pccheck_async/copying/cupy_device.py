@@ -10,44 +10,15 @@ import numpy as np
 import torch
 from cupy.cuda import runtime
 
+from pccheck_async.copying.kernel import MOVE_SOURCE
 from pccheck_async.copying.snapshot import DeviceMemory
 from pccheck_async.segments import Table
 
-__all__ = ["MOVE_SOURCE", "CupyDevice"]
+__all__ = ["CupyDevice"]
 
 _THREADS: Final = 256
 _REGISTER_PORTABLE: Final = 1
 """cudaHostRegisterPortable: locked for every device."""
-
-MOVE_SOURCE: Final = r"""
-/* Block b copies row b of (destination, source, length): 16 bytes per thread and turn where both are aligned alike. */
-extern "C" __global__ void pccheck_move(const unsigned long long *table)
-{
-    const unsigned long long *row = table + 3 * (unsigned long long)blockIdx.x;
-    char *into = (char *)row[0];
-    const char *from = (const char *)row[1];
-    const unsigned long long length = row[2];
-    unsigned long long head = length, wide = 0;
-
-    if (((row[0] ^ row[1]) & 15) == 0) {
-        head = (16 - (row[0] & 15)) & 15;
-        if (head > length)
-            head = length;
-        wide = (length - head) / 16;
-    }
-    for (unsigned long long i = threadIdx.x; i < head; i += blockDim.x)
-        into[i] = from[i];
-
-    const uint4 *__restrict__ source = (const uint4 *)(from + head);
-    uint4 *__restrict__ target = (uint4 *)(into + head);
-#pragma unroll 4
-    for (unsigned long long i = threadIdx.x; i < wide; i += blockDim.x)
-        target[i] = source[i];
-
-    for (unsigned long long i = head + 16 * wide + threadIdx.x; i < length; i += blockDim.x)
-        into[i] = from[i];
-}
-"""
 
 _log = logging.getLogger("pccheck_async")
 

@@ -33,12 +33,13 @@ class Waiting:
 
         Cancellation: raised once the function has been called and has returned (I9): a device does not stop.
         """
-        future: asyncio.Future[T] = self._loop.create_future()
+        future: asyncio.Future[None] = self._loop.create_future()
         token = next(self._tokens)
+        result: list[T] = []  # may be device memory: neither the thread nor whoever keeps a cancellation shall keep it
         self._calls[token] = future
-        self._threads.submit([(token, function, arguments)])
+        self._threads.submit([(token, lambda: result.append(function(*arguments)), ())])
         try:
-            return await asyncio.shield(future)
+            await asyncio.shield(future)
         except asyncio.CancelledError:
             while not future.done():
                 try:
@@ -46,15 +47,17 @@ class Waiting:
                 except asyncio.CancelledError:
                     continue
             future.exception()  # retrieved: the cancellation is what the awaiter gets to know
+            result.clear()
             raise
+        return result.pop()
 
     def close(self) -> None:
         """End the threads; no call is running."""
         self._threads.close()
 
-    def _end(self, token: int, result: Any, error: BaseException | None) -> None:
+    def _end(self, token: int, _: Any, error: BaseException | None) -> None:
         future = self._calls.pop(token)
         if error is None:
-            future.set_result(result)
+            future.set_result(None)
         else:
             future.set_exception(error)
