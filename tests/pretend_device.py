@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -76,8 +77,16 @@ class PretendDevice:
         self._spaces[self.address(memory)] = memory  # for ever: an address is never reused
         return memory
 
+    def adopt(self, address: int, nbytes: int) -> None:
+        """Take memory of the host for its own, as long as nobody frees it."""
+        self._spaces[address] = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+
     def idle(self) -> bool:
-        return not any(matters for stream in self.streams for _, matters in stream.queue)
+        return not any(touched for stream in self.streams for _, touched in stream.queue)
+
+    def uses(self, address: int, nbytes: int) -> bool:
+        queued = [touched for stream in self.streams for _, touched in stream.queue]
+        return any(low < address + nbytes and address < low + size for touched in queued for low, size in touched)
 
     def holds(self, address: int, nbytes: int) -> bool:
         return any(low <= address and address + nbytes <= low + len(space) for low, space in self._spaces.items())
@@ -96,13 +105,15 @@ class PretendBlock:
         self._device = device
         self._memory = device.space(nbytes + 16)
         self.address = (device.address(self._memory) + 15) // 16 * 16
+        device.training.later(partial(self._memory.fill, 0xEE))  # whoever had the memory before is not done with it
         self.ready = device.current()
         device.allocated += nbytes
         device.peak = max(device.peak, device.allocated)
 
     def __del__(self) -> None:
-        if not self._device.idle():
-            self._device.faults.append(f"{self.nbytes} bytes were freed while work was queued")
+        with _machine:
+            if self._device.uses(self.address, self.nbytes):
+                self._device.faults.append(f"{self.nbytes} bytes were freed while work on them was queued")
         self._memory[:] = 0xDD
         self._device.allocated -= self.nbytes
 
@@ -110,30 +121,30 @@ class PretendBlock:
 class PretendStream:
     def __init__(self, device: PretendDevice) -> None:
         self.device = device
-        self.queue: list[tuple[Callable[[], Any], bool]] = []  # work, and whether it is more than a wait
+        self.queue: list[tuple[Callable[[], Any], list[tuple[int, int]]]] = []  # work, and the memory that it touches
         self.done = 0
 
     def wait(self, event: PretendEvent) -> None:
-        self.later(event.perform, matters=False)
+        self.later(event.perform)
 
     def copy(self, into: int, source: int, nbytes: int) -> None:
         device = self.device
         sides = [device.holds(address, nbytes) for address in (into, source)]
         if not any(sides):
             device.faults.append(f"a copy of {nbytes} bytes does not touch the device")
-        self.later(lambda: ctypes.memmove(into, source, nbytes))
+        self.later(lambda: ctypes.memmove(into, source, nbytes), (into, nbytes), (source, nbytes))
         if not all(sides) and not device.locked(source if sides[0] else into, nbytes):
             self.synchronize()  # such memory is copied while the caller waits
 
     def zero(self, address: int, nbytes: int) -> None:
         self._check(address, nbytes)
-        self.later(lambda: ctypes.memset(address, 0, nbytes))
+        self.later(lambda: ctypes.memset(address, 0, nbytes), (address, nbytes))
 
     def move(self, rows: Table) -> None:
         for into, source, nbytes in rows.tolist():
             self._check(into, nbytes)
             self._check(source, nbytes)
-            self.later(lambda into=into, source=source, nbytes=nbytes: ctypes.memmove(into, source, nbytes))  # type: ignore[misc]
+            self.later(partial(ctypes.memmove, into, source, nbytes), (into, nbytes), (source, nbytes))
 
     def record(self, *, timed: bool = False) -> PretendEvent:
         return PretendEvent(self, timed=timed)
@@ -143,9 +154,9 @@ class PretendStream:
             while self.queue:
                 self.perform_one()
 
-    def later(self, work: Callable[[], Any], *, matters: bool = True) -> None:
+    def later(self, work: Callable[[], Any], *touched: tuple[int, int]) -> None:
         with _machine:
-            self.queue.append((work, matters))
+            self.queue.append((work, list(touched)))
 
     def perform_one(self) -> None:
         self.queue.pop(0)[0]()

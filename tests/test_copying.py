@@ -8,8 +8,10 @@ import errno
 import random
 import shutil
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pccheck_async import SyncCheckpointEngine, WriteError, capture, core, load_sync
 from pccheck_async.capture import Capture, Snapshot
 from pccheck_async.checksum import crc32
 from pccheck_async.copying import CopyBackend, CudaCopy, HostCopy
 from pccheck_async.copying.devices import Device
 from pccheck_async.copying.kernel import MOVE_SOURCE
-from pccheck_async.copying.snapshot import Account, DeviceMode, Pace, decide, spare
+from pccheck_async.copying.snapshot import Account, DeviceMemory, DeviceMode, Pace, decide, spare
 from pccheck_async.copying.tables import compacted, gaps, merged, moves, split
 from pccheck_async.errors import CheckpointError
 from pccheck_async.memory import address_of, aligned_buffer
@@ -38,6 +41,9 @@ from pccheck_async.segments import PackedPiece, Segments, Table
 from pccheck_async.state.flatten import ArrayLeaf
 from pccheck_async.state.sources import HOST, PackedSource, RawSource, Sources
 from pccheck_async.state.storages import arrange
+from pccheck_async.testing import FailingWriter
+from pccheck_async.writer import Writer
+from pccheck_async.writer.posix import PosixWriter
 from tests.pretend_device import PretendDevice
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -936,8 +942,6 @@ def test_the_peak_of_training_is_told_apart_from_ours() -> None:
 
 
 def test_spare_memory() -> None:
-    from pccheck_async.copying.snapshot import DeviceMemory
-
     assert spare(DeviceMemory(140, 50, 85, 0), training_peak=60, held=10) == 65
 
 
@@ -947,3 +951,85 @@ def test_pace() -> None:
     pace.note(100, 2.0)
     pace.note(0, 5.0)
     assert pace.seconds(50) == 1.0
+
+
+# -- the whole engine, its tensors on a device that pretends
+
+
+@pytest.fixture
+def engine_on(monkeypatch: pytest.MonkeyPatch, devices: list[PretendDevice]) -> PretendDevice:
+    """Let every engine find the tensors of its state, but for the smallest, in a device's memory."""
+    device = devices[0]
+
+    def arrange_on_device(leaves: Sequence[ArrayLeaf]) -> Any:
+        layout = arrange(leaves)
+        placed = Sources()
+        for source in layout.sources:
+            assert isinstance(source, RawSource)
+            if source.nbytes < 64:
+                placed.add(*source[:3])
+            else:
+                device.adopt(source.address, source.nbytes)
+                placed.add_device(*source[:3], device.index)
+        return replace(layout, sources=placed)
+
+    def make(operations: Operations, mode: DeviceMode) -> CopyBackend:
+        return CudaCopy(operations, lambda: devices.__getitem__, mode)
+
+    monkeypatch.setattr(capture, "arrange", arrange_on_device)
+    monkeypatch.setattr(core, "make_backend", make)
+    return device
+
+
+def state_of(step: int) -> dict[str, Any]:
+    rng = torch.Generator().manual_seed(step)
+    sizes = [1, 3, 1000, 70_000, 300_000, 17]
+    return {"step": step, "t": {str(n): torch.rand(size, generator=rng) for n, size in enumerate(sizes)}}
+
+
+@pytest.mark.usefixtures("nothing_left_behind")
+@pytest.mark.parametrize("mode", ["auto", "snapshot", "stream"])
+def test_an_engine_whose_state_changes_as_soon_as_it_may(
+    tmp_path: Path, engine_on: PretendDevice, mode: DeviceMode
+) -> None:
+    with SyncCheckpointEngine(tmp_path, device=mode, chunk_bytes=256 * KIB, host_memory=1 * MIB, keep_last=4) as engine:
+        live = state_of(0)
+        for step in range(4):
+            fresh = state_of(step)
+            live["step"] = step
+            for name, tensor in live["t"].items():
+                engine_on.training.later(partial(tensor.copy_, fresh["t"][name]))  # queued: not done yet
+            engine.checkpoint(live, step=step)
+            for tensor in live["t"].values():
+                tensor.zero_()
+        engine.drain()
+        found = engine.statistics()
+        assert found.snapshots == {"auto": 3, "snapshot": 4, "stream": 0}[mode]
+        assert found.device_peak_bytes > 1_480_000 or mode == "stream"
+        assert found.device_bytes < 1 * MIB
+        assert found.decisions.reasons["device"].startswith("device 0: ")
+        for step in range(4):
+            restored = load_sync(tmp_path, step=step)
+            expected = state_of(step)
+            assert restored["step"] == step
+            assert all(torch.equal(restored["t"][name], tensor) for name, tensor in expected["t"].items())
+        engine.restore(live, step=1)
+        assert all(torch.equal(live["t"][name], tensor) for name, tensor in state_of(1)["t"].items())
+
+
+@pytest.mark.usefixtures("nothing_left_behind")
+def test_a_failed_checkpoint_keeps_no_device_memory(tmp_path: Path, engine_on: PretendDevice) -> None:
+    def failing(path: str, operations: Operations) -> Writer:
+        return FailingWriter(PosixWriter(path, operations), fail_at=3, kinds=("write",))
+
+    with SyncCheckpointEngine(tmp_path, device="snapshot", chunk_bytes=256 * KIB, io=failing) as engine:
+        pending = engine.checkpoint(state_of(0), step=0)
+        with pytest.raises(WriteError) as failure:
+            pending.result(60)
+        assert engine.statistics().device_bytes <= 2 * 256 * KIB
+        assert failure.value.__traceback__ is not None  # which holds the frames that the snapshot passed through
+
+
+def test_modes_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'snapshot' or 'stream', not 'gpu'"):
+        SyncCheckpointEngine(tmp_path, device="gpu")  # type: ignore[arg-type]
