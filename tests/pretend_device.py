@@ -1,8 +1,10 @@
 """A device in host memory that does nothing until somebody waits for it: a missing wait shows as missing bytes.
 
 Stands for a GPU where there is none. Work is queued and performed only by :meth:`PretendEvent.synchronize` and
-:meth:`PretendStream.synchronize`; fresh memory is full of rubbish, and so is freed memory; what a real device would
-punish (an address that is not its own, memory freed while work on it is queued) is noted in ``faults``.
+:meth:`PretendStream.synchronize`, and then at the worst time that the waits allow: what the last owner of fresh memory
+still writes to it late in the stream that somebody waits for, and the trainer's kernels behind its end. Freed memory is
+full of rubbish. What a real device would punish (an address that is not its own, memory freed while work on it is
+queued) is noted in ``faults``.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class PretendDevice:
         self.refuse_to_register = False
         self.faults: list[str] = []
         self.streams: list[PretendStream] = []
-        self.training = PretendStream(self)
+        self.training = PretendStream(self)  # the trainer's
+        self.default = PretendStream(self)  # the one whose memory is given out again
         self._spaces: dict[int, np.ndarray[Any, Any]] = {}
 
     # -- what CudaCopy asks for
@@ -105,8 +108,8 @@ class PretendBlock:
         self._device = device
         self._memory = device.space(nbytes + 16)
         self.address = (device.address(self._memory) + 15) // 16 * 16
-        device.training.later(partial(self._memory.fill, 0xEE))  # whoever had the memory before is not done with it
-        self.ready = device.current()
+        device.default.later(partial(self._memory.fill, 0xEE))  # whoever had the memory before is not done with it
+        self.ready = PretendEvent(device.default)
         device.allocated += nbytes
         device.peak = max(device.peak, device.allocated)
 
@@ -174,11 +177,15 @@ class PretendEvent:
         self._end = stream.done + len(stream.queue)
 
     def synchronize(self) -> None:
-        self.perform()
-
-    def perform(self) -> None:
         with _machine:
-            while self._stream.done < self._end:
+            self.perform(but=1)
+            self._stream.device.default.synchronize()
+            self.perform()
+            self._stream.device.training.synchronize()
+
+    def perform(self, but: int = 0) -> None:
+        with _machine:
+            while self._stream.done < self._end - but:
                 self._stream.perform_one()
 
     def seconds_since(self, earlier: Any) -> float:

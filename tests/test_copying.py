@@ -28,6 +28,7 @@ from pccheck_async.checksum import crc32
 from pccheck_async.copying import CopyBackend, CudaCopy, HostCopy
 from pccheck_async.copying.devices import Device
 from pccheck_async.copying.kernel import MOVE_SOURCE
+from pccheck_async.copying.lanes import Lane
 from pccheck_async.copying.snapshot import Account, DeviceMemory, DeviceMode, Pace, decide, spare
 from pccheck_async.copying.tables import compacted, gaps, merged, moves, split
 from pccheck_async.errors import CheckpointError
@@ -39,8 +40,10 @@ from pccheck_async.plan import Planner
 from pccheck_async.pool import BufferPool
 from pccheck_async.segments import PackedPiece, Segments, Table
 from pccheck_async.state.flatten import ArrayLeaf
+from pccheck_async.state.match import match
 from pccheck_async.state.sources import HOST, PackedSource, RawSource, Sources
 from pccheck_async.state.storages import arrange
+from pccheck_async.state.targets import Restoration, Targets
 from pccheck_async.testing import FailingWriter
 from pccheck_async.writer import Writer
 from pccheck_async.writer.posix import PosixWriter
@@ -255,10 +258,12 @@ def test_gather(
     assert len([each for each in recwarn if "registered" in str(each.message)]) <= refuse
 
 
+@pytest.mark.parametrize("refuse", [False, True])
 @pytest.mark.parametrize(("seed", "nbytes", "sizes"), SHAPES)
-def test_scatter(bench: MakeBench, seed: int, nbytes: int, sizes: tuple[int, ...]) -> None:
+@pytest.mark.filterwarnings("ignore:staging buffers cannot be registered")
+def test_scatter(bench: MakeBench, seed: int, nbytes: int, sizes: tuple[int, ...], refuse: bool) -> None:
     async def test() -> None:
-        async with bench() as it:
+        async with bench(refuse=refuse) as it:
             layout = Layout(it, seed, nbytes, sizes)
             for place, owner, _, length in layout.owners:
                 place.write_later(owner, bytes(length))
@@ -500,6 +505,7 @@ def test_a_snapshot_is_out_of_reach(devices: list[PretendDevice]) -> None:
             for owner, _ in owners:
                 owner[:] = 0
             counter[:] = 0
+            assert all(source.owner is None for source in sources if isinstance(source, RawSource))
             held = it.backend.statistics()
             assert nbytes <= held.device_bytes <= nbytes + 20 * 16
             await saving.all()
@@ -570,6 +576,23 @@ def test_no_memory_for_a_scratch_image(devices: list[PretendDevice]) -> None:
             assert it.backend.statistics().device_peak_bytes == 0
 
     run(test)
+
+
+def test_a_scratch_image_that_grows(devices: list[PretendDevice]) -> None:
+    """The old one is in use until the lane is through with it."""
+    device = devices[0]
+    lane = Lane(device, Account())
+    address, owner = device.tensor(random.Random(8).randbytes(3000))
+    table = np.array([(address, 7, 1000), (address + 1000, 1500, 2000)], np.uint64)
+    events, buffers = [], []
+    for nbytes in (3600, 9000, 9000):
+        buffers.append(aligned_buffer(nbytes))
+        device.register(address_of(buffers[-1]), nbytes)
+        events.append(lane.gather(table, None, address_of(buffers[-1]), nbytes)[0])
+    for event in events:
+        event.synchronize()
+    assert all(each[7:1007] == owner[:1000].tobytes() for each in buffers)
+    assert all(each[1500:3500] == owner[1000:].tobytes() for each in buffers)
 
 
 def test_the_rule_is_fed_by_what_was_measured(devices: list[PretendDevice]) -> None:
@@ -976,7 +999,15 @@ def engine_on(monkeypatch: pytest.MonkeyPatch, devices: list[PretendDevice]) -> 
     def make(operations: Operations, mode: DeviceMode) -> CopyBackend:
         return CudaCopy(operations, lambda: devices.__getitem__, mode)
 
+    def match_on_device(*arguments: Any) -> Restoration:
+        found = match(*arguments)
+        for target in found.targets:
+            device.adopt(target.address, target.nbytes)
+        placed = [target._replace(device=device.index if target.nbytes >= 64 else HOST) for target in found.targets]
+        return replace(found, targets=Targets(placed))
+
     monkeypatch.setattr(capture, "arrange", arrange_on_device)
+    monkeypatch.setattr(core, "match", match_on_device)
     monkeypatch.setattr(core, "make_backend", make)
     return device
 
@@ -985,6 +1016,14 @@ def state_of(step: int) -> dict[str, Any]:
     rng = torch.Generator().manual_seed(step)
     sizes = [1, 3, 1000, 70_000, 300_000, 17]
     return {"step": step, "t": {str(n): torch.rand(size, generator=rng) for n, size in enumerate(sizes)}}
+
+
+def write(device: PretendDevice, tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Do as torch does: at once on the host; on a device it is queued and not done yet."""
+    if tensor.nbytes >= 64:
+        device.training.later(partial(tensor.copy_, value))
+    else:
+        tensor.copy_(value)
 
 
 @pytest.mark.usefixtures("nothing_left_behind")
@@ -998,7 +1037,7 @@ def test_an_engine_whose_state_changes_as_soon_as_it_may(
             fresh = state_of(step)
             live["step"] = step
             for name, tensor in live["t"].items():
-                engine_on.training.later(partial(tensor.copy_, fresh["t"][name]))  # queued: not done yet
+                write(engine_on, tensor, fresh["t"][name])
             engine.checkpoint(live, step=step)
             for tensor in live["t"].values():
                 tensor.zero_()
@@ -1013,16 +1052,24 @@ def test_an_engine_whose_state_changes_as_soon_as_it_may(
             expected = state_of(step)
             assert restored["step"] == step
             assert all(torch.equal(restored["t"][name], tensor) for name, tensor in expected["t"].items())
+        for tensor in live["t"].values():
+            write(engine_on, tensor, torch.full_like(tensor, 7))
         engine.restore(live, step=1)
+        engine_on.training.synchronize()
         assert all(torch.equal(live["t"][name], tensor) for name, tensor in state_of(1)["t"].items())
 
 
 @pytest.mark.usefixtures("nothing_left_behind")
 def test_a_failed_checkpoint_keeps_no_device_memory(tmp_path: Path, engine_on: PretendDevice) -> None:
-    def failing(path: str, operations: Operations) -> Writer:
-        return FailingWriter(PosixWriter(path, operations), fail_at=3, kinds=("write",))
+    with SyncCheckpointEngine(tmp_path) as engine:
+        creating = 0  # an existing store is opened without a write
+        assert engine.latest is None
 
-    with SyncCheckpointEngine(tmp_path, device="snapshot", chunk_bytes=256 * KIB, io=failing) as engine:
+    def failing(path: str, operations: Operations) -> Writer:
+        return FailingWriter(PosixWriter(path, operations), fail_at=creating + 1, kinds=("write",))
+
+    few: dict[str, Any] = {"chunk_bytes": 256 * KIB, "host_memory": 512 * KIB}
+    with SyncCheckpointEngine(tmp_path, device="snapshot", io=failing, **few) as engine:
         pending = engine.checkpoint(state_of(0), step=0)
         with pytest.raises(WriteError) as failure:
             pending.result(60)
