@@ -46,7 +46,6 @@ def save(state: Mapping[str, Any], chunk_bytes: int = 1024, block_bytes: int = 5
     """Save ``state`` in memory, in chunks small enough that most tensors cross a border."""
     flat = flatten(state)
     layout = arrange(flat.leaves)
-    layout.sources.pack_devices()
     plan = Planner(chunk_bytes, block_bytes).plan(layout)
     payload = bytearray(b"\xee" * plan.payload_nbytes)
     chunks = []

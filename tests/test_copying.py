@@ -415,7 +415,7 @@ class Saving:
     """A capture of sources by a backend, into one buffer of the payload."""
 
     def __init__(self, it: Bench, sources: Sources) -> None:
-        leaves = [ArrayLeaf(str(n), np.zeros(int(size), np.uint8), "ndarray") for n, size in enumerate(sources.nbytes)]
+        leaves = [ArrayLeaf(str(n), np.zeros(int(size), np.uint8), "ndarray") for n, size in enumerate(sources.lengths)]
         self.layout = arrange(leaves)
         object.__setattr__(self.layout, "sources", sources)
         self.plan = Planner(256 * KIB, 4 * KIB).plan(self.layout)
@@ -498,7 +498,7 @@ def test_a_snapshot_is_out_of_reach(devices: list[PretendDevice]) -> None:
             sources, owners = leaves_on(it.places[1], 20)
             host_address, counter = it.places[0].put(b"\x05" * 4)
             sources.add(host_address, 4, counter)
-            nbytes = int(sources.nbytes.sum()) - 4
+            nbytes = int(sources.lengths.sum()) - 4
             saving = Saving(it, sources)
             await saving.capture.begin()
             assert saving.captured_after == 0

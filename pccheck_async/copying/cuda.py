@@ -217,7 +217,7 @@ class CudaCopy:
         chosen, reasons = [], []
         for index in sorted(set() if where is None else sources.devices):
             copier = self._copiers[index]
-            state_bytes = int(sources.nbytes[where == index].sum())
+            state_bytes = int(sources.lengths[where == index].sum())
             memory = copier.device.memory()
             decision = decide(
                 self._mode,
@@ -227,7 +227,7 @@ class CudaCopy:
                 ),
                 total_bytes=memory.total,
                 device_seconds=copier.pace.seconds(state_bytes),
-                host_seconds=self._pace.seconds(int(sources.nbytes.sum())),
+                host_seconds=self._pace.seconds(int(sources.lengths.sum())),
             )
             if state_bytes and decision.snapshot:
                 chosen.append(index)
@@ -243,7 +243,7 @@ class CudaCopy:
         try:
             for index in chosen:
                 rows = np.flatnonzero(where == index)
-                addresses, lengths = sources.addresses[rows], sources.nbytes[rows]
+                addresses, lengths = sources.addresses[rows], sources.lengths[rows]
                 try:
                     snapshot = self._copiers[index].snapshot(addresses, lengths, admission[index])
                 except MemoryError as error:
@@ -255,7 +255,7 @@ class CudaCopy:
             _synchronize([snapshot.copied for snapshot, _ in started.values()])
         for index, (snapshot, rows) in started.items():
             seconds = snapshot.copied.seconds_since(snapshot.started)
-            self._copiers[index].pace.note(int(sources.nbytes[rows].sum()), seconds)
+            self._copiers[index].pace.note(int(sources.lengths[rows].sum()), seconds)
             sources = sources.moved(rows, snapshot.addresses, snapshot.memory)
             self._snapshots += 1
         return sources, set(started)
@@ -265,7 +265,7 @@ class CudaCopy:
         where = sources.device_of
         assert where is not None
         rows = np.flatnonzero((where == HOST) & ~sources.packed)
-        lengths = sources.nbytes[rows]
+        lengths = sources.lengths[rows]
         if not len(rows) or int(lengths.sum()) > _SMALL_HOST:
             return sources
         offsets, nbytes = compacted(sources.addresses[rows], lengths)

@@ -130,9 +130,9 @@ class Sources(Sequence[Source]):
     def pack_devices(self) -> None:
         """Make packed sources of device memory, for those who cannot copy it by address."""
         for index, device in self._placed.items():
-            address, nbytes = self._addresses[index], self._nbytes[index]
+            address, nbytes = int(self.addresses[index]), self._nbytes[index]
             self._owners[index] = PackedSource(_device_bytes(address, nbytes, self._owners[index], device))
-            self._addresses[index] = 0
+            self.addresses[index] = 0
             self.packed_devices.add(device)
         self._placed.clear()
 
@@ -161,7 +161,7 @@ class Sources(Sequence[Source]):
         return np.array(self._addresses, np.uint64)
 
     @cached_property
-    def nbytes(self) -> npt.NDArray[np.int64]:
+    def lengths(self) -> npt.NDArray[np.int64]:
         """Bytes of each source."""
         return np.array(self._nbytes, np.int64)
 
@@ -193,7 +193,7 @@ class Sources(Sequence[Source]):
         if isinstance(owner, PackedSource):
             return owner
         where = self._placed.get(index % len(self), HOST)
-        return RawSource(self._addresses[index], self._nbytes[index], owner, where)
+        return RawSource(int(self.addresses[index]), self._nbytes[index], owner, where)
 
     def __len__(self) -> int:
         return len(self._owners)
