@@ -15,7 +15,7 @@ import torch
 from pccheck_async import CheckpointEngine, SyncCheckpointEngine, copying, load_sync
 from pccheck_async.copying.devices import Device
 from pccheck_async.copying.snapshot import DeviceMode
-from pccheck_async.state import dtypes
+from pccheck_async.state import allocation, dtypes
 from pccheck_async.state.sources import as_bits
 from tests.state_strategies import difference, tensor_of
 
@@ -187,7 +187,7 @@ def test_restored_tensors_may_be_used_at_once(tmp_path: Path) -> None:
         assert all(tensor._version > version for tensor, version in zip(tensors, versions, strict=True))
 
 
-def test_an_optimizer_comes_back(tmp_path: Path, mode: DeviceMode) -> None:
+def test_an_optimizer_comes_back(tmp_path: Path, mode: DeviceMode, monkeypatch: pytest.MonkeyPatch) -> None:
     def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 512)).cuda()
@@ -207,7 +207,16 @@ def test_an_optimizer_comes_back(tmp_path: Path, mode: DeviceMode) -> None:
         train(model, optimizer, range(3, 5))
         engine.drain()
         resumed, fresh = build()
+        made: list[torch.device] = []
+        allocated = allocation._allocate
+
+        def allocate(entries: Any, device: torch.device) -> Any:
+            made.append(device)
+            return allocated(entries, device)
+
+        monkeypatch.setattr(allocation, "_allocate", allocate)
         engine.restore({"model": resumed, "optimizer": fresh})
+        assert [device.type for device in made].count("cuda") == 2 * 4  # two moments of each: read straight into place
         train(resumed, fresh, range(3, 5))
     assert not difference(on_host(model.state_dict()), on_host(resumed.state_dict()))
     assert not difference(on_host(optimizer.state_dict()), on_host(fresh.state_dict()))

@@ -60,16 +60,16 @@ class CupyDevice:
 
     def register(self, address: int, nbytes: int) -> None:
         """Lock host memory. Raises OSError."""
-        runtime.setDevice(self.index)
         try:
+            runtime.setDevice(self.index)
             runtime.hostRegister(address, nbytes, _REGISTER_PORTABLE)
         except runtime.CUDARuntimeError as error:
             raise OSError(str(error)) from error
 
     def unregister(self, address: int) -> None:
         """Unlock host memory. Raises OSError."""
-        runtime.setDevice(self.index)
         try:
+            runtime.setDevice(self.index)
             runtime.hostUnregister(address)
         except runtime.CUDARuntimeError as error:
             raise OSError(str(error)) from error

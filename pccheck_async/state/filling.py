@@ -57,7 +57,13 @@ class Filling:
         self._manifest = manifest
         self._by_address = by_address
         self._live: dict[int, _Live] = {}
+        self._preferred: dict[int, torch.device] = {}
         self._allocation = Allocation(manifest, ())
+
+    def prefer(self, index: int, device: torch.device) -> None:
+        """Allocate stored array ``index``, should that come to pass, on ``device``, should that be within reach."""
+        if device.type == "cuda" and self._by_address():
+            self._preferred[index] = device
 
     def add(self, path: str, index: int, array: Array, *, strict: bool) -> None:
         """Let ``array`` take the bytes of stored array ``index``; :func:`difference` found none between the two."""
@@ -95,7 +101,7 @@ class Filling:
     def allocate(self, wanted: set[int]) -> None:
         """Allocate memory for the wanted arrays that are not live, and for the live ones that are copied at the end."""
         direct = {live.index for live in self._live.values() if live.in_place}
-        self._allocation = Allocation(self._manifest, sorted((wanted | set(self._live)) - direct))
+        self._allocation = Allocation(self._manifest, sorted((wanted | set(self._live)) - direct), self._preferred)
 
     def targets(self) -> Iterator[Target]:
         """Yield where the bytes go."""
@@ -121,7 +127,7 @@ class Filling:
         return isinstance(array, torch.Tensor) and array.is_cuda and self._by_address()
 
     def value(self, index: int) -> Array:
-        """Return the array that now has the bytes: the live one, or a new one on the host."""
+        """Return the array that now has the bytes: the live one, or a new one."""
         live = self._live.get(index)
         return live.array if live is not None else self._allocation.array(index)
 

@@ -261,7 +261,11 @@ class _Matching:
             return
         with noting("state_dict", path, live):
             own = live.state_dict()
-        self._mismatched += optimizers.differences(live, own, node, self._manifest.tensors, path)
+        differences = optimizers.differences(live, own, node, self._manifest.tensors, path)
+        self._mismatched += differences
+        if not differences:
+            for index, device in optimizers.places(live, own, node):
+                self._filling.prefer(index, device)
         self._pair(own, node, path)
 
     def _pair(self, live: Any, node: Node, path: str) -> None:
