@@ -125,7 +125,8 @@ class CheckpointEngine:
         """Capture ``state``; return when it is safe to mutate, while the bytes still go to storage.
 
         ``state_dict()`` of every :class:`pccheck_async.Stateful` and all plain values are read on the caller's thread
-        before the first await. The state must not change until this returns.
+        before the first await. The state must not change until this returns. Of tensors on CUDA devices, the checkpoint
+        sees what the current streams have queued; work on other streams has to be joined first (``wait_stream``).
 
         Args:
             state: Names to Stateful objects (modules, optimizers, ...), tensors, arrays and plain values, nested at
