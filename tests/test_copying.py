@@ -1055,8 +1055,10 @@ def test_an_engine_whose_state_changes_as_soon_as_it_may(
         for tensor in live["t"].values():
             write(engine_on, tensor, torch.full_like(tensor, 7))
         engine.restore(live, step=1)
+        assert engine_on.allocated == engine.statistics().device_bytes > 0
         engine_on.training.synchronize()
         assert all(torch.equal(live["t"][name], tensor) for name, tensor in state_of(1)["t"].items())
+    assert engine_on.allocated == engine.statistics().device_bytes == 0
 
 
 @pytest.mark.usefixtures("nothing_left_behind")

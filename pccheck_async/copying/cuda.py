@@ -167,7 +167,9 @@ class CudaCopy:
         return CopyStatistics(held, peak, self._snapshots, self._reason)
 
     def close(self) -> None:
-        """End the threads (see :class:`CopyBackend`). Buffers stay registered until the pool lets them go."""
+        """End the threads, let device memory go (see :class:`CopyBackend`). The pool unregisters its buffers."""
+        for copier in self._copiers.values():
+            copier.close()
         if self._copiers:
             self._waiting.close()
 

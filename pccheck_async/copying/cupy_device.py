@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final
 
 import cupy
@@ -77,8 +80,12 @@ class CupyDevice:
 
 def _compile() -> bool:
     """Compile the kernel for the current device; False where that cannot be done (NVRTC is missing)."""
+    # CuPy before 14 does not look for the compiler that comes with torch from PyPI, but takes it once it is loaded.
+    for library in Path(torch.__file__).parents[1].glob("nvidia/*/lib/libnvrtc.so.*"):
+        with suppress(OSError):
+            ctypes.CDLL(str(library))
     try:
-        _move.compile()
+        _ = _move.num_regs  # compiles for this device alone; compile() would forget the others
     except Exception as error:  # noqa: BLE001 - whatever the compiler says, copying goes on without it
         _log.warning("the copy kernel cannot be compiled (%s); many small tensors are copied one by one, slower", error)
         return False

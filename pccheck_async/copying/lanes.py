@@ -95,6 +95,12 @@ class Copier:
                 stream.move(moves(places, addresses, lengths.astype(np.uint64), _LARGE_MOVE))
                 return Snapshot(places, memory, stream.record(timed=True), started)
 
+    def close(self) -> None:
+        """Let go of streams and scratch images; nothing is being copied any more."""
+        with self._guard:
+            self._lanes.clear()
+            self._own = None
+
     def _make_lanes(self) -> None:
         while len(self._lanes) < _LANES:
             self._lanes.append(Lane(self.device, self.account))
