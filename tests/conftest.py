@@ -4,11 +4,20 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
+import torch
 
 from pccheck_async.loop import EngineLoop
 from pccheck_async.operations import native
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not (torch.cuda.is_available() and find_spec("cupy")):
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device and CuPy"))
 
 
 @pytest.fixture(scope="session", autouse=True)
