@@ -28,9 +28,9 @@ SETTLE_SECONDS = 0.3
 def thread_seconds() -> dict[str, float]:
     """Processor seconds of every thread of this process, by name."""
     found: dict[str, float] = defaultdict(float)
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
     for task in Path("/proc/self/task").iterdir():
-        name = (task / "comm").read_text().strip()
-        name = "training thread" if int(task.name) == threading.main_thread().native_id else name
+        name = names.get(int(task.name)) or (task / "comm").read_text().strip()
         found[name] += int((task / "schedstat").read_text().split()[0]) / 1e9
     return found
 
