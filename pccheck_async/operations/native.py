@@ -24,26 +24,27 @@ def available() -> bool:
 
 
 class NativeOperations(Operations):
-    """Operations on threads of the extension.
+    """Operations on threads of the extension, or in the kernel by io_uring.
 
     Args:
-        io_threads: Threads for write, read and flush.
+        io_threads: Threads for write, read and flush; on io_uring, writes and reads in the kernel at a time.
         copy_threads: Threads for gather, scatter and checksum.
+        engine: "threads" or "io_uring".
 
     Raises:
         RuntimeError: The extension was not built.
+        OSError: The kernel refuses the engine.
     """
 
-    name = "threads"
-
-    def __init__(self, *, io_threads: int, copy_threads: int) -> None:
+    def __init__(self, *, io_threads: int, copy_threads: int, engine: str = "threads") -> None:
+        self.name = engine
         if _why_not is not None:
             raise RuntimeError(
                 'the extension pccheck_async._ext was not built; install a C compiler and reinstall, or use io="python"'
             ) from _why_not
         super().__init__()
         try:
-            self._queue = _ext.Queue(io_threads, copy_threads)
+            self._queue = _ext.Queue(io_threads, copy_threads, engine)
         except BaseException:
             self._helpers.close()
             raise
