@@ -5,7 +5,6 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__) && defined(__linux__) && !defined(__AARCH64EB__)
-#include <arm_acle.h>
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 #define CRC32_ARM64 1
@@ -219,7 +218,6 @@ TARGET_VPCLMUL static uint32_t copy_vpclmul(uint32_t state, uint8_t *to, const u
 #define LANE ((size_t)4096)
 #define X_8_LANE 0x09fe548fu    /* x^(8 * LANE) mod P, reflected */
 #define X_16_LANE 0x83852d0fu   /* x^(16 * LANE) mod P, reflected */
-#define TARGET_CRC __attribute__((target("+crc")))
 
 static bool has_crc(void)
 {
@@ -237,21 +235,34 @@ static uint32_t multiply(uint32_t a, uint32_t b)
     return product;
 }
 
-TARGET_CRC static uint32_t update_arm64(uint32_t state, const uint8_t *data, size_t size)
+/* In assembler: what compilers call these instructions, and how a function may use them, differs and changed. */
+static inline uint32_t crc_of_8(uint32_t state, uint64_t data)
+{
+    __asm__(".arch_extension crc\n\tcrc32x %w0, %w0, %x1" : "+r"(state) : "r"(data));
+    return state;
+}
+
+static inline uint32_t crc_of_1(uint32_t state, uint8_t data)
+{
+    __asm__(".arch_extension crc\n\tcrc32b %w0, %w0, %w1" : "+r"(state) : "r"(data));
+    return state;
+}
+
+static uint32_t update_arm64(uint32_t state, const uint8_t *data, size_t size)
 {
     for (; size >= 3 * LANE; data += 3 * LANE, size -= 3 * LANE) {
         uint32_t a = state, b = 0, c = 0;
         for (size_t i = 0; i < LANE; i += 8) {
-            a = __crc32d(a, load_le64(data + i));
-            b = __crc32d(b, load_le64(data + LANE + i));
-            c = __crc32d(c, load_le64(data + 2 * LANE + i));
+            a = crc_of_8(a, load_le64(data + i));
+            b = crc_of_8(b, load_le64(data + LANE + i));
+            c = crc_of_8(c, load_le64(data + 2 * LANE + i));
         }
         state = multiply(X_16_LANE, a) ^ multiply(X_8_LANE, b) ^ c;
     }
     for (; size >= 8; data += 8, size -= 8)
-        state = __crc32d(state, load_le64(data));
+        state = crc_of_8(state, load_le64(data));
     for (; size > 0; data++, size--)
-        state = __crc32b(state, *data);
+        state = crc_of_1(state, *data);
     return state;
 }
 

@@ -7,8 +7,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Most bytes of one call. Linux moves at most 2 GiB - 4 KiB; a power of two below that keeps what follows aligned for
- * direct I/O. */
+/* Most bytes of one call. Linux moves at most 2 GiB less a page; a power of two below that keeps what follows aligned
+ * for direct I/O. */
 #ifndef TRANSFER_MOST_BYTES
 #define TRANSFER_MOST_BYTES (UINT64_C(1) << 30)
 #endif

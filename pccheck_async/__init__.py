@@ -14,6 +14,8 @@ if TYPE_CHECKING:
         CheckpointError,
         ClosedError,
         CorruptStoreError,
+        InfeasibleError,
+        InvalidTuningError,
         NoCheckpointError,
         ReadError,
         StateMismatchError,
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from pccheck_async.state import RNGState, Stateful
     from pccheck_async.statistics import EngineStatistics, Stage
     from pccheck_async.sync import SyncCheckpointEngine
+    from pccheck_async.tuned import Measurement, TunedSettings, Tuning, read_tuning
+    from pccheck_async.tuning import Point
 
 __all__ = [
     "CheckpointEngine",
@@ -40,8 +44,12 @@ __all__ = [
     "CorruptStoreError",
     "Decisions",
     "EngineStatistics",
+    "InfeasibleError",
+    "InvalidTuningError",
+    "Measurement",
     "NoCheckpointError",
     "PendingCheckpoint",
+    "Point",
     "RNGState",
     "ReadError",
     "Stage",
@@ -53,11 +61,14 @@ __all__ = [
     "StoreLockedError",
     "SyncCheckpointEngine",
     "TornCaptureError",
+    "TunedSettings",
+    "Tuning",
     "UnsupportedStateError",
     "WriteError",
     "list_checkpoints",
     "load",
     "load_sync",
+    "read_tuning",
 ]
 
 __version__ = "0.1.0"
@@ -67,14 +78,19 @@ _HOMES = {
     "CheckpointInfo": "info",
     "Decisions": "config",
     "EngineStatistics": "statistics",
+    "Measurement": "tuned",
     "PendingCheckpoint": "pending",
+    "Point": "tuning",
     "RNGState": "state",
     "Stage": "statistics",
     "Stateful": "state",
     "SyncCheckpointEngine": "sync",
+    "TunedSettings": "tuned",
+    "Tuning": "tuned",
     "list_checkpoints": "loading",
     "load": "loading",
     "load_sync": "loading",
+    "read_tuning": "tuned",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -63,12 +64,16 @@ class Capture:
         plan: Its chunks.
         backend: Does the copying.
         captured: Called when the last chunk was copied.
+
+    Attributes:
+        ended: Set then, too.
     """
 
     def __init__(self, snapshot: Snapshot, plan: Plan, backend: CopyBackend, captured: Callable[[], None]) -> None:
         self._sources = snapshot.layout.sources
         self._backend = backend
         self._captured = captured
+        self.ended = asyncio.Event()
         self._left = len(plan.chunks)
         self._entries: list[ChunkEntry | None] = [None] * len(plan.chunks)
         if not self._left:
@@ -92,4 +97,5 @@ class Capture:
 
     def _end(self) -> None:
         self._sources = Sources()  # the live state is let go
+        self.ended.set()
         self._captured()

@@ -29,8 +29,7 @@ from pccheck_async.layout import Entry, check_metadata
 from pccheck_async.lifetime import forget, remember
 from pccheck_async.loop import EngineLoop, finish
 from pccheck_async.machine import available_cores, available_memory
-from pccheck_async.manifest import Manifest
-from pccheck_async.memory import PAGE_BYTES
+from pccheck_async.manifest import MIN_BLOCK, Manifest
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.plan import Planner
 from pccheck_async.pool import BufferPool
@@ -63,7 +62,7 @@ class EngineCore:
         check_io(io)
         self.path = os.fspath(path)
         self.config = config
-        self._io = io
+        self.io = io
         self._pid = os.getpid()
         self._admission = threading.RLock()  # a signal handler may checkpoint, too
         self._state = "new"
@@ -136,8 +135,8 @@ class EngineCore:
     async def _open(self) -> None:
         config = self.config
         cores, memory = available_cores(), available_memory()
-        first = decide(config, block_bytes=PAGE_BYTES, cores=cores, memory=memory)
-        self._session = await open_session(self.path, self._io, writers=first.writers, copiers=first.copiers)
+        first = decide(config, block_bytes=MIN_BLOCK, cores=cores, memory=memory)
+        self._session = await open_session(self.path, self.io, writers=first.writers, copiers=first.copiers)
         try:
             writer = self._session.writer
             self._store = Store(writer, keep_last=config.keep_last, max_in_flight=config.max_in_flight)

@@ -14,6 +14,8 @@ from pccheck_async.info import CheckpointInfo, Metadata
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.session import IO
 from pccheck_async.statistics import EngineStatistics
+from pccheck_async.tuned import Tuning
+from pccheck_async.tuner import Progress, checkpoint_bytes, tune
 
 __all__ = ["CheckpointEngine"]
 
@@ -189,6 +191,55 @@ class CheckpointEngine:
         self._core.check_alive()
         await self._core.loop.run(self._core.drain())
         self._core.raise_untold()
+
+    async def tune(
+        self,
+        state: Mapping[str, Any] | None = None,
+        *,
+        nbytes: int | None = None,
+        step_seconds: float | None = None,
+        budget_seconds: float = 10.0,
+        progress: Progress | None = None,
+    ) -> Tuning:
+        """Measure this storage and this machine, and return the settings for an engine here; this one stays as it is.
+
+        Picks the smallest ``max_in_flight``, the smallest ``writers`` and the smallest ``chunk_bytes`` that are as fast
+        as the best, and ``host_memory``, inside what disk, memory and cores allow (PCcheck, section 3.4). The
+        engine's own ``keep_last``, and its ``host_memory`` as the budget, are taken into account. Saves checkpoints of
+        a sample into a folder of its own inside the store's, about as much as the disk can take in ``budget_seconds``;
+        the store's checkpoints are not touched. Train when it has ended: it measures whatever else the machine does.
+
+        Args:
+            state: What will be saved; only its size matters.
+            nbytes: That size in bytes. Without either it is that of the newest checkpoint.
+            step_seconds: Time of a training step; then the result says how often to checkpoint.
+            budget_seconds: About how long to measure; a slow device needs more.
+            progress: Called from another thread with the part done (0 to 1) and what is being measured.
+
+        Returns:
+            ``CheckpointEngine(path, **tuning.settings)`` takes the settings; ``tuning.write(path)`` keeps them.
+
+        Cancellation: ends once every operation ended and the sample's folder is gone.
+
+        Raises:
+            InfeasibleError: nothing fits; names what is missing.
+            NoCheckpointError: neither ``state`` nor ``nbytes`` nor a checkpoint says the size.
+            StoreLockedError: another tuning runs in this folder.
+            ValueError: ``io`` is a single writer, or an argument is out of range.
+            WriteError: the storage failed.
+        """
+        self._core.check_alive()
+        nbytes = checkpoint_bytes(self._core, state, nbytes)
+        await self._core.loop.run(self._core.drain())
+        return await tune(
+            self._core.path,
+            nbytes=nbytes,
+            config=self._core.config,
+            io=self._core.io,
+            step_seconds=step_seconds,
+            budget_seconds=budget_seconds,
+            progress=progress,
+        )
 
     def wait_captured(self) -> None:
         """Block this thread until no capture reads the live state any more."""

@@ -14,6 +14,8 @@ __all__ = [
     "CheckpointError",
     "ClosedError",
     "CorruptStoreError",
+    "InfeasibleError",
+    "InvalidTuningError",
     "NoCheckpointError",
     "ReadError",
     "StateMismatchError",
@@ -107,6 +109,22 @@ class StateMismatchError(CheckpointError, ValueError):
 
 class TornCaptureError(CheckpointError):
     """The live state changed while it was captured; nothing of that checkpoint was committed."""
+
+
+class InfeasibleError(CheckpointError, ValueError):
+    """No settings fit the machine; the message says what is missing, and what to do.
+
+    Attributes:
+        constraints: What binds: "storage", "memory", "cpu" or "record".
+    """
+
+    def __init__(self, message: str, *, constraints: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.constraints = tuple(constraints)
+
+
+class InvalidTuningError(CheckpointError, ValueError):
+    """A file of tuned settings cannot be used: damaged, or from another version."""
 
 
 class ClosedError(CheckpointError, RuntimeError):

@@ -17,6 +17,7 @@ from pccheck_async.info import CheckpointInfo, check_step
 from pccheck_async.layout import COMMIT_NAME, Entry, Identity, Record, slot_name
 from pccheck_async.loop import EngineLoop
 from pccheck_async.machine import available_cores, available_memory
+from pccheck_async.manifest import MIN_BLOCK
 from pccheck_async.pool import BufferPool
 from pccheck_async.reading import choose, pool_for, warn_damaged
 from pccheck_async.records import read_identity, read_record
@@ -159,7 +160,7 @@ class _Reader:
 async def _with_session(
     path: str | os.PathLike[str], io: IO, work: Callable[[Session], Coroutine[Any, Any, T]], config: EngineConfig
 ) -> T:
-    decided = decide(config, block_bytes=4096, cores=available_cores(), memory=available_memory())
+    decided = decide(config, block_bytes=MIN_BLOCK, cores=available_cores(), memory=available_memory())
     session = await open_session(path, io, writers=decided.writers, copiers=decided.copiers)
     try:
         return await work(session)

@@ -62,7 +62,8 @@ class EngineLoop:
             task.add_done_callback(ended)
 
         def cancel() -> None:
-            self.post(lambda: task.cancel() if task else None)
+            # One round later: a coroutine that is cancelled before its first step never gets to clean up.
+            self.post(lambda: self.loop.call_soon(task.cancel) if task else None)
 
         if not self.post(start):
             coroutine.close()

@@ -15,6 +15,8 @@ _ADVICE = (
     "MADV_DONTDUMP",  # a core dump does not carry gigabytes of weights
     "MADV_HUGEPAGE",  # first touch faults once per 2 MiB, not once per 4 KiB
 )
+_MOST_HUGE_BYTES = 8 << 20
+"""More than about a chunk at a time is not to become physical: with pages of 64 KiB a huge page has 512 MiB."""
 
 
 def map_memory(nbytes: int) -> mmap.mmap:
@@ -22,9 +24,10 @@ def map_memory(nbytes: int) -> mmap.mmap:
     size = max(1, -(-nbytes // PAGE_BYTES)) * PAGE_BYTES
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     memory = mmap.mmap(-1, size, flags=flags)
+    huge_bytes = PAGE_BYTES * PAGE_BYTES // 8  # what one page of 8-byte table entries maps
     for advice in _ADVICE:
         value = getattr(mmap, advice, None)
-        if value is not None:
+        if value is not None and (advice != "MADV_HUGEPAGE" or huge_bytes <= _MOST_HUGE_BYTES):
             with suppress(OSError):  # advice only: a kernel built without it still works
                 memory.madvise(value)
     return memory

@@ -1,8 +1,8 @@
 """The scheduler: the one place that knows the order of things.
 
 A checkpoint is a task graph: one coroutine per chunk leases a staging buffer, copies, writes, and returns the buffer;
-when all ended, the manifest is written, and the store commits. Checkpoints run concurrently, at most ``max_in_flight``
-of them (PCcheck, section 3.1), admitted in the order of their counters.
+another one writes the manifest as soon as the last chunk is copied; when all ended, the store commits. Checkpoints run
+concurrently, at most ``max_in_flight`` of them (PCcheck, section 3.1), admitted in the order of their counters.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ __all__ = ["Job", "Scheduler"]
 
 _log = logging.getLogger("pccheck_async")
 _LARGEST_CHECKSUM = 0xFFFFFFFF
+_CHUNKS_AT_ONCE = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -138,41 +139,21 @@ class Scheduler:
             await self._store.remove_surplus()  # only now: whatever happens to it, the checkpoint is durable
 
     async def _save(self, job: Job) -> tuple[CheckpointInfo, bool]:
-        snapshot, pending = job.snapshot, job.pending
-        plan = self._planner.plan(snapshot.layout)
-        largest = tuple(ChunkEntry(c.offset, c.nbytes, _LARGEST_CHECKSUM) for c in plan.chunks)
-        nbytes = self._slot_bytes(plan, self._encode(job, plan, largest))
-        capture = Capture(snapshot, plan, self._backend, pending.set_captured)
-        lease = await self._copy_and_write(capture, plan, nbytes)
-        try:
-            data = self._encode(job, plan, capture.entries())
-            offset = align(plan.payload_nbytes, self._store.block_bytes)
-            await self._write_manifest(lease, offset, data)
-        except BaseException:
-            await self._store.release(lease)  # every operation on it has ended
-            raise
-        entry = Entry(
-            counter=pending.counter,
-            step=pending.step,
-            time=snapshot.time,
-            nbytes=plan.payload_nbytes,
-            slot=lease.slot,
-            manifest_offset=offset,
-            manifest_nbytes=len(data),
-            manifest_checksum=crc32(data),
-            pinned=False,
-            metadata=job.metadata,
-        )
+        plan = self._planner.plan(job.snapshot.layout)
+        capture = Capture(job.snapshot, plan, self._backend, job.pending.set_captured)
+        lease, entry = await self._copy_and_write(job, capture, plan)
         with self._clock.timed("commit"):
             committed = await self._store.commit(lease, entry)
         return (entry.info, False) if committed else (self._store.entries[0].info, True)
 
-    async def _copy_and_write(self, capture: Capture, plan: Plan, slot_bytes: int) -> SlotLease:
+    async def _copy_and_write(self, job: Job, capture: Capture, plan: Plan) -> tuple[SlotLease, Entry]:
+        """Capture a state into a slot, manifest included; when this returns every write has ended."""
         reserving: asyncio.Task[SlotLease] | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 # Beside the capture: what holds the trainer up is the copy, never the store.
-                reserving = group.create_task(self._store.reserve(slot_bytes))
+                reserving = group.create_task(self._reserve(job, plan))
+                describing = group.create_task(self._save_manifest(job, capture, plan, reserving))
                 for index, chunk in enumerate(plan.chunks):
                     if not reserving.done() and self._pool.available <= 1:
                         # The last buffer is for those that have their slot: else two would wait for each other.
@@ -181,12 +162,22 @@ class Scheduler:
                     saving = self._save_chunk(capture, index, chunk, reserving, lease.view)
                     # The lease outlives the task, also one that is cancelled before it ran at all (I9).
                     group.create_task(saving).add_done_callback(lambda _, lease=lease: lease.release())  # type: ignore[misc]
+                    if index % _CHUNKS_AT_ONCE == 0:
+                        await asyncio.sleep(0)  # those begin while the others are still being made
         except BaseException as error:  # noqa: BLE001 - raised again below, out of its group
             if reserving is not None and not reserving.cancelled() and reserving.exception() is None:
                 await self._store.release(reserving.result())  # every operation on it has ended
             failure = first_failure(error) if isinstance(error, BaseExceptionGroup) else error
             raise failure from failure.__cause__
-        return reserving.result()
+        return reserving.result(), describing.result()
+
+    async def _reserve(self, job: Job, plan: Plan) -> SlotLease:
+        await asyncio.sleep(0)  # the copies first: many tensors take a while to encode
+        largest = tuple(ChunkEntry(c.offset, c.nbytes, _LARGEST_CHECKSUM) for c in plan.chunks)
+        block = self._store.block_bytes
+        bound = align(len(self._encode(job, plan, largest)), block)
+        # A block to spare: the next checkpoint's step and plain values may take a few bytes more.
+        return await self._store.reserve(align(plan.payload_nbytes, block) + bound + block)
 
     async def _save_chunk(
         self, capture: Capture, index: int, chunk: Chunk, reserving: asyncio.Task[SlotLease], buffer: memoryview
@@ -197,8 +188,28 @@ class Scheduler:
         slot = await asyncio.shield(reserving)
         await self._writer.write(slot.file, chunk.offset, view)
 
-    async def _write_manifest(self, slot: SlotLease, offset: int, data: bytes) -> None:
-        """Write the manifest through staging buffers, a buffer's worth at a time."""
+    async def _save_manifest(self, job: Job, capture: Capture, plan: Plan, reserving: asyncio.Task[SlotLease]) -> Entry:
+        """Write the manifest beside the last chunks, as soon as the checksums of all are known."""
+        await capture.ended.wait()
+        slot = await asyncio.shield(reserving)
+        data = self._encode(job, plan, capture.entries())
+        offset = align(plan.payload_nbytes, self._store.block_bytes)
+        await self._write_staged(slot, offset, data)
+        return Entry(
+            counter=job.pending.counter,
+            step=job.pending.step,
+            time=job.snapshot.time,
+            nbytes=plan.payload_nbytes,
+            slot=slot.slot,
+            manifest_offset=offset,
+            manifest_nbytes=len(data),
+            manifest_checksum=crc32(data),
+            pinned=False,
+            metadata=job.metadata,
+        )
+
+    async def _write_staged(self, slot: SlotLease, offset: int, data: bytes) -> None:
+        """Write bytes through staging buffers, a buffer's worth at a time."""
         size = self._pool.buffer_bytes
         for start in range(0, len(data), size):
             part = data[start : start + size]
@@ -225,8 +236,3 @@ class Scheduler:
                 payload_nbytes=plan.payload_nbytes,
             )
         )
-
-    def _slot_bytes(self, plan: Plan, manifest_bound: bytes) -> int:
-        block = self._store.block_bytes
-        # A block to spare: the next checkpoint's step and plain values may take a few bytes more.
-        return align(plan.payload_nbytes, block) + align(len(manifest_bound), block) + block

@@ -1,7 +1,7 @@
 """The store: which checkpoints exist, where the next one goes, and the commit.
 
-Only this module flushes, and only here is decided what is durable. The order that everything rests on (PCcheck,
-section 3.2, and the invariants I1 to I3 and I12 of the design)::
+Only here and in its slot files is anything flushed, and only here decided what is durable. The order that everything
+rests on (PCcheck, section 3.2, and the invariants I1 to I3 and I12 of the design)::
 
     data and manifest written -> flush slot -> write the other record -> flush record -> publish -> free the old slot
 """
@@ -21,10 +21,10 @@ from pccheck_async.errors import (
     CorruptStoreError,
     NoCheckpointError,
     StoreFailedError,
-    StoreFullError,
     StoreLockedError,
     WriteError,
 )
+from pccheck_async.failures import first_failure
 from pccheck_async.layout import (
     COMMIT_NAME,
     COMMIT_NBYTES,
@@ -39,13 +39,11 @@ from pccheck_async.layout import (
     encode_record,
     names_checkpoints,
     region_offsets,
-    slot_name,
-    slot_number,
 )
 from pccheck_async.memory import PAGE_BYTES, aligned_buffer
 from pccheck_async.records import read_identity, read_record
 from pccheck_async.retention import retain
-from pccheck_async.slots import Create, Replace, Reuse, SlotTable, Wait
+from pccheck_async.slot_files import SlotFiles, SlotLease, open_slots
 from pccheck_async.uninterrupted import uninterrupted
 from pccheck_async.writer import File, Writer
 
@@ -77,15 +75,6 @@ class StoreStatistics:
     reader_waits: int
 
 
-@dataclass(slots=True, eq=False)
-class SlotLease:
-    """A slot that one checkpoint writes into; exclusive, also against other processes. Given back exactly once."""
-
-    slot: int
-    file: File
-    nbytes: int
-
-
 class Store:
     """The writing side of one store; one per folder and process (``commit`` is locked as long as it is open).
 
@@ -100,17 +89,15 @@ class Store:
         self._keep_last = keep_last
         self._most = keep_last + max_in_flight
         self._commit_lock = asyncio.Lock()
-        self._slot_lock = asyncio.Lock()
-        self._files: dict[int, File] = {}
         self._damaged: set[int] = set()
         self._failure: BaseException | None = None
         self._took_over = False
-        self._reserved = False
-        self._commits = self._superseded = self._reader_waits = 0
+        self._record_buffer = aligned_buffer(REGION_NBYTES)
+        self._commits = self._superseded = 0
         self._commit: File
         self._identity: Identity
         self._record: Record
-        self._slots: SlotTable
+        self._slots: SlotFiles
 
     # -- opening and recovery
 
@@ -132,13 +119,8 @@ class Store:
             identity = await self._create(max(facts.block_bytes, PAGE_BYTES))
         self._identity = identity
         self._record = await self._recover()
-        sizes = {}
-        for name in await self._writer.names():
-            number = slot_number(name)
-            if number is not None:
-                self._files[number] = await self._writer.open(name, writable=True)
-                sizes[number] = self._files[number].nbytes
-        self._slots = SlotTable(sizes, [entry.slot for entry in self._record.entries], self._most)
+        named = [entry.slot for entry in self._record.entries]
+        self._slots = await open_slots(self._writer, named, self._most, self._flush_or_latch)
 
     async def _recover(self) -> Record:
         return await read_record(self._writer, self._commit, self._identity)
@@ -181,7 +163,9 @@ class Store:
         second_copy = region_offsets(0)[1]
         image = bytearray(first)
         image[second_copy : second_copy + REGION_NBYTES] = first[:REGION_NBYTES]
-        await self._write_aligned(self._commit, 0, image)
+        view = aligned_buffer(COMMIT_NBYTES)
+        view[:] = image
+        await self._writer.write(self._commit, 0, view)
         await self._writer.flush(self._commit)  # crash: store.json without a first record behind it
         await self._writer.sync_folder()  # crash: store.json without a commit file beside it
         await self._writer.write_small(IDENTITY_NAME + ".tmp", encode_identity(identity))
@@ -228,10 +212,7 @@ class Store:
         """
         if entry not in self._record.entries:
             raise NoCheckpointError(f"checkpoint {entry.counter} (step {entry.step}) is not kept any more")
-        if entry.slot not in self._files:
-            raise CorruptStoreError(f"{slot_name(entry.slot)}, which the newest record names, is missing")
-        self._slots.start_reading(entry.slot)
-        return self._files[entry.slot]
+        return self._slots.start_reading(entry.slot)
 
     def stop_reading(self, entry: Entry) -> None:
         """End :meth:`start_reading`."""
@@ -249,18 +230,14 @@ class Store:
             StoreFailedError: an earlier flush or record failed.
         """
         nbytes = align(nbytes, self.block_bytes)
-        async with self._slot_lock:
+        async with self._slots.lock:
             self._check_usable()
             await self._take_over()
-            await self._reserve_all(nbytes)
-            slot = await self._find_slot(nbytes)
-            self._slots.lease(slot)
-            return SlotLease(slot, self._files[slot], nbytes)
+            return await self._slots.lease(nbytes)
 
     async def release(self, lease: SlotLease) -> None:
         """Give back the slot of a checkpoint that will not commit, once nothing writes to it any more."""
-        await self._writer.unlock(lease.file)
-        self._slots.release(lease.slot)
+        await self._slots.release(lease)
 
     async def _take_over(self) -> None:
         """Flush what a dead predecessor wrote and did not flush, before anything builds on it (I12).
@@ -273,70 +250,9 @@ class Store:
             await self._flush_or_latch(self._writer.sync_folder)
             self._took_over = True
 
-    async def _reserve_all(self, nbytes: int) -> None:
-        if self._reserved:
-            return
-        missing = self._slots.missing()
-        for done, number in enumerate(missing):
-            try:
-                await uninterrupted(self._create_slot(number, nbytes))
-            except StoreFullError as error:
-                raise StoreFullError(
-                    error.errno,
-                    f"{self._most} slots of {nbytes} bytes are needed (max_in_flight + keep_last), there was space for "
-                    f"{self._slots.count} ({len(missing) - done} missing); the last checkpoint is untouched",
-                    error.filename,
-                ) from error
-        self._reserved = True
-
-    async def _find_slot(self, nbytes: int) -> int:
-        passed_over: set[int] = set()
-        while True:
-            decision = self._slots.decide(nbytes, passed_over)
-            match decision:
-                case Reuse(slot):
-                    # Held by a reader, or by the requests of a predecessor that was killed: never wait for those.
-                    if await self._writer.try_lock(self._files[slot]):
-                        return slot
-                    passed_over.add(slot)
-                case Create(slot):
-                    await uninterrupted(self._create_slot(slot, nbytes))
-                case Replace(old, slot):
-                    if not await self._writer.try_lock(self._files[old]):
-                        passed_over.add(old)
-                        continue
-                    await uninterrupted(self._remove_slot(old))
-                    await uninterrupted(self._create_slot(slot, nbytes))
-                case Wait(readers):
-                    self._reader_waits += 1
-                    _log.warning("a checkpoint waits for %d reader(s) of this store to finish", readers)
-                    await self._wait_for_readers(passed_over)
-                    passed_over.clear()
-
-    async def _wait_for_readers(self, slots: set[int]) -> None:
-        while True:
-            await asyncio.sleep(_POLL_SECONDS)
-            free = set(self._slots.free())
-            if free - slots:
-                return
-            for slot in slots & free:
-                if await self._writer.try_lock(self._files[slot]):
-                    await self._writer.unlock(self._files[slot])
-                    return
-
-    async def _create_slot(self, number: int, nbytes: int) -> None:
-        file = await self._writer.create(slot_name(number), nbytes)
-        # Crash: a record may name this slot later; its size and its name must be there then.
-        await self._flush_or_latch(partial(self._writer.flush, file))
-        await self._flush_or_latch(self._writer.sync_folder)
-        self._files[number] = file
-        self._slots.created(number, nbytes)
-
-    async def _remove_slot(self, number: int) -> None:
-        """Remove a free slot's file; a crash may bring it back, and then it is free again: no record names it."""
-        self._slots.removed(number)
-        await self._writer.close_file(self._files.pop(number))
-        await self._writer.unlink(slot_name(number))
+    async def remove_surplus(self) -> None:
+        """Remove slots that are neither needed nor used any more; a failure is only logged."""
+        await self._slots.remove_surplus()
 
     # -- commit
 
@@ -355,7 +271,7 @@ class Store:
             entries = retain(self._record.entries, entry, self._keep_last, self._damaged)
             if entry not in entries:
                 self._superseded += 1
-                self._slots.release(lease.slot)
+                self._slots.drop(lease)
                 return False
             record = Record(self._record.generation + 1, tuple(entries))
             try:
@@ -379,9 +295,16 @@ class Store:
     async def _write_record(self, record: Record) -> None:
         data = encode_record(record, self._identity.id_bytes, self.block_bytes)
         # Two copies on separate blocks: one damaged block does not cost the record. Both only ever touch this
-        # generation's parity, so the record before stays whole whatever happens here.
-        for offset in region_offsets(record.generation):
-            await self._write_aligned(self._commit, offset, data)
+        # generation's parity, so the record before stays whole whatever happens here, in whatever order.
+        view = self._record_buffer[: len(data)]
+        view[:] = data
+        try:
+            async with asyncio.TaskGroup() as copies:
+                for offset in region_offsets(record.generation):
+                    copies.create_task(self._writer.write(self._commit, offset, view))
+        except BaseExceptionGroup as errors:
+            failure = first_failure(errors)
+            raise failure from failure.__cause__
 
     def _publish(self, record: Record) -> None:
         self._record = record
@@ -390,18 +313,6 @@ class Store:
 
     def _free_slots(self) -> None:
         self._slots.committed(entry.slot for entry in self._record.entries)
-
-    async def remove_surplus(self) -> None:
-        """Remove slots that are neither needed nor used any more; a failure is only logged."""
-        if self._slot_lock.locked():
-            return  # a checkpoint looks for a slot, perhaps for long; the next commit does it
-        async with self._slot_lock:
-            for slot in self._slots.surplus():
-                try:
-                    if await self._writer.try_lock(self._files[slot]):
-                        await uninterrupted(self._remove_slot(slot))
-                except OSError as error:
-                    _log.warning("%s could not be removed: %s", slot_name(slot), error)
 
     # -- failure
 
@@ -429,11 +340,6 @@ class Store:
                 "check the disk and open the store anew"
             ) from self._failure
 
-    async def _write_aligned(self, file: File, offset: int, data: bytes | bytearray) -> None:
-        view = aligned_buffer(len(data))
-        view[:] = data
-        await self._writer.write(file, offset, view)
-
     def statistics(self) -> StoreStatistics:
         """Return slots and commits so far."""
         return StoreStatistics(
@@ -442,5 +348,5 @@ class Store:
             generation=self._record.generation,
             commits=self._commits,
             superseded=self._superseded,
-            reader_waits=self._reader_waits,
+            reader_waits=self._slots.reader_waits,
         )

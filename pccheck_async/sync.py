@@ -13,6 +13,8 @@ from pccheck_async.info import CheckpointInfo, Metadata
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.session import IO
 from pccheck_async.statistics import EngineStatistics
+from pccheck_async.tuned import Tuning
+from pccheck_async.tuner import Progress, checkpoint_bytes, tune_blocking
 
 __all__ = ["SyncCheckpointEngine"]
 
@@ -104,6 +106,29 @@ class SyncCheckpointEngine:
         self._core.check_alive()
         self._core.loop.call(self._core.drain())
         self._core.raise_untold()
+
+    def tune(
+        self,
+        state: Mapping[str, Any] | None = None,
+        *,
+        nbytes: int | None = None,
+        step_seconds: float | None = None,
+        budget_seconds: float = 10.0,
+        progress: Progress | None = None,
+    ) -> Tuning:
+        """Measure and return the settings for an engine here (see :meth:`pccheck_async.CheckpointEngine.tune`)."""
+        self._core.check_alive()
+        nbytes = checkpoint_bytes(self._core, state, nbytes)
+        self._core.loop.call(self._core.drain())
+        return tune_blocking(
+            self._core.path,
+            nbytes=nbytes,
+            config=self._core.config,
+            io=self._core.io,
+            step_seconds=step_seconds,
+            budget_seconds=budget_seconds,
+            progress=progress,
+        )
 
     def wait_captured(self) -> None:
         """Block until no capture reads the live state any more."""

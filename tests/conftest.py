@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -35,5 +36,8 @@ def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves threads or descriptors behind."""
     fds, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     yield
+    deadline = time.monotonic() + 10
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        time.sleep(0.01)  # told to end; on a busy machine that takes a moment
     assert threading.active_count() == threads, [thread.name for thread in threading.enumerate()]
     assert len(os.listdir("/proc/self/fd")) == fds

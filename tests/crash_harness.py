@@ -29,6 +29,7 @@ from pccheck_async import (
 )
 from pccheck_async.errors import WriteError
 from pccheck_async.layout import COMMIT_NAME
+from pccheck_async.memory import PAGE_BYTES
 from pccheck_async.testing import (
     Access,
     CrashDisk,
@@ -42,9 +43,9 @@ from pccheck_async.testing import (
 from pccheck_async.writer import Writer
 
 T = TypeVar("T")
-BLOCK = 4096
+BLOCK = PAGE_BYTES
 SECTORS = (512, BLOCK)
-_FLOATS = (300, 2500, 900, 4200, 4200, 1200, 0)
+_FLOATS = tuple(BLOCK // 4096 * floats for floats in (300, 2500, 900, 4200, 4200, 1200, 0))
 """Sizes of the state by step: it grows, shrinks, and stays."""
 
 
@@ -307,7 +308,9 @@ class Exploration:
                 burst = [self._checkpoint(engine, disk) for _ in range(count)]
                 await asyncio.gather(*burst, self._read_beside(disk))
         finally:
-            await engine.close()
+            # What fails after it was cancelled, when its capture had just ended, nobody awaited: closing tells it.
+            with suppress(CheckpointError, OSError):
+                await engine.close()
 
     async def _resume(self, engine: CheckpointEngine, promised: int | None) -> None:
         """Restore as a trainer would, into a state of the right shape, and judge what came back."""

@@ -20,6 +20,7 @@ from pccheck_async import (
     load_sync,
 )
 from pccheck_async.core import EngineCore
+from pccheck_async.memory import PAGE_BYTES
 from pccheck_async.operations.base import Operations
 from pccheck_async.testing import FailingWriter, StuckWriter
 from pccheck_async.writer import Writer
@@ -92,7 +93,7 @@ def test_a_flush_that_fails_after_its_checkpoint_was_cancelled_latches(tmp_path:
     big = {"tensor": torch.zeros(100_000)}  # more than the pool holds: the capture cannot end before the flush
 
     async def main() -> None:
-        async with CheckpointEngine(tmp_path, io=stuck, chunk_bytes=4096, host_memory=8192) as engine:
+        async with CheckpointEngine(tmp_path, io=stuck, chunk_bytes=PAGE_BYTES, host_memory=2 * PAGE_BYTES) as engine:
             saving = asyncio.create_task(engine.checkpoint(big, step=1))
             await asyncio.to_thread(stuck.writer.wait_stuck)
             saving.cancel()
@@ -112,7 +113,7 @@ def test_cancelled_twice_still_waits_for_its_copies(tmp_path: Path) -> None:
     big = {"tensor": torch.zeros(100_000)}
 
     async def main() -> None:
-        async with CheckpointEngine(tmp_path, io=stuck, chunk_bytes=4096, host_memory=8192) as engine:
+        async with CheckpointEngine(tmp_path, io=stuck, chunk_bytes=PAGE_BYTES, host_memory=2 * PAGE_BYTES) as engine:
             stuck.writer.release()
             await (await engine.checkpoint(state_of(0), step=0))
             stuck.writer.hold("write")

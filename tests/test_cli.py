@@ -13,10 +13,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from pccheck_async import SyncCheckpointEngine
+from pccheck_async import SyncCheckpointEngine, read_tuning
 from pccheck_async.cli import app
 from pccheck_async.cli.compare import compare_losses, compare_states, draw, read_losses
 from pccheck_async.cli.show import size
+from pccheck_async.cli.tune import parse_size
 
 runner = CliRunner()
 
@@ -95,6 +96,10 @@ def test_ls_of_a_damaged_store(tmp_path: Path) -> None:
         ["demo", "--crash-at=10", "--interval=10"],
         ["demo", "--crash-at=90", "--steps=80"],
         ["demo", "--interval=0"],
+        ["tune"],
+        ["tune", "x", "--size=big"],
+        ["tune", "x", "--size=0"],
+        ["tune", "x", "--seconds=0"],
         ["nonsense"],
     ],
 )
@@ -133,6 +138,57 @@ def test_demo_reports_a_run_that_fails(tmp_path: Path) -> None:
     assert "the uninterrupted run ended with status 1" in result.stderr
     assert "nonsense" in result.stderr
     assert os.listdir(tmp_path) == []  # nothing is left behind
+
+
+@pytest.mark.slow
+def test_tune_writes_what_the_engine_takes(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    result = runner.invoke(app, ["tune", str(store), "--size=1.5MB", "--seconds=0.1", "--step-seconds=0.001"])
+    assert result.exit_code == 0, result.output
+    assert os.listdir(store) == ["tuning.json"]
+    settings = read_tuning(store)
+    rows = [line.split() for line in result.stdout.splitlines()]
+    chosen = [row for row in rows if row[-1:] == ["chosen"]]
+    assert [row[:2] for row in chosen] == [[str(settings["max_in_flight"]), str(settings["writers"])]]
+    assert {"max_in_flight", "writers", "chunk_bytes", "host_memory"} <= {row[0] for row in rows if row}
+    assert "Checkpoints of 1.5 MB, one durable every" in result.stdout
+    assert "(f*)" in result.stdout
+    assert f"CheckpointEngine({str(store)!r}, **read_tuning({str(store)!r}))" in result.stdout
+    with SyncCheckpointEngine(store, **settings) as engine:
+        engine.checkpoint({"x": torch.zeros(300_000)}, step=1).result(60)
+
+    before = (store / "commit").read_bytes()
+    out = tmp_path / "other.json"
+    result = runner.invoke(app, ["tune", str(store), "--seconds=0.1", f"--out={out}"])
+    assert result.exit_code == 0, result.output
+    assert "Checkpoints of 1.2 MB" in result.stdout  # the size of the checkpoint that is there
+    assert "(f*)" not in result.stdout
+    assert f"read_tuning({str(out)!r})" in result.stdout
+    assert read_tuning(out)
+    assert (store / "commit").read_bytes() == before
+
+
+def test_tune_says_what_is_missing(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["tune", str(tmp_path)])
+    assert result.exit_code == 3
+    assert "no committed checkpoint" in result.stderr
+    result = runner.invoke(app, ["tune", str(tmp_path / "store"), "--size=1000000TB", "--keep-last=2"])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("pccheck: InfeasibleError: no setting fits: storage: 3 slots")
+    assert "lower keep_last" in result.stderr
+    result = runner.invoke(app, ["tune", str(tmp_path / "store"), "--size=1MB", "--keep-last=65"])
+    assert result.exit_code == 1
+    assert "keep_last is at most 64" in result.stderr
+    assert result.stdout == ""
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("1", 1), ("1048576", 1 << 20), ("3B", 3), ("2k", 2000), ("2KB", 2000), ("1.5 GiB", 3 << 29), ("4MiB", 4 << 20)],
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from pccheck_async import (
     load_sync,
 )
 from pccheck_async.layout import COMMIT_NBYTES
+from pccheck_async.memory import PAGE_BYTES
 from tests.conftest import engines
 from tests.processes import open_files, passes_in_a_forked_child
 
@@ -90,11 +91,11 @@ def test_the_state_may_be_mutated_when_checkpoint_returns(tmp_path: Path, io: st
 
 
 def test_a_state_larger_than_host_memory_streams_through(tmp_path: Path, io: str) -> None:
-    with SyncCheckpointEngine(tmp_path, io=io, chunk_bytes=4096, host_memory=8192) as engine:  # type: ignore[arg-type]
+    with SyncCheckpointEngine(tmp_path, io=io, chunk_bytes=PAGE_BYTES, host_memory=2 * PAGE_BYTES) as engine:  # type: ignore[arg-type]
         engine.checkpoint(state_of(1, 100_000), step=1).result(60)
         statistics = engine.statistics()
         assert statistics.pool_peak <= 2
-        assert statistics.pool_bytes <= 8192
+        assert statistics.pool_bytes <= 2 * PAGE_BYTES
         found = state_of(0, 100_000) | {"nested": {"array": np.arange(4), "list": [0.0], 3: (0,)}}
         engine.restore(found)
         assert_same(found, 1, 100_000)
@@ -287,7 +288,7 @@ def test_cancelled_waiting_does_not_stop_the_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("turns", [0, 1, 2, 3, 5, 10, 50])
 def test_cancelled_checkpoint_leaves_nothing_running(tmp_path: Path, turns: int) -> None:
     async def main() -> None:
-        async with CheckpointEngine(tmp_path, host_memory=8192, chunk_bytes=4096) as engine:
+        async with CheckpointEngine(tmp_path, chunk_bytes=PAGE_BYTES, host_memory=2 * PAGE_BYTES) as engine:
             await (await engine.checkpoint(state_of(1), step=1))
             saving = asyncio.create_task(engine.checkpoint(state_of(2, 200_000), step=2))
             for _ in range(turns):
@@ -311,7 +312,7 @@ def test_statistics(tmp_path: Path) -> None:
         assert (found.admitted, found.durable, found.superseded, found.failed, found.in_flight) == (3, 3, 0, 0, 0)
         assert (found.plan_hits, found.plan_misses) == (2, 1)
         # Beside the payload: the commit file at creation, and a manifest and two copies of a record each.
-        assert found.stages["capture"].nbytes == found.stages["write"].nbytes - COMMIT_NBYTES - 9 * 4096 > 0
+        assert found.stages["capture"].nbytes == found.stages["write"].nbytes - COMMIT_NBYTES - 9 * PAGE_BYTES > 0
         assert found.stall_seconds >= found.last_stall_seconds > 0
         assert set(found.decisions.reasons) == {"chunk_bytes", "host_memory", "writers", "copiers", "io"}
         assert found.io

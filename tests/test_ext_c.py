@@ -6,6 +6,8 @@ import functools
 import os
 import shutil
 import subprocess
+import sysconfig
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,9 @@ PROGRAMS = {
 FLAGS = ("-std=gnu11", "-g", "-O1", "-pthread", "-Wall", "-Wextra", "-Wconversion", "-Werror")
 SANITIZERS = ("address,undefined", "thread")
 SKIPPED = 77
+"""Exit status of a program that cannot test here, and prints why."""
+PAGES = {"aarch64": (4096, 16384, 65536), "s390x": (4096,)}
+"""Page sizes that Linux may have been built with; s390x is here for its byte order."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -78,13 +83,49 @@ def test_under_sanitizer(program: str, sanitizer: str, tmp_path: Path, scratch: 
     _passes(_run(_build(str(CC), program, tmp_path, *flags)))
 
 
-@pytest.mark.parametrize("program", ["crc32", "copy", "uring"])
-@pytest.mark.parametrize("target", ["aarch64", "s390x"])  # other instructions, the other byte order
-def test_emulated(program: str, target: str, tmp_path: Path) -> None:
-    compiler, emulator = shutil.which(f"{target}-linux-gnu-gcc"), shutil.which(f"qemu-{target}-static")
-    if compiler is None or emulator is None:
-        pytest.skip(f"no cross compiler or no emulator for {target}")
-    _passes(_run(emulator, _build(compiler, program, tmp_path, "-static")))
+def _cross_compiler(target: str) -> str:
+    compiler = shutil.which(f"{target}-linux-gnu-gcc")
+    if compiler is None:
+        pytest.skip(f"no cross compiler for {target}")
+    return compiler
+
+
+@functools.cache
+def _why_no_pages(compiler: str, emulator: tuple[str, ...], page_bytes: int, folder: Path) -> str | None:
+    """Ask a program: newer emulators only warn that they keep the host's page size."""
+    source, binary = folder / "page.c", folder / f"page-{Path(compiler).name}"
+    source.write_text("#include <unistd.h>\nint main(void) { return (int)(sysconf(_SC_PAGESIZE) >> 10); }\n")
+    built = _run(compiler, "-static", source, "-o", binary)
+    assert built.returncode == 0, built.stderr
+    kib = _run(*emulator, binary).returncode
+    return None if kib == page_bytes >> 10 else f"{emulator[0]} emulates pages of {kib} KiB, not {page_bytes >> 10}"
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(("target", "page_bytes"), [(target, page) for target in PAGES for page in PAGES[target]])
+def test_emulated(program: str, target: str, page_bytes: int, tmp_path: Path, scratch: Path) -> None:
+    compiler = _cross_compiler(target)
+    found = shutil.which(f"qemu-{target}-static") or shutil.which(f"qemu-{target}")
+    if found is None:
+        pytest.skip(f"no emulator for {target}")
+    emulator = (found, "-p", str(page_bytes))
+    if reason := _why_no_pages(compiler, emulator, page_bytes, scratch):
+        pytest.skip(reason)
+    _passes(_run(*emulator, _build(compiler, program, tmp_path, "-static")))
+
+
+@pytest.mark.parametrize("target", [None, *PAGES])
+def test_compiles_without_a_warning_as_it_is_built(target: str | None, tmp_path: Path) -> None:
+    """With Python's own headers of this machine: they are the same for every 64-bit Linux, but for a few sizes."""
+    compiler = str(CC) if target is None else _cross_compiler(target)
+    include = Path(sysconfig.get_paths()["include"])
+    if not (include / "Python.h").is_file():
+        pytest.skip(f"no Python.h in {include}")
+    [extension] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
+    for source in extension["sources"]:
+        flags = (*extension["extra-compile-args"], "-Werror", "-fPIC", "-c", "-isystem", include)
+        built = _run(compiler, *flags, f"-I{ROOT / 'ext'}", ROOT / source, "-o", tmp_path / "object")
+        assert built.returncode == 0, built.stderr
 
 
 def test_every_file_but_one_is_plain_c() -> None:

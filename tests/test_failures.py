@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,7 @@ from pccheck_async import (
     load_sync,
 )
 from pccheck_async.layout import COMMIT_NBYTES, REGION_NBYTES
+from pccheck_async.memory import PAGE_BYTES
 from pccheck_async.operations.base import Operations
 from pccheck_async.testing import FailingWriter, StuckWriter
 from pccheck_async.writer import Writer
@@ -586,7 +588,9 @@ def test_whoever_waits_is_told_and_nobody_twice(tmp_path: Path) -> None:
 def test_on_error_warn_never_raises_into_the_trainer(tmp_path: Path) -> None:
     """Also where the failure comes while the state is captured."""
     failing = Failing(fail_at=2, kinds=("create",), error=errno.ENOSPC, stays=True)
-    with SyncCheckpointEngine(tmp_path, io=failing, chunk_bytes=4096, host_memory=8192, on_error="warn") as engine:
+    with SyncCheckpointEngine(
+        tmp_path, io=failing, chunk_bytes=PAGE_BYTES, host_memory=2 * PAGE_BYTES, on_error="warn"
+    ) as engine:
         for step in range(2):
             with pytest.warns(RuntimeWarning, match=f"step {step} failed"):
                 engine.checkpoint({"tensor": torch.zeros(100_000)}, step=step)
@@ -634,10 +638,25 @@ def test_a_cancelled_close_still_closes(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_close_that_is_cancelled_before_it_began_still_closes(tmp_path: Path, nothing_left_behind: None) -> None:
+    async def main() -> None:
+        engine = await CheckpointEngine(tmp_path).open()
+        engine._core.loop.post(time.sleep, 0.3)  # the close and its cancellation reach the engine's loop together
+        closing = asyncio.create_task(engine.close())
+        await asyncio.sleep(0.1)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        with pytest.raises(ClosedError):
+            await engine.checkpoint(state_of(2), step=2)
+
+    asyncio.run(main())
+
+
 def test_readers_and_a_small_pool_do_not_make_two_checkpoints_wait_for_each_other(tmp_path: Path) -> None:
     """One checkpoint waits for a slot that the other will free, the other for a buffer that the first one holds."""
-    big = {"tensor": torch.zeros(50_000)}
-    with SyncCheckpointEngine(tmp_path, max_in_flight=2, host_memory=16384, chunk_bytes=4096) as engine:
+    big = {"tensor": torch.zeros(12 * PAGE_BYTES)}
+    with SyncCheckpointEngine(tmp_path, max_in_flight=2, host_memory=4 * PAGE_BYTES, chunk_bytes=PAGE_BYTES) as engine:
         engine.checkpoint(big, step=0).result(60)
         engine.checkpoint(big, step=1).result(60)
         held = [os.open(tmp_path / f"slot-00{n}", os.O_RDONLY) for n in range(3)]

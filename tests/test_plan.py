@@ -31,11 +31,12 @@ def table(data: bytes) -> list[list[int]]:
     return found
 
 
-def test_small_storages_are_aligned_to_64_bytes_and_large_ones_to_a_block() -> None:
-    plan = Planner(MIB, 4096).plan(layout(1, 64, 65, MIB, 3))
-    assert [storage.offset for storage in plan.storages] == [0, 64, 128, 4096, 4096 + MIB]
-    assert plan.payload_nbytes == MIB + 8192
-    assert [(chunk.offset, chunk.nbytes) for chunk in plan.chunks] == [(0, MIB), (MIB, 8192)]
+@pytest.mark.parametrize("block", [4096, 65536])
+def test_small_storages_are_aligned_to_64_bytes_and_large_ones_to_a_block(block: int) -> None:
+    plan = Planner(MIB, block).plan(layout(1, 64, 65, MIB, 3))
+    assert [storage.offset for storage in plan.storages] == [0, 64, 128, block, block + MIB]
+    assert plan.payload_nbytes == MIB + 2 * block
+    assert [(chunk.offset, chunk.nbytes) for chunk in plan.chunks] == [(0, MIB), (MIB, 2 * block)]
 
 
 def test_parts() -> None:
@@ -53,7 +54,7 @@ def test_nothing() -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.integers(1, 5000), max_size=12), st.sampled_from([512, 1024, 4096]), st.integers(1, 4))
+@given(st.lists(st.integers(1, 5000), max_size=12), st.sampled_from([512, 1024, 4096, 65536]), st.integers(1, 4))
 def test_every_byte_is_in_one_part_and_in_its_place(sizes: list[int], block: int, blocks: int) -> None:
     plan = Planner(block * blocks, block).plan(layout(*sizes))
     payload: dict[int, tuple[int, int]] = {}

@@ -9,6 +9,13 @@ import typer
 
 __all__ = ["app", "main"]
 
+
+def _size(text: str) -> int:
+    from pccheck_async.cli.tune import parse_size
+
+    return parse_size(text)
+
+
 app = typer.Typer(
     name="pccheck",
     help="Look at checkpoint stores, and see a training run survive a SIGKILL.",
@@ -60,6 +67,54 @@ def run_ls(
     from pccheck_async.cli.ls import run
 
     raise typer.Exit(run(path, json=json))
+
+
+@app.command("tune")
+def run_tune(
+    path: Annotated[Path, typer.Argument(help="Folder of the store, or where it will be.")],
+    nbytes: Annotated[
+        int | None,
+        typer.Option(
+            "--size",
+            parser=_size,
+            metavar="SIZE",
+            help="Size of a checkpoint, such as 500MB or 1.5GiB (default: that of the newest one in PATH).",
+        ),
+    ] = None,
+    keep_last: Annotated[int, typer.Option(min=1, help="Checkpoints that the engine will keep.")] = 1,
+    host_memory: Annotated[
+        int | None,
+        typer.Option(parser=_size, metavar="SIZE", help="Most staging memory (default: a quarter of what is free)."),
+    ] = None,
+    step_seconds: Annotated[
+        float | None, typer.Option(min=1e-6, help="Time of a training step: shows how often to save.")
+    ] = None,
+    budget_seconds: Annotated[
+        float, typer.Option("--seconds", min=0.1, help="About how long to measure; a slow disk needs more.")
+    ] = 10.0,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write the settings to this .json file, or to tuning.json in this folder (default: PATH)."),
+    ] = None,
+) -> None:
+    """Measure the disk under PATH and write down the settings for an engine there. Changes no checkpoint.
+
+    Exit status: 0 tuned, 1 it failed or nothing fits into storage, memory and cores, 2 wrong usage, 3 there is no
+    checkpoint in PATH to take the size from, and no --size.
+    """
+    from pccheck_async.cli.tune import run
+
+    raise typer.Exit(
+        run(
+            path,
+            nbytes=nbytes,
+            keep_last=keep_last,
+            host_memory=host_memory,
+            step_seconds=step_seconds,
+            budget_seconds=budget_seconds,
+            out=out,
+        )
+    )
 
 
 def main() -> None:

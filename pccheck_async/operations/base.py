@@ -14,6 +14,7 @@ import errno
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from pccheck_async.operations.threads import WorkerThreads
@@ -93,6 +94,20 @@ class Call:
 Operation = Write | Read | Flush | Gather | Scatter | Checksum | Call
 
 
+class _Completion(asyncio.Future[Any]):
+    """The end of an operation. To cancel it only asks the operation to stop: the awaiter is told once it has ended."""
+
+    def __init__(self, ask_to_stop: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop=loop)
+        self._ask_to_stop = ask_to_stop
+
+    def cancel(self, msg: Any = None) -> bool:
+        """Return False: asyncio then raises CancelledError in the awaiting task when the completion is there."""
+        if not self.done():
+            self._ask_to_stop()
+        return False
+
+
 class Operations(abc.ABC):
     """Base of the engines: batches submissions, matches completions to awaiters, waits out cancelled ones.
 
@@ -164,23 +179,15 @@ class Operations(abc.ABC):
         if self._closed:
             raise OSError(errno.EBADF, "the operations engine is closed")
         token = next(self._tokens)
-        future = self._loop.create_future()
-        self._waiting[token] = future
+        completion = _Completion(partial(self._ask_to_stop, token), self._loop)
+        self._waiting[token] = completion
         if not self._batch:
             self._loop.call_soon(self._flush_batch)
         self._batch.append((token, operation))
         try:
-            return await asyncio.shield(future)
+            return await completion
         except asyncio.CancelledError:
-            if not future.done():
-                self._ask_to_stop(token)
-            while not future.done():
-                try:
-                    await asyncio.wait((future,))
-                except asyncio.CancelledError:
-                    continue
-            if not future.cancelled():
-                future.exception()  # retrieved: the cancellation is what the awaiter gets to know
+            completion.exception()  # retrieved: the cancellation is what the awaiter gets to know
             raise
 
     def _ask_to_stop(self, token: int) -> None:

@@ -15,7 +15,7 @@ from typing import TypeVar
 import aiofiles
 
 from pccheck_async.errors import ClosedError, StoreFullError, read_error, write_error
-from pccheck_async.layout import COMMIT_NAME
+from pccheck_async.layout import COMMIT_NAME, REGION_NBYTES
 from pccheck_async.memory import PAGE_BYTES, map_memory
 from pccheck_async.operations.base import Operations
 from pccheck_async.statistics import StageClock
@@ -274,6 +274,8 @@ def _probe(folder: Path, create: bool) -> FileSystemFacts:
         return _buffered(f"O_DIRECT is refused at open ({error.strerror})")
     try:
         memory_alignment, block = direct_alignment(fd)
+        if block > REGION_NBYTES or block & (block - 1):  # XFS: whole allocation units where it copies on write
+            return _buffered(f"O_DIRECT takes blocks of {block} bytes here; a store's are powers of two up to 64 KiB")
         with map_memory(block) as memory, memoryview(memory)[:block] as view:
             if writable:
                 os.pwrite(fd, view, 0)

@@ -1,6 +1,11 @@
 """Time to durable and restore against the raw limit of the same disk, in interleaved pairs.
 
 Run: ``python -m tests.campaign.speed [--folder DIR] [--gib 1] [--host-memory MIB] [--pairs 9] [--io threads]``.
+
+Each pair times the engine between two rounds of every raw way (threads, io_uring) on the engine's own slot files: the
+one that it writes next, the one that it read. The limit is the way with the smallest median of the whole run, and each
+ratio is that way's time around a measurement (mean of before and after) divided by the engine's: the fastest of many
+noisy samples would compare a lucky one with a usual one.
 """
 
 from __future__ import annotations
@@ -9,15 +14,17 @@ import argparse
 import os
 import statistics
 import tempfile
-import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from pccheck_async import SyncCheckpointEngine
-from tests.campaign.disk import raw_disk
+from pccheck_async.layout import COMMIT_NAME, IDENTITY_NAME, decode_identity, newest_record, slot_name
+from tests.campaign.disk import RawDisk, Way, ways
+from tests.campaign.figures import busy_seconds, summary
 
 
 def build(nbytes: int, tensors: int) -> dict[str, torch.Tensor]:
@@ -34,19 +41,47 @@ def reset_peak_rss() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def spread(name: str, values: list[float]) -> str:
-    ordered = sorted(values)
-    median = statistics.median(ordered)
-    return f"{name}: median {median:.3f} [min {ordered[0]:.3f}, max {ordered[-1]:.3f}] of {len(ordered)}"
-
-
 def change(state: dict[str, torch.Tensor], step: int) -> None:
     for tensor in state.values():
         tensor.add_(step + 1)
 
 
+def slot(store: Path, *, committed: bool) -> Path:
+    """The slot of a store of two that the newest record names, or the one that the next save will write."""
+    identity = decode_identity((store / IDENTITY_NAME).read_bytes())
+    record = newest_record((store / COMMIT_NAME).read_bytes(), identity.id_bytes)
+    assert record is not None
+    named = {slot_name(entry.slot) for entry in record.entries}
+    return next(path for path in sorted(store.glob("slot-*")) if (path.name in named) is committed)
+
+
+class Pairs:
+    """Measurements of something between measurements of every raw way."""
+
+    def __init__(self, raw: Callable[[Way], float]) -> None:
+        self._raw = raw
+        self._limits: dict[Way, list[float]] = {way: [] for way in ways()}
+        self._ours: list[float] = []
+
+    def measure(self, ours: Callable[[], float]) -> None:
+        """Take one pair."""
+        before = {way: self._raw(way) for way in self._limits}
+        self._ours.append(ours())
+        for way, seconds in before.items():
+            self._limits[way].append((seconds + self._raw(way)) / 2)
+
+    def report(self, name: str, nbytes: int) -> None:
+        """Print the limit, and our share of it."""
+        for way, seconds in self._limits.items():
+            print(f"    {way.name}: {nbytes / statistics.median(seconds) / 1e9:.2f} GB/s")
+        best = min(self._limits, key=lambda way: statistics.median(self._limits[way]))
+        shares = [limit / ours for limit, ours in zip(self._limits[best], self._ours, strict=True)]
+        print(summary(f"{name}: share of the raw limit ({best.name})", shares))
+        print(summary(f"{name}: seconds", self._ours))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", default=None)
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--tensors", type=int, default=100)
@@ -57,40 +92,46 @@ def main() -> None:
     nbytes = int(args.gib * (1 << 30))
     state = build(nbytes, args.tensors)
     memory: int | Literal["auto"] = args.host_memory << 20 if args.host_memory else "auto"
-    write, read, stall = [], [], []
+    stall: list[float] = []
+    busy: list[float] = []
     with (
         tempfile.TemporaryDirectory(dir=args.folder) as folder,
-        raw_disk(Path(folder), nbytes) as disk,
-        SyncCheckpointEngine(Path(folder) / "store", max_in_flight=1, host_memory=memory, io=args.io) as engine,
+        SyncCheckpointEngine(folder, max_in_flight=1, host_memory=memory, io=args.io) as engine,
     ):
         reset_peak_rss()
         base = peak_rss()  # the engine is open, nothing was saved yet
         for warm in range(2):  # both slots written once, as the scratch file is
             engine.checkpoint(state, step=warm).result()
-        for pair in range(args.pairs):
-            change(state, pair)
-            limit = disk.best_write()
-            start = time.perf_counter()
-            pending = engine.checkpoint(state, step=pair)
+
+        def save() -> float:
+            change(state, len(stall))
+            processor, start = busy_seconds(), time.perf_counter()
+            pending = engine.checkpoint(state, step=len(stall) + 2)
             stall.append(time.perf_counter() - start)
             pending.result()
-            ours = time.perf_counter() - start
-            limit = min(limit, disk.best_write())
-            write.append(limit / ours)
-        saved = peak_rss() - base
-        for _ in range(args.pairs):
-            limit = disk.best_read()
+            seconds = time.perf_counter() - start
+            busy.append(busy_seconds() - processor)
+            return seconds
+
+        def restore() -> float:
             start = time.perf_counter()
             engine.restore(state)
-            ours = time.perf_counter() - start
-            limit = min(limit, disk.best_read())
-            read.append(limit / ours)
+            return time.perf_counter() - start
+
+        store, disk = Path(folder), RawDisk(nbytes)
+        writes = Pairs(lambda way: disk.write_seconds(slot(store, committed=False), way))
+        reads = Pairs(lambda way: disk.read_seconds(slot(store, committed=True), way))
+        for _ in range(args.pairs):
+            writes.measure(save)
+        saved = peak_rss() - base
+        for _ in range(args.pairs):
+            reads.measure(restore)
         found = engine.statistics()
-    print(f"saving raised the peak RSS by {saved >> 20} MiB")
-    print(spread("durable: share of the raw write limit", write))
-    print(spread("restore: share of the raw read limit", read))
-    print(spread("stall, seconds", stall))
-    print(f"raw read limit {nbytes / limit / 1e9:.2f} GB/s, {os.cpu_count()} cores, {threading.active_count()} threads")
+    writes.report("durable", nbytes)
+    reads.report("restore", nbytes)
+    print(summary("stall, seconds", stall))
+    print(f"processor seconds per GiB made durable, all of the system: {sum(busy) / args.pairs / args.gib:.3f}")
+    print(f"saving raised the peak RSS by {saved >> 20} MiB; {os.cpu_count()} cores")
     print(found)
 
 

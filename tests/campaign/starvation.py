@@ -1,7 +1,7 @@
 """Time to durable of a checkpoint while the trainer blocks its event loop, or spins in pure Python on another thread.
 
-Run: ``python -m tests.campaign.starvation [--folder DIR] [--gib 1] [--pairs 9] [--io threads]``. Ratios to the undisturbed time of the
-same pair.
+Run: ``python -m tests.campaign.starvation [--folder DIR] [--gib 1] [--pairs 9] [--io threads]``. Ratios to the
+undisturbed time of the same pair.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from pccheck_async import CheckpointEngine
-from tests.campaign.speed import build, change, spread
+from tests.campaign.figures import summary
+from tests.campaign.speed import build, change
 
 BLOCKED_SECONDS = 5.0
 
@@ -76,8 +77,8 @@ async def measure(folder: str, state: dict[str, torch.Tensor], pairs: int, io: A
                 await (await engine.checkpoint(state, step=pair))
                 ended = time.perf_counter() - start
             spun.append(ended / min(plain, await undisturbed()))
-    print(spread(f"loop blocked for {BLOCKED_SECONDS} s: time to durable / undisturbed", blocked))
-    print(spread("a thread spinning in Python: time to durable / undisturbed", spun))
+    print(summary(f"loop blocked for {BLOCKED_SECONDS} s: time to durable / undisturbed", blocked))
+    print(summary("a thread spinning in Python: time to durable / undisturbed", spun))
 
 
 def main() -> None:

@@ -1,0 +1,34 @@
+"""How measured values are summed up: medians with bootstrap intervals, and processor time of the whole system."""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+_RESAMPLES = 2000
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Median and the ends of its 95 % bootstrap interval (percentile method, fixed seed)."""
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(_RESAMPLES))
+    return statistics.median(values), medians[_RESAMPLES * 25 // 1000], medians[_RESAMPLES * 975 // 1000]
+
+
+def summary(name: str, values: Sequence[float]) -> str:
+    """One line: median, its interval, the extremes."""
+    median, low, high = median_interval(values)
+    return (
+        f"{name}: median {median:.3f} [{low:.3f}, {high:.3f}], "
+        f"extremes {min(values):.3f} and {max(values):.3f} of {len(values)}"
+    )
+
+
+def busy_seconds() -> float:
+    """Processor seconds that the whole system has spent on anything, the kernel's own threads included."""
+    fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
+    user, nice, system, _idle, _iowait, irq, softirq = map(int, fields[:7])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
