@@ -35,7 +35,8 @@ class CheckpointEngine:
         host_memory: Most staging memory, in bytes. A state that fits is captured at memory speed, a larger one streams
             through at the storage's.
         writers: Writes running at a time (PCcheck's p).
-        io: "threads" (C extension), "python" or "auto"; or a writer, such as those of :mod:`pccheck_async.testing`.
+        io: "io_uring" or "threads" (both of the C extension), "python" or "auto"; or a writer, such as those of
+            :mod:`pccheck_async.testing`.
         on_busy: With ``max_in_flight`` checkpoints in flight, "wait" for one to end or "skip" the new one.
         on_error: "raise" a failure that nobody saw at the next call, or "warn" of it.
         lock_timeout: Seconds to wait for a dying writer of the same store.
