@@ -25,6 +25,7 @@ class EngineConfig:
     chunk_bytes: int | Auto = "auto"
     host_memory: int | Auto = "auto"
     writers: int | Auto = "auto"
+    device: Literal["auto", "snapshot", "stream"] = "auto"
     on_busy: Literal["wait", "skip"] = "wait"
     on_error: Literal["raise", "warn"] = "raise"
     lock_timeout: float = 5.0
@@ -38,6 +39,8 @@ class EngineConfig:
         for name in ("chunk_bytes", "host_memory", "writers"):
             if getattr(self, name) != "auto":
                 _check_count(name, getattr(self, name))
+        if self.device not in ("auto", "snapshot", "stream"):
+            raise ValueError(f"device is 'auto', 'snapshot' or 'stream', not {self.device!r}")
         if self.on_busy not in ("wait", "skip"):
             raise ValueError(f"on_busy is 'wait' or 'skip', not {self.on_busy!r}")
         if self.on_error not in ("raise", "warn"):

@@ -10,12 +10,13 @@ import warnings
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from concurrent import futures
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from pccheck_async.capture import take_snapshot
 from pccheck_async.config import Decisions, EngineConfig, decide
-from pccheck_async.copying import HostCopy
+from pccheck_async.copying import CopyBackend, CudaCopy, make_backend
 from pccheck_async.errors import (
     CheckpointError,
     ClosedError,
@@ -76,6 +77,7 @@ class EngineCore:
         self._session: Session | None = None
         self._store: Store
         self._decisions: Decisions
+        self._backend: CopyBackend
         self._pool: BufferPool
         self._planner: Planner
         self._scheduler: Scheduler
@@ -144,9 +146,10 @@ class EngineCore:
             decided = decide(config, block_bytes=self._store.block_bytes, cores=cores, memory=memory)
             decided.reasons["io"] = self._session.reason
             self._decisions = decided
-            self._pool = BufferPool(decided.host_memory, decided.chunk_bytes)
+            self._backend = make_backend(self._session.operations, config.device)
+            pinning = self._backend.pinning if isinstance(self._backend, CudaCopy) else None
+            self._pool = BufferPool(decided.host_memory, decided.chunk_bytes, pinning)
             self._planner = Planner(decided.chunk_bytes, self._store.block_bytes)
-            self._backend = HostCopy(self._session.operations)
             self._scheduler = Scheduler(
                 store=self._store,
                 writer=writer,
@@ -200,6 +203,7 @@ class EngineCore:
                 await self._scheduler.cancel_all()  # nothing, unless the drain was cancelled
                 await self.loop.end_others()  # restores of other threads
                 await self._opened().close()
+                self._backend.close()
                 self._pool.close()
         return left
 
@@ -252,7 +256,7 @@ class EngineCore:
         busy = self._busy(step)
         if busy is not None:
             return busy, start
-        snapshot = take_snapshot(state)
+        snapshot = take_snapshot(state, self._backend)
         self._state_seconds += time.perf_counter() - start
         with self._admission:
             self.check_alive()
@@ -404,10 +408,11 @@ class EngineCore:
         try:
             file = yield lease.take()
             manifest: Manifest = yield read_manifest(writer, file, entry, self._store.block_bytes)
-            restoration: Restoration = match(state, manifest)
+            restoration: Restoration = match(state, manifest, lambda: self._backend.by_address)
+            admission = self._backend.admit(restoration.targets.devices)
             pool = pool_for(manifest, self._pool)
             with self._clock.timed("restore", manifest.payload_nbytes):
-                yield read_payload(writer, self._backend, pool, file, manifest, restoration.targets)
+                yield read_payload(writer, self._backend, pool, file, manifest, restoration.targets, admission)
         finally:
             self.loop.post(lease.give_back)
         restoration.finish()
@@ -418,7 +423,8 @@ class EngineCore:
     def statistics(self) -> EngineStatistics:
         """Return a snapshot of everything counted so far."""
         io = self._opened().writer.statistics()
-        pool, store = self._pool.statistics(), self._store.statistics()
+        pool, store, copying = self._pool.statistics(), self._store.statistics(), self._backend.statistics()
+        decisions = replace(self._decisions, reasons=self._decisions.reasons | {"device": copying.reason})
         with self._admission:
             return EngineStatistics(
                 admitted=self._admitted,
@@ -431,12 +437,15 @@ class EngineCore:
                 last_stall_seconds=self._last_stall,
                 state_seconds=self._state_seconds,
                 stages=self._clock.stages() | {"write": io.write, "read": io.read, "flush": io.flush},
-                decisions=self._decisions,
+                decisions=decisions,
                 io=f"{io.engine}, {'direct' if io.direct else 'buffered'}: {io.why}",
                 loop=self.loop.kind,
                 pool_bytes=pool.touched * pool.buffer_bytes,
                 pool_peak=pool.peak,
                 pool_waits=pool.waited,
+                device_bytes=copying.device_bytes,
+                device_peak_bytes=copying.device_peak_bytes,
+                snapshots=copying.snapshots,
                 slots=store.slots,
                 slot_bytes=store.slot_bytes,
                 plan_hits=self._planner.hits,

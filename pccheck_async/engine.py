@@ -35,6 +35,8 @@ class CheckpointEngine:
         host_memory: Most staging memory, in bytes. A state that fits is captured at memory speed, a larger one streams
             through at the storage's.
         writers: Writes running at a time (PCcheck's p).
+        device: Tensors on CUDA devices are first copied on their device where memory is spare and that is faster than
+            to wait for the host (CheckFreq's rule); "snapshot" wherever there is memory, "stream" never.
         io: "io_uring" or "threads" (both of the C extension), "python" or "auto"; or a writer, such as those of
             :mod:`pccheck_async.testing`.
         on_busy: With ``max_in_flight`` checkpoints in flight, "wait" for one to end or "skip" the new one.
@@ -55,6 +57,7 @@ class CheckpointEngine:
         chunk_bytes: int | Auto = "auto",
         host_memory: int | Auto = "auto",
         writers: int | Auto = "auto",
+        device: Literal["auto", "snapshot", "stream"] = "auto",
         io: IO = "auto",
         on_busy: Literal["wait", "skip"] = "wait",
         on_error: Literal["raise", "warn"] = "raise",
@@ -67,6 +70,7 @@ class CheckpointEngine:
             chunk_bytes=chunk_bytes,
             host_memory=host_memory,
             writers=writers,
+            device=device,
             on_busy=on_busy,
             on_error=on_error,
             lock_timeout=lock_timeout,
@@ -124,7 +128,8 @@ class CheckpointEngine:
         """Capture ``state``; return when it is safe to mutate, while the bytes still go to storage.
 
         ``state_dict()`` of every :class:`pccheck_async.Stateful` and all plain values are read on the caller's thread
-        before the first await. The state must not change until this returns.
+        before the first await. The state must not change until this returns. Of tensors on CUDA devices, the checkpoint
+        sees what the current streams have queued; work on other streams has to be joined first (``wait_stream``).
 
         Args:
             state: Names to Stateful objects (modules, optimizers, ...), tensors, arrays and plain values, nested at

@@ -8,7 +8,9 @@ import os
 import weakref
 from contextlib import suppress
 
-__all__ = ["PAGE_BYTES", "aligned_buffer", "map_memory"]
+import numpy as np
+
+__all__ = ["PAGE_BYTES", "address_of", "aligned_buffer", "map_memory"]
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -40,6 +42,12 @@ def map_memory(nbytes: int) -> mmap.mmap:
 def aligned_buffer(nbytes: int) -> memoryview:
     """Return a page-aligned buffer of ``nbytes`` zeros of its own; it is unmapped when the last view of it is gone."""
     return memoryview(map_memory(nbytes))[:nbytes]
+
+
+def address_of(buffer: memoryview) -> int:
+    """Return the address of a buffer that has bytes."""
+    address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+    return address
 
 
 def _keep_in_child() -> None:

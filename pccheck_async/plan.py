@@ -15,19 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from pccheck_async.manifest import ALIGNMENT, MIN_BLOCK, StorageEntry
-from pccheck_async.state.sources import PackedSource, Source, Sources
+from pccheck_async.segments import PackedPiece, Segments, Table
+from pccheck_async.state.sources import HOST, PackedSource, Source, Sources
 from pccheck_async.state.storages import Layout
 from pccheck_async.state.targets import Target, Targets
 
-__all__ = ["Chunk", "PackedPiece", "Part", "Plan", "Planner", "scatter_segments", "segments"]
-
-PackedPiece: TypeAlias = tuple[PackedSource, int, int, int]
-"""Source, first byte of it, the one after the last, and where in the chunk's buffer they go."""
+__all__ = ["Chunk", "Part", "Plan", "Planner", "scatter_segments", "segments"]
 
 _LARGE: Final = 1 << 20
 """Bytes from which a storage starts at a block, so that its chunks are aligned like its pages."""
 
-_Table: TypeAlias = npt.NDArray[np.uint64]
 _Extents: TypeAlias = npt.NDArray[np.int64]
 
 
@@ -49,7 +46,7 @@ class Chunk:
 
     offset: int
     nbytes: int
-    table: _Table
+    table: npt.NDArray[np.uint64]
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -133,13 +130,8 @@ class Planner:
         )
 
 
-def segments(chunk: Chunk, sources: Sequence[Source]) -> tuple[bytes, list[PackedPiece]]:
-    """Return what fills the buffer of ``chunk``.
-
-    Returns:
-        The table of (address, offset in the buffer, length) for what is copied by address, as
-        :class:`pccheck_async.operations.base.Gather` wants it, and the pieces of packed sources.
-    """
+def segments(chunk: Chunk, sources: Sequence[Source]) -> Segments:
+    """Return what fills the buffer of ``chunk``."""
     known = sources if isinstance(sources, Sources) else Sources(sources)
     table = chunk.table
     index = table[:, 0].astype(np.intp)
@@ -154,11 +146,12 @@ def segments(chunk: Chunk, sources: Sequence[Source]) -> tuple[bytes, list[Packe
     raw = np.empty((len(table), 3), np.uint64)
     np.add(known.addresses[index], table[:, 1], out=raw[:, 0])
     raw[:, 1:] = table[:, 2:]
-    return raw.tobytes(), packed
+    devices = known.device_of
+    return _by_device(raw, None if devices is None else devices[index], packed)
 
 
-def scatter_segments(chunk_offset: int, chunk_nbytes: int, targets: Sequence[Target]) -> bytes:
-    """Return the table of (address, offset in the buffer, length) that copies a chunk to the targets it holds bytes of.
+def scatter_segments(chunk_offset: int, chunk_nbytes: int, targets: Sequence[Target]) -> Segments:
+    """Return what takes the bytes of a chunk.
 
     Args:
         chunk_offset: Where the chunk lies in the payload.
@@ -166,11 +159,19 @@ def scatter_segments(chunk_offset: int, chunk_nbytes: int, targets: Sequence[Tar
         targets: In any order; a :class:`Targets` is searched, another sequence is first made one.
 
     Returns:
-        The table as :class:`pccheck_async.operations.base.Scatter` wants it; empty where no target has bytes in the
-        chunk, so that it need not be read.
+        Segments in any order, which may overlap; none where no target has bytes in the chunk, so that it need not be
+        read.
     """
     known = targets if isinstance(targets, Targets) else Targets(targets)
-    return known.segments(chunk_offset, chunk_nbytes)
+    return _by_device(*known.segments(chunk_offset, chunk_nbytes))
+
+
+def _by_device(raw: Table, devices: npt.NDArray[np.int32] | None, packed: Sequence[PackedPiece] = ()) -> Segments:
+    if devices is None:
+        return Segments(raw.tobytes(), packed=packed)
+    found = {device: raw[devices == device] for device in np.unique(devices).tolist()}
+    host = found.pop(HOST, raw[:0])
+    return Segments(host.tobytes(), found, packed)
 
 
 def _align(value: int, alignment: int) -> int:

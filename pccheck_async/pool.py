@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from pccheck_async.limiter import Limiter, Permit
 from pccheck_async.memory import aligned_buffer
 
-__all__ = ["BufferLease", "BufferPool", "PoolStatistics"]
+__all__ = ["BufferLease", "BufferPool", "Pinning", "PoolStatistics"]
+
+
+class Pinning(Protocol):
+    """What is done to each buffer before its first use, so that devices may copy from and to it directly.
+
+    Attributes:
+        active: Whether there is anything to be done; buffers leased before are done at their next lease.
+    """
+
+    active: bool
+
+    async def pin(self, view: memoryview) -> None:
+        """Do it. Cancellation: raised once it ended."""
+        ...
+
+    def unpin_all(self) -> None:
+        """Undo it; nothing is copied any more."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +74,14 @@ class BufferPool:
     """At most ``nbytes`` of staging memory in buffers of ``buffer_bytes``; physical memory is taken on first use.
 
     The buffer returned last is leased first: a state smaller than the pool touches only what it needs.
+
+    Args:
+        nbytes: Most staging memory.
+        buffer_bytes: Size of a buffer.
+        pinning: What to do to buffers before their first use; undone by :meth:`close`.
     """
 
-    def __init__(self, nbytes: int, buffer_bytes: int) -> None:
+    def __init__(self, nbytes: int, buffer_bytes: int, pinning: Pinning | None = None) -> None:
         count = nbytes // buffer_bytes
         if count < 1:
             raise ValueError(f"host_memory of {nbytes} bytes holds no buffer of {buffer_bytes} bytes")
@@ -67,6 +91,8 @@ class BufferPool:
         self._limiter = Limiter(count)
         self._free = list(range(count - 1, -1, -1))
         self._touched = 0
+        self._pinning = pinning
+        self._pinned: set[int] = set()
 
     @property
     def available(self) -> int:
@@ -79,10 +105,20 @@ class BufferPool:
         index = self._free.pop()
         self._touched = max(self._touched, index + 1)
         start = index * self.buffer_bytes
-        return BufferLease(self, permit, index, self._view[start : start + self.buffer_bytes])
+        lease = BufferLease(self, permit, index, self._view[start : start + self.buffer_bytes])
+        if self._pinning is not None and self._pinning.active and index not in self._pinned:
+            self._pinned.add(index)
+            try:
+                await self._pinning.pin(lease.view)
+            except BaseException:
+                lease.release()
+                raise
+        return lease
 
     def close(self) -> None:
         """Let the memory go; no buffer is leased any more. What was counted stays readable."""
+        if self._pinning is not None:
+            self._pinning.unpin_all()
         self._view = memoryview(b"")
 
     def statistics(self) -> PoolStatistics:

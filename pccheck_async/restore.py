@@ -19,6 +19,7 @@ from pccheck_async.manifest import ChunkEntry, Manifest, decode
 from pccheck_async.memory import aligned_buffer
 from pccheck_async.plan import scatter_segments
 from pccheck_async.pool import BufferPool
+from pccheck_async.segments import Segments
 from pccheck_async.state.targets import Targets
 from pccheck_async.writer import File, Writer
 
@@ -46,11 +47,18 @@ async def read_manifest(writer: Writer, file: File, entry: Entry, block_bytes: i
 
 
 async def read_payload(
-    writer: Writer, backend: CopyBackend, pool: BufferPool, file: File, manifest: Manifest, targets: Targets
+    writer: Writer,
+    backend: CopyBackend,
+    pool: BufferPool,
+    file: File,
+    manifest: Manifest,
+    targets: Targets,
+    admission: Any = None,
 ) -> None:
     """Fill ``targets`` from the chunks that hold them; no other chunk is read.
 
-    The pool's buffers hold at least the manifest's largest chunk.
+    The pool's buffers hold at least the manifest's largest chunk. Targets on a device are filled behind what the
+    backend admitted there, and are whole when this returns, for any stream.
 
     Cancellation: ends once every read and copy ended. The targets are then partly filled.
 
@@ -58,6 +66,8 @@ async def read_payload(
         CorruptStoreError: a checksum does not hold; earlier chunks may have been copied already.
         ReadError: the device failed.
     """
+    if admission:
+        backend.settle(admission)
     try:
         async with asyncio.TaskGroup() as group:
             for index, chunk in enumerate(manifest.chunks):
@@ -78,7 +88,7 @@ async def _read_chunk(
     file: File,
     index: int,
     chunk: ChunkEntry,
-    segments: bytes,
+    segments: Segments,
     buffer: memoryview,
     keepalive: Any,
 ) -> None:

@@ -141,7 +141,11 @@ class Scheduler:
     async def _save(self, job: Job) -> tuple[CheckpointInfo, bool]:
         plan = self._planner.plan(job.snapshot.layout)
         capture = Capture(job.snapshot, plan, self._backend, job.pending.set_captured)
-        lease, entry = await self._copy_and_write(job, capture, plan)
+        try:
+            await capture.begin()
+            lease, entry = await self._copy_and_write(job, capture, plan)
+        finally:
+            capture.release()  # an error that somebody keeps would keep the state, too
         with self._clock.timed("commit"):
             committed = await self._store.commit(lease, entry)
         return (entry.info, False) if committed else (self._store.entries[0].info, True)
@@ -190,7 +194,7 @@ class Scheduler:
 
     async def _save_manifest(self, job: Job, capture: Capture, plan: Plan, reserving: asyncio.Task[SlotLease]) -> Entry:
         """Write the manifest beside the last chunks, as soon as the checksums of all are known."""
-        await capture.ended.wait()
+        await capture.copied.wait()
         slot = await asyncio.shield(reserving)
         data = self._encode(job, plan, capture.entries())
         offset = align(plan.payload_nbytes, self._store.block_bytes)

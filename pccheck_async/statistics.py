@@ -42,6 +42,9 @@ class EngineStatistics:
         pool_bytes: Staging memory that was ever used.
         pool_peak: Most staging buffers in use at a time.
         pool_waits: Chunks that waited for a staging buffer.
+        device_bytes: GPU memory that the engine holds now: snapshots, and scratch images of chunks.
+        device_peak_bytes: The most it ever held.
+        snapshots: Captures that copied the state of a GPU there first.
         slots: Slots on storage.
         slot_bytes: Their bytes.
         plan_hits: Saves that reused the plan of the save before.
@@ -64,6 +67,9 @@ class EngineStatistics:
     pool_bytes: int
     pool_peak: int
     pool_waits: int
+    device_bytes: int
+    device_peak_bytes: int
+    snapshots: int
     slots: int
     slot_bytes: int
     plan_hits: int

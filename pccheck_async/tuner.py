@@ -18,16 +18,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pccheck_async.capture import take_snapshot
 from pccheck_async.config import EngineConfig, decide
 from pccheck_async.core import EngineCore
 from pccheck_async.errors import InfeasibleError, NoCheckpointError
 from pccheck_async.loop import EngineLoop
 from pccheck_async.machine import available_cores, available_memory
+from pccheck_async.manifest import MIN_BLOCK
 from pccheck_async.memory import PAGE_BYTES
 from pccheck_async.plan import Planner
 from pccheck_async.scratch import free_bytes, scratch_folder, slot_bytes
 from pccheck_async.session import IO, check_io
+from pccheck_async.state.flatten import flatten
+from pccheck_async.state.storages import arrange
 from pccheck_async.trials import Disk, Sample, Trial, run_trial, saves_of_trial, try_disk
 from pccheck_async.tuned import Measurement, Tuning
 from pccheck_async.tuning import (
@@ -144,7 +146,7 @@ def checkpoint_bytes(core: EngineCore, state: Mapping[str, Any] | None, nbytes: 
             raise ValueError("give state or nbytes, not both")
         return nbytes
     if state is not None:
-        return Planner(PAGE_BYTES, PAGE_BYTES).plan(take_snapshot(state).layout).payload_nbytes
+        return Planner(_MOST.chunk_bytes, MIN_BLOCK).plan(arrange(flatten(state).leaves)).payload_nbytes
     if not core.infos:
         raise NoCheckpointError(f"{core.path} has no checkpoint to take the size from; give state or nbytes")
     return core.infos[0].nbytes

@@ -5,8 +5,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
 import pytest
+import torch
 
 from pccheck_async.loop import EngineLoop
 from pccheck_async.operations import native
@@ -20,6 +22,13 @@ ENGINES: dict[str, Callable[..., Operations]] = {
     "python": PythonOperations,
 }
 """Every I/O engine by its name."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not (torch.cuda.is_available() and find_spec("cupy")):
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device and CuPy"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -38,7 +38,7 @@ class Saved:
             table = scatter_segments(chunk.offset, chunk.nbytes, restoration.targets)
             if table:
                 data = memoryview(self.payload)[chunk.offset : chunk.offset + chunk.nbytes]
-                scatter(data, chunk.checksum, table)
+                scatter(data, chunk.checksum, table.host)
         return restoration.finish()
 
 
@@ -51,9 +51,9 @@ def save(state: Mapping[str, Any], chunk_bytes: int = 1024, block_bytes: int = 5
     chunks = []
     for chunk in plan.chunks:
         buffer = memoryview(payload)[chunk.offset : chunk.offset + chunk.nbytes]
-        table, packed = segments(chunk, layout.sources)
-        gather(table, buffer)
-        for source, low, high, offset in packed:
+        found = segments(chunk, layout.sources)
+        gather(found.host, buffer)
+        for source, low, high, offset in found.packed:
             source.copy(low, high, buffer[offset : offset + high - low])
         chunks.append(ChunkEntry(chunk.offset, chunk.nbytes, crc32(buffer)))
     manifest = Manifest(

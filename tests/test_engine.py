@@ -315,7 +315,7 @@ def test_statistics(tmp_path: Path) -> None:
         # Beside the payload: the commit file at creation, and a manifest and two copies of a record each.
         assert found.stages["capture"].nbytes == found.stages["write"].nbytes - COMMIT_NBYTES - 9 * PAGE_BYTES > 0
         assert found.stall_seconds >= found.last_stall_seconds > 0
-        assert set(found.decisions.reasons) == {"chunk_bytes", "host_memory", "writers", "copiers", "io"}
+        assert set(found.decisions.reasons) == {"chunk_bytes", "host_memory", "writers", "copiers", "io", "device"}
         assert found.io
         assert found.slots == 3
 

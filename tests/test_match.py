@@ -15,6 +15,8 @@ from torch import nn
 from pccheck_async.errors import CorruptStoreError, StateMismatchError, UnsupportedStateError
 from pccheck_async.state import RNGState
 from pccheck_async.state.match import allocate, match
+from pccheck_async.state.nodes import DictNode, StatefulNode
+from pccheck_async.state.optimizers import places
 from pccheck_async.state.sources import as_bits
 from tests import state_strategies
 from tests.round_trip import save
@@ -577,6 +579,29 @@ def test_optimizer_state_is_filled_in_place() -> None:
     before = save({"o": fresh})
     before.restore({"o": optimizer})
     assert optimizer.state_dict()["state"] == {}
+
+
+def test_moments_are_wanted_where_their_parameters_are() -> None:
+    """But not step counts, and not those of optimizers that may keep them elsewhere."""
+
+    class Elsewhere(torch.optim.Adam):
+        pass
+
+    layer = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(layer.parameters())
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    manifest = save({"o": optimizer}).decoded
+    assert isinstance(manifest.skeleton, DictNode)
+    node = manifest.skeleton.values[0]
+    assert isinstance(node, StatefulNode)
+    there = nn.Linear(3, 2, device="meta")
+    for kind in (torch.optim.Adam, Elsewhere):
+        fresh = kind(there.parameters())
+        found = {
+            manifest.tensors[index].shape: device for index, device in places(fresh, fresh.state_dict(), node.child)
+        }
+        assert found == ({(2, 3): there.weight.device, (2,): there.bias.device} if kind is torch.optim.Adam else {})
 
 
 def test_learning_rates_keep_their_type() -> None:

@@ -7,7 +7,7 @@ import gc
 import mmap
 from pathlib import Path
 
-from pccheck_async.memory import PAGE_BYTES, map_memory
+from pccheck_async.memory import PAGE_BYTES, address_of, map_memory
 from tests.processes import passes_in_a_forked_child
 
 _MAP_FIXED_NOREPLACE = 0x100000
@@ -28,7 +28,7 @@ def map_at(address: int) -> None:
 
 def test_a_forked_child_unmaps_nothing_of_its_own_in_its_place() -> None:
     memory = [map_memory(PAGE_BYTES)]
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory[0]))
+    address = address_of(memoryview(memory[0]))
 
     def in_the_child() -> None:
         assert not is_mapped(address)

@@ -98,28 +98,56 @@ def test_segments() -> None:
     packed = PackedSource(torch.zeros(200, 2)[:, 0])
     sources: list[Source] = [RawSource(1000, 100, None), packed, RawSource(5000, 300, None)]
     plan = Planner(512, 512).plan(layout(100, 800, 300))
-    raw, pieces = segments(plan.chunks[0], sources)
-    assert table(raw) == [[1000, 0, 100]]
-    assert pieces == [(packed, 0, 384, 128)]
-    raw, pieces = segments(plan.chunks[1], Sources(sources))
-    assert table(raw) == [[5000, 448, 64]]
-    assert pieces == [(packed, 384, 800, 0)]
-    raw, pieces = segments(plan.chunks[2], sources)
-    assert table(raw) == [[5064, 0, 236]]
-    assert pieces == []
+    found = segments(plan.chunks[0], sources)
+    assert (table(found.host), found.packed) == ([[1000, 0, 100]], [(packed, 0, 384, 128)])
+    found = segments(plan.chunks[1], Sources(sources))
+    assert (table(found.host), found.packed) == ([[5000, 448, 64]], [(packed, 384, 800, 0)])
+    found = segments(plan.chunks[2], sources)
+    assert (table(found.host), found.devices, found.packed) == ([[5064, 0, 236]], {}, [])
+
+
+def test_segments_by_device() -> None:
+    packed = PackedSource(torch.zeros(200, 2)[:, 0])
+    sources = Sources(
+        [RawSource(1000, 100, None), RawSource(1 << 40, 300, None, 1), packed, RawSource(7000, 64, None, 0)]
+    )
+    assert sources.devices == {0, 1}
+    plan = Planner(512, 512).plan(layout(100, 300, 800, 64))
+    found = segments(plan.chunks[0], sources)
+    assert table(found.host) == [[1000, 0, 100]]
+    assert {device: rows.tolist() for device, rows in found.devices.items()} == {1: [[1 << 40, 128, 300]]}
+    assert found.packed == [(packed, 0, 64, 448)]
+    found = segments(plan.chunks[2], sources)
+    assert found.host == b""
+    assert {device: rows.tolist() for device, rows in found.devices.items()} == {0: [[7000, 256, 64]]}
+    assert found
 
 
 def test_scatter_segments() -> None:
     targets = [Target(600, 100, 9000, None), Target(0, 2000, 50_000, None), Target(640, 10, 7000, None)]
     for known in (targets, Targets(targets)):
-        assert sorted(table(scatter_segments(512, 512, known))) == [[7000, 128, 10], [9000, 88, 100], [50_512, 0, 512]]
-        assert table(scatter_segments(0, 512, known)) == [[50_000, 0, 512]]
-        assert table(scatter_segments(1536, 512, known)) == [[51_536, 0, 464]]
-        assert scatter_segments(2048, 512, known) == b""
-    assert scatter_segments(0, 512, ()) == b""
+        found = [table(scatter_segments(low, 512, known).host) for low in (0, 512, 1536)]
+        assert sorted(found[1]) == [[7000, 128, 10], [9000, 88, 100], [50_512, 0, 512]]
+        assert (found[0], found[2]) == ([[50_000, 0, 512]], [[51_536, 0, 464]])
+        assert not scatter_segments(2048, 512, known)
+    assert not scatter_segments(0, 512, ())
     gap = Targets([Target(0, 10, 1, None), Target(5000, 10, 1, None)])
-    assert gap.segments(512, 512) == b""
+    assert not scatter_segments(512, 512, gap)
     assert list(gap[:1]) == [gap[0]]
+
+
+def test_scatter_segments_by_device() -> None:
+    targets = Targets([Target(0, 600, 9000, None, 1), Target(100, 50, 5000, None), Target(600, 9, 8000, None, 0)])
+    assert targets.devices == {0, 1}
+    found = scatter_segments(0, 512, targets)
+    assert table(found.host) == [[5000, 100, 50]]
+    assert {device: rows.tolist() for device, rows in found.devices.items()} == {1: [[9000, 0, 512]]}
+    found = scatter_segments(512, 512, targets)
+    assert found.host == b""
+    assert {device: rows.tolist() for device, rows in found.devices.items()} == {
+        0: [[8000, 88, 9]],
+        1: [[9512, 0, 88]],
+    }
 
 
 @settings(max_examples=80, deadline=None)
@@ -128,7 +156,7 @@ def test_targets_take_every_byte_however_they_overlap(ranges: list[tuple[int, in
     targets = Targets(Target(low, nbytes, number << 32, None) for number, (low, nbytes) in enumerate(ranges))
     found = set()
     for chunk in range(0, 400, 50):
-        for address, offset, length in table(targets.segments(chunk, 50)):
+        for address, offset, length in targets.segments(chunk, 50)[0].tolist():
             assert offset + length <= 50
             found |= {(address + byte, chunk + offset + byte) for byte in range(length)}
     expected = {((n << 32) + byte, low + byte) for n, (low, nbytes) in enumerate(ranges) for byte in range(nbytes)}

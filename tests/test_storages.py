@@ -246,26 +246,6 @@ def test_other_devices_are_packed_with_their_aliases() -> None:
     assert into == array_bytes(tensor)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_cuda() -> None:
-    base = torch.arange(3000.0, device="cuda")
-    state = {
-        "tied": [base, base[5:9], base.view(30, 100).t(), base],
-        "packed": [torch.rand(40, 30, device="cuda")[:, 3:7], torch.rand(3, device="cuda").expand(4, 3)],
-        "conj": [torch.randn(5, dtype=torch.complex64, device="cuda").conj()],
-        "half": [torch.rand(7, device="cuda").to(torch.bfloat16)],
-    }
-    saved = save(state)
-    assert not difference(state, saved.load(device="cuda"))
-    found = saved.load()
-    assert not difference(saved.load(), {key: [t.cpu() for t in value] for key, value in found.items()})
-    assert found["tied"][0].data_ptr() == found["tied"][3].data_ptr()
-    live = {key: [torch.zeros_like(t) for t in value] for key, value in state.items() if key != "tied"}
-    save({key: state[key] for key in live}).restore(live)
-    assert all(array_bytes(a) == array_bytes(b) for key in live for a, b in zip(live[key], state[key], strict=True))
-
-
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(state_strategies.states())

@@ -2,36 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from pccheck_async.copying.base import PackedPiece
+import torch
+
+from pccheck_async.copying.base import CopyStatistics
 from pccheck_async.operations.base import Operations
+from pccheck_async.segments import PackedPiece, Segments
+from pccheck_async.state.sources import Sources
 
 __all__ = ["HostCopy"]
 
 
 class HostCopy:
-    """Copies host memory by address; packed pieces go through torch on a helper thread."""
+    """Copies host memory by address; packed pieces go through torch on a helper thread.
+
+    Args:
+        operations: Performs the copies.
+        reason: Why device memory, where there is any, goes through torch.
+    """
 
     name = "host"
+    by_address = False
 
-    def __init__(self, operations: Operations) -> None:
+    def __init__(self, operations: Operations, reason: str = "this build of torch has no CUDA") -> None:
         self._operations = operations
+        self._reason = reason
 
-    async def gather(
-        self, segments: bytes, packed: Sequence[PackedPiece], into: memoryview, keepalive: Any = None
-    ) -> int:
+    def admit(self, devices: Collection[int]) -> None:
+        """Let queued kernels finish: torch copies on streams of its own choice (see :class:`CopyBackend`)."""
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+
+    async def begin(self, admission: None, sources: Sources) -> Sources:
+        """Return ``sources`` (see :class:`CopyBackend`)."""
+        return sources
+
+    def settle(self, admission: None) -> None:
+        """Do nothing: what was admitted is over (see :class:`CopyBackend`)."""
+
+    async def gather(self, segments: Segments, into: memoryview, keepalive: Any = None) -> int:
         """Fill a staging buffer and return its CRC-32 (see :class:`CopyBackend`)."""
-        checksum = await self._operations.gather(segments, into, keepalive)
-        if not packed:
+        checksum = await self._operations.gather(segments.host, into, keepalive)
+        if not segments.packed:
             return checksum
-        await self._operations.call(_copy_packed, packed, into)
+        await self._operations.call(_copy_packed, segments.packed, into)
         return await self._operations.checksum(into)
 
-    async def scatter(self, source: memoryview, checksum: int, segments: bytes, keepalive: Any = None) -> None:
+    async def scatter(self, source: memoryview, checksum: int, segments: Segments, keepalive: Any = None) -> None:
         """Verify, then copy out (see :class:`CopyBackend`)."""
-        await self._operations.scatter(source, checksum, segments, keepalive)
+        await self._operations.scatter(source, checksum, segments.host, keepalive)
+
+    def note_capture(self, nbytes: int, seconds: float) -> None:
+        """Do nothing: nothing is decided by it."""
+
+    def statistics(self) -> CopyStatistics:
+        """Return zeros, and why (see :class:`CopyBackend`)."""
+        return CopyStatistics(0, 0, 0, self._reason)
+
+    def close(self) -> None:
+        """Do nothing: the threads are those of the operations."""
 
 
 def _copy_packed(packed: Sequence[PackedPiece], into: memoryview) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -13,9 +14,12 @@ from pccheck_async.errors import CorruptStoreError
 from pccheck_async.manifest import ALIGNMENT, Manifest, TensorEntry
 from pccheck_async.state import dtypes
 from pccheck_async.state.flatten import Array
+from pccheck_async.state.sources import HOST
 from pccheck_async.state.targets import Target
 
 __all__ = ["Allocation"]
+
+_HOST: Final = torch.device("cpu")
 
 
 @dataclass(slots=True, eq=False)
@@ -36,29 +40,41 @@ class Allocation:
     Args:
         manifest: A checked one: sizes are bounded by its payload.
         claimed: Indices of the arrays that are wanted.
+        devices: CUDA devices on which tensors are wanted, by index. A storage goes there where all that is claimed of
+            it is wanted there.
     """
 
-    def __init__(self, manifest: Manifest, claimed: Iterable[int]) -> None:
+    def __init__(
+        self, manifest: Manifest, claimed: Iterable[int], devices: Mapping[int, torch.device] = MappingProxyType({})
+    ) -> None:
         self._manifest = manifest
         self._memories: dict[int, _Memory] = {}
         self._moved: dict[tuple[int, torch.device], torch.Tensor] = {}
         wanted: dict[int, list[TensorEntry]] = {}
+        places: dict[int, set[torch.device]] = {}
         for index in claimed:
             entry = manifest.tensors[index]
             if entry.storage is not None:
                 wanted.setdefault(entry.storage, []).append(entry)
+                places.setdefault(entry.storage, set()).add(devices.get(index, _HOST))
         for storage, entries in wanted.items():
-            self._memories[storage] = _allocate(entries)
+            device, *others = places[storage]
+            self._memories[storage] = _allocate(entries, _HOST if others else device)
 
     def targets(self) -> Iterator[Target]:
         """Yield what has to be filled before any array is asked for."""
         for storage, memory in self._memories.items():
             start = self._manifest.storages[storage].offset
             for low, high in memory.ranges:
-                yield Target(start + low, high - low, memory.address + low - memory.base, memory.flat)
+                flat = memory.flat
+                device = flat.get_device() if isinstance(flat, torch.Tensor) else HOST
+                yield Target(start + low, high - low, memory.address + low - memory.base, flat, device)
 
     def array(self, index: int, device: torch.device | None = None) -> Array:
-        """Return a claimed array; a tensor on ``device``, where aliases share memory as they do on the host."""
+        """Return a claimed array.
+
+        A tensor is where it was allocated; or on ``device``, where aliases share memory as they do on the host.
+        """
         entry = self._manifest.tensors[index]
         try:
             if entry.kind == "ndarray":
@@ -104,14 +120,14 @@ class Allocation:
         return self._moved[storage, device]
 
 
-def _allocate(entries: list[TensorEntry]) -> _Memory:
+def _allocate(entries: list[TensorEntry], device: torch.device) -> _Memory:
     ranges = _merged([entry.extent for entry in entries])
     base = ranges[0][0] // ALIGNMENT * ALIGNMENT
     nbytes = ranges[-1][1] - base
     if all(entry.kind == "ndarray" for entry in entries):
         array = np.empty(nbytes, np.uint8)
         return _Memory(base, array, array.__array_interface__["data"][0], ranges)
-    tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
     return _Memory(base, tensor, tensor.data_ptr(), ranges)
 
 

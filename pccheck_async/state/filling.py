@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import combinations
@@ -16,7 +16,7 @@ from pccheck_async.manifest import Manifest, TensorEntry, span
 from pccheck_async.state import dtypes
 from pccheck_async.state.allocation import Allocation
 from pccheck_async.state.flatten import Array
-from pccheck_async.state.sources import as_bits
+from pccheck_async.state.sources import HOST, as_bits
 from pccheck_async.state.targets import Target
 
 __all__ = ["Filling", "describe", "difference"]
@@ -53,10 +53,17 @@ class Filling:
     ones do not, one would overwrite the other: that is a difference for strict arrays, and new memory for others.
     """
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, by_address: Callable[[], bool] = lambda: False) -> None:
         self._manifest = manifest
+        self._by_address = by_address
         self._live: dict[int, _Live] = {}
+        self._preferred: dict[int, torch.device] = {}
         self._allocation = Allocation(manifest, ())
+
+    def prefer(self, index: int, device: torch.device) -> None:
+        """Allocate stored array ``index``, should that come to pass, on ``device``, should that be within reach."""
+        if device.type == "cuda" and self._by_address():
+            self._preferred[index] = device
 
     def add(self, path: str, index: int, array: Array, *, strict: bool) -> None:
         """Let ``array`` take the bytes of stored array ``index``; :func:`difference` found none between the two."""
@@ -74,7 +81,7 @@ class Filling:
             memory=None if on_host else array.device,
             address=array.data_ptr() if isinstance(array, torch.Tensor) else array.__array_interface__["data"][0],
             steps=steps,
-            in_place=on_host and dense and not lazy,
+            in_place=dense and not lazy and (on_host or self._reaches(array)),
         )
 
     def conflicts(self) -> list[str]:
@@ -94,7 +101,7 @@ class Filling:
     def allocate(self, wanted: set[int]) -> None:
         """Allocate memory for the wanted arrays that are not live, and for the live ones that are copied at the end."""
         direct = {live.index for live in self._live.values() if live.in_place}
-        self._allocation = Allocation(self._manifest, sorted((wanted | set(self._live)) - direct))
+        self._allocation = Allocation(self._manifest, sorted((wanted | set(self._live)) - direct), self._preferred)
 
     def targets(self) -> Iterator[Target]:
         """Yield where the bytes go."""
@@ -105,7 +112,8 @@ class Filling:
                 offset = self._manifest.storages[live.entry.storage].offset + low
                 array = live.array
                 owner = array.untyped_storage() if isinstance(array, torch.Tensor) else array
-                yield Target(offset, high - low, live.address, owner)
+                device = HOST if live.memory is None else live.memory.index
+                yield Target(offset, high - low, live.address, owner, device)
 
     def finish(self) -> None:
         """Copy what could not be filled in place, and let autograd know of what was."""
@@ -115,8 +123,11 @@ class Filling:
             elif isinstance(live.array, torch.Tensor) and not live.array.is_inference():
                 torch.autograd.graph.increment_version(live.array)
 
+    def _reaches(self, array: Array) -> bool:
+        return isinstance(array, torch.Tensor) and array.is_cuda and self._by_address()
+
     def value(self, index: int) -> Array:
-        """Return the array that now has the bytes: the live one, or a new one on the host."""
+        """Return the array that now has the bytes: the live one, or a new one."""
         live = self._live.get(index)
         return live.array if live is not None else self._allocation.array(index)
 

@@ -64,19 +64,24 @@ def allocate(manifest: Manifest, keys: Sequence[str] | None = None, device: str 
     )
 
 
-def match(state: Mapping[str, Any], manifest: Manifest) -> Restoration:
+def match(state: Mapping[str, Any], manifest: Manifest, by_address: Callable[[], bool] = lambda: False) -> Restoration:
     """Prepare a restore into the live ``state``. Checks all of it first and changes nothing.
 
-    Tensors and arrays keep their identity and take the stored bytes, in place where they lie in host memory as they
-    were stored. A live plain value (no tensor, array or object in it) is a placeholder for whatever was saved: lists,
-    dicts and sets are refilled where their like was saved, anything else is replaced in the container that holds it. In
-    place of a live tensor or array, a container that holds it takes a saved None, and no other plain value. Modules
-    compare strictly, except for their extra state; then ``load_state_dict`` gets their own parameters. Optimizers may
-    not have a state yet. Any other Stateful gets its own tensors where they are equal in dtype and shape, and new ones
-    elsewhere.
+    Tensors and arrays keep their identity and take the stored bytes, in place where they lie in host memory (or in that
+    of a CUDA device, where ``by_address``) as they were stored. A live plain value (no tensor, array or object in it)
+    is a placeholder for whatever was saved: lists, dicts and sets are refilled where their like was saved, anything
+    else is replaced in the container that holds it. In place of a live tensor or array, a container that holds it takes
+    a saved None, and no other plain value. Modules compare strictly, except for their extra state; then
+    ``load_state_dict`` gets their own parameters. Optimizers may not have a state yet. Any other Stateful gets its own
+    tensors where they are equal in dtype and shape, and new ones elsewhere.
 
     Two live arrays that share memory which the stored ones do not share differ from the checkpoint: one would overwrite
     the other.
+
+    Args:
+        state: The live state.
+        manifest: What is stored.
+        by_address: Asked when there is a CUDA tensor: whether the copy backend reaches its memory.
 
     Returns:
         A restoration whose ``finish`` copies what could not be filled in place, calls every ``load_state_dict`` and
@@ -88,7 +93,7 @@ def match(state: Mapping[str, Any], manifest: Manifest) -> Restoration:
         CorruptStoreError: The skeleton describes no value.
     """
     check_outermost(state)
-    matching = _Matching(manifest)
+    matching = _Matching(manifest, by_address)
     skeleton = manifest.skeleton
     assert isinstance(skeleton, DictNode)
     setter = state.__setitem__ if isinstance(state, MutableMapping) else None
@@ -99,9 +104,9 @@ def match(state: Mapping[str, Any], manifest: Manifest) -> Restoration:
 class _Matching:
     """One walk over the live state and the skeleton side by side."""
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, by_address: Callable[[], bool]) -> None:
         self._manifest = manifest
-        self._filling = Filling(manifest)
+        self._filling = Filling(manifest, by_address)
         self._missing: list[str] = []
         self._unexpected: list[str] = []
         self._mismatched: list[str] = []
@@ -256,7 +261,11 @@ class _Matching:
             return
         with noting("state_dict", path, live):
             own = live.state_dict()
-        self._mismatched += optimizers.differences(live, own, node, self._manifest.tensors, path)
+        differences = optimizers.differences(live, own, node, self._manifest.tensors, path)
+        self._mismatched += differences
+        if not differences:
+            for index, device in optimizers.places(live, own, node):
+                self._filling.prefer(index, device)
         self._pair(own, node, path)
 
     def _pair(self, live: Any, node: Node, path: str) -> None:

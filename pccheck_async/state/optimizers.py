@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Final
 
@@ -13,7 +13,7 @@ from pccheck_async.state import paths
 from pccheck_async.state.nodes import ArrayNode, CounterNode, DictNode, ListNode, Node, OrderedDictNode
 from pccheck_async.state.rebuild import mapping_keys
 
-__all__ = ["differences", "load"]
+__all__ = ["differences", "load", "places"]
 
 
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg")
@@ -88,19 +88,39 @@ def _shape_differences(
     optimizer: torch.optim.Optimizer, own: Mapping[str, Any], node: Node, tensors: Sequence[TensorEntry], path: str
 ) -> list[str]:
     found = []
+    for where, index, parameter in _like_parameters(optimizer, own, node):
+        shape = tensors[index].shape
+        if shape != tuple(parameter.shape):
+            here = tuple(parameter.shape)
+            found.append(f"{path}.state.{where} ({shape} in the checkpoint, of a parameter {here} here)")
+    return found
+
+
+def places(optimizer: torch.optim.Optimizer, own: Mapping[str, Any], node: Node) -> Iterator[tuple[int, torch.device]]:
+    """Yield which stored arrays ``load_state_dict`` will want on which device, where that is known.
+
+    Args:
+        optimizer: The live one, between which and the stored state no :func:`differences` were found.
+        own: Its ``state_dict()``.
+        node: The stored state.
+    """
+    if type(optimizer).__module__.startswith("torch.optim"):
+        for _, index, parameter in _like_parameters(optimizer, own, node):
+            yield index, parameter.device
+
+
+def _like_parameters(
+    optimizer: torch.optim.Optimizer, own: Mapping[str, Any], node: Node
+) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """Yield number and key, index of the stored array, and parameter, for all that has the shape of its parameter."""
     numbers = chain.from_iterable(group["params"] for group in own["param_groups"])
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for number, parameter in zip(numbers, parameters, strict=True):
         stored = _entry(_entry(node, "state"), number)
-        if not isinstance(stored, DictNode):
-            continue
-        for key, value in zip(mapping_keys(stored), stored.values, strict=True):
-            if key in _LIKE_PARAMETER and isinstance(value, ArrayNode):
-                shape = tensors[value.index].shape
-                if shape != tuple(parameter.shape):
-                    where = f"{path}.state.{number}.{key}"
-                    found.append(f"{where} ({shape} in the checkpoint, of a parameter {tuple(parameter.shape)} here)")
-    return found
+        if isinstance(stored, DictNode):
+            for key, value in zip(mapping_keys(stored), stored.values, strict=True):
+                if key in _LIKE_PARAMETER and isinstance(value, ArrayNode):
+                    yield f"{number}.{key}", value.index, parameter
 
 
 def load(optimizer: torch.optim.Optimizer, state: Any) -> None:

@@ -1,11 +1,11 @@
-"""Where the bytes of a capture come from: an address in host memory, or an array that is packed piece by piece."""
+"""Where the bytes of a capture come from: an address, or an array that is packed piece by piece."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple, TypeAlias, overload
+from typing import Any, Final, NamedTuple, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -14,15 +14,23 @@ import torch
 from pccheck_async.state import dtypes
 from pccheck_async.state.flatten import Array
 
-__all__ = ["PackedSource", "RawSource", "Source", "Sources", "as_bits"]
+__all__ = ["HOST", "PackedSource", "RawSource", "Source", "Sources", "as_bits"]
+
+HOST: Final = -1
+"""Stands for the host where the index of a CUDA device may stand."""
 
 
 class RawSource(NamedTuple):
-    """Host memory that can be copied by address for as long as ``owner`` is held."""
+    """Memory that can be copied by address for as long as ``owner`` is held.
+
+    ``device`` is the index of the CUDA device that has it. The owner of device memory is a storage, or several that
+    begin at the same address.
+    """
 
     address: int
     nbytes: int
     owner: Any
+    device: int = HOST
 
 
 class PackedSource:
@@ -77,17 +85,28 @@ class Sources(Sequence[Source]):
 
     Args:
         sources: Any sources; :meth:`add` takes more.
+
+    Attributes:
+        devices: Indices of the CUDA devices that hold any of them.
+        packed_devices: Those that hold packed ones.
+        owned: Which sources the engine made for itself and the live state cannot reach; None for none.
     """
 
     def __init__(self, sources: Iterable[Source] = ()) -> None:
         self._addresses: list[int] = []
         self._nbytes: list[int] = []
         self._owners: list[Any] = []  # of a packed source: itself
+        self._placed: dict[int, int] = {}  # device by index, of those that are not in host memory
+        self.devices: set[int] = set()
+        self.packed_devices: set[int] = set()
+        self.owned: npt.NDArray[np.bool_] | None = None
         for source in sources:
             if isinstance(source, PackedSource):
                 self.add_packed(source)
+            elif source.device == HOST:
+                self.add(source.address, source.nbytes, source.owner)
             else:
-                self.add(*source)
+                self.add_device(*source)
 
     def add(self, address: int, nbytes: int, owner: Any) -> None:
         """Append host memory (a :class:`RawSource` that is only made when someone asks for it)."""
@@ -95,9 +114,46 @@ class Sources(Sequence[Source]):
         self._nbytes.append(nbytes)
         self._owners.append(owner)
 
+    def add_device(self, address: int, nbytes: int, owner: Any, device: int) -> None:
+        """Append memory of a CUDA device."""
+        self._placed[len(self._owners)] = device
+        self.devices.add(device)
+        self.add(address, nbytes, owner)
+
     def add_packed(self, source: PackedSource) -> None:
         """Append a packed source."""
+        if isinstance(source.array, torch.Tensor) and source.array.is_cuda:
+            self.devices.add(source.array.get_device())
+            self.packed_devices.add(source.array.get_device())
         self.add(0, source.nbytes, source)
+
+    def pack_devices(self) -> None:
+        """Make packed sources of device memory, for those who cannot copy it by address."""
+        for index, device in self._placed.items():
+            address, nbytes = int(self.addresses[index]), self._nbytes[index]
+            self._owners[index] = PackedSource(_device_bytes(address, nbytes, self._owners[index], device))
+            self.addresses[index] = 0
+            self.packed_devices.add(device)
+        self._placed.clear()
+
+    def moved(self, index: npt.NDArray[np.intp], addresses: npt.NDArray[np.uint64], owner: Any) -> Sources:
+        """Return the same sources, those at ``index`` copied to ``addresses`` on their device, which ``owner`` keeps.
+
+        What is moved is owned by the engine from then on; the memory that it came from is let go.
+        """
+        new = Sources()
+        new._addresses, new._nbytes, new._owners = self.addresses.tolist(), self._nbytes.copy(), self._owners.copy()
+        new._placed, new.devices, new.packed_devices = self._placed, self.devices, self.packed_devices
+        new.owned = np.zeros(len(self), np.bool_) if self.owned is None else self.owned.copy()
+        new.owned[index] = True
+        for number, address in zip(index.tolist(), addresses.tolist(), strict=True):
+            new._addresses[number] = address
+            new._owners[number] = owner
+        return new
+
+    def release(self) -> None:
+        """Let go of all memory. No source can be asked for any more."""
+        self._owners = [None] * len(self._owners)
 
     @cached_property
     def addresses(self) -> npt.NDArray[np.uint64]:
@@ -105,9 +161,26 @@ class Sources(Sequence[Source]):
         return np.array(self._addresses, np.uint64)
 
     @cached_property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Bytes of each source."""
+        return np.array(self._nbytes, np.int64)
+
+    @cached_property
     def packed(self) -> npt.NDArray[np.bool_]:
         """Which sources are packed."""
         return np.equal(self.addresses, 0)
+
+    @cached_property
+    def device_of(self) -> npt.NDArray[np.int32] | None:
+        """The device of each source that has an address, :data:`HOST` for all others; None where all are on the host.
+
+        No source is added any more once this was asked for.
+        """
+        if not self._placed:
+            return None
+        devices = np.full(len(self), HOST, np.int32)
+        devices[list(self._placed)] = list(self._placed.values())
+        return devices
 
     @overload
     def __getitem__(self, index: int) -> Source: ...
@@ -119,10 +192,19 @@ class Sources(Sequence[Source]):
         owner = self._owners[index]
         if isinstance(owner, PackedSource):
             return owner
-        return RawSource(self._addresses[index], self._nbytes[index], owner)
+        where = self._placed.get(index % len(self), HOST)
+        return RawSource(int(self.addresses[index]), self._nbytes[index], owner, where)
 
     def __len__(self) -> int:
         return len(self._owners)
+
+
+def _device_bytes(address: int, nbytes: int, owner: Any, device: int) -> torch.Tensor:
+    """Return device memory as a flat tensor of bytes."""
+    storages = owner if isinstance(owner, tuple) else (owner,)
+    storage = max(storages, key=lambda each: int(each.nbytes()))
+    flat = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", device))
+    return flat.set_(storage, address - storage.data_ptr(), (nbytes,), (1,))
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.manifest import ALIGNMENT, TensorEntry
 from pccheck_async.state import dtypes
 from pccheck_async.state.flatten import ArrayLeaf
-from pccheck_async.state.sources import PackedSource, Source, Sources
+from pccheck_async.state.sources import PackedSource, Sources
 from pccheck_async.state.views import Memory, View, is_lazy, view_of
 
 __all__ = ["Layout", "arrange"]
@@ -49,7 +49,7 @@ class Layout:
     tensors: tuple[TensorEntry, ...]
     storage_nbytes: tuple[int, ...]
     extents: npt.NDArray[np.int64]
-    sources: Sequence[Source]
+    sources: Sources
     source_of: tuple[int, ...]
 
 
@@ -250,6 +250,8 @@ class _Builder:
         nbytes = part.high - part.low
         if first.memory[0] == "cpu":
             self._sources.add(part.low, nbytes, _owners(part.views))
+        elif first.memory[0].type == "cuda":
+            self._sources.add_device(part.low, nbytes, _owners(part.views), first.memory[0].index)
         else:
             flat = torch.empty(0, dtype=torch.uint8, device=first.memory[0])
             flat.set_(first.owner, part.low - first.memory[1], (nbytes,), (1,))

@@ -7,21 +7,32 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, overload
 
 import numpy as np
+import numpy.typing as npt
+
+from pccheck_async.state.sources import HOST
 
 __all__ = ["Restoration", "Target", "Targets"]
 
 
 class Target(NamedTuple):
-    """Bytes of the payload and the host memory that they are copied to; ``owner`` keeps that memory."""
+    """Bytes of the payload and the memory that they are copied to; ``owner`` keeps it.
+
+    ``device`` is the index of the CUDA device that has it.
+    """
 
     payload_offset: int
     nbytes: int
     address: int
     owner: Any
+    device: int = HOST
 
 
 class Targets(Sequence[Target]):
-    """Targets in the order of the payload. They may overlap there: stored once, wanted twice."""
+    """Targets in the order of the payload. They may overlap there: stored once, wanted twice.
+
+    Attributes:
+        devices: Indices of the CUDA devices that hold any of them.
+    """
 
     def __init__(self, targets: Iterable[Target] = ()) -> None:
         self._targets = tuple(sorted(targets, key=lambda target: target.payload_offset))
@@ -29,14 +40,18 @@ class Targets(Sequence[Target]):
         self._starts = np.fromiter((target.payload_offset for target in self._targets), np.int64, count)
         self._ends = self._starts + np.fromiter((target.nbytes for target in self._targets), np.int64, count)
         self._addresses = np.fromiter((target.address for target in self._targets), np.uint64, count)
+        self.devices = {target.device for target in self._targets} - {HOST}
+        self._devices = np.fromiter((target.device for target in self._targets), np.int32, count)
         self._reach = np.maximum.accumulate(self._ends) if count else self._ends  # monotonic, so it can be searched
 
-    def segments(self, offset: int, nbytes: int) -> bytes:
-        """Return the (address, offset in the range, length) table for payload bytes ``[offset, offset + nbytes)``."""
+    def segments(self, offset: int, nbytes: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32] | None]:
+        """Return where payload bytes ``[offset, offset + nbytes)`` go.
+
+        Returns:
+            Rows of (address, offset in the range, length), and the device of each; None where all are on the host.
+        """
         first = int(np.searchsorted(self._reach, offset, "right"))
-        last = int(np.searchsorted(self._starts, offset + nbytes, "left"))
-        if first >= last:
-            return b""
+        last = max(first, int(np.searchsorted(self._starts, offset + nbytes, "left")))
         starts, ends = self._starts[first:last], self._ends[first:last]
         low, high = np.maximum(starts, offset), np.minimum(ends, offset + nbytes)
         inside = low < high
@@ -44,7 +59,7 @@ class Targets(Sequence[Target]):
         table[:, 0] = self._addresses[first:last][inside] + (low - starts)[inside].astype(np.uint64)
         table[:, 1] = (low - offset)[inside]
         table[:, 2] = (high - low)[inside]
-        return table.tobytes()
+        return table, self._devices[first:last][inside] if self.devices else None
 
     @overload
     def __getitem__(self, index: int) -> Target: ...

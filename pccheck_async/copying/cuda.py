@@ -1,0 +1,297 @@
+"""The CUDA backend: streams of its own copy device memory by address, the host backend does the rest.
+
+A capture sees what the caller's current stream had queued on each device: events are recorded there when it is
+admitted, and the copies wait for them. Work on other streams has to be joined first (``wait_stream``), as for any use
+of a tensor in torch. The tensors' storages are held until all copies from them ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from pccheck_async.copying.base import CopyStatistics
+from pccheck_async.copying.devices import Device, Event
+from pccheck_async.copying.host import HostCopy
+from pccheck_async.copying.lanes import Copier, Snapshot
+from pccheck_async.copying.pinning import Pinning
+from pccheck_async.copying.snapshot import DeviceMode, Pace, decide, spare
+from pccheck_async.copying.tables import Ranges, compacted, gaps, merged
+from pccheck_async.copying.waiting import Waiting
+from pccheck_async.errors import CheckpointError
+from pccheck_async.memory import address_of
+from pccheck_async.operations.base import Operations
+from pccheck_async.segments import Segments, Table
+from pccheck_async.state.sources import HOST, Sources
+
+__all__ = ["CudaCopy", "Load"]
+
+_log = logging.getLogger("pccheck_async")
+
+_WAITERS: Final = 4
+"""Threads that wait for devices: captures at their beginning, and chunks."""
+
+_SMALL_HOST: Final = 1 << 20
+"""Most bytes of host tensors (step counts of an optimizer) that are copied aside together with a snapshot."""
+
+Load: TypeAlias = Callable[[], Callable[[int], Device]]
+"""Imports what it takes to open devices by index, or raises ImportError. Opening one does not touch it yet."""
+
+_Admission: TypeAlias = Mapping[int, Any]
+
+
+class CudaCopy:
+    """Copies device memory by address (see :class:`CopyBackend`). Made on the engine's loop; costs nothing until used.
+
+    Args:
+        operations: Copies host memory and computes checksums.
+        load: Called when the first tensor of a device is met. Where that fails, torch copies them piece by piece.
+        mode: When states are first copied on their device.
+    """
+
+    name = "cuda"
+
+    def __init__(self, operations: Operations, load: Load, mode: DeviceMode = "auto") -> None:
+        self.pinning = Pinning()
+        self._operations = operations
+        self._host = HostCopy(operations)
+        self._mode: DeviceMode = mode
+        self._loop = asyncio.get_running_loop()
+        self._guard = threading.Lock()
+        self._load = load
+        self._open: Callable[[int], Device] | None = None
+        self._missing = False
+        self._copiers: dict[int, Copier] = {}
+        self._waiting: Waiting
+        self._pace = Pace()
+        self._reason = "no tensors of a device were saved yet"
+        self._snapshots = 0
+
+    @property
+    def by_address(self) -> bool:
+        """Whether CuPy is there; found out when it is first asked, which is when there is a tensor of a device."""
+        with self._guard:
+            if self._open is None and not self._missing:
+                try:
+                    self._open = self._load()
+                except ImportError as error:
+                    self._missing = True
+                    self._reason = f"copied by torch, piece by piece: {error}"
+                    _log.warning(
+                        "CuPy cannot be imported (%s): tensors of CUDA devices are copied by torch, slower; install "
+                        "pccheck-async[cuda12] or pccheck-async[cuda13]",
+                        error,
+                    )
+            return not self._missing
+
+    def admit(self, devices: Collection[int]) -> _Admission:
+        """Record events on the current streams (see :class:`CopyBackend`)."""
+        if not devices:
+            return {}
+        if not self.by_address:
+            self._host.admit(devices)
+            return {}
+        assert self._open is not None
+        with self._guard:
+            for index in devices:
+                if index not in self._copiers:
+                    copier = Copier(self._open(index))
+                    if not self._copiers:
+                        self._waiting = Waiting(self._loop, _WAITERS)
+                        self.pinning.activate(copier.device, self._waiting)
+                    self._copiers[index] = copier
+        with _device_errors():
+            return {index: self._copiers[index].device.current() for index in devices}
+
+    async def begin(self, admission: _Admission, sources: Sources) -> Sources:
+        """Take snapshots where that pays, let the lanes wait elsewhere (see :class:`CopyBackend`)."""
+        if not admission:
+            return sources
+        with _device_errors():
+            chosen = self._choose(sources)
+            taken: set[int] = set()
+            before = sources
+            if chosen:
+                sources, taken = await self._waiting.call(self._take, admission, sources, chosen)
+            if taken == before.devices:
+                sources = await self._take_host(sources)
+            self.settle({index: event for index, event in admission.items() if index not in taken})
+            if sources.packed_devices:  # torch copies these on streams of its own choice
+                await self._waiting.call(_synchronize, [admission[index] for index in sources.packed_devices])
+        return sources
+
+    def settle(self, admission: _Admission) -> None:
+        """Let the lanes wait (see :class:`CopyBackend`)."""
+        for index, event in admission.items():
+            self._copiers[index].settle(event)
+
+    async def gather(self, segments: Segments, into: memoryview, keepalive: Any = None) -> int:
+        """Fill a staging buffer and return its CRC-32 (see :class:`CopyBackend`)."""
+        if not segments.devices:
+            return await self._host.gather(segments, into, keepalive)
+        base = address_of(into)
+        filled = await self._fill(segments.devices, base, into.nbytes)
+        if segments.host or segments.packed:
+            rest = Segments(merged(segments.host, filled, base), packed=segments.packed)
+            return await self._host.gather(rest, into, keepalive)
+        for low, high in gaps(filled, into.nbytes):
+            into[low:high] = bytes(high - low)
+        return await self._operations.checksum(into)
+
+    async def scatter(self, source: memoryview, checksum: int, segments: Segments, keepalive: Any = None) -> None:
+        """Verify, then copy out (see :class:`CopyBackend`)."""
+        await self._host.scatter(source, checksum, segments, keepalive)
+        base, nbytes = address_of(source), source.nbytes
+
+        def start(ends: list[Event]) -> None:
+            for index, table in segments.devices.items():
+                ends.append(self._copiers[index].lane().scatter(table, base, nbytes))
+
+        if segments.devices:
+            await self._perform(start, base)
+
+    def note_capture(self, nbytes: int, seconds: float) -> None:
+        """Take note of Tc (see :class:`CopyBackend`)."""
+        self._pace.note(nbytes, seconds)
+
+    def statistics(self) -> CopyStatistics:
+        """Return what is held on all devices (see :class:`CopyBackend`)."""
+        accounts = [copier.account for copier in list(self._copiers.values())]
+        held, peak = sum(account.held for account in accounts), sum(account.peak for account in accounts)
+        return CopyStatistics(held, peak, self._snapshots, self._reason)
+
+    def close(self) -> None:
+        """End the threads, let device memory go (see :class:`CopyBackend`). The pool unregisters its buffers."""
+        for copier in self._copiers.values():
+            copier.close()
+        if self._copiers:
+            self._waiting.close()
+
+    async def _fill(self, devices: Mapping[int, Table], base: int, nbytes: int) -> Ranges:
+        """Let devices write what is theirs into a buffer. Returns what was written, in order."""
+        filled: list[Ranges] = []
+
+        def start(ends: list[Event]) -> None:
+            for index, table in devices.items():
+                others = [other for key, other in devices.items() if key != index]
+                foreign = np.concatenate(others) if others else None
+                end, ranges = self._copiers[index].lane().gather(table, foreign, base, nbytes)
+                ends.append(end)
+                filled.append(ranges)
+
+        await self._perform(start, base)
+        if len(filled) == 1:
+            return filled[0]
+        together = np.concatenate(filled)
+        ordered: Ranges = together[np.argsort(together[:, 0], kind="stable")]
+        return ordered
+
+    async def _perform(self, start: Callable[[list[Event]], None], base: int) -> None:
+        """Start copies to or from the buffer at ``base``, and wait until they ended, cancelled or not."""
+
+        def start_and_wait() -> None:
+            ends: list[Event] = []
+            try:
+                start(ends)
+            finally:
+                _synchronize(ends)
+
+        with _device_errors():
+            if not self.pinning.holds(base):
+                await self._waiting.call(start_and_wait)  # such copies block
+                return
+            ends: list[Event] = []
+            try:
+                start(ends)  # at once, so that the device always has work
+            finally:
+                if ends:
+                    await self._waiting.call(_synchronize, ends)
+
+    def _choose(self, sources: Sources) -> list[int]:
+        """Decide on which devices to take a snapshot."""
+        where = sources.device_of
+        chosen, reasons = [], []
+        for index in sorted(set() if where is None else sources.devices):
+            copier = self._copiers[index]
+            state_bytes = int(sources.lengths[where == index].sum())
+            memory = copier.device.memory()
+            decision = decide(
+                self._mode,
+                state_bytes=state_bytes,
+                spare_bytes=spare(
+                    memory, training_peak=copier.account.training_peak(memory.peak), held=copier.account.held
+                ),
+                total_bytes=memory.total,
+                device_seconds=copier.pace.seconds(state_bytes),
+                host_seconds=self._pace.seconds(int(sources.lengths.sum())),
+            )
+            if state_bytes and decision.snapshot:
+                chosen.append(index)
+            reasons.append(f"device {index}: {decision.reason}")
+        self._reason = "; ".join(reasons)
+        return chosen
+
+    def _take(self, admission: _Admission, sources: Sources, chosen: Sequence[int]) -> tuple[Sources, set[int]]:
+        """Copy sources on their devices, on a waiting thread. Returns the copies, and the devices that had memory."""
+        where = sources.device_of
+        assert where is not None
+        started: dict[int, tuple[Snapshot, Any]] = {}
+        try:
+            for index in chosen:
+                rows = np.flatnonzero(where == index)
+                addresses, lengths = sources.addresses[rows], sources.lengths[rows]
+                try:
+                    snapshot = self._copiers[index].snapshot(addresses, lengths, admission[index])
+                except MemoryError as error:
+                    self._reason = f"device {index}: streamed to the host: no memory for a snapshot ({error})"
+                    _log.info(self._reason)
+                else:
+                    started[index] = (snapshot, rows)
+        finally:
+            _synchronize([snapshot.copied for snapshot, _ in started.values()])
+        for index, (snapshot, rows) in started.items():
+            seconds = snapshot.copied.seconds_since(snapshot.started)
+            self._copiers[index].pace.note(int(sources.lengths[rows].sum()), seconds)
+            sources = sources.moved(rows, snapshot.addresses, snapshot.memory)
+            self._snapshots += 1
+        return sources, set(started)
+
+    async def _take_host(self, sources: Sources) -> Sources:
+        """Copy the few bytes of host tensors aside, so that the live state is out of reach as soon as the rest is."""
+        where = sources.device_of
+        assert where is not None
+        rows = np.flatnonzero((where == HOST) & ~sources.packed)
+        lengths = sources.lengths[rows]
+        if not len(rows) or int(lengths.sum()) > _SMALL_HOST:
+            return sources
+        offsets, nbytes = compacted(sources.addresses[rows], lengths)
+        aside = memoryview(bytearray(nbytes))
+        table = np.stack((sources.addresses[rows], offsets, lengths.astype(np.uint64)), axis=1)
+        await self._operations.gather(table.tobytes(), aside, sources)
+        return sources.moved(rows, offsets + np.uint64(address_of(aside)), aside)
+
+
+def _synchronize(events: Sequence[Event]) -> None:
+    """Wait for all events, whatever goes wrong with one; raise that at the end."""
+    failure: Exception | None = None
+    for event in events:
+        try:
+            event.synchronize()
+        except Exception as error:  # noqa: BLE001 - the others still have to be waited for
+            failure = failure or error
+    if failure is not None:
+        raise failure
+
+
+@contextmanager
+def _device_errors() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise CheckpointError(f"copying on a CUDA device failed: {error}") from error

@@ -1,0 +1,198 @@
+"""A CUDA device by CuPy; memory, and the trainer's streams, by torch. The one module that imports CuPy."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import cupy
+import numpy as np
+import torch
+from cupy.cuda import runtime
+
+from pccheck_async.copying.kernel import MOVE_SOURCE
+from pccheck_async.copying.snapshot import DeviceMemory
+from pccheck_async.segments import Table
+
+__all__ = ["CupyDevice"]
+
+_THREADS: Final = 256
+_REGISTER_PORTABLE: Final = 1
+"""cudaHostRegisterPortable: locked for every device."""
+
+_log = logging.getLogger("pccheck_async")
+
+_move = cupy.RawKernel(MOVE_SOURCE, "pccheck_move")
+
+
+class CupyDevice:
+    """One CUDA device (see :class:`pccheck_async.copying.devices.Device`). Making one touches no device.
+
+    All but :meth:`current` is called on threads of the engine only: there the current device is set and left so.
+    Setting it back would make a context on device 0, which costs memory there in every process of a machine.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self._compiled: bool | None = None
+
+    def current(self) -> _TorchEvent:
+        """Record an event on the calling thread's current stream of this device."""
+        return _TorchEvent(self.index)
+
+    def stream(self) -> _Stream:
+        """Make a stream that does not wait for the default stream."""
+        runtime.setDevice(self.index)
+        if self._compiled is None:
+            self._compiled = _compile()
+        return _Stream(self.index, self._compiled)
+
+    def allocate(self, nbytes: int) -> _Block:
+        """Take memory from torch's allocator. Raises MemoryError."""
+        return _Block(self.index, nbytes)
+
+    def memory(self) -> DeviceMemory:
+        """Ask the driver and torch's allocator."""
+        free, total = torch.cuda.mem_get_info(self.index)
+        return DeviceMemory(
+            total, free, torch.cuda.memory_reserved(self.index), torch.cuda.max_memory_allocated(self.index)
+        )
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Lock host memory. Raises OSError."""
+        try:
+            runtime.setDevice(self.index)
+            runtime.hostRegister(address, nbytes, _REGISTER_PORTABLE)
+        except runtime.CUDARuntimeError as error:
+            raise OSError(str(error)) from error
+
+    def unregister(self, address: int) -> None:
+        """Unlock host memory. Raises OSError."""
+        try:
+            runtime.setDevice(self.index)
+            runtime.hostUnregister(address)
+        except runtime.CUDARuntimeError as error:
+            raise OSError(str(error)) from error
+
+
+def _compile() -> bool:
+    """Compile the kernel for the current device; False where that cannot be done (NVRTC is missing)."""
+    # CuPy before 14 does not look for the compiler that comes with torch from PyPI, but takes it once it is loaded.
+    for library in Path(torch.__file__).parents[1].glob("nvidia/*/lib/libnvrtc.so.*"):
+        with suppress(OSError):
+            ctypes.CDLL(str(library))
+    try:
+        _ = _move.num_regs  # compiles for this device alone; compile() would forget the others
+    except Exception as error:  # noqa: BLE001 - whatever the compiler says, copying goes on without it
+        _log.warning("the copy kernel cannot be compiled (%s); many small tensors are copied one by one, slower", error)
+        return False
+    return True
+
+
+class _TorchEvent:
+    """An event on torch's current stream; torch guards the device of the calling thread, which is not ours."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream(index))
+        self.ptr: int = self._event.cuda_event  # what CuPy's Stream.wait_event asks an event for
+
+    def synchronize(self) -> None:
+        runtime.setDevice(self._index)
+        self._event.synchronize()
+
+    def seconds_since(self, earlier: Any) -> float:
+        raise TypeError("an event of the trainer's stream measures no time")
+
+
+class _Block:
+    """Device memory of torch's allocator, in which others see it and may use it again."""
+
+    def __init__(self, index: int, nbytes: int) -> None:
+        try:
+            self._tensor = torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", index))
+        except torch.cuda.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error
+        self.address = self._tensor.data_ptr()
+        self.nbytes = nbytes
+        # The allocator knows one stream only: what was queued there may still use memory that it now gave us.
+        self.ready = _TorchEvent(index)
+
+
+class _Event:
+    def __init__(self, index: int, stream: cupy.cuda.Stream, timed: bool, kept: list[Any]) -> None:
+        self._index = index
+        self._event = cupy.cuda.Event(block=True, disable_timing=not timed)
+        self._event.record(stream)
+        self._kept = kept
+
+    def synchronize(self) -> None:
+        runtime.setDevice(self._index)
+        self._event.synchronize()
+        self._kept = []
+
+    def seconds_since(self, earlier: Any) -> float:
+        milliseconds: float = cupy.cuda.get_elapsed_time(earlier._event, self._event)
+        return milliseconds / 1000
+
+
+class _Stream:
+    """A stream, and the device memory for the tables of its kernels."""
+
+    def __init__(self, index: int, compiled: bool) -> None:
+        self._index = index
+        self._compiled = compiled
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._table: _Block | None = None
+        self._kept: list[Any] = []  # pinned tables that are still being read
+
+    def wait(self, event: _TorchEvent) -> None:
+        runtime.setDevice(self._index)
+        self._stream.wait_event(event)
+
+    def copy(self, into: int, source: int, nbytes: int) -> None:
+        runtime.setDevice(self._index)
+        runtime.memcpyAsync(into, source, nbytes, runtime.memcpyDefault, self._stream.ptr)
+
+    def zero(self, address: int, nbytes: int) -> None:
+        runtime.setDevice(self._index)
+        runtime.memsetAsync(address, 0, nbytes, self._stream.ptr)
+
+    def move(self, rows: Table) -> None:
+        if not self._compiled:
+            for into, source, nbytes in rows.tolist():
+                self.copy(into, source, nbytes)
+            return
+        if not len(rows):
+            return
+        runtime.setDevice(self._index)
+        pinned = cupy.cuda.alloc_pinned_memory(rows.nbytes)
+        self._kept.append(pinned)
+        np.frombuffer(pinned, np.uint64, rows.size)[:] = rows.ravel()
+        table = self._table_of(rows.nbytes)
+        runtime.memcpyAsync(table, pinned.ptr, rows.nbytes, runtime.memcpyHostToDevice, self._stream.ptr)
+        with self._stream:
+            _move((len(rows),), (_THREADS,), (np.uint64(table),))
+
+    def record(self, *, timed: bool = False) -> _Event:
+        runtime.setDevice(self._index)
+        kept, self._kept = self._kept, []
+        return _Event(self._index, self._stream, timed, kept)
+
+    def synchronize(self) -> None:
+        runtime.setDevice(self._index)
+        self._stream.synchronize()
+        self._kept = []
+
+    def _table_of(self, nbytes: int) -> int:
+        if self._table is None or self._table.nbytes < nbytes:
+            if self._table is not None:
+                self._stream.synchronize()
+            self._table = None
+            self._table = _Block(self._index, max(nbytes, 1 << 16))
+            self.wait(self._table.ready)
+        return self._table.address

@@ -1,0 +1,98 @@
+"""What a device has to do for :class:`pccheck_async.copying.cuda.CudaCopy`: queues of copies, memory, and events."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from pccheck_async.copying.snapshot import DeviceMemory
+from pccheck_async.segments import Table
+
+__all__ = ["Block", "Device", "Event", "Stream"]
+
+
+class Event(Protocol):
+    """A place in a stream."""
+
+    def synchronize(self) -> None:
+        """Block until all work before it ended. Called on the engine's threads. Raises what went wrong there."""
+        ...
+
+    def seconds_since(self, earlier: Event) -> float:
+        """Return the time between two events that were recorded with ``timed``; both are over."""
+        ...
+
+
+class Block(Protocol):
+    """Device memory; it is free when the block is let go, which must be after all work on it ended.
+
+    Attributes:
+        address: Where it is, aligned to 16 bytes.
+        nbytes: Its size.
+        ready: What a stream has to wait for before it uses the memory.
+    """
+
+    address: int
+    nbytes: int
+    ready: Any
+
+
+class Stream(Protocol):
+    """Work that a device does in order, beside other streams. Called on the engine's threads, by one at a time."""
+
+    def wait(self, event: Any) -> None:
+        """Let later work wait for an event of :meth:`Device.current` or of a block."""
+        ...
+
+    def copy(self, into: int, source: int, nbytes: int) -> None:
+        """Copy between the device and host memory that was registered, or within the device.
+
+        Where the host memory was not registered, this returns when the copy ended, or when nothing more is read from
+        the host.
+        """
+        ...
+
+    def zero(self, address: int, nbytes: int) -> None:
+        """Zero device memory."""
+        ...
+
+    def move(self, rows: Table) -> None:
+        """Copy all rows of (destination, source, length) within the device."""
+        ...
+
+    def record(self, *, timed: bool = False) -> Event:
+        """Return an event behind all work so far. What that work reads on the host is kept until it is over."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block until all work ended."""
+        ...
+
+
+class Device(Protocol):
+    """One device."""
+
+    index: int
+
+    def current(self) -> Any:
+        """Return an event behind what the calling thread's current stream of this device has queued."""
+        ...
+
+    def stream(self) -> Stream:
+        """Make a stream."""
+        ...
+
+    def allocate(self, nbytes: int) -> Block:
+        """Take memory. Raises MemoryError."""
+        ...
+
+    def memory(self) -> DeviceMemory:
+        """Return how much memory there is."""
+        ...
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Lock host memory for direct copies with every device. Raises OSError where that is refused."""
+        ...
+
+    def unregister(self, address: int) -> None:
+        """Undo :meth:`register`."""
+        ...

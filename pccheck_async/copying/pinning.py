@@ -1,0 +1,68 @@
+"""Staging buffers registered with CUDA, so that devices copy to and from them directly."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+from pccheck_async.copying.devices import Device
+from pccheck_async.copying.waiting import Waiting
+from pccheck_async.memory import address_of
+
+__all__ = ["Pinning"]
+
+_log = logging.getLogger("pccheck_async")
+
+
+class Pinning:
+    """Registers buffers when they are first leased (see :class:`pccheck_async.pool.Pinning`).
+
+    Where that is refused, buffers stay as they are, and copies take the way through the driver's own buffers.
+
+    Attributes:
+        active: Whether there is a device to register buffers with.
+    """
+
+    def __init__(self) -> None:
+        self.active = False
+        self._device: Device
+        self._waiting: Waiting
+        self._addresses: set[int] = set()
+
+    def activate(self, device: Device, waiting: Waiting) -> None:
+        """Register from now on with ``device``, which stands for all of them."""
+        self._device, self._waiting = device, waiting
+        self.active = True
+
+    def holds(self, address: int) -> bool:
+        """Whether the buffer that begins at ``address`` is registered."""
+        return address in self._addresses
+
+    async def pin(self, view: memoryview) -> None:
+        """Register a buffer. Cancellation: raised once that has ended."""
+        await self._waiting.call(self._register, address_of(view), view.nbytes)
+
+    def unpin_all(self) -> None:
+        """Undo all of it; no device copies any more."""
+        addresses, self._addresses = self._addresses, set()
+        self.active = False
+        for address in addresses:
+            try:
+                self._device.unregister(address)
+            except OSError as error:
+                _log.warning("a staging buffer stays registered with CUDA: %s", error)
+
+    def _register(self, address: int, nbytes: int) -> None:
+        try:
+            self._device.register(address, nbytes)
+        except OSError as error:
+            if self.active:
+                self.active = False
+                text = (
+                    f"staging buffers cannot be registered with CUDA ({error}); copies to and from the device go on, "
+                    "slower (is the limit of locked memory, ulimit -l, too low?)"
+                )
+                _log.warning(text)
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+        else:
+            self._addresses.add(address)

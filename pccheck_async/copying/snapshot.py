@@ -1,0 +1,141 @@
+"""Whether a state is first copied on its device (CheckFreq, Algorithm 1), and the device memory that this takes."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+__all__ = ["Account", "Decision", "DeviceMemory", "DeviceMode", "Pace", "decide", "spare"]
+
+DeviceMode = Literal["auto", "snapshot", "stream"]
+
+_RESERVED_SHARE = 20
+"""A snapshot leaves one part in this many of the device's memory alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory of one device in bytes.
+
+    Attributes:
+        total: All of it.
+        free: What no process has taken.
+        reserved: What torch's allocator of this process has taken, whether it is in use or not.
+        peak: Most that was in use there at a time.
+    """
+
+    total: int
+    free: int
+    reserved: int
+    peak: int
+
+
+class Decision(NamedTuple):
+    """Whether to take a snapshot on the device, and why, in one sentence."""
+
+    snapshot: bool
+    reason: str
+
+
+class Account:
+    """Device memory that a backend holds, and what training takes at most beside it, on one device. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._guard = threading.RLock()  # what is collected meanwhile on this thread may give memory back
+        self._training_peak = 0
+        self.held = 0
+        self.peak = 0
+
+    def take(self, nbytes: int) -> None:
+        """Note that memory is held."""
+        with self._guard:
+            self.held += nbytes
+            self.peak = max(self.peak, self.held)
+
+    def give_back(self, nbytes: int) -> None:
+        """Note that it was let go."""
+        with self._guard:
+            self.held -= nbytes
+
+    def training_peak(self, peak: int) -> int:
+        """Return the most that training takes, given the most that was ever in use.
+
+        The latter holds memory of the backend, but nobody knows how much at that time: at most the backend's own peak.
+        Training's own is never said to be less than what was seen before the backend held anything.
+        """
+        with self._guard:
+            self._training_peak = max(self._training_peak, peak - self.peak)
+            return self._training_peak
+
+
+class Pace:
+    """Seconds per byte, as last measured."""
+
+    def __init__(self) -> None:
+        self._seconds_per_byte: float | None = None
+
+    def note(self, nbytes: int, seconds: float) -> None:
+        """Take note of a measurement; one of no bytes says nothing."""
+        if nbytes > 0:
+            self._seconds_per_byte = seconds / nbytes
+
+    def seconds(self, nbytes: int) -> float | None:
+        """Return how long ``nbytes`` take, None where nothing was measured yet."""
+        return None if self._seconds_per_byte is None else self._seconds_per_byte * nbytes
+
+
+def spare(memory: DeviceMemory, *, training_peak: int, held: int) -> int:
+    """Return the bytes that stay unused when training is at its peak (CheckFreq's Mmax - M)."""
+    return memory.free + memory.reserved - training_peak - held
+
+
+def decide(
+    mode: DeviceMode,
+    *,
+    state_bytes: int,
+    spare_bytes: int,
+    total_bytes: int,
+    device_seconds: float | None,
+    host_seconds: float | None,
+    hidden_seconds: float = 0.0,
+) -> Decision:
+    """Decide by CheckFreq's rule: a snapshot where Mmax - M > m and Tog <= Toc, with Toc = max(0, Tc - (Ti - Tw)).
+
+    Args:
+        mode: "auto" for the rule; "snapshot" wherever there is memory, "stream" never.
+        state_bytes: Bytes of the state on this device (m).
+        spare_bytes: Memory that training does not need (Mmax - M).
+        total_bytes: Memory of the device; a part of it stays in reserve.
+        device_seconds: Time of the copy on the device (Tg, which is Tog); None where none was measured.
+        host_seconds: Time of the copy to the host (Tc); None where none was measured.
+        hidden_seconds: Time that training goes on during the copy to the host (Ti - Tw); none while the caller waits
+            for the capture.
+    """
+    needed = f"a snapshot takes {_mib(state_bytes)}, and training leaves {_mib(spare_bytes)} of the device's memory"
+    if mode == "stream":
+        return Decision(False, "streamed to the host: asked for")
+    if mode == "snapshot":
+        if spare_bytes < state_bytes:
+            return Decision(False, f"streamed to the host: {needed}")
+        return Decision(True, "snapshot on the device: asked for")
+    if host_seconds is None:
+        return Decision(
+            False,
+            "streamed to the host: the first capture shows how long that takes, and training after it how much memory "
+            "it needs",
+        )
+    reserve = total_bytes // _RESERVED_SHARE
+    if spare_bytes <= state_bytes + reserve:
+        return Decision(False, f"streamed to the host: {needed}, of which {_mib(reserve)} stay in reserve")
+    overhead = max(0.0, host_seconds - hidden_seconds)
+    if device_seconds is None:
+        return Decision(True, f"snapshot on the device: {needed}")
+    times = f"{device_seconds:.4f} s on the device, {overhead:.4f} s of waiting for the host"
+    if device_seconds > overhead:
+        return Decision(False, f"streamed to the host: a copy takes {times}")
+    return Decision(True, f"snapshot on the device: a copy takes {times}; {needed}")
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 20):.0f} MiB"

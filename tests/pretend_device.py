@@ -1,0 +1,194 @@
+"""A device in host memory that does nothing until somebody waits for it: a missing wait shows as missing bytes.
+
+Stands for a GPU where there is none. Work is queued and performed only by :meth:`PretendEvent.synchronize` and
+:meth:`PretendStream.synchronize`, and then at the worst time that the waits allow: what the last owner of fresh memory
+still writes to it late in the stream that somebody waits for, and the trainer's kernels behind its end. Freed memory is
+full of rubbish. What a real device would punish (an address that is not its own, memory freed while work on it is
+queued) is noted in ``faults``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from pccheck_async.copying.snapshot import DeviceMemory
+from pccheck_async.segments import Table
+
+_machine = threading.RLock()  # one processor for all devices
+
+
+class PretendDevice:
+    def __init__(self, index: int, capacity: int = 1 << 30) -> None:
+        self.index = index
+        self.capacity = capacity
+        self.allocated = 0
+        self.peak = 0
+        self.registered: dict[int, int] = {}
+        self.refuse_to_register = False
+        self.faults: list[str] = []
+        self.streams: list[PretendStream] = []
+        self.training = PretendStream(self)  # the trainer's
+        self.default = PretendStream(self)  # the one whose memory is given out again
+        self._spaces: dict[int, np.ndarray[Any, Any]] = {}
+
+    # -- what CudaCopy asks for
+
+    def current(self) -> PretendEvent:
+        return PretendEvent(self.training)
+
+    def stream(self) -> PretendStream:
+        self.streams.append(PretendStream(self))
+        return self.streams[-1]
+
+    def allocate(self, nbytes: int) -> PretendBlock:
+        if self.allocated + nbytes > self.capacity:
+            raise MemoryError(f"{nbytes} bytes")
+        return PretendBlock(self, nbytes)
+
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(self.capacity, self.capacity - self.allocated, self.allocated, self.peak)
+
+    def register(self, address: int, nbytes: int) -> None:
+        if self.refuse_to_register:
+            raise OSError("the limit of locked memory")
+        if any(low < address + nbytes and address < low + size for low, size in self.registered.items()):
+            raise OSError("already registered")
+        self.registered[address] = nbytes
+
+    def unregister(self, address: int) -> None:
+        if address not in self.registered:
+            raise OSError("not registered")
+        del self.registered[address]
+
+    # -- what tests ask for
+
+    def tensor(self, data: bytes, shift: int = 0) -> tuple[int, np.ndarray[Any, Any]]:
+        """Put data into device memory, at an address with remainder ``shift`` by 16. Returns address and owner."""
+        memory = self.space(len(data) + 32)
+        start = (shift - self.address(memory)) % 16
+        memory[start : start + len(data)] = np.frombuffer(data, np.uint8)
+        return self.address(memory) + start, memory[start : start + len(data)]
+
+    def space(self, nbytes: int) -> np.ndarray[Any, Any]:
+        memory = np.full(nbytes, 0xAA, np.uint8)
+        self._spaces[self.address(memory)] = memory  # for ever: an address is never reused
+        return memory
+
+    def adopt(self, address: int, nbytes: int) -> None:
+        """Take memory of the host for its own, as long as nobody frees it."""
+        self._spaces[address] = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+
+    def idle(self) -> bool:
+        return not any(touched for stream in self.streams for _, touched in stream.queue)
+
+    def uses(self, address: int, nbytes: int) -> bool:
+        queued = [touched for stream in self.streams for _, touched in stream.queue]
+        return any(low < address + nbytes and address < low + size for touched in queued for low, size in touched)
+
+    def holds(self, address: int, nbytes: int) -> bool:
+        return any(low <= address and address + nbytes <= low + len(space) for low, space in self._spaces.items())
+
+    def locked(self, address: int, nbytes: int) -> bool:
+        return any(low <= address and address + nbytes <= low + size for low, size in self.registered.items())
+
+    @staticmethod
+    def address(memory: np.ndarray[Any, Any]) -> int:
+        return int(memory.ctypes.data)
+
+
+class PretendBlock:
+    def __init__(self, device: PretendDevice, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._device = device
+        self._memory = device.space(nbytes + 16)
+        self.address = (device.address(self._memory) + 15) // 16 * 16
+        device.default.later(partial(self._memory.fill, 0xEE))  # whoever had the memory before is not done with it
+        self.ready = PretendEvent(device.default)
+        device.allocated += nbytes
+        device.peak = max(device.peak, device.allocated)
+
+    def __del__(self) -> None:
+        with _machine:
+            if self._device.uses(self.address, self.nbytes):
+                self._device.faults.append(f"{self.nbytes} bytes were freed while work on them was queued")
+        self._memory[:] = 0xDD
+        self._device.allocated -= self.nbytes
+
+
+class PretendStream:
+    def __init__(self, device: PretendDevice) -> None:
+        self.device = device
+        self.queue: list[tuple[Callable[[], Any], list[tuple[int, int]]]] = []  # work, and the memory that it touches
+        self.done = 0
+
+    def wait(self, event: PretendEvent) -> None:
+        self.later(event.perform)
+
+    def copy(self, into: int, source: int, nbytes: int) -> None:
+        device = self.device
+        sides = [device.holds(address, nbytes) for address in (into, source)]
+        if not any(sides):
+            device.faults.append(f"a copy of {nbytes} bytes does not touch the device")
+        self.later(lambda: ctypes.memmove(into, source, nbytes), (into, nbytes), (source, nbytes))
+        if not all(sides) and not device.locked(source if sides[0] else into, nbytes):
+            self.synchronize()  # such memory is copied while the caller waits
+
+    def zero(self, address: int, nbytes: int) -> None:
+        self._check(address, nbytes)
+        self.later(lambda: ctypes.memset(address, 0, nbytes), (address, nbytes))
+
+    def move(self, rows: Table) -> None:
+        for into, source, nbytes in rows.tolist():
+            self._check(into, nbytes)
+            self._check(source, nbytes)
+            self.later(partial(ctypes.memmove, into, source, nbytes), (into, nbytes), (source, nbytes))
+
+    def record(self, *, timed: bool = False) -> PretendEvent:
+        return PretendEvent(self, timed=timed)
+
+    def synchronize(self) -> None:
+        with _machine:
+            while self.queue:
+                self.perform_one()
+
+    def later(self, work: Callable[[], Any], *touched: tuple[int, int]) -> None:
+        with _machine:
+            self.queue.append((work, list(touched)))
+
+    def perform_one(self) -> None:
+        self.queue.pop(0)[0]()
+        self.done += 1
+
+    def _check(self, address: int, nbytes: int) -> None:
+        if not self.device.holds(address, nbytes):
+            self.device.faults.append(f"[{address}, {address + nbytes}) is not memory of device {self.device.index}")
+
+
+class PretendEvent:
+    def __init__(self, stream: PretendStream, *, timed: bool = False) -> None:
+        self._stream = stream
+        self._timed = timed
+        self._end = stream.done + len(stream.queue)
+
+    def synchronize(self) -> None:
+        with _machine:
+            self.perform(but=1)
+            self._stream.device.default.synchronize()
+            self.perform()
+            self._stream.device.training.synchronize()
+
+    def perform(self, but: int = 0) -> None:
+        with _machine:
+            while self._stream.done < self._end - but:
+                self._stream.perform_one()
+
+    def seconds_since(self, earlier: Any) -> float:
+        assert self._timed
+        assert earlier._timed
+        return 1e-6

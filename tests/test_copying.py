@@ -1,0 +1,1084 @@
+"""One suite for every copy backend, and the arithmetic behind the one that drives devices."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import errno
+import random
+import shutil
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pccheck_async import SyncCheckpointEngine, WriteError, capture, core, load_sync
+from pccheck_async.capture import Capture, Snapshot
+from pccheck_async.checksum import crc32
+from pccheck_async.copying import CopyBackend, CudaCopy, HostCopy
+from pccheck_async.copying.devices import Device
+from pccheck_async.copying.kernel import MOVE_SOURCE
+from pccheck_async.copying.lanes import Lane
+from pccheck_async.copying.snapshot import Account, DeviceMemory, DeviceMode, Pace, decide, spare
+from pccheck_async.copying.tables import compacted, gaps, merged, moves, split
+from pccheck_async.errors import CheckpointError
+from pccheck_async.memory import address_of, aligned_buffer
+from pccheck_async.operations.base import Operations
+from pccheck_async.operations.native import NativeOperations
+from pccheck_async.operations.python import PythonOperations, gather
+from pccheck_async.plan import Planner
+from pccheck_async.pool import BufferPool
+from pccheck_async.segments import PackedPiece, Segments, Table
+from pccheck_async.state.flatten import ArrayLeaf
+from pccheck_async.state.match import match
+from pccheck_async.state.sources import HOST, PackedSource, RawSource, Sources
+from pccheck_async.state.storages import arrange
+from pccheck_async.state.targets import Restoration, Targets
+from pccheck_async.testing import FailingWriter
+from pccheck_async.writer import Writer
+from pccheck_async.writer.posix import PosixWriter
+from tests.pretend_device import PretendDevice
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+class Place:
+    """Where a backend finds live memory."""
+
+    device = HOST
+
+    def put(self, data: bytes, shift: int = 0) -> tuple[int, Any]:
+        """Return address (its remainder by 16 is ``shift``) and owner."""
+        memory = np.zeros(len(data) + 32, np.uint8)
+        start = (shift - int(memory.ctypes.data)) % 16
+        memory[start : start + len(data)] = np.frombuffer(data, np.uint8)
+        return int(memory.ctypes.data) + start, memory[start : start + len(data)]
+
+    def get(self, owner: Any) -> bytes:
+        return bytes(owner.tobytes())
+
+    def write_later(self, owner: Any, data: bytes) -> None:
+        """Let the trainer write, as it does: what it queues may happen only when somebody waits for it."""
+        owner[:] = np.frombuffer(data, np.uint8)
+
+    def finish(self) -> None:
+        """Let whatever is still queued happen."""
+
+
+class PretendPlace(Place):
+    def __init__(self, device: PretendDevice) -> None:
+        self.it, self.device = device, device.index
+
+    def put(self, data: bytes, shift: int = 0) -> tuple[int, Any]:
+        return self.it.tensor(data, shift)
+
+    def get(self, owner: Any) -> bytes:
+        self.it.training.synchronize()
+        return super().get(owner)
+
+    def write_later(self, owner: Any, data: bytes) -> None:
+        self.it.training.later(lambda: super(PretendPlace, self).write_later(owner, data))
+
+    def finish(self) -> None:
+        for stream in self.it.streams:
+            stream.synchronize()
+
+
+class CudaPlace(Place):
+    def __init__(self, index: int) -> None:
+        self.device = index
+
+    def put(self, data: bytes, shift: int = 0) -> tuple[int, Any]:
+        memory = torch.zeros(len(data) + 16, dtype=torch.uint8, device=f"cuda:{self.device}")
+        tensor = memory[shift : shift + len(data)]
+        self.write_later(tensor, data)
+        torch.cuda.synchronize(self.device)
+        return tensor.data_ptr(), tensor
+
+    def get(self, owner: Any) -> bytes:
+        return bytes(owner.cpu().numpy().tobytes())
+
+    def write_later(self, owner: Any, data: bytes) -> None:
+        torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]  # some 30 ms
+        owner.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8).pin_memory(), non_blocking=True)
+
+    def finish(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+
+class Bench:
+    """A backend on a loop, with places to copy from and to, and staging buffers."""
+
+    def __init__(self, operations: Operations, backend: CopyBackend, places: list[Place], pool: BufferPool) -> None:
+        self.operations, self.backend, self.places, self.pool = operations, backend, places, pool
+
+    @property
+    def pretended(self) -> list[PretendDevice]:
+        return [place.it for place in self.places if isinstance(place, PretendPlace)]
+
+    def check(self) -> None:
+        for device in self.pretended:
+            assert not device.faults
+            assert device.idle()
+
+
+MakeBench = Callable[..., Any]
+
+
+@pytest.fixture(params=["host", "pretend", pytest.param("cuda", marks=pytest.mark.gpu)])
+def bench(request: pytest.FixtureRequest, io: str) -> MakeBench:
+    """A function that opens a bench: ``mode``, ``buffers`` of ``buffer_bytes``, ``refuse`` registration."""
+    kind: str = request.param
+
+    @asynccontextmanager
+    async def make(
+        mode: DeviceMode = "stream", buffer_bytes: int = 1 * MIB, buffers: int = 4, refuse: bool = False
+    ) -> AsyncIterator[Bench]:
+        operations: Operations = (
+            NativeOperations(io_threads=1, copy_threads=2)
+            if io == "threads"
+            else PythonOperations(io_threads=1, copy_threads=2)
+        )
+        pretended = [PretendDevice(0), PretendDevice(1)] if kind == "pretend" else []
+        for device in pretended:
+            device.refuse_to_register = refuse
+        places: list[Place] = [Place(), *map(PretendPlace, pretended)]
+        backend: CopyBackend
+        if kind == "host":
+            backend = HostCopy(operations)
+        elif kind == "pretend":
+            backend = CudaCopy(operations, lambda: pretended.__getitem__, mode)
+        else:
+            backend = CudaCopy(operations, cupy_devices, mode)
+            places += map(CudaPlace, range(torch.cuda.device_count()))
+        pool = BufferPool(buffers * buffer_bytes, buffer_bytes, getattr(backend, "pinning", None))
+        try:
+            yield Bench(operations, backend, places, pool)
+        finally:
+            await operations.close()
+            backend.close()
+            pool.close()
+            assert not any(device.registered for device in pretended)
+
+    return make
+
+
+def cupy_devices() -> Callable[[int], Device]:
+    from pccheck_async.copying.cupy_device import CupyDevice
+
+    return CupyDevice
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(test())  # type: ignore[arg-type]
+
+
+class Layout:
+    """Random pieces at random places, with gaps between them, that fill a buffer."""
+
+    def __init__(self, bench: Bench, seed: int, nbytes: int, sizes: tuple[int, ...], every: bool = True) -> None:
+        self.random = random.Random(seed)
+        self.sources = Sources()
+        self.expected = bytearray(nbytes)
+        self.owners: list[tuple[Place, Any, int, int]] = []
+        rows: dict[int, list[tuple[int, int, int]]] = {}
+        packed: list[PackedPiece] = []
+        offset = 0
+        while True:
+            offset += self.random.choice([0, 0, 1, 15, 64, 5000])
+            length = self.random.choice(sizes)
+            if offset + length > nbytes:
+                break
+            data = self.random.randbytes(length)
+            self.expected[offset : offset + length] = data
+            if every and self.random.random() < 0.05:
+                holes = torch.frombuffer(bytearray(data), dtype=torch.uint8).repeat_interleave(2)[::2]
+                packed.append((PackedSource(holes), 0, length, offset))
+            else:
+                place = self.random.choice(bench.places if every else bench.places[-1:])
+                address, owner = place.put(data, self.random.choice([offset % 16, offset % 16, 0, 3]))
+                self.owners.append((place, owner, offset, length))
+                self.sources.add_device(address, length, owner, place.device)
+                rows.setdefault(place.device, []).append((address, offset, length))
+            offset += length
+        tables = {device: np.array(found, np.uint64) for device, found in rows.items()}
+        host = tables.pop(HOST, np.empty((0, 3), np.uint64))
+        self.segments = Segments(host.tobytes(), tables, packed)
+
+    @property
+    def devices(self) -> list[int]:
+        return [device for device in self.segments.devices if device != HOST]
+
+
+SHAPES = [
+    (7, 4 * KIB, (1, 3, 16, 100)),
+    (8, 300 * KIB, (4, 64, 1000, 40_000)),
+    (9, 1 * MIB, (4, 300 * KIB, 20_000)),
+    (10, 1 * MIB, (256 * KIB,)),
+    (11, 1 * MIB, (1, 17, 255, 70_000)),
+]
+
+
+@pytest.mark.parametrize("refuse", [False, True])
+@pytest.mark.parametrize("only", [False, True])
+@pytest.mark.parametrize(("seed", "nbytes", "sizes"), SHAPES)
+def test_gather(
+    bench: MakeBench,
+    seed: int,
+    nbytes: int,
+    sizes: tuple[int, ...],
+    only: bool,
+    refuse: bool,
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    async def test() -> None:
+        async with bench(refuse=refuse) as it:
+            layout = Layout(it, seed, nbytes, sizes, every=not only)
+            it.backend.settle(it.backend.admit(layout.devices))
+            lease = await it.pool.lease()
+            lease.view[:] = b"\xee" * len(lease.view)
+            into = lease.view[:nbytes]
+            checksum = await it.backend.gather(layout.segments, into, layout.sources)
+            assert into == layout.expected
+            assert checksum == crc32(into)
+            assert lease.view[nbytes:] == b"\xee" * (len(lease.view) - nbytes)
+            it.check()
+
+    run(test)
+    assert len([each for each in recwarn if "registered" in str(each.message)]) <= refuse
+
+
+@pytest.mark.parametrize("refuse", [False, True])
+@pytest.mark.parametrize(("seed", "nbytes", "sizes"), SHAPES)
+@pytest.mark.filterwarnings("ignore:staging buffers cannot be registered")
+def test_scatter(bench: MakeBench, seed: int, nbytes: int, sizes: tuple[int, ...], refuse: bool) -> None:
+    async def test() -> None:
+        async with bench(refuse=refuse) as it:
+            layout = Layout(it, seed, nbytes, sizes)
+            for place, owner, _, length in layout.owners:
+                place.write_later(owner, bytes(length))
+            it.backend.settle(it.backend.admit(layout.devices))
+            lease = await it.pool.lease()
+            source = lease.view[:nbytes]
+            source[:] = layout.expected
+            table = layout.segments._replace(packed=())
+            with pytest.raises(OSError, match="mismatch") as damaged:
+                await it.backend.scatter(source, crc32(source) ^ 1, table, layout.sources)
+            assert damaged.value.errno == errno.EBADMSG
+            assert all(place.get(owner) != layout.expected[o : o + n] for place, owner, o, n in layout.owners if n > 8)
+            for place, owner, _, length in layout.owners:
+                place.write_later(owner, b"z" * length)
+            it.backend.settle(it.backend.admit(layout.devices))
+            await it.backend.scatter(source, crc32(source), table, layout.sources)
+            assert all(place.get(owner) == layout.expected[o : o + n] for place, owner, o, n in layout.owners)
+            it.check()
+
+    run(test)
+
+
+def test_scatter_of_what_is_wanted_twice(bench: MakeBench) -> None:
+    async def test() -> None:
+        async with bench() as it:
+            place = it.places[-1]
+            lease = await it.pool.lease()
+            lease.view[:] = random.Random(3).randbytes(len(lease.view))
+            ranges = [(500_000, 400_000), (7, 90), (500_001, 10), (0, 40), (50, 300_000), (7, 90)]
+            owners = [place.put(bytes(length), offset % 16) for offset, length in ranges]
+            table = np.array([(address, *one) for (address, _), one in zip(owners, ranges, strict=True)], np.uint64)
+            there = Segments(table.tobytes()) if place.device == HOST else Segments(devices={place.device: table})
+            it.backend.settle(it.backend.admit(set(there.devices)))
+            await it.backend.scatter(lease.view, crc32(lease.view), there, owners)
+            for (_, owner), (offset, length) in zip(owners, ranges, strict=True):
+                assert place.get(owner) == lease.view[offset : offset + length]
+
+    run(test)
+
+
+def test_ten_thousand_small_segments(bench: MakeBench) -> None:
+    async def test() -> None:
+        async with bench() as it:
+            place = it.places[-1]
+            data = random.Random(4).randbytes(10_000 * 64)
+            address, owner = place.put(data)
+            count = np.arange(10_000)
+            table = np.stack((address + 64 * count[::-1], 100 * count, np.full(10_000, 60)), axis=1).astype(np.uint64)
+            there = Segments(table.tobytes()) if place.device == HOST else Segments(devices={place.device: table})
+            it.backend.settle(it.backend.admit(set(there.devices)))
+            into = (await it.pool.lease()).view
+            assert await it.backend.gather(there, into, owner) == crc32(into)
+            expected = np.zeros(len(into), np.uint8)
+            rows = np.frombuffer(data, np.uint8).reshape(-1, 64)[::-1, :60]
+            expected[: 10_000 * 100].reshape(-1, 100)[:, :60] = rows
+            assert into == expected.tobytes()
+            it.check()
+
+    run(test)
+
+
+def test_chunks_beside_each_other(bench: MakeBench) -> None:
+    """They share streams and scratch images; none may see another's bytes."""
+
+    async def test() -> None:
+        async with bench(buffers=20, buffer_bytes=512 * KIB) as it:
+            layouts = [Layout(it, seed, 512 * KIB, (3, 100, 9000, 300_000), every=seed % 2 == 0) for seed in range(20)]
+            it.backend.settle(it.backend.admit({device for layout in layouts for device in layout.devices}))
+            leases = [await it.pool.lease() for _ in layouts]
+            async with asyncio.TaskGroup() as group:
+                for lease, layout in zip(leases, layouts, strict=True):
+                    group.create_task(it.backend.gather(layout.segments, lease.view, layout.sources))
+            assert all(lease.view == layout.expected for lease, layout in zip(leases, layouts, strict=True))
+            it.check()
+
+    run(test)
+
+
+def test_sees_what_was_queued_before_it(bench: MakeBench) -> None:
+    async def test() -> None:
+        async with bench() as it:
+            place = it.places[-1]
+            address, owner = place.put(bytes(1000))
+            sources = Sources([RawSource(address, 1000, owner, place.device)])
+            place.write_later(owner, b"a" * 1000)
+            admission = it.backend.admit(sources.devices - {HOST})
+            assert await it.backend.begin(admission, sources) is sources
+            table = np.array([(address, 24, 1000)], np.uint64)
+            there = Segments(table.tobytes()) if place.device == HOST else Segments(devices={place.device: table})
+            into = (await it.pool.lease()).view[:1024]
+            await it.backend.gather(there, into, sources)
+            assert into == bytes(24) + b"a" * 1000
+            it.check()
+
+    run(test)
+
+
+@pytest.mark.parametrize("refuse", [False, True])
+@pytest.mark.filterwarnings("ignore:staging buffers cannot be registered")
+def test_cancelled_copies_have_ended(bench: MakeBench, refuse: bool) -> None:
+    """A device does not stop: the buffer is its own until it is done (I9)."""
+
+    async def test() -> None:
+        async with bench(refuse=refuse) as it:
+            layout = Layout(it, 5, 1 * MIB, (300_000, 1000))
+            for place, owner, _, length in layout.owners:
+                place.write_later(owner, b"z" * length)  # takes a while
+            it.backend.settle(it.backend.admit(layout.devices))
+            lease = await it.pool.lease()
+            table = layout.segments._replace(packed=())
+            for turns in range(1, 5):
+                for copy in (
+                    lambda: it.backend.gather(layout.segments, lease.view, layout.sources),
+                    lambda: it.backend.scatter(lease.view, crc32(lease.view), table, layout.sources),
+                ):
+                    copying: asyncio.Task[Any] = asyncio.create_task(copy())  # type: ignore[no-untyped-call]
+                    for _ in range(turns):
+                        await asyncio.sleep(0)
+                    copying.cancel()
+                    await asyncio.wait([copying])
+                    assert copying.cancelled() or turns > 1
+                    assert it.operations.running == 0
+                    assert all(device.idle() for device in it.pretended)
+                    lease.view[:] = b"\xcc" * len(lease.view)
+                    for place in it.places:
+                        place.finish()
+                    assert lease.view == b"\xcc" * len(lease.view)
+
+    run(test)
+
+
+# -- a whole capture: sources, plan, snapshot, chunks
+
+
+def leaves_on(place: Place, count: int) -> tuple[Sources, list[tuple[Any, bytes]]]:
+    rng = random.Random(count)
+    sources, owners = Sources(), []
+    for _ in range(count):
+        data = rng.randbytes(rng.choice([4, 1000, 70_000, 400_000]))
+        address, owner = place.put(data)
+        owners.append((owner, data))
+        sources.add_device(address, len(data), owner, place.device) if place.device != HOST else sources.add(
+            address, len(data), owner
+        )
+    return sources, owners
+
+
+class Saving:
+    """A capture of sources by a backend, into one buffer of the payload."""
+
+    def __init__(self, it: Bench, sources: Sources) -> None:
+        leaves = [ArrayLeaf(str(n), np.zeros(int(size), np.uint8), "ndarray") for n, size in enumerate(sources.lengths)]
+        self.layout = arrange(leaves)
+        object.__setattr__(self.layout, "sources", sources)
+        self.plan = Planner(256 * KIB, 4 * KIB).plan(self.layout)
+        self.payload = bytearray(self.plan.payload_nbytes)
+        self.captured_after: int | None = None
+        self.copied = 0
+        self.it = it
+        admission = it.backend.admit(sources.devices)
+        self.capture = Capture(Snapshot(None, self.layout, admission), self.plan, it.backend, self._note)
+
+    def _note(self) -> None:
+        assert self.captured_after is None
+        self.captured_after = self.copied
+
+    async def chunk(self, index: int) -> None:
+        chunk = self.plan.chunks[index]
+        lease = await self.it.pool.lease()
+        await self.capture.chunk(index, chunk, lease.view[: chunk.nbytes])
+        self.copied += 1
+        self.payload[chunk.offset : chunk.offset + chunk.nbytes] = lease.view[: chunk.nbytes]
+        lease.release()
+
+    async def all(self) -> None:
+        for index in range(len(self.plan.chunks)):
+            await self.chunk(index)
+
+    def stored(self) -> list[bytes]:
+        found = []
+        for storage, (number, offset, nbytes) in zip(self.plan.storages, self.layout.extents.tolist(), strict=True):
+            assert storage is self.plan.storages[number]
+            start = storage.offset + offset
+            found.append(bytes(self.payload[start : start + nbytes]))
+        return found
+
+
+def test_capture_without_a_snapshot(bench: MakeBench) -> None:
+    async def test() -> None:
+        async with bench("stream") as it:
+            sources, owners = leaves_on(it.places[-1], 20)
+            saving = Saving(it, sources)
+            await saving.capture.begin()
+            assert saving.captured_after is None
+            await saving.all()
+            assert saving.stored() == [data for _, data in owners]
+            assert saving.captured_after == len(saving.plan.chunks) - 1
+            assert [crc32(saving.payload[e.offset : e.offset + e.nbytes]) for e in saving.capture.entries()] == [
+                entry.checksum for entry in saving.capture.entries()
+            ]
+            assert all(source.owner is None for source in saving.layout.sources if isinstance(source, RawSource))
+            it.check()
+
+    run(test)
+
+
+@pytest.fixture
+def devices() -> Iterator[list[PretendDevice]]:
+    found = [PretendDevice(0, 64 * MIB), PretendDevice(1, 64 * MIB)]
+    yield found
+    for device in found:
+        assert not device.faults
+        assert device.idle()
+
+
+@asynccontextmanager
+async def pretending(devices: list[PretendDevice], mode: DeviceMode) -> AsyncIterator[Bench]:
+    operations = PythonOperations(io_threads=1, copy_threads=1)
+    backend = CudaCopy(operations, lambda: devices.__getitem__, mode)
+    pool = BufferPool(4 * MIB, 1 * MIB, backend.pinning)
+    try:
+        yield Bench(operations, backend, [Place(), *map(PretendPlace, devices)], pool)
+    finally:
+        await operations.close()
+        backend.close()
+        pool.close()
+
+
+def test_a_snapshot_is_out_of_reach(devices: list[PretendDevice]) -> None:
+    async def test() -> None:
+        async with pretending(devices, "snapshot") as it:
+            sources, owners = leaves_on(it.places[1], 20)
+            host_address, counter = it.places[0].put(b"\x05" * 4)
+            sources.add(host_address, 4, counter)
+            nbytes = int(sources.lengths.sum()) - 4
+            saving = Saving(it, sources)
+            await saving.capture.begin()
+            assert saving.captured_after == 0
+            for owner, _ in owners:
+                owner[:] = 0
+            counter[:] = 0
+            assert all(source.owner is None for source in sources if isinstance(source, RawSource))
+            held = it.backend.statistics()
+            assert nbytes <= held.device_bytes <= nbytes + 20 * 16
+            await saving.all()
+            assert saving.stored() == [data for _, data in owners] + [b"\x05" * 4]
+            found = it.backend.statistics()
+            assert found.snapshots == 1
+            assert found.device_bytes <= 2 * MIB  # scratch images: the snapshot is gone
+            assert found.device_peak_bytes >= held.device_bytes
+            assert "asked for" in found.reason
+            assert devices[0].allocated == found.device_bytes
+
+    run(test)
+
+
+def test_a_snapshot_of_two_devices(devices: list[PretendDevice]) -> None:
+    async def test() -> None:
+        async with pretending(devices, "snapshot") as it:
+            sources, owners = leaves_on(it.places[1], 9)
+            others, more = leaves_on(it.places[2], 8)
+            for address, nbytes, owner, device in others:  # type: ignore[misc]
+                sources.add_device(address, nbytes, owner, device)
+            saving = Saving(it, sources)
+            await saving.capture.begin()
+            assert saving.captured_after == 0
+            for owner, _ in owners + more:
+                owner[:] = 0
+            await saving.all()
+            assert saving.stored() == [data for _, data in owners + more]
+            assert it.backend.statistics().snapshots == 2
+
+    run(test)
+
+
+def test_where_memory_is_short_the_state_is_streamed(devices: list[PretendDevice]) -> None:
+    """One device has room, the other says so and then has not: only that one's part stays within reach."""
+
+    async def test() -> None:
+        async with pretending(devices, "snapshot") as it:
+            sources, owners = leaves_on(it.places[1], 9)
+            others, more = leaves_on(it.places[2], 8)
+            for address, nbytes, owner, device in others:  # type: ignore[misc]
+                sources.add_device(address, nbytes, owner, device)
+            claimed = devices[1].memory()
+            devices[1].memory = lambda: claimed  # type: ignore[method-assign]
+            devices[1].capacity = 1 * MIB
+            saving = Saving(it, sources)
+            await saving.capture.begin()
+            assert saving.captured_after is None
+            for owner, _ in owners:
+                owner[:] = 0
+            await saving.all()
+            assert saving.stored() == [data for _, data in owners + more]
+            assert saving.captured_after is not None
+            assert "no memory" in it.backend.statistics().reason
+
+    run(test)
+
+
+def test_no_memory_for_a_scratch_image(devices: list[PretendDevice]) -> None:
+    async def test() -> None:
+        devices[0].capacity = 1000
+        async with pretending(devices, "auto") as it:
+            sources, owners = leaves_on(it.places[1], 9)
+            saving = Saving(it, sources)
+            await saving.capture.begin()
+            await saving.all()
+            assert saving.stored() == [data for _, data in owners]
+            assert it.backend.statistics().device_peak_bytes == 0
+
+    run(test)
+
+
+def test_a_scratch_image_that_grows(devices: list[PretendDevice]) -> None:
+    """The old one is in use until the lane is through with it."""
+    device = devices[0]
+    lane = Lane(device, Account())
+    address, owner = device.tensor(random.Random(8).randbytes(3000))
+    table = np.array([(address, 7, 1000), (address + 1000, 1500, 2000)], np.uint64)
+    events, buffers = [], []
+    for nbytes in (3600, 9000, 9000):
+        buffers.append(aligned_buffer(nbytes))
+        device.register(address_of(buffers[-1]), nbytes)
+        events.append(lane.gather(table, None, address_of(buffers[-1]), nbytes)[0])
+    for event in events:
+        event.synchronize()
+    assert all(each[7:1007] == owner[:1000].tobytes() for each in buffers)
+    assert all(each[1500:3500] == owner[1000:].tobytes() for each in buffers)
+
+
+def test_the_rule_is_fed_by_what_was_measured(devices: list[PretendDevice]) -> None:
+    async def test() -> None:
+        async with pretending(devices, "auto") as it:
+            taken = []
+            for _ in range(3):
+                sources, owners = leaves_on(it.places[1], 9)
+                saving = Saving(it, sources)
+                await saving.capture.begin()
+                taken.append(it.backend.statistics().snapshots)
+                await saving.all()
+                assert saving.stored() == [data for _, data in owners]
+            assert taken == [0, 1, 2]
+            devices[0].peak = 63 * MIB  # training took that much in between
+            saving = Saving(it, leaves_on(it.places[1], 9)[0])
+            await saving.capture.begin()
+            assert it.backend.statistics().snapshots == 2
+            assert "leaves" in it.backend.statistics().reason
+            await saving.all()
+
+    run(test)
+
+
+def test_cancelled_snapshots_have_ended(devices: list[PretendDevice]) -> None:
+    async def test() -> None:
+        async with pretending(devices, "snapshot") as it:
+            sources, _ = leaves_on(it.places[1], 9)
+            saving = Saving(it, sources)
+            beginning = asyncio.create_task(saving.capture.begin())
+            await asyncio.sleep(0)
+            beginning.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await beginning
+            del beginning
+            saving.capture.release()
+            assert devices[0].idle()
+            assert devices[0].allocated == 0
+
+    run(test)
+
+
+def test_packed_pieces_of_a_device_come_after_its_kernels(
+    devices: list[PretendDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with pretending(devices, "stream") as it:
+            sources = Sources([PackedSource(torch.arange(20.0).view(2, 10)[:, 0])])
+            sources.devices, sources.packed_devices = {0}, {0}
+            done: list[bool] = []
+            devices[0].training.later(lambda: done.append(True))
+            await it.backend.begin(it.backend.admit({0}), sources)
+            assert done == [True]
+
+    run(test)
+
+
+def test_an_error_of_the_device_is_a_checkpoint_error(devices: list[PretendDevice]) -> None:
+    async def test() -> None:
+        async with pretending(devices, "stream") as it:
+            sources, _ = leaves_on(it.places[1], 9)
+            saving = Saving(it, sources)
+            await saving.capture.begin()
+            await saving.chunk(0)
+
+            def fail(rows: Table) -> None:
+                raise RuntimeError("an illegal memory access was encountered")
+
+            for stream in devices[0].streams:
+                stream.move = fail  # type: ignore[method-assign]
+            with pytest.raises(CheckpointError, match="illegal memory access"):
+                await saving.all()
+
+    run(test)
+
+
+def test_without_cupy_torch_copies(caplog: pytest.LogCaptureFixture) -> None:
+    def load() -> Callable[[int], Device]:
+        raise ImportError("No module named 'cupy'")
+
+    async def test() -> None:
+        operations = PythonOperations(io_threads=1, copy_threads=1)
+        backend = CudaCopy(operations, load)
+        assert backend.statistics().reason == "no tensors of a device were saved yet"
+        assert backend.admit(()) == {}
+        assert not caplog.records
+        assert not backend.by_address
+        assert not backend.by_address
+        assert [record.getMessage() for record in caplog.records if "pccheck-async[cuda12]" in record.getMessage()] == [
+            caplog.records[0].getMessage()
+        ]
+        assert "No module named 'cupy'" in backend.statistics().reason
+        await operations.close()
+        backend.close()
+
+    run(test)
+
+
+def test_device_memory_without_its_backend_is_packed() -> None:
+    tensor = torch.arange(10.0)
+    sources = Sources([RawSource(1000, 8, None), RawSource(tensor.data_ptr() + 4, 12, tensor.untyped_storage(), 3)])
+    assert sources.devices == {3}
+    assert sources[-1] == sources[1]
+    with pytest.raises((RuntimeError, AssertionError), match=r"CUDA|cuda"):  # there is none here, or no fourth
+        sources.pack_devices()
+
+
+# -- buffers and their registration
+
+
+def test_buffers_are_registered_once_and_unregistered_at_the_end(devices: list[PretendDevice]) -> None:
+    async def test() -> None:
+        async with pretending(devices, "stream") as it:
+            (await it.pool.lease()).release()
+            assert not devices[0].registered
+            it.backend.admit({0})
+            first = await it.pool.lease()
+            assert devices[0].registered == {address_of(first.view): 1 * MIB}
+            second = await it.pool.lease()
+            assert len(devices[0].registered) == 2
+            first.release()
+            (await it.pool.lease()).release()
+            second.release()
+            assert len(devices[0].registered) == 2
+        assert not devices[0].registered
+
+    run(test)
+
+
+def test_a_lease_cancelled_while_its_buffer_is_registered_is_given_back(devices: list[PretendDevice]) -> None:
+    async def test() -> None:
+        async with pretending(devices, "stream") as it:
+            it.backend.admit({0})
+            leasing = asyncio.create_task(it.pool.lease())
+            await asyncio.sleep(0)
+            leasing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await leasing
+            assert it.pool.available == 4
+            leases = [await it.pool.lease() for _ in range(4)]
+            assert len({lease.index for lease in leases}) == 4
+
+    run(test)
+
+
+def test_refused_registration_is_said_once(devices: list[PretendDevice]) -> None:
+    async def test() -> None:
+        async with pretending(devices, "stream") as it:
+            devices[0].refuse_to_register = True
+            it.backend.admit({0})
+            with pytest.warns(RuntimeWarning, match="ulimit -l"):
+                await it.pool.lease()
+            await it.pool.lease()  # a warning would be an error now
+
+    run(test)
+
+
+# -- the kernel
+
+CC = shutil.which("cc")
+HARNESS = """
+#include <setjmp.h>
+#include <stdint.h>
+typedef struct {{ uint32_t x, y, z, w; }} __attribute__((aligned(16))) uint4;
+unsigned misaligned;
+static jmp_buf out;
+void __ubsan_handle_type_mismatch_v1(void *data, void *pointer)  /* called by -fsanitize=alignment */
+{{
+    misaligned++;
+    longjmp(out, 1);
+}}
+static struct {{ unsigned x; }} blockIdx, threadIdx, blockDim;
+#define __global__
+#define __restrict__ restrict
+{source}
+void launch(const unsigned long long *table, unsigned blocks, unsigned threads)
+{{
+    blockDim.x = threads;
+    if (setjmp(out))
+        return;
+    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++)
+        for (threadIdx.x = threads; threadIdx.x-- > 0;)
+            pccheck_move(table);
+}}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CC is None, reason="no C compiler on PATH")
+def test_the_kernel_moves_every_byte_whatever_the_alignment(tmp_path: Path) -> None:
+    """Its threads do not talk to each other, so a host can play them one after the other."""
+    source = tmp_path / "move.c"
+    source.write_text(HARNESS.format(source=MOVE_SOURCE.replace('extern "C"', "").replace("#pragma unroll 4", "")))
+    flags = ("-std=gnu11", "-O1", "-fPIC", "-fsanitize=alignment")
+    subprocess.run([str(CC), *flags, "-c", source, "-o", tmp_path / "move.o"], check=True)
+    subprocess.run([str(CC), "-shared", tmp_path / "move.o", "-o", tmp_path / "move.so"], check=True)
+    library = ctypes.CDLL(str(tmp_path / "move.so"))
+    launch, misaligned = library.launch, ctypes.c_uint.in_dll(library, "misaligned")
+    rng = random.Random(6)
+    memory = np.frombuffer(bytearray(rng.randbytes(1 << 16)), np.uint8)
+    base = memory.ctypes.data
+    for threads in (1, 7, 256):
+        into = np.full(1 << 16, 0xAA, np.uint8)
+        expected = into.copy()
+        rows, at = [], 0
+        while True:
+            at += rng.randrange(40)
+            length = rng.choice([0, 1, 5, 15, 16, 17, 31, 33, 100, 4096])
+            start = rng.randrange((1 << 16) - 4096)
+            if rng.random() < 0.6:
+                start += (into.ctypes.data + at - base - start) % 16
+            if at + length > 1 << 16 or start + length > 1 << 16:
+                break
+            rows.append((into.ctypes.data + at, base + start, length))
+            expected[at : at + length] = memory[start : start + length]
+            at += length
+        table = np.array(rows, np.uint64)
+        launch(ctypes.c_void_p(table.ctypes.data), len(rows), threads)
+        assert not misaligned.value
+        assert (into == expected).all()
+
+
+# -- tables
+
+rows_of = st.lists(st.tuples(st.sampled_from([0, 1, 63, 64, 100, 70_000]), st.integers(1, 400_000)), max_size=12)
+
+
+def placed(gaps_and_lengths: list[tuple[int, int]]) -> Table:
+    offset, rows = 0, []
+    for gap, length in gaps_and_lengths:
+        rows.append((1 << 40 | offset, offset + gap, length))
+        offset += gap + length
+    return np.array(rows, np.uint64).reshape(-1, 3)
+
+
+@settings(deadline=None)
+@given(rows_of, st.sampled_from([0, 64, 256 << 10]), st.data())
+def test_split_copies_every_segment_once_and_no_other(
+    rows: list[tuple[int, int]], large: int, data: st.DataObject
+) -> None:
+    table = placed(rows)
+    is_mine = np.array([data.draw(st.booleans()) for _ in rows], np.bool_)
+    mine, foreign = table[is_mine], table[~is_mine]
+    found = split(mine, foreign, large)
+    assert sorted([*found.large.tolist(), *found.small.tolist()]) == sorted(mine.tolist())
+    assert all(length >= large for _, _, length in found.large.tolist())
+    assert all(length < large for _, _, length in found.small.tolist())
+    for _, offset, length in found.small.tolist():
+        assert sum(low <= offset and offset + length <= high for low, high in found.runs.tolist()) == 1
+    filled = found.filled.tolist()
+    assert all(low < high <= following for (low, high), (following, _) in pairwise(filled))
+    for _, offset, length in foreign.tolist():
+        assert not any(low < offset + length and offset < high for low, high in filled)
+
+
+def test_split_joins_what_is_near() -> None:
+    table = placed([(0, 100), (28, 64), (70_000, 50), (14, 300_000), (0, 10), (64, 10)])
+    found = split(table)
+    assert found.runs.tolist() == [[0, 192], [70_192, 70_242], [370_256, 370_340]]
+    assert len(found.large) == 1
+    assert split(table[:0]).filled.tolist() == []
+
+
+@given(st.lists(st.tuples(st.integers(1, 1 << 40), st.integers(1, 1 << 40), st.integers(0, 300_000)), max_size=9))
+def test_moves_cut_rows_to_size(rows: list[tuple[int, int, int]]) -> None:
+    into, source, lengths = np.array(rows, np.uint64).reshape(-1, 3).T
+    found = moves(into, source, lengths, 16 << 10).tolist()
+    assert all(0 < length <= 16 << 10 for _, _, length in found)
+    whole: list[tuple[int, int, int]] = []
+    for one in found:
+        last = whole[-1] if whole else (0, 0, 0)
+        if one[0] == last[0] + last[2] and one[1] == last[1] + last[2] and last[2] % (16 << 10) == 0:
+            whole[-1] = (last[0], last[1], last[2] + one[2])
+        else:
+            whole.append(tuple(one))
+    assert whole == [row for row in rows if row[2]]
+
+
+@given(st.lists(st.tuples(st.integers(1, 1 << 40), st.integers(1, 5000)), max_size=20))
+def test_compacted_pieces_keep_their_alignment_and_do_not_overlap(pieces: list[tuple[int, int]]) -> None:
+    addresses = np.array([address for address, _ in pieces], np.uint64)
+    lengths = np.array([length for _, length in pieces], np.int64)
+    offsets, nbytes = compacted(addresses, lengths)
+    end = 0
+    for (address, length), offset in zip(pieces, offsets.tolist(), strict=True):
+        assert offset % 16 == address % 16
+        assert end <= offset < end + 32
+        end = offset + length
+    assert end <= nbytes < end + 16
+
+
+@given(rows_of, st.data())
+def test_merged_tables_keep_what_devices_wrote_and_add_what_the_host_has(
+    rows: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    """The run of a device may pass over segments of the host: those go over it."""
+    table = placed([(gap, length % 3000 + 1) for gap, length in rows])
+    nbytes = int(table[-1, 1] + table[-1, 2] if len(table) else 0) + 100
+    on_host = np.array([data.draw(st.booleans()) for _ in rows], np.bool_)
+    filled = split(table[~on_host], None, 64).filled
+    buffer = aligned_buffer(nbytes)
+    buffer[:] = b"\xee" * nbytes
+    expected = bytearray(nbytes)
+    for low, high in filled.tolist():
+        buffer[low:high] = expected[low:high] = b"d" * (high - low)
+    host = np.full(1 << 16, ord("h"), np.uint8)
+    mine = table[on_host].copy()
+    mine[:, 0] = host.ctypes.data
+    for _, offset, length in mine.tolist():
+        expected[offset : offset + length] = b"h" * length
+    found = merged(mine.tobytes(), filled, address_of(buffer))
+    assert gather(found, buffer) == crc32(buffer)
+    assert buffer == expected
+
+
+def test_gaps() -> None:
+    assert gaps(np.array([[0, 5], [5, 7], [10, 12]], np.int64), 20) == [(7, 10), (12, 20)]
+    assert gaps(np.empty((0, 2), np.int64), 20) == [(0, 20)]
+    assert gaps(np.array([[3, 20]], np.int64), 20) == [(0, 3)]
+
+
+# -- when to take a snapshot
+
+GIB = 1 << 30
+RULE = {
+    "state_bytes": 30 * GIB,
+    "spare_bytes": 40 * GIB,
+    "total_bytes": 140 * GIB,
+    "device_seconds": 0.02,
+    "host_seconds": 0.6,
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "snapshot", "reason"),
+    [
+        ({}, True, "0.0200 s on the device, 0.6000 s of waiting"),
+        ({"spare_bytes": 37 * GIB}, False, "7168 MiB stay in reserve"),
+        ({"device_seconds": None}, True, "training leaves 40960 MiB"),
+        ({"host_seconds": None}, False, "first capture shows"),
+        ({"device_seconds": 0.7}, False, "0.7000 s on the device, 0.6000 s"),
+        ({"hidden_seconds": 0.59}, False, "0.0100 s of waiting"),
+        ({"hidden_seconds": 0.57}, True, "0.0300 s of waiting"),
+        ({"hidden_seconds": 5.0}, False, "0.0000 s of waiting"),
+    ],
+)
+def test_the_rule_of_checkfreq(changed: dict[str, Any], snapshot: bool, reason: str) -> None:
+    decision = decide("auto", **(RULE | changed))
+    assert decision.snapshot is snapshot
+    assert reason in decision.reason
+
+
+def test_modes() -> None:
+    slow: dict[str, Any] = RULE | {"device_seconds": 9.0, "host_seconds": None, "spare_bytes": 30 * GIB}
+    assert decide("snapshot", **slow) == (True, "snapshot on the device: asked for")
+    assert not decide("snapshot", **(slow | {"spare_bytes": 30 * GIB - 1})).snapshot
+    assert decide("stream", **RULE) == (False, "streamed to the host: asked for")  # type: ignore[arg-type]
+
+
+def test_the_peak_of_training_is_told_apart_from_ours() -> None:
+    account = Account()
+    assert account.training_peak(60) == 60
+    account.take(30)
+    assert account.training_peak(60) == 60  # it was reached before
+    assert account.training_peak(90) == 60
+    assert account.training_peak(95) == 65
+    account.give_back(30)
+    assert (account.held, account.peak) == (0, 30)
+    assert account.training_peak(95) == 65
+
+
+def test_spare_memory() -> None:
+    assert spare(DeviceMemory(140, 50, 85, 0), training_peak=60, held=10) == 65
+
+
+def test_pace() -> None:
+    pace = Pace()
+    assert pace.seconds(10) is None
+    pace.note(100, 2.0)
+    pace.note(0, 5.0)
+    assert pace.seconds(50) == 1.0
+
+
+# -- the whole engine, its tensors on a device that pretends
+
+
+@pytest.fixture
+def engine_on(monkeypatch: pytest.MonkeyPatch, devices: list[PretendDevice]) -> PretendDevice:
+    """Let every engine find the tensors of its state, but for the smallest, in a device's memory."""
+    device = devices[0]
+
+    def arrange_on_device(leaves: Sequence[ArrayLeaf]) -> Any:
+        layout = arrange(leaves)
+        placed = Sources()
+        for source in layout.sources:
+            assert isinstance(source, RawSource)
+            if source.nbytes < 64:
+                placed.add(*source[:3])
+            else:
+                device.adopt(source.address, source.nbytes)
+                placed.add_device(*source[:3], device.index)
+        return replace(layout, sources=placed)
+
+    def make(operations: Operations, mode: DeviceMode) -> CopyBackend:
+        return CudaCopy(operations, lambda: devices.__getitem__, mode)
+
+    def match_on_device(*arguments: Any) -> Restoration:
+        found = match(*arguments)
+        for target in found.targets:
+            device.adopt(target.address, target.nbytes)
+        placed = [target._replace(device=device.index if target.nbytes >= 64 else HOST) for target in found.targets]
+        return replace(found, targets=Targets(placed))
+
+    monkeypatch.setattr(capture, "arrange", arrange_on_device)
+    monkeypatch.setattr(core, "match", match_on_device)
+    monkeypatch.setattr(core, "make_backend", make)
+    return device
+
+
+def state_of(step: int) -> dict[str, Any]:
+    rng = torch.Generator().manual_seed(step)
+    sizes = [1, 3, 1000, 70_000, 300_000, 17]
+    return {"step": step, "t": {str(n): torch.rand(size, generator=rng) for n, size in enumerate(sizes)}}
+
+
+def write(device: PretendDevice, tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Do as torch does: at once on the host; on a device it is queued and not done yet."""
+    if tensor.nbytes >= 64:
+        device.training.later(partial(tensor.copy_, value))
+    else:
+        tensor.copy_(value)
+
+
+@pytest.mark.usefixtures("nothing_left_behind")
+@pytest.mark.parametrize("mode", ["auto", "snapshot", "stream"])
+def test_an_engine_whose_state_changes_as_soon_as_it_may(
+    tmp_path: Path, engine_on: PretendDevice, mode: DeviceMode
+) -> None:
+    with SyncCheckpointEngine(tmp_path, device=mode, chunk_bytes=256 * KIB, host_memory=1 * MIB, keep_last=4) as engine:
+        live = state_of(0)
+        for step in range(4):
+            fresh = state_of(step)
+            live["step"] = step
+            for name, tensor in live["t"].items():
+                write(engine_on, tensor, fresh["t"][name])
+            engine.checkpoint(live, step=step)
+            for tensor in live["t"].values():
+                tensor.zero_()
+        engine.drain()
+        found = engine.statistics()
+        assert found.snapshots == {"auto": 3, "snapshot": 4, "stream": 0}[mode]
+        assert found.device_peak_bytes > 1_480_000 or mode == "stream"
+        assert found.device_bytes < 1 * MIB
+        assert found.decisions.reasons["device"].startswith("device 0: ")
+        for step in range(4):
+            restored = load_sync(tmp_path, step=step)
+            expected = state_of(step)
+            assert restored["step"] == step
+            assert all(torch.equal(restored["t"][name], tensor) for name, tensor in expected["t"].items())
+        for tensor in live["t"].values():
+            write(engine_on, tensor, torch.full_like(tensor, 7))
+        engine.restore(live, step=1)
+        assert engine_on.allocated == engine.statistics().device_bytes > 0
+        engine_on.training.synchronize()
+        assert all(torch.equal(live["t"][name], tensor) for name, tensor in state_of(1)["t"].items())
+    assert engine_on.allocated == engine.statistics().device_bytes == 0
+
+
+@pytest.mark.usefixtures("nothing_left_behind")
+def test_a_failed_checkpoint_keeps_no_device_memory(tmp_path: Path, engine_on: PretendDevice) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        creating = 0  # an existing store is opened without a write
+        assert engine.latest is None
+
+    def failing(path: str, operations: Operations) -> Writer:
+        return FailingWriter(PosixWriter(path, operations), fail_at=creating + 1, kinds=("write",))
+
+    few: dict[str, Any] = {"chunk_bytes": 256 * KIB, "host_memory": 512 * KIB}
+    with SyncCheckpointEngine(tmp_path, device="snapshot", io=failing, **few) as engine:
+        pending = engine.checkpoint(state_of(0), step=0)
+        with pytest.raises(WriteError) as failure:
+            pending.result(60)
+        assert engine.statistics().device_bytes <= 2 * 256 * KIB
+        assert failure.value.__traceback__ is not None  # which holds the frames that the snapshot passed through
+
+
+def test_modes_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'snapshot' or 'stream', not 'gpu'"):
+        SyncCheckpointEngine(tmp_path, device="gpu")  # type: ignore[arg-type]
