@@ -5,6 +5,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <unistd.h>
 
 struct queue;
 
@@ -26,6 +27,12 @@ struct op {
     int64_t result;        /* bytes moved, or 0, or -errno */
 };
 
+/* Whether it goes to storage; else it stays in memory. */
+static inline bool op_is_io(const struct op *op)
+{
+    return op->kind == OP_WRITE || op->kind == OP_READ || op->kind == OP_FLUSH;
+}
+
 /* First in, first out. */
 struct op_list {
     struct op *first;
@@ -41,15 +48,6 @@ static inline void op_list_push(struct op_list *list, struct op *op)
     else
         list->first = op;
     list->last = op;
-    list->count++;
-}
-
-static inline void op_list_push_front(struct op_list *list, struct op *op)
-{
-    op->next = list->first;
-    list->first = op;
-    if (!list->last)
-        list->last = op;
     list->count++;
 }
 
@@ -102,18 +100,22 @@ static inline struct op *op_list_remove(struct op_list *list, uint64_t token)
 
 #define ENGINE_MOST_THREADS 256
 
+/* 1 to ENGINE_MOST_THREADS each. What goes to storage never waits behind what stays in memory, nor the other way. */
 struct engine_options {
-    unsigned io_threads;   /* 1 to ENGINE_MOST_THREADS, for write, read and flush */
-    unsigned copy_threads; /* the same, for gather, scatter and checksum: one kind never waits behind the other */
+    unsigned io_threads;   /* for write, read and flush; io_uring: writes and reads in the kernel at a time */
+    unsigned copy_threads; /* for gather, scatter and checksum */
 };
 
-enum engine_verdict {
-    ENGINE_COMPLETED, /* done at once: op->result holds */
-    ENGINE_QUEUED,    /* will be reported with queue_complete() */
-    ENGINE_BUSY,      /* no room: offer it again after something completed. Never while nothing is queued */
-};
+/* Forget a descriptor, then close it: a child forked in between keeps it, but does not close another of that number. */
+static inline void close_fd(int *fd)
+{
+    const int closing = *fd;
+    *fd = -1;
+    if (closing >= 0)
+        close(closing);
+}
 
-/* Called by one thread at a time. */
+/* Called by one thread at a time. Operations are reported with queue_complete(), from any thread. */
 struct engine {
     const char *name;
 
@@ -121,19 +123,21 @@ struct engine {
     int (*open)(struct queue *queue, const struct engine_options *options, void **state);
 
     /* Take an operation. It need not start before commit(), which follows every batch. */
-    enum engine_verdict (*submit)(void *state, struct op *op);
+    void (*submit)(void *state, struct op *op);
     void (*commit)(void *state);
 
     /* True where the operation had not started: it is reported, with -ECANCELED. Else it ends as it will. */
     bool (*cancel)(void *state, uint64_t token);
 
-    /* Report what has completed. NULL where the engine reports by itself, from its own threads. */
-    void (*collect)(void *state);
-
-    /* Report what has not started as cancelled, wait for what has, report it, free the state. */
+    /* Report what has not started as cancelled, wait for what has, report it. The queue frees the state, by free(). */
     void (*close)(void *state);
+
+    /* In a forked child: close its copies of descriptors. NULL where there are none. It may have been forked in the
+     * middle of anything. */
+    void (*disown)(void *state);
 };
 
 extern const struct engine threads_engine;
+extern const struct engine uring_engine;
 
 #endif

@@ -32,11 +32,14 @@ void queue_close(struct queue *queue);
 /* Free a closed queue. Completions that nobody reaped stay with those who own their memory. */
 void queue_free(struct queue *queue);
 
-/* In a forked child, where the engine's threads do not exist and its locks may be held for ever: close the child's copy
- * of the eventfd. Nothing else may be called there. */
+/* In a forked child, where the engine's threads do not exist and its locks may be held for ever: close the child's
+ * copies of descriptors. Nothing else may be called there. */
 void queue_disown(struct queue *queue);
 
 /* For engines: report that an operation has ended, its result set. From any thread. */
 void queue_complete(struct queue *queue, struct op *op);
+
+/* The same with -ECANCELED as its result. */
+void queue_complete_cancelled(struct queue *queue, struct op *op);
 
 #endif

@@ -11,18 +11,10 @@
 
 _Static_assert(sizeof(off_t) == 8, "build with 64-bit file offsets");
 
-/* Linux moves at most 2 GiB less a page per call; a power of two below that keeps what follows aligned for direct I/O. */
-#ifndef TRANSFER_MOST_BYTES
-#define TRANSFER_MOST_BYTES (UINT64_C(1) << 30)
-#endif
-
 /* Busy answers in a row, a millisecond apart, before they are reported. */
 #ifndef TRANSFER_MOST_RETRIES
 #define TRANSFER_MOST_RETRIES 1000
 #endif
-
-/* No direct I/O is aligned to less. */
-#define SMALLEST_SECTOR 512
 
 /* Whether a call that failed with `error` deserves another try. EAGAIN is rare on files: a filesystem or a driver out
  * of requests for a moment. Files always poll as ready, so there is nothing to wait for but time. */
@@ -36,55 +28,34 @@ static int retriable(int error, unsigned *retries)
     return 1;
 }
 
-static int bad_range(uint64_t size, uint64_t offset)
+static int64_t move(bool reading, int fd, uint8_t *data, uint64_t size, uint64_t offset)
 {
-    return size > INT64_MAX || offset > INT64_MAX - size;
-}
-
-static size_t part_of(uint64_t left)
-{
-    return (size_t)(left < TRANSFER_MOST_BYTES ? left : TRANSFER_MOST_BYTES);
+    if (transfer_out_of_range(size, offset))
+        return -EINVAL;
+    unsigned retries = 0;
+    uint64_t done = 0;
+    int64_t result = 0;
+    while (done < size) {
+        const size_t part = transfer_part(size - done);
+        const ssize_t n = reading ? pread(fd, data + done, part, (off_t)(offset + done))
+                                  : pwrite(fd, data + done, part, (off_t)(offset + done));
+        if (n < 0 && retriable(errno, &retries))
+            continue;
+        retries = 0;
+        if (transfer_ends(reading, size, n < 0 ? -errno : n, &done, &result))
+            break;
+    }
+    return result;
 }
 
 int64_t transfer_write(int fd, const void *data, uint64_t size, uint64_t offset)
 {
-    if (bad_range(size, offset))
-        return -EINVAL;
-    unsigned retries = 0;
-    for (uint64_t done = 0; done < size;) {
-        const ssize_t n = pwrite(fd, (const uint8_t *)data + done, part_of(size - done), (off_t)(offset + done));
-        if (n > 0) {
-            done += (uint64_t)n;
-            retries = 0;
-        } else if (n == 0) {
-            return -EIO; /* else this would loop for ever */
-        } else if (!retriable(errno, &retries)) {
-            return -errno;
-        }
-    }
-    return (int64_t)size;
+    return move(false, fd, (uint8_t *)(uintptr_t)data, size, offset);
 }
 
 int64_t transfer_read(int fd, void *data, uint64_t size, uint64_t offset)
 {
-    if (bad_range(size, offset))
-        return -EINVAL;
-    unsigned retries = 0;
-    uint64_t done = 0;
-    while (done < size) {
-        const ssize_t n = pread(fd, (uint8_t *)data + done, part_of(size - done), (off_t)(offset + done));
-        if (n > 0) {
-            done += (uint64_t)n;
-            retries = 0;
-        } else if (n == 0) {
-            break;
-        } else if (errno == EINVAL && done % SMALLEST_SECTOR != 0) {
-            break; /* a direct read ended inside a sector: the end of the file, and some refuse to go on there */
-        } else if (!retriable(errno, &retries)) {
-            return -errno;
-        }
-    }
-    return (int64_t)done;
+    return move(true, fd, data, size, offset);
 }
 
 int64_t transfer_flush(int fd)

@@ -2,8 +2,47 @@
 #ifndef PCCHECK_TRANSFER_H
 #define PCCHECK_TRANSFER_H
 
+#include <errno.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+
+/* Most bytes of one call. Linux moves at most 2 GiB less a page; a power of two below that keeps what follows aligned
+ * for direct I/O. */
+#ifndef TRANSFER_MOST_BYTES
+#define TRANSFER_MOST_BYTES (UINT64_C(1) << 30)
+#endif
+
+/* No direct I/O is aligned to less. */
+#define TRANSFER_SMALLEST_SECTOR 512
+
+static inline uint32_t transfer_part(uint64_t left)
+{
+    return (uint32_t)(left < TRANSFER_MOST_BYTES ? left : TRANSFER_MOST_BYTES);
+}
+
+static inline bool transfer_out_of_range(uint64_t size, uint64_t offset)
+{
+    return size > INT64_MAX || offset > INT64_MAX - size;
+}
+
+/* One call of a transfer returned `n` (bytes, or -errno): add to `done`. True: it was the last one, and `result` is the
+ * result of the transfer; false: another call is to move the rest. */
+static inline bool transfer_ends(bool reading, uint64_t size, int64_t n, uint64_t *done, int64_t *result)
+{
+    if (n > 0) {
+        *done += (uint64_t)n;
+        *result = (int64_t)*done;
+        return *done >= size;
+    }
+    if (n == 0)
+        *result = reading ? (int64_t)*done : -EIO; /* a write that moves nothing would be repeated for ever */
+    else if (reading && n == -EINVAL && *done % TRANSFER_SMALLEST_SECTOR != 0)
+        *result = (int64_t)*done; /* a direct read ended inside a sector: the file's end, and some go no further */
+    else
+        *result = n;
+    return true;
+}
 
 /* Write all `size` bytes at `offset`: `size`, or -errno (-EIO where the device takes no bytes). */
 int64_t transfer_write(int fd, const void *data, uint64_t size, uint64_t offset);

@@ -42,8 +42,12 @@ class Queue:
     reaped, whatever becomes of it. Write, read and flush share ``io_threads``; gather, scatter and checksum share
     ``copy_threads`` (1 to 256 each). A queue that is collected unclosed is closed, with a ResourceWarning.
 
-    A forked child cannot use it: all but ``running`` and :meth:`close`, which then only closes the child's copy of the
-    eventfd, raise RuntimeError there.
+    The engine is "threads", or "io_uring": then ``io_threads`` is how many writes and reads are in the kernel at a
+    time, beside which flushes go. Opening it raises OSError where the kernel refuses it: EPERM (a seccomp filter, the
+    sysctl kernel.io_uring_disabled), ENOSYS (older than Linux 5.6), ENOMEM.
+
+    A forked child cannot use it: all but ``running`` and :meth:`close`, which then only closes the child's copies of
+    descriptors, raise RuntimeError there.
     """
 
     def __new__(cls, io_threads: int, copy_threads: int, engine: str = "threads") -> Queue: ...
@@ -61,7 +65,10 @@ class Queue:
         """
 
     def cancel(self, token: int, /) -> bool:
-        """Cancel an operation that has not started. It completes with -ECANCELED; False: it runs or has ended."""
+        """Cancel an operation that has not started. It completes with -ECANCELED; False: it runs or has ended.
+
+        On io_uring one that runs is cut short where the kernel can do that, and then completes with -ECANCELED, too.
+        """
 
     def close(self) -> None:
         """Cancel what has not started, wait for what has (without the GIL), end the threads. Idempotent."""

@@ -56,7 +56,7 @@ class Decisions:
     Attributes:
         chunk_bytes: Unit of copying and writing.
         host_memory: Most staging memory in bytes.
-        writers: Threads that write (p).
+        writers: Writes running at a time (p): threads, or on io_uring requests in the kernel.
         copiers: Threads that copy and checksum.
         reasons: One sentence for each number.
     """

@@ -37,7 +37,8 @@ class CheckpointEngine:
         writers: Writes running at a time (PCcheck's p).
         device: Tensors on CUDA devices are first copied on their device where memory is spare and that is faster than
             to wait for the host (CheckFreq's rule); "snapshot" wherever there is memory, "stream" never.
-        io: "threads" (C extension), "python" or "auto"; or a writer, such as those of :mod:`pccheck_async.testing`.
+        io: "io_uring" or "threads" (both of the C extension), "python" or "auto"; or a writer, such as those of
+            :mod:`pccheck_async.testing`.
         on_busy: With ``max_in_flight`` checkpoints in flight, "wait" for one to end or "skip" the new one.
         on_error: "raise" a failure that nobody saw at the next call, or "warn" of it.
         lock_timeout: Seconds to wait for a dying writer of the same store.

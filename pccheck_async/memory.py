@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import weakref
 from contextlib import suppress
 
 import numpy as np
@@ -17,6 +19,7 @@ _ADVICE = (
     "MADV_DONTDUMP",  # a core dump does not carry gigabytes of weights
     "MADV_HUGEPAGE",  # first touch faults once per 2 MiB, not once per 4 KiB
 )
+_mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 _MOST_HUGE_BYTES = 8 << 20
 """More than about a chunk at a time is not to become physical: with pages of 64 KiB a huge page has 512 MiB."""
 
@@ -32,6 +35,7 @@ def map_memory(nbytes: int) -> mmap.mmap:
         if value is not None and (advice != "MADV_HUGEPAGE" or huge_bytes <= _MOST_HUGE_BYTES):
             with suppress(OSError):  # advice only: a kernel built without it still works
                 memory.madvise(value)
+    _mapped.add(memory)
     return memory
 
 
@@ -44,3 +48,12 @@ def address_of(buffer: memoryview) -> int:
     """Return the address of a buffer that has bytes."""
     address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
     return address
+
+
+def _keep_in_child() -> None:
+    # The child has the objects without their memory: the end of one would unmap whatever lies there by then.
+    for memory in list(_mapped):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+
+
+os.register_at_fork(after_in_child=_keep_in_child)

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
 import pytest
@@ -11,6 +12,16 @@ import torch
 
 from pccheck_async.loop import EngineLoop
 from pccheck_async.operations import native
+from pccheck_async.operations.base import Operations
+from pccheck_async.operations.native import NativeOperations
+from pccheck_async.operations.python import PythonOperations
+
+ENGINES: dict[str, Callable[..., Operations]] = {
+    "io_uring": functools.partial(NativeOperations, engine="io_uring"),
+    "threads": NativeOperations,
+    "python": PythonOperations,
+}
+"""Every I/O engine by its name."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -26,17 +37,24 @@ def _first_loop() -> None:
     EngineLoop().stop()
 
 
-def engines() -> list[str]:
-    """Names of the I/O engines that can run here."""
-    return ["threads", "python"] if native.available() else ["python"]
+@functools.cache
+def _why_no_io_uring() -> str | None:
+    return native.why_no_io_uring()
 
 
-@pytest.fixture(params=["threads", "python"])
+def need(engine: str) -> None:
+    """Skip a test where the I/O engine does not work."""
+    if engine != "python" and not native.available():
+        pytest.skip("the C extension was not built here")
+    if engine == "io_uring" and (refusal := _why_no_io_uring()):
+        pytest.skip(refusal)
+
+
+@pytest.fixture(params=ENGINES)
 def io(request: pytest.FixtureRequest) -> str:
     """Every I/O engine in turn."""
     name: str = request.param
-    if name not in engines():
-        pytest.skip("the C extension was not built here")
+    need(name)
     return name
 
 

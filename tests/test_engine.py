@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from pccheck_async import (
 )
 from pccheck_async.layout import COMMIT_NBYTES
 from pccheck_async.memory import PAGE_BYTES
-from tests.conftest import engines
+from tests.conftest import ENGINES, need
 from tests.processes import open_files, passes_in_a_forked_child
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -361,10 +362,10 @@ def test_forked_child(tmp_path: Path) -> None:
         assert engine.checkpoint({"a": torch.ones(10)}, step=2).result(60).step == 2
 
 
-@pytest.mark.parametrize(("writing", "reading"), [("threads", "python"), ("python", "threads")])
+@pytest.mark.parametrize(("writing", "reading"), list(permutations(ENGINES, 2)))
 def test_a_store_written_by_one_engine_is_read_by_the_other(tmp_path: Path, writing: str, reading: str) -> None:
-    if "threads" not in engines():
-        pytest.skip("the C extension was not built here")
+    need(writing)
+    need(reading)
     for step, io in enumerate((writing, reading, writing)):
         with SyncCheckpointEngine(tmp_path, io=io, keep_last=3) as engine:  # type: ignore[arg-type]
             engine.checkpoint(state_of(step), step=step)

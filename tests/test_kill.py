@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from pccheck_async import SyncCheckpointEngine, load_sync
+from tests.conftest import need
 from tests.kill_harness import PHASES, Campaign
 
 
@@ -58,8 +59,8 @@ def make(path, operations):
     return stuck[0]
 
 if __name__ == "__main__":
-    hold, workers = sys.argv[2], int(sys.argv[3])
-    with SyncCheckpointEngine(sys.argv[1], io=make) as engine:
+    hold, workers, io = sys.argv[2], int(sys.argv[3]), sys.argv[4]
+    with SyncCheckpointEngine(sys.argv[1], io=make if hold != "nothing" else io) as engine:
         state = {"tensor": torch.arange(100_000), "step": 1}
         engine.checkpoint(state, step=1).result()
         loader = torch.utils.data.DataLoader(Items(), batch_size=4, num_workers=workers)
@@ -80,11 +81,11 @@ if __name__ == "__main__":
 """
 
 
-def _start(folder: Path, hold: str, workers: int) -> tuple[subprocess.Popen[str], list[int]]:
+def _start(folder: Path, hold: str, workers: int, io: str = "auto") -> tuple[subprocess.Popen[str], list[int]]:
     script = folder / "trainer.py"
     script.write_text(TRAINER)
     trainer = subprocess.Popen(
-        [sys.executable, str(script), str(folder / "store"), hold, str(workers)],
+        [sys.executable, str(script), str(folder / "store"), hold, str(workers), io],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -105,8 +106,10 @@ def _kill(trainer: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_trainer_killed_while_its_data_loader_workers_live_restarts_at_once(tmp_path: Path) -> None:
-    trainer, workers = _start(tmp_path, "nothing", 2)
+@pytest.mark.parametrize("name", ["io_uring", "threads"])
+def test_a_trainer_killed_while_its_data_loader_workers_live_restarts_at_once(tmp_path: Path, name: str) -> None:
+    need(name)
+    trainer, workers = _start(tmp_path, "nothing", 2, name)
     try:
         for worker in workers:
             os.kill(worker, signal.SIGSTOP)  # else they would notice, and be gone before the restart

@@ -20,6 +20,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,9 @@ from hypothesis import strategies as st
 from pccheck_async import checksum
 from pccheck_async.operations import native
 from pccheck_async.operations.base import Operations
-from pccheck_async.operations.native import NativeOperations
-from pccheck_async.operations.python import PythonOperations
 from pccheck_async.operations.threads import WorkerThreads
+from tests.conftest import ENGINES, need
 
-needs_extension = pytest.mark.skipif(not native.available(), reason="the extension was not built")
-ENGINES = [PythonOperations, pytest.param(NativeOperations, marks=needs_extension)]
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
 
 CHUNK = 1 << 20
@@ -48,10 +46,9 @@ def runner(request: pytest.FixtureRequest) -> Iterator[asyncio.Runner]:
         yield runner
 
 
-@pytest.fixture(params=ENGINES, ids=["python", "native"])
-def engine(request: pytest.FixtureRequest) -> Callable[..., Operations]:
-    chosen: Callable[..., Operations] = request.param
-    return chosen
+@pytest.fixture
+def engine(io: str) -> Callable[..., Operations]:
+    return ENGINES[io]
 
 
 @pytest.fixture
@@ -141,7 +138,12 @@ def table(*segments: tuple[int, int, int]) -> bytes:
 
 
 def threads_now() -> int:
-    return len(os.listdir("/proc/self/task"))
+    """Threads of this process, without those that the kernel keeps for io_uring for as long as it likes."""
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        with suppress(OSError):  # it has just ended
+            names.append(Path(f"/proc/self/task/{task}/comm").read_text())
+    return sum(not name.startswith("iou-") for name in names)
 
 
 def threads_settle_at(count: int) -> bool:
@@ -450,6 +452,26 @@ async def test_close_waits_for_what_runs(runner: asyncio.Runner, operations: Ope
 
 
 @on_loop
+async def test_cancelled_in_the_kernel(runner: asyncio.Runner) -> None:
+    need("io_uring")  # which alone reads from an eventfd, and waits there as long as the test wants
+    operations = ENGINES["io_uring"](io_threads=2, copy_threads=1)
+    fd = os.eventfd(0)
+    into = bytearray(8)
+    tasks = [asyncio.create_task(operations.read(fd, 0, memoryview(into))) for _ in range(4)]  # two wait for room
+    await let_others_run()
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    assert all(task.cancelled() for task in tasks)
+    assert operations.running == 0
+    os.eventfd_write(fd, 7)
+    assert os.eventfd_read(fd) == 7  # nobody else reads there any more
+    assert not any(into)
+    os.close(fd)
+    await operations.close()
+
+
+@on_loop
 async def test_calls(runner: asyncio.Runner, operations: Operations) -> None:
     assert await operations.call(divmod, 7, 2) == (3, 1)
     assert await operations.call(threading.get_ident) != threading.get_ident()
@@ -469,6 +491,15 @@ def test_nothing_leaks(runner: asyncio.Runner, engine: Callable[..., Operations]
         runner.run(use())
     assert fds_now() == fds
     assert threads_settle_at(threads)
+
+
+def rings_now() -> tuple[int, int]:
+    """Descriptors and mappings of rings; uvloop may have one, too."""
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the listing's own is gone
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return links.count("anon_inode:[io_uring]"), Path("/proc/self/maps").read_text().count("[io_uring]")
 
 
 def in_forked_child(body: Callable[[], None]) -> int:
@@ -499,14 +530,33 @@ async def test_worker_threads_are_not_in_a_forked_child(runner: asyncio.Runner) 
     workers.close()
 
 
+@on_loop
+async def test_a_forked_child_inherits_no_ring(runner: asyncio.Runner, engine: Callable[..., Operations]) -> None:
+    def child() -> None:
+        assert rings_now() == before
+
+    before = rings_now()
+    operations = engine(io_threads=1, copy_threads=1)
+    assert (rings_now() != before) == (operations.name == "io_uring")
+    assert in_forked_child(child) == 0
+    await operations.close()
+    assert rings_now() == before
+
+
 # ---- The extension's own contracts
 
 if native.available():
     from pccheck_async import _ext
 
+    @pytest.fixture(params=["threads", "io_uring"])
+    def kind(request: pytest.FixtureRequest) -> str:
+        name: str = request.param
+        need(name)
+        return name
+
     @pytest.fixture
-    def queue() -> Iterator[_ext.Queue]:
-        queue = _ext.Queue(2, 1)
+    def queue(kind: str) -> Iterator[_ext.Queue]:
+        queue = _ext.Queue(2, 1, kind)
         yield queue
         queue.close()
 
@@ -609,11 +659,11 @@ if native.available():
         with pytest.raises(TypeError):
             _ext.Queue()  # type: ignore[call-arg]
 
-    def test_forgotten_queues_close_with_a_warning() -> None:
+    def test_forgotten_queues_close_with_a_warning(kind: str) -> None:
         threads, fds = threads_now(), fds_now()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            queue = _ext.Queue(2, 2)
+            queue = _ext.Queue(2, 2, kind)
             cycle = [queue]  # only the garbage collector finds it
             queue.submit([(1, _ext.GATHER, b"", bytearray(CHUNK), cycle)])
             del queue, cycle
@@ -622,7 +672,9 @@ if native.available():
         assert fds_now() == fds
         assert threads_settle_at(threads)
 
-    def test_forked_children_cannot_use_it(queue: _ext.Queue) -> None:
+    def test_forked_children_cannot_use_it(kind: str) -> None:
+        before = rings_now()
+        queue = _ext.Queue(2, 1, kind)
         data = bytearray(CHUNK)
         queue.submit([(n, _ext.CHECKSUM, data) for n in range(50)])  # some run while the child is made
 
@@ -632,16 +684,18 @@ if native.available():
                     call()
             queue.close()
             queue.close()
-            other = _ext.Queue(1, 1)  # its own works
+            assert rings_now() == before
+            other = _ext.Queue(1, 1, kind)  # its own works
             other.submit([(1, _ext.CHECKSUM, b"child")])
             assert reap(other, 1) == {1: (0, zlib.crc32(b"child"))}
             other.close()
 
         assert in_forked_child(child) == 0
         assert len(reap(queue, 50)) == 50
+        queue.close()
 
-    def test_a_forked_child_forgets_a_queue_without_hanging() -> None:
-        queues = [_ext.Queue(1, 1)]
+    def test_a_forked_child_forgets_a_queue_without_hanging(kind: str) -> None:
+        queues = [_ext.Queue(1, 1, kind)]
         queues[0].submit([(n, _ext.CHECKSUM, bytes(CHUNK)) for n in range(10)])
 
         def child() -> None:
@@ -651,14 +705,14 @@ if native.available():
         assert in_forked_child(child) == 0
         queues[0].close()
 
-    def test_other_interpreters_have_their_own() -> None:
+    def test_other_interpreters_have_their_own(kind: str) -> None:
         interpreters = pytest.importorskip("_xxsubinterpreters" if sys.version_info < (3, 13) else "_interpreters")
         script = f"""
 import importlib.util
 spec = importlib.util.spec_from_file_location("pccheck_async._ext", {_ext.__file__!r})
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-queue = module.Queue(1, 1)
+queue = module.Queue(1, 1, {kind!r})
 queue.submit([(1, module.CHECKSUM, b"abc")])
 queue.close()
 assert len(queue.reap()) == 1

@@ -16,13 +16,13 @@ import pytest
 
 from pccheck_async.errors import ReadError, StoreFullError, WriteError
 from pccheck_async.memory import PAGE_BYTES, map_memory
-from pccheck_async.operations.python import PythonOperations
 from pccheck_async.writer.posix import PosixWriter
+from tests.conftest import ENGINES
 
 
 @asynccontextmanager
-async def opened(folder: Path, *, create: bool = True) -> AsyncIterator[PosixWriter]:
-    operations = PythonOperations(io_threads=1, copy_threads=1)
+async def opened(folder: Path, io: str, *, create: bool = True) -> AsyncIterator[PosixWriter]:
+    operations = ENGINES[io](io_threads=1, copy_threads=1)
     writer = PosixWriter(folder, operations)
     try:
         await writer.prepare(create=create)
@@ -32,12 +32,22 @@ async def opened(folder: Path, *, create: bool = True) -> AsyncIterator[PosixWri
         await operations.close()
 
 
-def on_disk(tmp_path: Path, test: Callable[[PosixWriter], Coroutine[Any, Any, None]]) -> None:
-    async def main() -> None:
-        async with opened(tmp_path) as writer:
-            await test(writer)
+Body = Callable[[PosixWriter], Coroutine[Any, Any, None]]
+OnDisk = Callable[[Path, Body], None]
 
-    asyncio.run(main())
+
+@pytest.fixture
+def on_disk(io: str) -> OnDisk:
+    """Run a test with a writer for a folder, over every I/O engine in turn."""
+
+    def run(folder: Path, test: Body) -> None:
+        async def main() -> None:
+            async with opened(folder, io) as writer:
+                await test(writer)
+
+        asyncio.run(main())
+
+    return run
 
 
 def block(text: bytes = b"x") -> memoryview:
@@ -46,7 +56,7 @@ def block(text: bytes = b"x") -> memoryview:
     return memoryview(memory)[:PAGE_BYTES]
 
 
-def test_write_flush_read(tmp_path: Path) -> None:
+def test_write_flush_read(tmp_path: Path, on_disk: OnDisk) -> None:
     async def test(writer: PosixWriter) -> None:
         file = await writer.create("slot-000", 4 * PAGE_BYTES)
         assert (tmp_path / "slot-000").stat().st_size == 4 * PAGE_BYTES
@@ -62,7 +72,7 @@ def test_write_flush_read(tmp_path: Path) -> None:
     on_disk(tmp_path, test)
 
 
-def test_a_created_file_reads_as_zeros_and_has_its_space(tmp_path: Path) -> None:
+def test_a_created_file_reads_as_zeros_and_has_its_space(tmp_path: Path, on_disk: OnDisk) -> None:
     async def test(writer: PosixWriter) -> None:
         await writer.create("slot-000", 64 * PAGE_BYTES)
         found = (tmp_path / "slot-000").stat()
@@ -72,7 +82,7 @@ def test_a_created_file_reads_as_zeros_and_has_its_space(tmp_path: Path) -> None
     on_disk(tmp_path, test)
 
 
-def test_small_files(tmp_path: Path) -> None:
+def test_small_files(tmp_path: Path, on_disk: OnDisk) -> None:
     async def test(writer: PosixWriter) -> None:
         assert await writer.read_small("store.json") is None
         await writer.write_small("store.json.tmp", b"abc")
@@ -86,17 +96,17 @@ def test_small_files(tmp_path: Path) -> None:
     on_disk(tmp_path, test)
 
 
-def test_new_folders_are_made(tmp_path: Path) -> None:
+def test_new_folders_are_made(tmp_path: Path, io: str) -> None:
     async def test() -> None:
-        async with opened(tmp_path / "a" / "b"):
+        async with opened(tmp_path / "a" / "b", io):
             assert (tmp_path / "a" / "b").is_dir()
 
     asyncio.run(test())
 
 
-def test_reading_makes_nothing(tmp_path: Path) -> None:
+def test_reading_makes_nothing(tmp_path: Path, io: str) -> None:
     async def test() -> None:
-        async with opened(tmp_path / "none", create=False) as writer:
+        async with opened(tmp_path / "none", io, create=False) as writer:
             assert await writer.names() == []
             assert await writer.read_small("store.json") is None
         assert not (tmp_path / "none").exists()
@@ -104,7 +114,7 @@ def test_reading_makes_nothing(tmp_path: Path) -> None:
     asyncio.run(test())
 
 
-def test_locks_exclude_other_openings(tmp_path: Path) -> None:
+def test_locks_exclude_other_openings(tmp_path: Path, on_disk: OnDisk) -> None:
     async def test(writer: PosixWriter) -> None:
         file = await writer.create("slot-000", PAGE_BYTES)
         other = await writer.open("slot-000", writable=False)
@@ -119,7 +129,20 @@ def test_locks_exclude_other_openings(tmp_path: Path) -> None:
     on_disk(tmp_path, test)
 
 
-def test_errors_keep_errno_and_name(tmp_path: Path) -> None:
+def test_a_lock_goes_with_its_file_though_something_holds_that_open(tmp_path: Path, on_disk: OnDisk) -> None:
+    async def test(writer: PosixWriter) -> None:
+        file = await writer.create("slot-000", PAGE_BYTES)
+        other = await writer.open("slot-000", writable=False)
+        assert await writer.try_lock(file)
+        held = os.dup(file.fd)  # as a request does in the kernel, a moment longer than it runs
+        await writer.close_file(file)
+        assert await writer.try_lock(other, shared=True)
+        os.close(held)
+
+    on_disk(tmp_path, test)
+
+
+def test_errors_keep_errno_and_name(tmp_path: Path, on_disk: OnDisk) -> None:
     async def test(writer: PosixWriter) -> None:
         with pytest.raises(FileNotFoundError):
             await writer.open("slot-000", writable=True)
@@ -140,7 +163,7 @@ def test_errors_keep_errno_and_name(tmp_path: Path) -> None:
     on_disk(tmp_path, test)
 
 
-def test_a_file_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
+def test_a_file_that_does_not_fit_leaves_nothing(tmp_path: Path, on_disk: OnDisk) -> None:
     async def test(writer: PosixWriter) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE_BYTES, hard))
@@ -155,7 +178,7 @@ def test_a_file_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["slot-000", "store.json"])
-def test_planted_symlinks_are_not_followed(tmp_path: Path, name: str) -> None:
+def test_planted_symlinks_are_not_followed(tmp_path: Path, on_disk: OnDisk, name: str) -> None:
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")
     folder = tmp_path / "store"
@@ -175,7 +198,7 @@ def test_planted_symlinks_are_not_followed(tmp_path: Path, name: str) -> None:
 
 
 def test_direct_io_refused_at_the_first_transfer_falls_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, on_disk: OnDisk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def test(writer: PosixWriter) -> None:
         file = await writer.create("slot-000", PAGE_BYTES)
@@ -192,7 +215,7 @@ def test_direct_io_refused_at_the_first_transfer_falls_back(
     on_disk(tmp_path, test)
 
 
-def test_tmpfs_uses_buffered_io_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_tmpfs_uses_buffered_io_and_says_so(on_disk: OnDisk, caplog: pytest.LogCaptureFixture) -> None:
     folder = Path("/dev/shm") / f"pccheck-test-{os.getpid()}"
     folder.mkdir()
     try:
@@ -211,7 +234,7 @@ def test_tmpfs_uses_buffered_io_and_says_so(caplog: pytest.LogCaptureFixture) ->
         folder.rmdir()
 
 
-def test_descriptors_do_not_leak(tmp_path: Path) -> None:
+def test_descriptors_do_not_leak(tmp_path: Path, on_disk: OnDisk) -> None:
     before = len(os.listdir("/proc/self/fd"))
 
     async def test(writer: PosixWriter) -> None:
@@ -222,7 +245,7 @@ def test_descriptors_do_not_leak(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_abandon_closes_everything_at_once(tmp_path: Path) -> None:
+def test_abandon_closes_everything_at_once(tmp_path: Path, on_disk: OnDisk) -> None:
     async def test(writer: PosixWriter) -> None:
         file = await writer.create("slot-000", PAGE_BYTES)
         fd = file.fd
@@ -233,7 +256,7 @@ def test_abandon_closes_everything_at_once(tmp_path: Path) -> None:
     on_disk(tmp_path, test)
 
 
-def test_cancelled_creation_does_not_lose_its_descriptor(tmp_path: Path) -> None:
+def test_cancelled_creation_does_not_lose_its_descriptor(tmp_path: Path, on_disk: OnDisk) -> None:
     before = len(os.listdir("/proc/self/fd"))
 
     async def test(writer: PosixWriter) -> None:

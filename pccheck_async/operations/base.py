@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from pccheck_async.operations.threads import WorkerThreads
 
@@ -114,7 +114,7 @@ class Operations(abc.ABC):
     Engines implement :meth:`_submit` and :meth:`_cancel` and report through :meth:`_complete` on the loop's thread.
     """
 
-    name: ClassVar[str]
+    name: str
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

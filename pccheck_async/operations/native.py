@@ -1,11 +1,12 @@
-"""The engine in C: its threads never wait for the GIL, and finished operations reach the loop through one eventfd."""
+"""The engines in C: they never wait for the GIL, and finished operations reach the loop through one eventfd."""
 
 from __future__ import annotations
 
 import errno
 import os
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from pccheck_async.operations.base import Call, Checksum, Flush, Gather, Operation, Operations, Read, Scatter, Write
 
@@ -15,7 +16,17 @@ try:
 except ImportError as error:
     _why_not = error
 
-__all__ = ["NativeOperations", "available"]
+__all__ = ["Engine", "NativeOperations", "available", "why_no_io_uring"]
+
+Engine = Literal["threads", "io_uring"]
+
+_REFUSALS = {
+    errno.EPERM: "by a seccomp filter, as containers have, or by the sysctl kernel.io_uring_disabled",
+    errno.EACCES: "by a security module or a seccomp filter",
+    errno.ENOSYS: "it is older than Linux 5.6, was built without, or a seccomp filter hides it",
+    errno.ENOMEM: "before Linux 5.12 the limit on locked memory (ulimit -l) may be too low for its rings",
+}
+_open: weakref.WeakSet[NativeOperations] = weakref.WeakSet()
 
 
 def available() -> bool:
@@ -23,30 +34,44 @@ def available() -> bool:
     return _why_not is None
 
 
+def why_no_io_uring() -> str | None:
+    """Try io_uring out; return why it does not work here, or None where it does."""
+    if _why_not is not None:
+        return "the C extension was not built here"
+    try:
+        _ext.Queue(1, 1, "io_uring").close()
+    except OSError as error:
+        cause = _REFUSALS.get(error.errno or 0)
+        return f"the kernel refuses io_uring ({error.strerror}{f': {cause}' if cause else ''})"
+    return None
+
+
 class NativeOperations(Operations):
-    """Operations on threads of the extension.
+    """Operations on threads of the extension, or (what goes to storage) in the kernel by io_uring.
 
     Args:
-        io_threads: Threads for write, read and flush.
+        io_threads: Threads for write, read and flush; on io_uring, writes and reads in the kernel at a time.
         copy_threads: Threads for gather, scatter and checksum.
+        engine: What performs them; copies and checksums are done by threads in either case.
 
     Raises:
         RuntimeError: The extension was not built.
+        OSError: The kernel refuses the engine.
     """
 
-    name = "threads"
-
-    def __init__(self, *, io_threads: int, copy_threads: int) -> None:
+    def __init__(self, *, io_threads: int, copy_threads: int, engine: Engine = "threads") -> None:
+        self.name = engine
         if _why_not is not None:
             raise RuntimeError(
                 'the extension pccheck_async._ext was not built; install a C compiler and reinstall, or use io="python"'
             ) from _why_not
         super().__init__()
         try:
-            self._queue = _ext.Queue(io_threads, copy_threads)
+            self._queue = _ext.Queue(io_threads, copy_threads, engine)
         except BaseException:
             self._helpers.close()
             raise
+        _open.add(self)
         self._fd: int = self._queue.fileno()
         self._loop.add_reader(self._fd, self._reap)
 
@@ -58,6 +83,10 @@ class NativeOperations(Operations):
 
     def _shutdown(self) -> None:
         self._loop.remove_reader(self._fd)
+        self._queue.close()
+
+    def disown(self) -> None:
+        """In a forked child: close its copies of the engine's descriptors. Nothing else works there any more."""
         self._queue.close()
 
     def _reap(self) -> None:
@@ -88,3 +117,12 @@ def _packed(token: int, operation: Operation) -> tuple[Any, ...]:
 
 def _error(number: int) -> OSError:
     return OSError(number, "checksum mismatch" if number == errno.EBADMSG else os.strerror(number))
+
+
+def _disown_in_child() -> None:
+    # A ring that a child inherited would outlive the parent, and with it what is in flight there, files and locks.
+    for operations in list(_open):
+        operations.disown()
+
+
+os.register_at_fork(after_in_child=_disown_in_child)

@@ -53,7 +53,7 @@ class WriterStatistics:
     Attributes:
         engine: Name of the operations engine.
         direct: Whether transfers bypass the page cache.
-        why: Why direct I/O is (not) used.
+        why: Why direct I/O is (not) used, and why by that engine.
         write: Writes and their bytes.
         read: Reads and their bytes.
         flush: Flushes of files and of the folder.

@@ -33,11 +33,12 @@ _writers: weakref.WeakSet[PosixWriter] = weakref.WeakSet()
 
 
 class PosixWriter(Writer):
-    """The files of one folder, moved by an operations engine."""
+    """The files of one folder, moved by an operations engine; ``reason`` is why by that one, for the statistics."""
 
-    def __init__(self, folder: str | os.PathLike[str], operations: Operations) -> None:
+    def __init__(self, folder: str | os.PathLike[str], operations: Operations, reason: str = "") -> None:
         self._folder = Path(folder)
         self._operations = operations
+        self._reason = reason
         self._facts: FileSystemFacts | None = None
         self._files: set[File] = set()
         self._fds: set[int] = set()
@@ -110,6 +111,9 @@ class PosixWriter(Writer):
         if file in self._files:
             self._files.remove(file)
             self._fds.remove(file.fd)
+            with suppress(OSError):
+                # Not left to the descriptor's end: the kernel may hold the open file a moment longer than the request.
+                fcntl.flock(file.fd, fcntl.LOCK_UN)
             os.close(file.fd)
             file.fd = -1
 
@@ -166,10 +170,11 @@ class PosixWriter(Writer):
         self._files.clear()
 
     def statistics(self) -> WriterStatistics:
+        why = self._facts.why if self._facts else "not opened yet"
         return WriterStatistics(
             engine=self._operations.name,
             direct=self._facts is not None and self._facts.direct,
-            why=self._facts.why if self._facts else "not opened yet",
+            why=f"{why}; {self._reason}" if self._reason else why,
             **self._clock.stages(),
         )
 

@@ -1,91 +1,92 @@
-/* The queue over an engine whose every verdict the test decides: the shape that a ring in the kernel has. */
+/* The queue over an engine whose operations end when the test says so. */
 #include "check.h"
 #include "queue.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <poll.h>
-#include <string.h>
 
-struct ring {
+struct held {
     struct queue *queue;
-    size_t room; /* operations it takes before it is busy */
-    bool at_once;
     unsigned commits;
+    bool disowned;
+    struct op_list waiting;
     struct op_list inside;
-    struct op_list finished; /* to be collected */
 };
 
-static struct ring *ring;
+static struct held *held;
 
-static int ring_open(struct queue *queue, const struct engine_options *options, void **state)
+static int held_open(struct queue *queue, const struct engine_options *options, void **state)
 {
     if (options->io_threads == 0)
         return -EPERM;
-    ring = *state = calloc(1, sizeof *ring);
-    CHECK(ring);
-    ring->queue = queue;
-    ring->room = 2;
+    CHECK(queue_fd(queue) >= 0);
+    held = *state = calloc(1, sizeof *held);
+    CHECK(held);
+    held->queue = queue;
     return 0;
 }
 
-static enum engine_verdict ring_submit(void *state, struct op *op)
+static void held_submit(void *state, struct op *op)
 {
-    CHECK(state == ring);
-    if (ring->at_once) {
-        op->result = 7;
-        return ENGINE_COMPLETED;
-    }
-    if (ring->inside.count == ring->room)
-        return ENGINE_BUSY;
-    op_list_push(&ring->inside, op);
-    return ENGINE_QUEUED;
+    CHECK(state == held);
+    op_list_push(op->fd < 0 ? &held->waiting : &held->inside, op);
 }
 
-static void ring_commit(void *state)
+static void held_commit(void *state)
 {
-    CHECK(state == ring);
-    ring->commits++;
+    CHECK(state == held);
+    held->commits++;
 }
 
-static bool ring_cancel(void *state, uint64_t token)
+static bool held_cancel(void *state, uint64_t token)
 {
-    CHECK(state == ring);
-    (void)token; /* all that is inside has started */
-    return false;
+    CHECK(state == held);
+    struct op *op = op_list_remove(&held->waiting, token);
+    if (op)
+        queue_complete_cancelled(held->queue, op);
+    return op != NULL;
 }
 
-static void ring_collect(void *state)
+static void held_close(void *state)
 {
-    CHECK(state == ring);
-    for (struct op *op; (op = op_list_pop(&ring->finished)) != NULL;)
-        queue_complete(ring->queue, op);
+    CHECK(state == held);
+    for (struct op *op; (op = op_list_pop(&held->waiting)) != NULL;)
+        queue_complete_cancelled(held->queue, op);
+    for (struct op *op; (op = op_list_pop(&held->inside)) != NULL;)
+        queue_complete(held->queue, op);
 }
 
-static void ring_close(void *state)
+static void held_disown(void *state)
 {
-    CHECK(state == ring);
-    op_list_append(&ring->finished, &ring->inside);
-    ring_collect(state);
-    free(ring);
+    CHECK(state == held);
+    held->disowned = true;
 }
 
-static const struct engine ring_engine = {
-    .name = "ring",
-    .open = ring_open,
-    .submit = ring_submit,
-    .commit = ring_commit,
-    .cancel = ring_cancel,
-    .collect = ring_collect,
-    .close = ring_close,
+static const struct engine held_engine = {
+    .name = "held",
+    .open = held_open,
+    .submit = held_submit,
+    .commit = held_commit,
+    .cancel = held_cancel,
+    .close = held_close,
+    .disown = held_disown,
 };
 static const struct engine_options options = {1, 1};
 
+static struct queue *open_queue(void)
+{
+    struct queue *queue;
+    CHECK(queue_open(&held_engine, &options, &queue) == 0);
+    return queue;
+}
+
 static void finish_oldest(void)
 {
-    struct op *op = op_list_pop(&ring->inside);
+    struct op *op = op_list_pop(&held->inside);
     CHECK(op);
     op->result = 1;
-    op_list_push(&ring->finished, op);
+    queue_complete(held->queue, op);
 }
 
 static bool readable(const struct queue *queue)
@@ -94,104 +95,108 @@ static bool readable(const struct queue *queue)
     return poll(&p, 1, 0) == 1;
 }
 
-static struct op_list list_of(struct op *ops, size_t count)
+/* Those with a descriptor start at once. */
+static struct op_list list_of(struct op *ops, size_t count, int fd)
 {
     struct op_list list = {0};
     for (size_t i = 0; i < count; i++) {
-        ops[i] = (struct op){.token = i, .kind = OP_FLUSH};
+        ops[i] = (struct op){.token = i, .kind = OP_FLUSH, .fd = fd};
         op_list_push(&list, &ops[i]);
     }
     return list;
 }
 
-static void test_a_busy_engine_gets_the_rest_later_in_order(void)
+static void test_completions_come_in_order_and_signal_once(void)
 {
-    struct queue *queue;
-    struct op ops[5], *op;
-    CHECK(queue_open(&ring_engine, &options, &queue) == 0);
-    struct op_list batch = list_of(ops, 5);
-    queue_submit(queue, &batch);
-    CHECK(!batch.first && ring->inside.count == 2 && ring->commits == 1);
-
-    CHECK(!queue_cancel(queue, 0)); /* runs */
-    CHECK(queue_cancel(queue, 3));  /* never reached the engine */
-    CHECK(!queue_cancel(queue, 3));
-    CHECK(readable(queue));
-    struct op_list reaped = queue_reap(queue);
-    CHECK(reaped.count == 1 && reaped.first == &ops[3] && ops[3].result == -ECANCELED);
-    CHECK(!readable(queue) && queue_reap(queue).count == 0);
-
-    uint64_t expected[] = {0, 1, 2, 4};
-    for (size_t i = 0; i < 4; i++) {
-        finish_oldest();
-        reaped = queue_reap(queue); /* collects one, and makes room for the next */
-        op = op_list_pop(&reaped);
-        CHECK(op && op->token == expected[i] && op->result == 1 && !reaped.first);
-    }
-    CHECK(ring->inside.count == 0);
-    queue_close(queue);
-    queue_close(queue);
-    CHECK(queue_fd(queue) == -1);
-    queue_free(queue);
-}
-
-static void test_results_at_once_signal_once(void)
-{
-    struct queue *queue;
+    struct queue *queue = open_queue();
     struct op ops[3];
-    CHECK(queue_open(&ring_engine, &options, &queue) == 0);
-    ring->at_once = true;
-    struct op_list batch = list_of(ops, 3);
+    struct op_list batch = list_of(ops, 3, 0);
     queue_submit(queue, &batch);
+    CHECK(!batch.first && held->inside.count == 3 && held->commits == 1 && !readable(queue));
+    for (int i = 0; i < 3; i++)
+        finish_oldest();
     CHECK(readable(queue));
     struct op_list reaped = queue_reap(queue);
-    CHECK(reaped.count == 3 && reaped.first == &ops[0] && reaped.last == &ops[2] && ops[1].result == 7);
-    CHECK(!readable(queue));
+    CHECK(reaped.count == 3 && reaped.first == &ops[0] && reaped.last == &ops[2] && ops[1].result == 1);
+    CHECK(!readable(queue) && queue_reap(queue).count == 0);
 
     queue_unreap(queue, &reaped); /* could not be delivered */
     CHECK(!reaped.first && readable(queue));
     reaped = queue_reap(queue);
     CHECK(reaped.count == 3 && reaped.first == &ops[0] && !readable(queue));
     queue_close(queue);
+    queue_close(queue);
+    CHECK(queue_fd(queue) == -1);
+    queue_free(queue);
+}
+
+static void test_the_engine_knows_what_can_be_cancelled(void)
+{
+    struct queue *queue = open_queue();
+    struct op runs[1], waits[3];
+    struct op_list batch = list_of(runs, 1, 0), more = list_of(waits, 3, -1);
+    queue_submit(queue, &batch);
+    queue_submit(queue, &more);
+    CHECK(held->commits == 2);
+    CHECK(queue_cancel(queue, 2) && !queue_cancel(queue, 2) && !queue_cancel(queue, 7));
+    CHECK(readable(queue));
+    struct op_list reaped = queue_reap(queue);
+    CHECK(reaped.count == 1 && reaped.first == &waits[2] && waits[2].result == -ECANCELED);
+    queue_close(queue);
+    CHECK(queue_reap(queue).count == 3);
     queue_free(queue);
 }
 
 static void test_closing_ends_everything(void)
 {
-    struct queue *queue;
-    struct op ops[5], late[1];
-    CHECK(queue_open(&ring_engine, &options, &queue) == 0);
-    struct op_list batch = list_of(ops, 5);
+    struct queue *queue = open_queue();
+    struct op runs[2], waits[1], late[2];
+    struct op_list batch = list_of(runs, 2, 0), more = list_of(waits, 1, -1);
     queue_submit(queue, &batch);
+    queue_submit(queue, &more);
     queue_close(queue);
-    CHECK(queue_reap(queue).count == 5); /* the backlog as cancelled, what was inside as it ended */
-    CHECK(ops[0].result == 0 && ops[1].result == 0);
-    CHECK(ops[2].result == -ECANCELED && ops[3].result == -ECANCELED && ops[4].result == -ECANCELED);
+    CHECK(queue_reap(queue).count == 3);
+    CHECK(runs[0].result == 0 && runs[1].result == 0 && waits[0].result == -ECANCELED);
 
-    batch = list_of(late, 1);
+    batch = list_of(late, 2, 0);
     queue_submit(queue, &batch);
-    CHECK(queue_reap(queue).count == 1 && late[0].result == -ECANCELED);
-    CHECK(!queue_cancel(queue, 0));
+    CHECK(!batch.first && queue_reap(queue).count == 2);
+    CHECK(late[0].result == -ECANCELED && late[1].result == -ECANCELED);
+    CHECK(!queue_cancel(queue, 0) && held->commits == 2);
+    queue_free(queue);
+}
+
+static void test_disowned(void)
+{
+    struct queue *queue = open_queue();
+    const int fd = queue_fd(queue);
+    queue_disown(queue);
+    CHECK(held->disowned && queue_fd(queue) == -1);
+    CHECK(fcntl(fd, F_GETFD) < 0 && errno == EBADF);
+    queue_disown(queue);
+    queue_close(queue);
     queue_free(queue);
 }
 
 static void test_an_engine_that_does_not_open(void)
 {
     struct queue *queue = NULL;
-    CHECK(queue_open(&ring_engine, &(struct engine_options){0, 1}, &queue) == -EPERM && !queue);
+    CHECK(queue_open(&held_engine, &(struct engine_options){0, 1}, &queue) == -EPERM && !queue);
 }
 
 static void test_names(void)
 {
     CHECK(queue_engine("threads") == &threads_engine);
-    CHECK(!queue_engine("ring"));
+    CHECK(queue_engine("io_uring") == &uring_engine);
+    CHECK(!queue_engine("held"));
 }
 
 int main(void)
 {
-    test_a_busy_engine_gets_the_rest_later_in_order();
-    test_results_at_once_signal_once();
+    test_completions_come_in_order_and_signal_once();
+    test_the_engine_knows_what_can_be_cancelled();
     test_closing_ends_everything();
+    test_disowned();
     test_an_engine_that_does_not_open();
     test_names();
     return 0;

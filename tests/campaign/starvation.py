@@ -1,7 +1,7 @@
 """Time to durable of a checkpoint while the trainer blocks its event loop, or spins in pure Python on another thread.
 
-Run: ``python -m tests.campaign.starvation [--folder DIR] [--gib 1] [--pairs 9]``. Ratios to the undisturbed time of the
-same pair.
+Run: ``python -m tests.campaign.starvation [--folder DIR] [--gib 1] [--pairs 9] [--io threads]``. Ratios to the
+undisturbed time of the same pair.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -42,9 +43,9 @@ def spinning() -> Iterator[None]:
         thread.join()
 
 
-async def measure(folder: str, state: dict[str, torch.Tensor], pairs: int) -> None:
+async def measure(folder: str, state: dict[str, torch.Tensor], pairs: int, io: Any) -> None:
     blocked, spun = [], []
-    async with CheckpointEngine(folder, max_in_flight=1) as engine:
+    async with CheckpointEngine(folder, max_in_flight=1, io=io) as engine:
         for step in range(2):
             await (await engine.checkpoint(state, step=step))
         for pair in range(pairs):
@@ -85,9 +86,10 @@ def main() -> None:
     parser.add_argument("--folder", default=None)
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--io", default="auto")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        asyncio.run(measure(folder, build(int(args.gib * (1 << 30)), 100), args.pairs))
+        asyncio.run(measure(folder, build(int(args.gib * (1 << 30)), 100), args.pairs, args.io))
 
 
 if __name__ == "__main__":
