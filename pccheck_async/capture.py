@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +12,13 @@ import torch
 from pccheck_async.copying import CopyBackend
 from pccheck_async.manifest import ChunkEntry
 from pccheck_async.plan import Chunk, Plan, segments
-from pccheck_async.state.flatten import FlatState, flatten
+from pccheck_async.state.arrangement import Arrangement, arranged
+from pccheck_async.state.flatten import take_apart
+from pccheck_async.state.outline import Outline
 from pccheck_async.state.sources import Sources
-from pccheck_async.state.storages import Layout, arrange
+from pccheck_async.state.storages import Layout
 
-__all__ = ["Capture", "Snapshot", "take_snapshot"]
+__all__ = ["Capture", "Snapshot", "Snapshots"]
 
 
 @dataclass(slots=True, eq=False)
@@ -34,25 +36,33 @@ class Snapshot:
     time: float = field(default_factory=time.time)
 
 
-def take_snapshot(state: Mapping[str, Any]) -> Snapshot:
-    """Read a state on the caller's thread: calls every ``state_dict()``, copies plain values, copies no tensor.
+class Snapshots:
+    """Takes snapshots; one of the same structure as the last one is quick. May be used from several threads."""
 
-    Data pointers are resolved here, anew at each save: offloading, FSDP and ``resize_`` move them.
+    def __init__(self) -> None:
+        self._last: tuple[Outline | None, Arrangement | None] = (None, None)
 
-    Raises:
-        UnsupportedStateError: naming the path of what cannot be saved.
-    """
-    flat: FlatState = flatten(state)
-    layout = arrange(flat.leaves)
-    _settle_devices(flat)
-    return Snapshot(flat.skeleton, layout)
+    def take(self, state: Mapping[str, Any]) -> Snapshot:
+        """Read a state on the caller's thread: calls every ``state_dict()``, copies plain values, copies no tensor.
+
+        Data pointers are resolved here, anew at each save: offloading, FSDP and ``resize_`` move them.
+
+        Raises:
+            UnsupportedStateError: naming the path of what cannot be saved.
+        """
+        outline, arrangement = self._last
+        flat = take_apart(state, outline)
+        layout, arrangement = arranged(flat.leaves, arrangement)
+        self._last = flat.outline, arrangement
+        _settle(layout.devices)
+        return Snapshot(flat.skeleton, layout)
 
 
-def _settle_devices(flat: FlatState) -> None:
+def _settle(devices: Iterable[torch.device]) -> None:
     """Let pending kernels finish, so that device memory holds the state that the caller sees."""
-    devices = {leaf.value.device for leaf in flat.leaves if isinstance(leaf.value, torch.Tensor) and leaf.value.is_cuda}
     for device in devices:
-        torch.cuda.current_stream(device).synchronize()
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
 
 class Capture:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from pccheck_async.state import dtypes
-from pccheck_async.state.flatten import Array
+from pccheck_async.state.leaves import Array
 
 __all__ = ["PackedSource", "RawSource", "Source", "Sources", "as_bits"]
 
@@ -77,11 +77,14 @@ class Sources(Sequence[Source]):
 
     Args:
         sources: Any sources; :meth:`add` takes more.
+
+    Attributes:
+        nbytes: Length of each source.
     """
 
     def __init__(self, sources: Iterable[Source] = ()) -> None:
         self._addresses: list[int] = []
-        self._nbytes: list[int] = []
+        self.nbytes: list[int] = []
         self._owners: list[Any] = []  # of a packed source: itself
         for source in sources:
             if isinstance(source, PackedSource):
@@ -89,10 +92,19 @@ class Sources(Sequence[Source]):
             else:
                 self.add(*source)
 
+    @classmethod
+    def of_columns(cls, addresses: npt.NDArray[np.uint64], nbytes: list[int], owners: list[Any]) -> Sources:
+        """Return the sources of these columns; of a packed one the address is 0 and the owner the source itself."""
+        sources = cls()
+        sources.addresses = addresses
+        sources.nbytes = nbytes
+        sources._owners = owners
+        return sources
+
     def add(self, address: int, nbytes: int, owner: Any) -> None:
         """Append host memory (a :class:`RawSource` that is only made when someone asks for it)."""
         self._addresses.append(address)
-        self._nbytes.append(nbytes)
+        self.nbytes.append(nbytes)
         self._owners.append(owner)
 
     def add_packed(self, source: PackedSource) -> None:
@@ -119,7 +131,7 @@ class Sources(Sequence[Source]):
         owner = self._owners[index]
         if isinstance(owner, PackedSource):
             return owner
-        return RawSource(self._addresses[index], self._nbytes[index], owner)
+        return RawSource(int(self.addresses[index]), self.nbytes[index], owner)
 
     def __len__(self) -> int:
         return len(self._owners)
