@@ -154,6 +154,8 @@ CHANGES: dict[str, Change] = {
     "wider": lambda values, n, other: assign(values[n], values[n].detach().to(torch.complex128)),
     "transposed": lambda values, n, other: values[n].t_(),
     "one dimension more": lambda values, n, other: values[n].unsqueeze_(0),
+    "strides alone": lambda values, n, other: setitem(values, n, values[n].detach().t().contiguous().t()),
+    "fewer rows": lambda values, n, other: setitem(values, n, values[n].detach()[:1]),
     "stride of one item": lambda values, n, other: setitem(values, n, values[n].detach()[None].as_strided(
         (1, *values[n].shape), (99, *values[n].stride()))),
     "start in its storage": lambda values, n, other: setitem(values, n, shifted(values[n])),

@@ -65,6 +65,20 @@ def _set(key: Any, value: Any) -> Callable[[dict[Any, Any]], object]:
     return lambda inner: inner.__setitem__(key, value)
 
 
+def _rename(inner: dict[Any, Any], old: Any, new: Any) -> None:
+    """Give an item another key in the same place."""
+    items = [(new if key is old else key, value) for key, value in inner.items()]
+    inner.clear()
+    inner.update(items)
+
+
+def _move(one: dict[Any, Any], other: dict[Any, Any], key: Any) -> None:
+    """Make the last item of one dict the first of another."""
+    items = [(key, one.pop(key)), *other.items()]
+    other.clear()
+    other.update(items)
+
+
 CHANGES: dict[str, Callable[[dict[Any, Any]], object]] = {
     "nothing": lambda inner: None,
     "plain value": _set("plain", 7),
@@ -82,13 +96,17 @@ CHANGES: dict[str, Callable[[dict[Any, Any]], object]] = {
     "container for tensor": _set("a", {"x": torch.zeros(1)}),
     "tensor for container": _set("deep", torch.zeros(1)),
     "one more key": _set("new", torch.zeros(1)),
-    "a key of another type": lambda inner: inner.__setitem__(True, inner.pop(1)),
-    "a key of another type that is equal": lambda inner: inner.__setitem__(1.0, inner.pop(1)),
+    "an equal key that is a bool": lambda inner: _rename(inner, 1, True),
+    "an equal key that is a float": lambda inner: _rename(inner, 1, 1.0),
+    "another key": lambda inner: _rename(inner, 1, 2),
     "order": lambda inner: inner.__setitem__("a", inner.pop("a")),
     "one key less": lambda inner: inner.pop("a"),
     "deep value": lambda inner: inner["deep"]["rows"][1].__setitem__("step", 9),
     "deep type": lambda inner: inner["deep"]["rows"][1].__setitem__("step", "x"),
     "deep key": lambda inner: inner["deep"]["rows"][1].__setitem__("more", torch.zeros(2)),
+    "deep rename": lambda inner: _rename(inner["deep"]["rows"][1], "t", "v"),
+    "an item in the next row": lambda inner: _move(inner["uneven"]["a"], inner["uneven"]["b"], "y"),
+    "a flat bytearray in place": lambda inner: inner["flat"]["bytes"].append(1),
     "deep order": lambda inner: inner["deep"]["rows"][1].__setitem__("step", inner["deep"]["rows"][1].pop("step")),
     "one row more": lambda inner: inner["deep"]["rows"].__setitem__(2, {"step": 1, "t": torch.zeros(1)}),
     "a row that is no dict": lambda inner: inner["deep"]["rows"].__setitem__(1, OrderedDict(inner["deep"]["rows"][1])),
@@ -118,6 +136,8 @@ def some() -> dict[Any, Any]:
         "list": [1, torch.zeros(1)],
         "tuple": (torch.zeros(1), "x"),
         "deep": {"rows": {n: {"step": n, "t": torch.zeros(1), "u": torch.ones(2)} for n in (0, 1)}, "w": torch.ones(1)},
+        "uneven": {"a": {"x": torch.zeros(1), "y": torch.zeros(1)}, "b": {"z": torch.zeros(1)}},
+        "flat": {"bytes": bytearray(b"x"), "t": torch.zeros(1)},
         "ordered": ordered,
         "thing": Thing({"t": torch.zeros(1), "list": [1, 2]}),
         "later": torch.zeros(1),
