@@ -87,3 +87,15 @@ def dio_alignment(fd: int, /) -> tuple[int, int] | None:
         Alignment in bytes of memory, and of offsets and lengths; (0, 0) where the file does not support direct I/O;
         None where the kernel (before 6.1) or the filesystem does not say.
     """
+
+def dlpack_forms(api: object, tensors: list[Any], /) -> bytes:
+    """Return what tensors are: of each its device, number of dimensions, dtype, shape and strides, back to back.
+
+    Args:
+        api: The ``__dlpack_c_exchange_api__`` of their type.
+        tensors: Objects of that type.
+
+    Raises:
+        NotImplementedError: This API is too new or too old.
+        RuntimeError: A tensor has no shape or strides, or DLPack has no name for its dtype or device.
+    """

@@ -13,10 +13,12 @@ import numpy as np
 from pccheck_async.copying import CopyBackend
 from pccheck_async.manifest import ChunkEntry
 from pccheck_async.plan import Chunk, Plan, segments
-from pccheck_async.state.flatten import FlatState, flatten
-from pccheck_async.state.storages import Layout, arrange
+from pccheck_async.state.arrangement import Arrangement, arranged
+from pccheck_async.state.flatten import take_apart
+from pccheck_async.state.outline import Outline
+from pccheck_async.state.storages import Layout
 
-__all__ = ["Capture", "Snapshot", "take_snapshot"]
+__all__ = ["Capture", "Snapshot", "Snapshots"]
 
 
 @dataclass(slots=True, eq=False)
@@ -36,21 +38,29 @@ class Snapshot:
     time: float = field(default_factory=time.time)
 
 
-def take_snapshot(state: Mapping[str, Any], backend: CopyBackend) -> Snapshot:
-    """Read a state on the caller's thread: calls every ``state_dict()``, copies plain values, copies no tensor.
+class Snapshots:
+    """Takes snapshots; one of the same structure as the last one is quick. May be used from several threads."""
 
-    Data pointers are resolved here, anew at each save: offloading, FSDP and ``resize_`` move them. Of tensors on CUDA
-    devices, the checkpoint sees what the current streams have queued by now (see :meth:`CopyBackend.admit`).
+    def __init__(self) -> None:
+        self._last: tuple[Outline | None, Arrangement | None] = (None, None)
 
-    Raises:
-        UnsupportedStateError: naming the path of what cannot be saved.
-    """
-    flat: FlatState = flatten(state)
-    layout = arrange(flat.leaves)
-    sources = layout.sources
-    if sources.devices and not backend.by_address:
-        sources.pack_devices()
-    return Snapshot(flat.skeleton, layout, backend.admit(sources.devices))
+    def take(self, state: Mapping[str, Any], backend: CopyBackend) -> Snapshot:
+        """Read a state on the caller's thread: calls every ``state_dict()``, copies plain values, copies no tensor.
+
+        Data pointers are resolved here, anew at each save: offloading, FSDP and ``resize_`` move them. Of tensors on
+        CUDA devices, the checkpoint sees what the current streams have queued by now (see :meth:`CopyBackend.admit`).
+
+        Raises:
+            UnsupportedStateError: naming the path of what cannot be saved.
+        """
+        outline, arrangement = self._last
+        flat = take_apart(state, outline)
+        layout, arrangement = arranged(flat.leaves, arrangement)
+        self._last = flat.outline, arrangement
+        sources = layout.sources
+        if sources.devices and not backend.by_address:
+            sources.pack_devices()
+        return Snapshot(flat.skeleton, layout, backend.admit(sources.devices))
 
 
 class Capture:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from pccheck_async.capture import take_snapshot
+from pccheck_async.capture import Snapshots
 from pccheck_async.config import Decisions, EngineConfig, decide
 from pccheck_async.copying import CopyBackend, CudaCopy, make_backend
 from pccheck_async.errors import (
@@ -73,6 +73,7 @@ class EngineCore:
         self._durable = self._superseded = self._failures = self._skipped = self._admitted = 0
         self._stall = self._last_stall = self._state_seconds = 0.0
         self._clock = StageClock("capture", "commit", "restore")
+        self._snapshots = Snapshots()
         self.loop: EngineLoop
         self._session: Session | None = None
         self._store: Store
@@ -256,7 +257,7 @@ class EngineCore:
         busy = self._busy(step)
         if busy is not None:
             return busy, start
-        snapshot = take_snapshot(state, self._backend)
+        snapshot = self._snapshots.take(state, self._backend)
         self._state_seconds += time.perf_counter() - start
         with self._admission:
             self.check_alive()

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import msgspec
+from msgspec import structs
 
 from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
 from pccheck_async.state import dtypes
@@ -23,6 +24,7 @@ __all__ = [
     "VERSION",
     "ChunkEntry",
     "Manifest",
+    "ManifestEncoder",
     "StorageEntry",
     "TensorEntry",
     "decode",
@@ -132,6 +134,28 @@ def encode(manifest: Manifest) -> bytes:
         return _ENCODER.encode(manifest)
     except (OverflowError, UnicodeEncodeError, TypeError) as error:
         raise UnsupportedStateError(f"the step or the metadata of a checkpoint cannot be saved: {error}") from error
+
+
+class ManifestEncoder:
+    """Encodes manifests like :func:`encode`, but what is the same object as in the last one only once.
+
+    A checkpoint's manifest is encoded twice, first for its length, and its tables stay the same from save to save while
+    the structure of the state does. For one thread.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[object, msgspec.Raw]] = {}
+
+    def encode(self, manifest: Manifest) -> bytes:
+        """Return the manifest as msgpack. Raises UnsupportedStateError (see :func:`encode`)."""
+        names = ("skeleton", "tensors", "storages")
+        return encode(structs.replace(manifest, **{name: self._kept(name, getattr(manifest, name)) for name in names}))
+
+    def _kept(self, name: str, value: object) -> msgspec.Raw:
+        last = self._last.get(name)
+        if last is None or last[0] is not value:
+            last = self._last[name] = (value, msgspec.Raw(_ENCODER.encode(value)))
+        return last[1]
 
 
 def decode(data: bytes | bytearray | memoryview) -> Manifest:

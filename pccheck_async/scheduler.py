@@ -20,7 +20,7 @@ from pccheck_async.failures import first_failure
 from pccheck_async.info import CheckpointInfo
 from pccheck_async.layout import Entry, align
 from pccheck_async.limiter import Limiter
-from pccheck_async.manifest import VERSION, ChunkEntry, Manifest, encode
+from pccheck_async.manifest import VERSION, ChunkEntry, Manifest, ManifestEncoder
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.plan import Chunk, Plan, Planner
 from pccheck_async.pool import BufferPool
@@ -78,6 +78,7 @@ class Scheduler:
         self._clock = clock
         self._ended = ended
         self._limiter = Limiter(max_in_flight)
+        self._manifests = ManifestEncoder()
         self._tasks: dict[PendingCheckpoint, asyncio.Task[None]] = {}
 
     def start(self, job: Job) -> None:
@@ -226,7 +227,7 @@ class Scheduler:
                 lease.release()
 
     def _encode(self, job: Job, plan: Plan, chunks: tuple[ChunkEntry, ...]) -> bytes:
-        return encode(
+        return self._manifests.encode(
             Manifest(
                 version=VERSION,
                 counter=job.pending.counter,

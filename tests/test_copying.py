@@ -8,7 +8,7 @@ import errno
 import random
 import shutil
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -39,7 +39,10 @@ from pccheck_async.operations.python import PythonOperations, gather
 from pccheck_async.plan import Planner
 from pccheck_async.pool import BufferPool
 from pccheck_async.segments import PackedPiece, Segments, Table
+from pccheck_async.state import storages
+from pccheck_async.state.arrangement import Arrangement, arranged
 from pccheck_async.state.flatten import ArrayLeaf
+from pccheck_async.state.leaves import Leaves
 from pccheck_async.state.match import match
 from pccheck_async.state.sources import HOST, PackedSource, RawSource, Sources
 from pccheck_async.state.storages import arrange
@@ -984,8 +987,8 @@ def engine_on(monkeypatch: pytest.MonkeyPatch, devices: list[PretendDevice]) -> 
     """Let every engine find the tensors of its state, but for the smallest, in a device's memory."""
     device = devices[0]
 
-    def arrange_on_device(leaves: Sequence[ArrayLeaf]) -> Any:
-        layout = arrange(leaves)
+    def arranged_on_device(leaves: Leaves, last: Arrangement | None) -> tuple[storages.Layout, Arrangement | None]:
+        layout, last = arranged(leaves, last)
         placed = Sources()
         for source in layout.sources:
             assert isinstance(source, RawSource)
@@ -994,7 +997,7 @@ def engine_on(monkeypatch: pytest.MonkeyPatch, devices: list[PretendDevice]) -> 
             else:
                 device.adopt(source.address, source.nbytes)
                 placed.add_device(*source[:3], device.index)
-        return replace(layout, sources=placed)
+        return replace(layout, sources=placed), last
 
     def make(operations: Operations, mode: DeviceMode) -> CopyBackend:
         return CudaCopy(operations, lambda: devices.__getitem__, mode)
@@ -1006,7 +1009,7 @@ def engine_on(monkeypatch: pytest.MonkeyPatch, devices: list[PretendDevice]) -> 
         placed = [target._replace(device=device.index if target.nbytes >= 64 else HOST) for target in found.targets]
         return replace(found, targets=Targets(placed))
 
-    monkeypatch.setattr(capture, "arrange", arrange_on_device)
+    monkeypatch.setattr(capture, "arranged", arranged_on_device)
     monkeypatch.setattr(core, "match", match_on_device)
     monkeypatch.setattr(core, "make_backend", make)
     return device

@@ -10,7 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pccheck_async.errors import CheckpointError, CorruptStoreError, UnsupportedStateError
-from pccheck_async.manifest import ChunkEntry, Manifest, StorageEntry, TensorEntry, decode, encode, span
+from pccheck_async.manifest import (
+    ChunkEntry,
+    Manifest,
+    ManifestEncoder,
+    StorageEntry,
+    TensorEntry,
+    decode,
+    encode,
+    span,
+)
 from pccheck_async.state.match import allocate
 from pccheck_async.state.nodes import ArrayNode, DictNode, ListNode, Node
 from tests.round_trip import save
@@ -41,6 +50,23 @@ def test_round_trip() -> None:
     manifest = good()
     for data in (encode(manifest), bytearray(encode(manifest)), memoryview(encode(manifest))):
         assert decode(data) == manifest
+
+
+def test_an_encoder_that_keeps_what_stays_writes_the_same() -> None:
+    encoder = ManifestEncoder()
+    first = good()
+    for manifest in (
+        first,
+        good(step=9, chunks=(ChunkEntry(0, 1024, 7),)),
+        msgspec.structs.replace(first, step=3),
+        msgspec.structs.replace(first, tensors=(tensor(requires_grad=True), *first.tensors[1:])),
+        msgspec.structs.replace(first, skeleton=DictNode(["x", "y"], [ArrayNode(1), ArrayNode(0)])),
+        msgspec.structs.replace(first, storages=(StorageEntry(0, 24), StorageEntry(128, 24))),
+        first,
+    ):
+        assert encoder.encode(manifest) == encode(manifest)
+    with pytest.raises(UnsupportedStateError, match="step"):
+        encoder.encode(good(step=1 << 64))
 
 
 @pytest.mark.parametrize(

@@ -10,18 +10,19 @@ import enum
 import pathlib
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
 import torch
 
 from pccheck_async.errors import UnsupportedStateError
-from pccheck_async.state import dtypes, paths, values
+from pccheck_async.state import paths, values
+from pccheck_async.state.leaves import KINDS, Array, ArrayLeaf, Kind, Leaves
 from pccheck_async.state.nodes import (
     MAX_DEPTH,
     ArrayNode,
@@ -35,11 +36,33 @@ from pccheck_async.state.nodes import (
     StatefulNode,
     TupleNode,
 )
+from pccheck_async.state.outline import (
+    Branches,
+    ContainerOutline,
+    Content,
+    Flat,
+    LeafOutline,
+    Met,
+    ObjectOutline,
+    Outline,
+    Rows,
+    Shape,
+    same_objects,
+)
 
-__all__ = ["Array", "ArrayLeaf", "FlatState", "Kind", "Stateful", "check_outermost", "flatten", "is_stateful", "noting"]
-
-Array: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
-Kind: TypeAlias = Literal["tensor", "parameter", "ndarray"]
+__all__ = [
+    "Array",
+    "ArrayLeaf",
+    "FlatState",
+    "Kind",
+    "Leaves",
+    "Stateful",
+    "check_outermost",
+    "flatten",
+    "is_stateful",
+    "noting",
+    "take_apart",
+]
 
 
 @runtime_checkable
@@ -53,28 +76,13 @@ class Stateful(Protocol):
         """Take over a state that ``state_dict`` returned."""
 
 
-class ArrayLeaf(NamedTuple):
-    """One tensor or array of the state.
-
-    Attributes:
-        path: Where it is, see :mod:`pccheck_async.state.paths`.
-        value: The live object itself.
-        kind: What it comes back as.
-        requires_grad: Whether it comes back with autograd switched on.
-    """
-
-    path: str
-    value: Array
-    kind: Kind
-    requires_grad: bool = False
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatState:
     """A state taken apart; ``ArrayNode.index`` counts into ``leaves``."""
 
     skeleton: Node
-    leaves: tuple[ArrayLeaf, ...]
+    leaves: Leaves
+    outline: Outline | None
 
 
 def flatten(state: Mapping[str, Any]) -> FlatState:
@@ -89,13 +97,23 @@ def flatten(state: Mapping[str, Any]) -> FlatState:
     Raises:
         UnsupportedStateError: A value cannot be saved as it is; names its path and says what to do.
     """
+    flat = take_apart(state)
+    flat.leaves.check()
+    return flat
+
+
+def take_apart(state: Mapping[str, Any], last: Outline | None = None) -> FlatState:
+    """Do the same without a look at the arrays, sparing what is made as it was when ``last`` was returned.
+
+    Whether the arrays can be saved is left to :meth:`Leaves.check`, or to somebody who knows these arrays already.
+    """
     check_outermost(state)
     flattener = _Flattener()
     try:
-        skeleton = flattener.mapping(DictNode, state, "", 1)
+        skeleton, outline = flattener.inside(state, "", 1, last, make=DictNode)
     except RecursionError:
         raise UnsupportedStateError("the state is nested too deeply for Python's stack") from None
-    return FlatState(skeleton, tuple(flattener.leaves))
+    return FlatState(skeleton, flattener.leaves, outline)
 
 
 def check_outermost(state: object) -> None:
@@ -126,22 +144,32 @@ def is_stateful(value: object) -> bool:
 
 
 class _Flattener:
-    def __init__(self) -> None:
-        self.leaves: list[ArrayLeaf] = []
-        self._open: set[int] = set()  # identities of the containers between the root and here
+    """One walk over a state. What it is told to be ``last`` may be wrong: it is used only where the value fits it."""
 
-    def node(self, value: Any, path: str, depth: int) -> Node:
+    def __init__(self) -> None:
+        self.leaves = Leaves()
+        self._open: set[int] = set()  # identities of the containers between the root and here
+        self._in_metadata = False
+
+    def met(self, value: Any, path: str, depth: int, last: Outline | None) -> Met:
+        met = last.again(value, self.leaves) if last is not None else None
+        return self.node(value, path, depth, last) if met is None else met
+
+    def node(self, value: Any, path: str, depth: int, last: Outline | None = None) -> Met:
         kind = type(value)
         convert = values.ATOMS.get(kind)
         if convert is not None:
-            return convert(value)
-        if kind is torch.Tensor or kind is torch.nn.Parameter or kind is np.ndarray:
-            return self.array(value, path)
+            return convert(value), None
+        if kind in KINDS:
+            node = ArrayNode(len(self.leaves))
+            self.leaves.paths.append(path)
+            self.leaves.values.append(value)
+            return node, LeafOutline(path, node)
         if isinstance(value, (np.generic, np.dtype)):
-            return values.numpy_value(value, path)
-        return self.container(value, path, depth)
+            return values.numpy_value(value, path), None
+        return self.container(value, path, depth, last)
 
-    def container(self, value: Any, path: str, depth: int) -> Node:
+    def container(self, value: Any, path: str, depth: int, last: Outline | None) -> Met:
         if depth > MAX_DEPTH:
             raise UnsupportedStateError(f"{path}: nested more than {MAX_DEPTH} levels deep; flatten it")
         if id(value) in self._open:
@@ -150,71 +178,152 @@ class _Flattener:
         try:
             kind = type(value)
             if kind is dict:
-                return self.mapping(DictNode, value, path, depth)
-            if kind is list:
-                return ListNode(self.items(value, path, depth))
-            if kind is tuple:
-                return TupleNode(self.items(value, path, depth))
+                return self.inside(value, path, depth, last, make=DictNode)
+            if kind is list or kind is tuple:
+                return self.sequence(value, path, depth, last)
             if kind is OrderedDict:
-                return self.ordered(value, path, depth)
+                return self.ordered(value, path, depth, last)
             if kind is Counter:
                 _refuse_attributes(value, path, allowed=())
-                return self.mapping(CounterNode, value, path, depth)
+                return self.inside(value, path, depth, last, make=CounterNode)[0], None
             if kind is set:
-                return SetNode(_set(value, path, depth))
+                return SetNode(_set(value, path, depth)), None
             if kind is frozenset:
-                return FrozenSetNode(_set(value, path, depth))
+                return FrozenSetNode(_set(value, path, depth)), None
             if is_stateful(value):
-                with noting("state_dict", path, value):
-                    state = value.state_dict()
-                return StatefulNode(self.node(state, path, depth + 1))
+                return self.object(value, path, depth, last)
             raise _unsupported(value, path)
         finally:
             self._open.discard(id(value))
 
-    def mapping(
-        self, make: Callable[[list[Node], list[Node]], Node], value: Mapping[Any, Any], path: str, depth: int
-    ) -> Node:
-        keys = list(value)
-        key_nodes = [key if type(key) is str and key.isascii() else _key(key, path, depth) for key in keys]
-        return make(key_nodes, self.each(paths.components(keys), value.values(), path, depth))
-
-    def ordered(self, value: OrderedDict[Any, Any], path: str, depth: int) -> Node:
+    def ordered(self, value: OrderedDict[Any, Any], path: str, depth: int, last: Outline | None) -> Met:
         _refuse_attributes(value, path, allowed=("_metadata",))
+        outer, self._in_metadata = self._in_metadata, True
+        known = last.metadata if isinstance(last, ContainerOutline) else ()
         metadata = [
-            self.node(item, paths.child(path, "<_metadata>"), depth + 1)
+            self.met(item, paths.child(path, "<_metadata>"), depth + 1, known[0][1] if known else None)
             for name, item in vars(value).items()
             if name == "_metadata"
         ]
-        return self.mapping(lambda keys, items: OrderedDictNode(keys, items, metadata), value, path, depth)
+        self._in_metadata = outer
+        return self.inside(value, path, depth, last, metadata, make=OrderedDictNode)
 
-    def items(self, value: list[Any] | tuple[Any, ...], path: str, depth: int) -> list[Node]:
+    def sequence(self, value: list[Any] | tuple[Any, ...], path: str, depth: int, last: Outline | None) -> Met:
         kinds = set(map(type, value))
         if kinds <= values.VERBATIM and (int not in kinds or (kinds == {int} and values.all_small(value))):
-            return list(value)  # a loader's permutation may have millions of numbers
-        return self.each(map(str, range(len(value))), value, path, depth)
+            nodes = list(value)  # a loader's permutation may have millions of numbers
+            return (ListNode(nodes) if type(value) is list else TupleNode(nodes)), None
+        return self.inside(value, path, depth, last, make=ListNode if type(value) is list else TupleNode)
 
-    def each(self, names: Iterable[str], items: Iterable[Any], path: str, depth: int) -> list[Node]:
-        nodes: list[Node] = []
-        atoms = values.ATOMS
-        prefix = path + "." if path else ""
-        for name, item in zip(names, items, strict=True):
-            convert = atoms.get(type(item))
-            nodes.append(convert(item) if convert is not None else self.node(item, prefix + name, depth + 1))
-        return nodes
+    def object(self, value: Any, path: str, depth: int, last: Outline | None) -> Met:
+        known = last if isinstance(last, ObjectOutline) else None
+        with noting("state_dict", path, value):
+            state = value.state_dict()
+        child, below = self.met(state, path, depth + 1, known.below if known is not None else None)
+        if known is not None and child is known.node.child and below is known.below:
+            return known.node, known
+        node = StatefulNode(child)
+        return node, ObjectOutline(node, below) if below is not None else None
 
-    def array(self, value: Array, path: str) -> Node:
-        kind: Kind
-        if isinstance(value, torch.Tensor):
-            reason = _tensor_trouble(value)
-            kind, requires_grad = "parameter" if type(value) is torch.nn.Parameter else "tensor", value.requires_grad
+    def inside(
+        self,
+        value: Any,
+        path: str,
+        depth: int,
+        last: Outline | None,
+        metadata: Sequence[Met] = (),
+        *,
+        make: Callable[..., Node],
+    ) -> Met:
+        """Take the items of a mapping or a sequence."""
+        known = last if isinstance(last, ContainerOutline) else None
+        items = known.shape.items(value) if known is not None else None
+        if known is None or items is None:
+            known, shape = None, _shape(value, path, depth, make)
+            items = value if shape.keys is None else list(value.values())
         else:
-            reason = _array_trouble(value)
-            kind, requires_grad = "ndarray", False
-        if reason:
-            raise UnsupportedStateError(f"{path}: {reason}")
-        self.leaves.append(ArrayLeaf(path, value, kind, requires_grad))
-        return ArrayNode(len(self.leaves) - 1)
+            shape = known.shape
+        nodes, content = self.content(shape.names, items, path, depth, known.content if known is not None else None)
+        if (
+            known is not None
+            and nodes is known.content.nodes
+            and content is known.content
+            and len(metadata) == len(known.metadata)
+            and all(map(same_objects, metadata, known.metadata))
+        ):
+            return known.node, known
+        node = shape.node(nodes, [item for item, _ in metadata])
+        return node, ContainerOutline(shape, content, list(metadata), node) if content is not None else None
+
+    def content(
+        self, names: Sequence[str], items: Sequence[Any], path: str, depth: int, last: Content | None
+    ) -> tuple[list[Node], Content | None]:
+        prefix = path + "." if path else ""
+        if isinstance(last, Branches):
+            return self.branches(names, items, prefix, depth, last)
+        nodes = last.again(items, self.leaves) if last is not None else None
+        return (nodes, last) if nodes is not None else self.each(names, items, prefix, depth)
+
+    def branches(
+        self, names: Sequence[str], items: Sequence[Any], prefix: str, depth: int, last: Branches
+    ) -> tuple[list[Node], Branches]:
+        nodes: list[Node] = []
+        below: list[Outline | None] = []
+        for name, item, known in zip(names, items, last.below, strict=True):
+            met = known.again(item, self.leaves) if known is not None else None
+            if met is None:
+                met = self.node(item, prefix + name, depth + 1, known)
+            nodes.append(met[0])
+            below.append(met[1])
+        if same_objects(nodes, last.nodes) and same_objects(below, last.below):
+            return last.nodes, last
+        return nodes, Branches(nodes, below)
+
+    def each(
+        self, names: Iterable[str], items: Sequence[Any], prefix: str, depth: int
+    ) -> tuple[list[Node], Content | None]:
+        nodes: list[Node] = []
+        below: list[Outline | None] = []
+        walked = False
+        atoms, found, known = values.ATOMS, self.leaves.values, self.leaves.paths
+        first = len(found)
+        for name, item in zip(names, items, strict=True):
+            kind = type(item)
+            convert = atoms.get(kind)
+            outline = None
+            if convert is not None:
+                node = convert(item)
+            elif kind in KINDS:
+                node = ArrayNode(len(found))
+                found.append(item)
+                known.append(prefix + name)
+            else:
+                node, outline = self.node(item, prefix + name, depth + 1)
+                walked = True
+            nodes.append(node)
+            below.append(outline)
+        if len(found) == first and not self._in_metadata:
+            return nodes, None  # plain values may be many, and to take them anew is all that can be done
+        if not walked:
+            return nodes, Flat(items, nodes, known[first:])
+        if all(type(item) is dict and _is_flat(outline) for item, outline in zip(items, below, strict=True)):
+            return nodes, Rows(items, nodes, known[first:])
+        for number, node in enumerate(nodes):
+            if isinstance(node, ArrayNode):
+                below[number] = LeafOutline(known[node.index], node)
+        return nodes, Branches(nodes, below)
+
+
+def _is_flat(outline: Outline | None) -> bool:
+    return isinstance(outline, ContainerOutline) and isinstance(outline.content, Flat)
+
+
+def _shape(value: Any, path: str, depth: int, make: Callable[..., Node]) -> Shape:
+    if make is ListNode or make is TupleNode:
+        return Shape(type(value), None, [], [*map(str, range(len(value)))], make)
+    keys = list(value)
+    key_nodes = [key if type(key) is str and key.isascii() else _key(key, path, depth) for key in keys]
+    return Shape(type(value), keys, key_nodes, paths.components(keys), make)
 
 
 def _key(key: Any, path: str, depth: int) -> Node:
@@ -238,29 +347,6 @@ def _key(key: Any, path: str, depth: int) -> Node:
 def _set(items: Iterable[Any], path: str, depth: int) -> list[Node]:
     """The items of a set, in an order that does not change from process to process."""
     return sorted((_key(item, path, depth) for item in items), key=msgspec.msgpack.encode)
-
-
-def _tensor_trouble(tensor: torch.Tensor) -> str:
-    """Why a tensor cannot be saved by its bytes, and what to do; empty where it can."""
-    if tensor.layout is not torch.strided:
-        return f"a tensor of layout {tensor.layout} cannot be saved; save its indices and values, or x.to_dense()"
-    if tensor.is_quantized:
-        return "a quantized tensor cannot be saved; save x.int_repr() with its scale and zero point"
-    if tensor.is_meta:
-        return "a tensor on the meta device has no bytes; materialise it first (module.to_empty(device=...))"
-    if tensor.is_nested:
-        return "a nested tensor cannot be saved; save list(x.unbind())"
-    if tensor.dtype not in dtypes.TORCH_NAMES:
-        return f"a tensor of dtype {tensor.dtype} cannot be saved"
-    return ""
-
-
-def _array_trouble(array: np.ndarray[Any, Any]) -> str:
-    if dtypes.numpy_name(array.dtype) is not None:
-        return ""
-    if array.dtype.hasobject:
-        return f"an array of {array.dtype} holds Python objects, not bytes; save x.tolist()"
-    return f"an array of dtype {array.dtype} cannot be saved; save each of its fields as an array"
 
 
 def _refuse_attributes(value: object, path: str, allowed: tuple[str, ...]) -> None:

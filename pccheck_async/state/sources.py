@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from pccheck_async.state import dtypes
-from pccheck_async.state.flatten import Array
+from pccheck_async.state.leaves import Array
 
 __all__ = ["HOST", "PackedSource", "RawSource", "Source", "Sources", "as_bits"]
 
@@ -87,6 +87,7 @@ class Sources(Sequence[Source]):
         sources: Any sources; :meth:`add` takes more.
 
     Attributes:
+        nbytes: Length of each source.
         devices: Indices of the CUDA devices that hold any of them.
         packed_devices: Those that hold packed ones.
         owned: Which sources the engine made for itself and the live state cannot reach; None for none.
@@ -94,7 +95,7 @@ class Sources(Sequence[Source]):
 
     def __init__(self, sources: Iterable[Source] = ()) -> None:
         self._addresses: list[int] = []
-        self._nbytes: list[int] = []
+        self.nbytes: list[int] = []
         self._owners: list[Any] = []  # of a packed source: itself
         self._placed: dict[int, int] = {}  # device by index, of those that are not in host memory
         self.devices: set[int] = set()
@@ -108,10 +109,17 @@ class Sources(Sequence[Source]):
             else:
                 self.add_device(*source)
 
+    def again(self, addresses: npt.NDArray[np.uint64], owners: list[Any]) -> Sources:
+        """Return sources of the same sizes on the same devices; of a packed one the address is 0, the owner itself."""
+        new = Sources()
+        new.addresses, new.nbytes, new._owners = addresses, self.nbytes, owners
+        new._placed, new.devices, new.packed_devices = self._placed.copy(), self.devices, self.packed_devices.copy()
+        return new
+
     def add(self, address: int, nbytes: int, owner: Any) -> None:
         """Append host memory (a :class:`RawSource` that is only made when someone asks for it)."""
         self._addresses.append(address)
-        self._nbytes.append(nbytes)
+        self.nbytes.append(nbytes)
         self._owners.append(owner)
 
     def add_device(self, address: int, nbytes: int, owner: Any, device: int) -> None:
@@ -130,7 +138,7 @@ class Sources(Sequence[Source]):
     def pack_devices(self) -> None:
         """Make packed sources of device memory, for those who cannot copy it by address."""
         for index, device in self._placed.items():
-            address, nbytes = int(self.addresses[index]), self._nbytes[index]
+            address, nbytes = int(self.addresses[index]), self.nbytes[index]
             self._owners[index] = PackedSource(_device_bytes(address, nbytes, self._owners[index], device))
             self.addresses[index] = 0
             self.packed_devices.add(device)
@@ -142,7 +150,7 @@ class Sources(Sequence[Source]):
         What is moved is owned by the engine from then on; the memory that it came from is let go.
         """
         new = Sources()
-        new._addresses, new._nbytes, new._owners = self.addresses.tolist(), self._nbytes.copy(), self._owners.copy()
+        new._addresses, new.nbytes, new._owners = self.addresses.tolist(), self.nbytes.copy(), self._owners.copy()
         new._placed, new.devices, new.packed_devices = self._placed, self.devices, self.packed_devices
         new.owned = np.zeros(len(self), np.bool_) if self.owned is None else self.owned.copy()
         new.owned[index] = True
@@ -163,7 +171,7 @@ class Sources(Sequence[Source]):
     @cached_property
     def lengths(self) -> npt.NDArray[np.int64]:
         """Bytes of each source."""
-        return np.array(self._nbytes, np.int64)
+        return np.array(self.nbytes, np.int64)
 
     @cached_property
     def packed(self) -> npt.NDArray[np.bool_]:
@@ -193,7 +201,7 @@ class Sources(Sequence[Source]):
         if isinstance(owner, PackedSource):
             return owner
         where = self._placed.get(index % len(self), HOST)
-        return RawSource(int(self.addresses[index]), self._nbytes[index], owner, where)
+        return RawSource(int(self.addresses[index]), self.nbytes[index], owner, where)
 
     def __len__(self) -> int:
         return len(self._owners)

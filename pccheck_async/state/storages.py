@@ -12,9 +12,9 @@ Everything is resolved anew at each save: offloading, FSDP and ``resize_`` move 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +23,11 @@ import torch
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.manifest import ALIGNMENT, TensorEntry
 from pccheck_async.state import dtypes
-from pccheck_async.state.flatten import ArrayLeaf
+from pccheck_async.state.leaves import ArrayLeaf
 from pccheck_async.state.sources import PackedSource, Sources
 from pccheck_async.state.views import Memory, View, is_lazy, view_of
 
-__all__ = ["Layout", "arrange"]
+__all__ = ["Layout", "Origins", "arrange", "lay_out"]
 
 _WIDEST: Final = 16
 """Bytes of the widest tensor element: addresses keep their remainder by it, so that views stay aligned."""
@@ -52,6 +52,31 @@ class Layout:
     sources: Sources
     source_of: tuple[int, ...]
 
+    def filled(self, sources: Sources) -> Layout:
+        """Return the same layout of other leaves."""
+        return Layout(self.tensors, self.storage_nbytes, self.extents, sources, self.source_of)
+
+
+Packing: TypeAlias = Callable[[Any, Any], PackedSource]
+"""Makes a packed source of a leaf and what keeps the leaf's memory."""
+
+
+@dataclass(slots=True, eq=False)
+class Origins:
+    """Where the sources of a layout come from.
+
+    Attributes:
+        leaves: Of each source the leaf that views its memory.
+        shifts: And how far from the beginning of that leaf's storage it begins, in bytes.
+        packings: How packed sources are made, by their number.
+        several: Whether a source takes several objects to keep its memory.
+    """
+
+    leaves: list[int] = field(default_factory=list)
+    shifts: list[int] = field(default_factory=list)
+    packings: dict[int, Packing] = field(default_factory=dict)
+    several: bool = False
+
 
 class _Range(NamedTuple):
     low: int
@@ -60,12 +85,18 @@ class _Range(NamedTuple):
     packed: bool
 
 
-def arrange(leaves: Sequence[ArrayLeaf]) -> Layout:
+def arrange(leaves: Iterable[ArrayLeaf]) -> Layout:
     """Lay out ``leaves`` by the storages they view.
 
     Raises:
         UnsupportedStateError: The memory of a leaf is gone or cannot be addressed; names its path.
     """
+    return lay_out(leaves)[0]
+
+
+def lay_out(found: Iterable[ArrayLeaf]) -> tuple[Layout, Origins]:
+    """Do the same, and tell where the sources come from."""
+    leaves = list(found)
     whole = _WholeTensors()
     views: list[View] = []
     builder = _Builder(leaves)
@@ -196,6 +227,7 @@ class _Builder:
         self._sizes: list[int] = []
         self._extents: list[int] = []
         self._sources = Sources()
+        self._origins = Origins()
 
     def empty(self, index: int) -> None:
         leaf = self._leaves[index]
@@ -216,6 +248,8 @@ class _Builder:
         )
         self._source_of[index] = len(self._sources)
         self._sources.add(low, nbytes, owner)
+        self._origins.leaves.append(index)
+        self._origins.shifts.append(low - base)
         self._extents += (number, offset, nbytes)
         self._sizes.append(offset + nbytes)
 
@@ -239,23 +273,35 @@ class _Builder:
         view = part.views[0]
         stride = _packed_stride(view.shape, view.stride)
         kept = tuple(slice(None) if step else slice(0, 1) for step in stride)
-        source = PackedSource(view.value[(*kept, ...)])
-        self._sources.add_packed(source)
+        nbytes = self._add_packed(view, 0, lambda value, _: PackedSource(value[(*kept, ...)]))
         for each in part.views:
             self._enter(each, number, stride, offset)
+        return nbytes
+
+    def _add_packed(self, view: View, shift: int, pack: Packing) -> int:
+        self._origins.packings[len(self._sources)] = pack
+        self._origins.leaves.append(view.leaf)
+        self._origins.shifts.append(shift)
+        source = pack(view.value, view.owner)
+        self._sources.add_packed(source)
         return source.nbytes
 
     def _place(self, number: int, offset: int, part: _Range) -> int:
         first = part.views[0]
         nbytes = part.high - part.low
-        if first.memory[0] == "cpu":
-            self._sources.add(part.low, nbytes, _owners(part.views))
-        elif first.memory[0].type == "cuda":
-            self._sources.add_device(part.low, nbytes, _owners(part.views), first.memory[0].index)
+        shift = part.low - first.memory[1]
+        where = first.memory[0]
+        if where != "cpu" and where.type != "cuda":
+            self._add_packed(first, shift, lambda value, storage: _flat(value.device, storage, shift, nbytes))
         else:
-            flat = torch.empty(0, dtype=torch.uint8, device=first.memory[0])
-            flat.set_(first.owner, part.low - first.memory[1], (nbytes,), (1,))
-            self._sources.add_packed(PackedSource(flat))
+            owner = _owners(part.views)
+            if where == "cpu":
+                self._sources.add(part.low, nbytes, owner)
+            else:
+                self._sources.add_device(part.low, nbytes, owner, where.index)
+            self._origins.leaves.append(first.leaf)
+            self._origins.shifts.append(shift)
+            self._origins.several |= owner is not first.owner
         for view in part.views:
             at = offset + view.first - part.low
             if isinstance(view.value, torch.Tensor) and at % view.itemsize:
@@ -273,10 +319,18 @@ class _Builder:
         )
         self._source_of[view.leaf] = len(self._sources) - 1
 
-    def layout(self) -> Layout:
+    def layout(self) -> tuple[Layout, Origins]:
         entries = tuple(entry for entry in self._entries if entry is not None)
         extents = np.array(self._extents, np.int64).reshape(-1, 3)
-        return Layout(entries, tuple(self._sizes), extents, self._sources, tuple(self._source_of))
+        layout = Layout(entries, tuple(self._sizes), extents, self._sources, tuple(self._source_of))
+        return layout, self._origins
+
+
+def _flat(device: torch.device, storage: Any, offset: int, nbytes: int) -> PackedSource:
+    """Bytes of a storage that is not in host memory."""
+    flat = torch.empty(0, dtype=torch.uint8, device=device)
+    flat.set_(storage, offset, (nbytes,), (1,))
+    return PackedSource(flat)
 
 
 def _owners(views: list[View]) -> Any:

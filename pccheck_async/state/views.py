@@ -12,7 +12,7 @@ import torch
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.manifest import span
 from pccheck_async.state import dtypes
-from pccheck_async.state.flatten import ArrayLeaf
+from pccheck_async.state.leaves import ArrayLeaf
 
 __all__ = ["Memory", "View", "is_lazy", "view_of"]
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from pccheck_async import SyncCheckpointEngine
-from pccheck_async.capture import Capture, take_snapshot
+from pccheck_async.capture import Capture, Snapshots
 from pccheck_async.copying import CopyBackend, make_backend
 from pccheck_async.copying.cuda import CudaCopy
 from pccheck_async.machine import available_cores
@@ -60,7 +60,7 @@ class Copies:
         self.planner = Planner(chunk_bytes, 4096)
 
     async def to_host(self, state: dict[str, Any]) -> tuple[float, Plan]:
-        snapshot = take_snapshot(state, self.backend)
+        snapshot = Snapshots().take(state, self.backend)
         plan = self.planner.plan(snapshot.layout)
         start = time.perf_counter()
         capture = Capture(snapshot, plan, self.backend, lambda: None)

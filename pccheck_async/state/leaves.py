@@ -1,0 +1,100 @@
+"""The tensors and arrays of a state, in columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, overload
+
+import numpy as np
+import torch
+
+from pccheck_async.errors import UnsupportedStateError
+from pccheck_async.state import dtypes
+
+__all__ = ["KINDS", "Array", "ArrayLeaf", "Kind", "Leaves"]
+
+Array: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
+Kind: TypeAlias = Literal["tensor", "parameter", "ndarray"]
+
+KINDS: Final[dict[type, Kind]] = {torch.Tensor: "tensor", torch.nn.Parameter: "parameter", np.ndarray: "ndarray"}
+"""What is saved as an array: objects of exactly these types."""
+
+
+class ArrayLeaf(NamedTuple):
+    """One tensor or array of the state.
+
+    Attributes:
+        path: Where it is, see :mod:`pccheck_async.state.paths`.
+        value: The live object itself.
+        kind: What it comes back as.
+        requires_grad: Whether it comes back with autograd switched on.
+    """
+
+    path: str
+    value: Array
+    kind: Kind
+    requires_grad: bool = False
+
+
+class Leaves(Sequence[ArrayLeaf]):
+    """The leaves of one state, in the order of its walk; an :class:`ArrayLeaf` is only made when someone asks for it.
+
+    Attributes:
+        paths: Where each is.
+        values: The live objects.
+    """
+
+    __slots__ = ("paths", "values")
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        self.values: list[Array] = []
+
+    def check(self) -> None:
+        """Raise UnsupportedStateError for the first one that cannot be saved by its bytes; says what to do."""
+        for path, value in zip(self.paths, self.values, strict=True):
+            reason = _tensor_trouble(value) if isinstance(value, torch.Tensor) else _array_trouble(value)
+            if reason:
+                raise UnsupportedStateError(f"{path}: {reason}")
+
+    @overload
+    def __getitem__(self, index: int) -> ArrayLeaf: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[ArrayLeaf]: ...
+    def __getitem__(self, index: int | slice) -> ArrayLeaf | Sequence[ArrayLeaf]:
+        if isinstance(index, slice):
+            return list(map(_leaf, self.paths[index], self.values[index]))
+        return _leaf(self.paths[index], self.values[index])
+
+    def __iter__(self) -> Iterator[ArrayLeaf]:
+        return map(_leaf, self.paths, self.values)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+def _leaf(path: str, value: Array) -> ArrayLeaf:
+    return ArrayLeaf(path, value, KINDS[type(value)], isinstance(value, torch.Tensor) and value.requires_grad)
+
+
+def _tensor_trouble(tensor: torch.Tensor) -> str:
+    """Why a tensor cannot be saved by its bytes, and what to do; empty where it can."""
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout} cannot be saved; save its indices and values, or x.to_dense()"
+    if tensor.is_quantized:
+        return "a quantized tensor cannot be saved; save x.int_repr() with its scale and zero point"
+    if tensor.is_meta:
+        return "a tensor on the meta device has no bytes; materialise it first (module.to_empty(device=...))"
+    if tensor.is_nested:
+        return "a nested tensor cannot be saved; save list(x.unbind())"
+    if tensor.dtype not in dtypes.TORCH_NAMES:
+        return f"a tensor of dtype {tensor.dtype} cannot be saved"
+    return ""
+
+
+def _array_trouble(array: np.ndarray[Any, Any]) -> str:
+    if dtypes.numpy_name(array.dtype) is not None:
+        return ""
+    if array.dtype.hasobject:
+        return f"an array of {array.dtype} holds Python objects, not bytes; save x.tolist()"
+    return f"an array of dtype {array.dtype} cannot be saved; save each of its fields as an array"
