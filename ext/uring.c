@@ -261,8 +261,8 @@ static void mark_unwanted(struct uring *uring, uint64_t token)
 {
     for (unsigned i = 0; i < uring->most; i++) {
         struct flight *flight = &uring->flights[i];
-        if (flight->op && flight->op->token == token && flight->op->kind != OP_FLUSH && flight->wish == WANTED) {
-            flight->wish = UNWANTED;
+        if (flight->op && flight->op->token == token && flight->op->kind != OP_FLUSH) {
+            flight->wish = UNWANTED; /* once more, too: the kernel misses what is just changing hands */
             wake_up(uring);
         }
     }
