@@ -41,11 +41,18 @@ def difference(one: FlatState, other: FlatState) -> str:
     return "" if same else "arrays"
 
 
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """A training step without autograd, which refuses to run once a process had a second interpreter."""
+    model(torch.rand(4, 3))
+    for parameter in model.parameters():
+        parameter.grad = torch.rand_like(parameter)
+    optimizer.step()
+
+
 def trained() -> dict[str, Any]:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
     optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.rand(4, 3)).sum().backward()
-    optimizer.step()
+    step(model, optimizer)
     return {"model": model, "optimizer": optimizer, "step": 3, "history": [1.5, 2], "rng": np.arange(4)}
 
 

@@ -19,6 +19,7 @@ from pccheck_async.state.forms import _DLPACK_API
 from pccheck_async.state.sources import RawSource
 from pccheck_async.state.storages import arrange
 from tests.state_strategies import difference
+from tests.test_outline import step as train
 from tests.test_outline import trained
 
 try:
@@ -47,8 +48,7 @@ def test_every_save_of_a_changing_state_comes_back(tmp_path: Path) -> None:
         for step in range(6):
             match step:
                 case 1 | 2:  # as it was, with other values
-                    model(torch.rand(4, 3)).sum().backward()
-                    optimizer.step()
+                    train(model, optimizer)
                 case 3:  # other memory
                     for parameter in model.parameters():
                         parameter.data = parameter.data.clone() + 1

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import datetime
-import decimal
-import enum
-import pathlib
-import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
-import torch
 
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.state import paths, values
+from pccheck_async.state.advice import full_name, unsupported
 from pccheck_async.state.leaves import KINDS, Array, ArrayLeaf, Kind, Leaves
 from pccheck_async.state.nodes import (
     MAX_DEPTH,
@@ -133,7 +125,7 @@ def noting(call: str, path: str, value: object, consequence: str = "") -> Iterat
     try:
         yield
     except Exception as error:
-        error.add_note(f"raised by {call}() of {path}, a {_full_name(value)}{consequence}")
+        error.add_note(f"raised by {call}() of {path}, a {full_name(value)}{consequence}")
         raise
 
 
@@ -192,7 +184,7 @@ class _Flattener:
                 return FrozenSetNode(_set(value, path, depth)), None
             if is_stateful(value):
                 return self.object(value, path, depth, last)
-            raise _unsupported(value, path)
+            raise unsupported(value, path)
         finally:
             self._open.discard(id(value))
 
@@ -355,52 +347,3 @@ def _refuse_attributes(value: object, path: str, allowed: tuple[str, ...]) -> No
             raise UnsupportedStateError(
                 f"{path}: the attribute {name!r} on a {type(value).__qualname__} would be lost; store it under a key"
             )
-
-
-_ADVICE: Final[tuple[tuple[tuple[type, ...], str], ...]] = (
-    ((torch.Tensor,), "save a plain tensor (x.to_local(), x.as_subclass(torch.Tensor)); run lazy modules once first"),
-    ((np.ma.MaskedArray,), "save numpy.ma.getdata(x) and numpy.ma.getmaskarray(x)"),
-    ((np.ndarray,), "save numpy.asarray(x)"),
-    ((torch.Generator,), "save x.get_state()"),
-    ((np.random.Generator,), "save x.bit_generator.state"),
-    ((np.random.RandomState,), "save x.get_state(legacy=False)"),
-    ((random.Random,), "save x.getstate()"),
-    ((enum.Enum,), "save its name or its value"),
-    ((tuple,), "save tuple(x)"),
-    ((Mapping,), "save dict(x)"),
-    ((AbstractSet,), "save set(x)"),
-    ((pathlib.PurePath, decimal.Decimal), "save str(x)"),
-    ((argparse.Namespace,), "save vars(x)"),
-    ((datetime.date, datetime.time), "save x.isoformat()"),
-    ((datetime.timedelta,), "save x.total_seconds()"),
-    ((memoryview,), "save bytes(x)"),
-)
-"""What to save instead of a value of these types; the first that fits."""
-
-
-def _advice(value: Any) -> str:
-    for kinds, advice in _ADVICE:
-        if isinstance(value, kinds):
-            return advice
-    plain = next((base for base in type(value).__mro__ if base in values.ATOMS), None)
-    if plain is not None:
-        return f"save it as a plain {plain.__name__}"
-    if not isinstance(value, type):
-        if dataclasses.is_dataclass(value):
-            return "save dataclasses.asdict(x)"
-        if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-            return "define state_dict and load_state_dict on its class, not on the instance"
-    if isinstance(value, Iterable):
-        return "save list(x)"
-    if callable(value):
-        return "leave it out: code is never saved"
-    return "give it state_dict() and load_state_dict(), save what it consists of, or leave it out"
-
-
-def _unsupported(value: Any, path: str) -> UnsupportedStateError:
-    return UnsupportedStateError(f"{path}: a {_full_name(value)} cannot be saved; {_advice(value)}")
-
-
-def _full_name(value: object) -> str:
-    kind = type(value)
-    return f"{kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,72 @@
+"""What to do about values that cannot be saved."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import decimal
+import enum
+import pathlib
+import random
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from pccheck_async.errors import UnsupportedStateError
+from pccheck_async.state import values
+
+__all__ = ["full_name", "unsupported"]
+
+_ADVICE: Final[tuple[tuple[tuple[type, ...], str], ...]] = (
+    ((torch.Tensor,), "save a plain tensor (x.to_local(), x.as_subclass(torch.Tensor)); run lazy modules once first"),
+    ((np.ma.MaskedArray,), "save numpy.ma.getdata(x) and numpy.ma.getmaskarray(x)"),
+    ((np.ndarray,), "save numpy.asarray(x)"),
+    ((torch.Generator,), "save x.get_state()"),
+    ((np.random.Generator,), "save x.bit_generator.state"),
+    ((np.random.RandomState,), "save x.get_state(legacy=False)"),
+    ((random.Random,), "save x.getstate()"),
+    ((enum.Enum,), "save its name or its value"),
+    ((tuple,), "save tuple(x)"),
+    ((Mapping,), "save dict(x)"),
+    ((AbstractSet,), "save set(x)"),
+    ((pathlib.PurePath, decimal.Decimal), "save str(x)"),
+    ((argparse.Namespace,), "save vars(x)"),
+    ((datetime.date, datetime.time), "save x.isoformat()"),
+    ((datetime.timedelta,), "save x.total_seconds()"),
+    ((memoryview,), "save bytes(x)"),
+)
+"""What to save instead of a value of these types; the first that fits."""
+
+
+def _advice(value: Any) -> str:
+    for kinds, advice in _ADVICE:
+        if isinstance(value, kinds):
+            return advice
+    plain = next((base for base in type(value).__mro__ if base in values.ATOMS), None)
+    if plain is not None:
+        return f"save it as a plain {plain.__name__}"
+    if not isinstance(value, type):
+        if dataclasses.is_dataclass(value):
+            return "save dataclasses.asdict(x)"
+        if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+            return "define state_dict and load_state_dict on its class, not on the instance"
+    if isinstance(value, Iterable):
+        return "save list(x)"
+    if callable(value):
+        return "leave it out: code is never saved"
+    return "give it state_dict() and load_state_dict(), save what it consists of, or leave it out"
+
+
+def unsupported(value: Any, path: str) -> UnsupportedStateError:
+    """Return the error that refuses a value and says what to do."""
+    return UnsupportedStateError(f"{path}: a {full_name(value)} cannot be saved; {_advice(value)}")
+
+
+def full_name(value: object) -> str:
+    """Return the name of a value's type, with its module."""
+    kind = type(value)
+    return f"{kind.__module__}.{kind.__qualname__}"
