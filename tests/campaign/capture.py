@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import select
 import statistics
 import struct
 import tempfile
@@ -41,6 +42,9 @@ def copies(source: torch.Tensor, target: memoryview) -> dict[str, Callable[[int,
                 for n in range(low, high, CHUNK)
             ]
         )
+        while queue.running:
+            select.select([queue.fileno()], [], [])
+            queue.reap()
         queue.close()
 
     return {
