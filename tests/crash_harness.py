@@ -404,7 +404,7 @@ def explore_damage(keep_last: int, *, images: int, seed: int = 0) -> Findings:
 def damaged(image: Image, rng: random.Random) -> Image:
     """Flip bits in one sector that holds something."""
     files = {name: bytearray(content) for name, content in image.files.items()}
-    content = files[rng.choice(sorted(files))]
+    content = files[rng.choice(sorted(name for name in files if any(files[name])))]  # a new slot holds nothing yet
     start = rng.choice([start for start in range(0, len(content), 512) if any(content[start : start + 512])])
     end = min(start + 512, len(content))
     for _ in range(rng.randint(1, 8)):
