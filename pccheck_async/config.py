@@ -11,9 +11,10 @@ __all__ = ["Auto", "Decisions", "EngineConfig", "decide"]
 
 Auto = Literal["auto"]
 
-_CHUNK_BYTES = 8 * 1024 * 1024
+_CHUNK_BYTES = 16 * 1024 * 1024
 _WRITERS = 4
-_LEAST_BUFFERS = 2
+_BUFFERS = 8
+"""Chunks that staging memory holds where it is scarce: fewer, and copies and writes wait for each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,11 +86,11 @@ def decide(config: EngineConfig, *, block_bytes: int, cores: int, memory: int) -
         host_memory = config.host_memory
         reasons["host_memory"] = "given"
     if config.chunk_bytes == "auto":
-        chunk_bytes = max(block_bytes, min(_CHUNK_BYTES, host_memory // _LEAST_BUFFERS) // block_bytes * block_bytes)
+        chunk_bytes = max(block_bytes, min(_CHUNK_BYTES, host_memory // _BUFFERS) // block_bytes * block_bytes)
         reasons["chunk_bytes"] = (
-            "8 MiB: measured to saturate a local disk with four writers"
+            "16 MiB: measured to saturate a local disk with four writers, with half the wake-ups of 8 MiB"
             if chunk_bytes == _CHUNK_BYTES
-            else f"host_memory of {host_memory} bytes holds {_LEAST_BUFFERS} of them"
+            else f"host_memory of {host_memory} bytes holds {_BUFFERS} of them"
         )
     else:
         chunk_bytes = align(config.chunk_bytes, block_bytes)

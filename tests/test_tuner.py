@@ -162,16 +162,24 @@ def test_only_a_sample_of_a_large_checkpoint_is_written(tmp_path: Path) -> None:
     assert "does not fit" in tuning.reasons["host_memory"]
 
 
+def capped(folder: str, operations: Operations) -> Writer:
+    """A disk that gives each file a quarter of what it has."""
+    return ThrottledWriter(PosixWriter(folder, operations), per_stream=100e6, total=400e6)
+
+
 @pytest.mark.slow
 def test_a_device_that_caps_each_stream_gets_several(tmp_path: Path) -> None:
-    """On a disk that gives each file a quarter of what it has, the tuned engine is at least twice as fast."""
+    tuning = tune_blocking(tmp_path, nbytes=4 * MIB, io=capped, budget_seconds=SHORT)
+    assert tuning.settings["max_in_flight"] >= 2
+    assert_consistent(tuning)
+
+
+@pytest.mark.campaign
+def test_on_a_device_that_caps_each_stream_the_tuned_engine_is_twice_as_fast(tmp_path: Path) -> None:
     state = {"x": torch.rand(MIB)}
 
-    def io(folder: str, operations: Operations) -> Writer:
-        return ThrottledWriter(PosixWriter(folder, operations), per_stream=100e6, total=400e6)
-
     def seconds(settings: TunedSettings | dict[str, int]) -> float:
-        with SyncCheckpointEngine(tmp_path, io=io, **settings) as engine:
+        with SyncCheckpointEngine(tmp_path, io=capped, **settings) as engine:
             engine.checkpoint(state).result(60)
             began = time.perf_counter()
             for _ in range(8):
@@ -179,10 +187,11 @@ def test_a_device_that_caps_each_stream_gets_several(tmp_path: Path) -> None:
             engine.drain()
             return time.perf_counter() - began
 
-    tuning = tune_blocking(tmp_path, nbytes=4 * MIB, io=io, budget_seconds=SHORT)
+    tuning = tune_blocking(tmp_path, nbytes=4 * MIB, io=capped, budget_seconds=SHORT)
     assert tuning.settings["max_in_flight"] >= 3
-    assert_consistent(tuning)
-    assert seconds({"max_in_flight": 1, "writers": 1}) >= 2 * seconds(tuning.settings)
+    ratio = seconds({"max_in_flight": 1, "writers": 1}) / seconds(tuning.settings)
+    print(f"tuned to {tuning.settings}: {ratio:.2f} times as fast as one stream")
+    assert ratio >= 2
 
 
 @pytest.mark.slow
