@@ -49,13 +49,13 @@ SHORT = 0.1
 
 
 def fails_in(number: int) -> Callable[[str, Operations], Writer]:
-    """Makes writers, of which the one with this number fails its tenth write and all after it."""
+    """Makes writers, of which the one with this number fails: its second write, and all after it."""
     made = 0
 
     def make(folder: str, operations: Operations) -> Writer:
         nonlocal made
         made += 1
-        fail_at = 10 if made == number else None
+        fail_at = 2 if made == number else None
         return FailingWriter(PosixWriter(folder, operations), fail_at=fail_at, kinds={"write"}, stays=True)
 
     return make
