@@ -98,6 +98,7 @@ def main() -> None:
         tempfile.TemporaryDirectory(dir=args.folder) as folder,
         SyncCheckpointEngine(folder, max_in_flight=1, host_memory=memory, io=args.io) as engine,
     ):
+        store, disk = Path(folder), RawDisk(nbytes)
         reset_peak_rss()
         base = peak_rss()  # the engine is open, nothing was saved yet
         for warm in range(2):  # both slots written once, as the scratch file is
@@ -118,7 +119,6 @@ def main() -> None:
             engine.restore(state)
             return time.perf_counter() - start
 
-        store, disk = Path(folder), RawDisk(nbytes)
         writes = Pairs(lambda way: disk.write_seconds(slot(store, committed=False), way))
         reads = Pairs(lambda way: disk.read_seconds(slot(store, committed=True), way))
         for _ in range(args.pairs):
