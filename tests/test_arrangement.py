@@ -199,6 +199,8 @@ def test_laid_out_as_if_it_were_the_first_time(by_dlpack: bool, data: st.DataObj
                     n, other = (data.draw(st.sampled_from(tensors)) for _ in range(2))
                     with torch.no_grad(), suppress(RuntimeError, TypeError, IndexError):  # not of this one
                         change(values, n, values[other])
+                    if change in (CHANGES["freed"], CHANGES["shrunk"]):
+                        break  # to read such a tensor, as other changes do, is not defined
 
 
 def some() -> list[Any]:

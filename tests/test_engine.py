@@ -24,7 +24,15 @@ from pccheck_async import (
     load,
     load_sync,
 )
-from pccheck_async.layout import COMMIT_NBYTES
+from pccheck_async.layout import (
+    COMMIT_NAME,
+    COMMIT_NBYTES,
+    IDENTITY_NAME,
+    REGION_NBYTES,
+    decode_identity,
+    newest_record,
+    region_offsets,
+)
 from pccheck_async.memory import PAGE_BYTES
 from tests.conftest import ENGINES, need
 from tests.processes import open_files, passes_in_a_forked_child
@@ -381,3 +389,18 @@ def test_a_store_can_be_moved(tmp_path: Path) -> None:
     assert_same(load_sync(tmp_path / "there" / "copy"), 4)
     with SyncCheckpointEngine(tmp_path / "there" / "copy") as engine:
         assert engine.checkpoint(state_of(5), step=5).result(60).counter == 1
+
+
+@pytest.mark.parametrize("copy", [0, 1])
+def test_either_copy_of_a_record_is_enough(tmp_path: Path, copy: int) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        for step in range(2):
+            engine.checkpoint({"x": step}, step=step).result()
+    identity = decode_identity((tmp_path / IDENTITY_NAME).read_bytes())
+    commit = bytearray((tmp_path / COMMIT_NAME).read_bytes())
+    record = newest_record(commit, identity.id_bytes)
+    assert record is not None
+    offset = region_offsets(record.generation)[copy]
+    commit[offset : offset + REGION_NBYTES] = bytes(REGION_NBYTES)
+    (tmp_path / COMMIT_NAME).write_bytes(commit)
+    assert [info.step for info in list_checkpoints(tmp_path)] == [1]
