@@ -11,7 +11,8 @@ __all__ = ["Level"]
 class Level:
     """A window of measurements: their median, from which a single stray one takes nothing.
 
-    Two in a row on one side of the older ones, by more than the tolerance, are a change: the older ones are forgotten.
+    Three in a row on one side of the older ones, by more than the tolerance, or two by more than twice that, are a
+    change: the older ones are forgotten.
     The first measurement is forgotten with the second, where ``odd_first``: what is made only once (slots, staging
     memory, a plan) is paid for by the first checkpoint.
 
@@ -33,15 +34,18 @@ class Level:
             self._values.clear()
             self._odd_first = False
         self._values = [*self._values, value][-self._window :]
-        older, recent = self._values[:-2], self._values[-2:]
-        if not older:
-            return False
-        middle = statistics.median(older)
-        limit = max(abs(middle) * self._tolerance, tolerance)
-        changed = min(recent) > middle + limit or max(recent) < middle - limit
+        changed = self._changed(3, 1.0, tolerance) or self._changed(2, 2.0, tolerance)
         if changed:
-            self._values = recent
-        return changed
+            self._values = self._values[-changed:]
+        return bool(changed)
+
+    def _changed(self, count: int, times: float, tolerance: float) -> int:
+        older, recent = self._values[:-count], self._values[-count:]
+        if not older:
+            return 0
+        middle = statistics.median(older)
+        limit = times * max(abs(middle) * self._tolerance, tolerance)
+        return count if min(recent) > middle + limit or max(recent) < middle - limit else 0
 
     @property
     def values(self) -> Sequence[float]:

@@ -21,16 +21,22 @@ _CALIBRATIONS = 2
 """Early checkpoints: the first pays for slots and staging memory, the second shows what one costs."""
 
 _TAIL = (4, 32)
-"""Least and most clean steps to wait for after an early checkpoint."""
+"""Least and most clean steps to wait for where clean steps are scarce."""
 
-_SURE = 2.0
+_SURE = 2.5
 """Standard errors by which the cost must be over the budget before the interval grows."""
 
-_COME_DOWN = 0.8
+_OVER = 1.1
+_LONG = 10
+"""Periods for which the interval may seem too short by a tenth, however uncertain that is."""
+
+_COME_DOWN = 0.85
 """A shorter interval is taken only where it is this much shorter (hysteresis)."""
 
 _LEAVE_OUT_EVERY = 10
-_CLEAN = 4
+_DOUBTFUL = 4
+"""Periods after which an interval is left out, if there are no clean steps otherwise: as a rule, and where it matters."""
+
 _LEARN = 3
 _TINY = 1e-9
 """Seconds of a step that a coarse clock took for none."""
@@ -78,10 +84,12 @@ class MeasuredPolicy(ABC):
         self._starts = 0
         self._ended = False  # that checkpoint, as far as reports tell
         self._after = 0  # steps since then
+        self._longest = 0.0  # of the checkpoints that ended in this period
         self._priced = False  # this period: it is only being waited for a longer interval
         self._again = False
         self._left_out = 0  # periods since an interval was left out
         self._leave_out = False
+        self._over = 0  # periods after each of which the cost seemed to be over the budget
         self._saturated: float | None = None  # seconds per checkpoint when they last piled up, while it is learned
         self._alone: list[float] = []  # what they took after that
         self._share = 1 / self._places
@@ -123,6 +131,7 @@ class MeasuredPolicy(ABC):
     def saved(self, report: SaveReport) -> None:
         """Learn what a checkpoint takes."""
         self._nbytes = report.nbytes
+        self._longest = max(self._longest, report.seconds)
         self._saves.add(report.seconds)
         self._captures.add(report.capture_seconds)
         self._ended = True
@@ -185,10 +194,11 @@ class MeasuredPolicy(ABC):
             )
         if self._since < self._interval:
             return False
-        if self._priced or self._meter.clean or not self._leave_out:
-            return self._priced or self._meter.clean >= _CLEAN or not self._leave_out
+        if self._priced or not self._leave_out:
+            return True
         # Nothing but busy steps for long: wait until nothing is in flight, and for some steps more.
-        return self._since >= self._interval + max(self._interval, self._busy_steps + _CLEAN)
+        wanted = min(_TAIL[1], max(_TAIL[0], self._interval // 2))
+        return self._meter.clean >= wanted or self._since >= 2 * self._interval + self._busy_steps + wanted
 
     @property
     def _busy_steps(self) -> int:
@@ -200,8 +210,8 @@ class MeasuredPolicy(ABC):
             self._meter.close(first=True)
             self._reason = "checkpointing early, to learn what one costs"
             return
-        took = min(self._saves.values[-2:], default=0.0)
-        self._meter.close(counted=took <= self._since * self._step_seconds * self._places)
+        # Where N in flight did not follow, checkpoints waited for each other: that is not what one costs.
+        self._meter.close(counted=self._longest <= self._since * self._step_seconds * self._places)
         self._left_out = 0 if self._leave_out else self._left_out + 1
         self._leave_out = self._meter.clean_age > 1 and self._left_out >= _LEAVE_OUT_EVERY
         if self._starts >= _CALIBRATIONS and self._saves.values:
@@ -214,11 +224,19 @@ class MeasuredPolicy(ABC):
             self._take(likely, "measured")
             return
         least = self._limited(self._wanted(max(0.0, cost.seconds - _SURE * cost.error)))
+        middle = self._limited(self._wanted(max(0.0, cost.seconds)))
+        self._over = self._over + 1 if middle.steps > self._interval * _OVER else 0
         if least.steps > self._interval:
-            if least.piling or self._meter.clean_age < 2:
-                self._take(likely if likely.steps > self._interval else least, "up")
-            elif self._left_out > 2:
+            if least.piling:
+                self._take(least, "up")
+            elif self._meter.clean_age < 2:
+                self._take(likely, "up")
+            else:
                 self._leave_out = True  # it may be the steps that have changed, not the checkpoints
+        elif self._over > _LONG:
+            self._take(middle, "up")
+        elif likely.steps > self._interval:  # perhaps over the budget: find out
+            self._leave_out = self._meter.clean_age > 0 and self._left_out >= _DOUBTFUL
         elif likely.steps <= self._interval * _COME_DOWN and self._saturated is None:
             self._take(likely, "down")
 
@@ -227,6 +245,7 @@ class MeasuredPolicy(ABC):
             self._saturated = self._sustained_now()
             self._alone = []
             self._raised_at = 1 << 62  # of the next checkpoint: see _restart
+        self._over = 0
         change = "" if self._interval is None else f"{direction} from {self._interval} "
         self._interval = wanted.steps
         self._reason = f"{change}{'to ' if change else ''}{wanted.steps} steps: {wanted.why}"
@@ -249,7 +268,7 @@ class MeasuredPolicy(ABC):
         of one that is alone, divided by N, would be an interval at which they pile up again.
         """
         assert self._saturated is not None
-        self._share = min(1.0, max(1 / self._places, self._saturated / max(_TINY, median(self._alone))))
+        self._share = min(1.0, max(self._share, self._saturated / max(_TINY, median(self._alone))))
         self._saturated = None
 
     def _restart(self, report: StepReport) -> None:
@@ -258,6 +277,7 @@ class MeasuredPolicy(ABC):
         self._last = report.now
         self._since = self._after = 0
         self._ended = self._priced = False
+        self._longest = 0.0
 
 
 def _say(seconds: float) -> str:

@@ -15,10 +15,16 @@ __all__ = ["Cost", "OverheadMeter"]
 _CLEAN_ENOUGH = 8
 """Clean steps without which the reference goes further back than one period."""
 
-_OLDEST = 12
-"""Periods after which clean steps say nothing any more, unless there are no others."""
+_WINDOW = 31
+"""Periods that count."""
 
 _BEYOND_NOISE = 2.5
+_MEDIAN = 1.25
+"""Standard error of a median, in those of a mean."""
+
+_NORMAL = 1.48
+"""Standard deviation, in medians of absolute deviations."""
+
 _DEVIATIONS = 128
 _SAMPLES = 16
 
@@ -53,10 +59,10 @@ class OverheadMeter:
     """
 
     def __init__(self) -> None:
-        self._tails: deque[_Tail] = deque(maxlen=_OLDEST)
+        self._tails: deque[_Tail] = deque(maxlen=_WINDOW)
         self._deviations: deque[float] = deque(maxlen=_DEVIATIONS)
-        self._costs = Level(tolerance=0.25, odd_first=True)
-        self._errors: deque[float] = deque(maxlen=9)
+        self._costs = Level(_WINDOW, 0.25, odd_first=True)
+        self._lengths: deque[int] = deque(maxlen=_WINDOW)  # busy steps of the periods counted
         self._clean = Level()
         self._overheads = Level()
         self.restart()
@@ -99,7 +105,7 @@ class OverheadMeter:
                 self._overheads.add(cost / (steps * reference.mean))
             if counted:
                 error = self._noise() * math.sqrt(self._busy + self._busy**2 / max(1, reference.count))
-                self._errors.append(error)
+                self._lengths.append(self._busy)
                 self._costs.add(cost, _BEYOND_NOISE * error)
         self.restart()
 
@@ -133,9 +139,14 @@ class OverheadMeter:
         count = len(self._costs.values)
         if not count:
             return Cost(0.0, 0.0)
-        # Of a median; the scatter of few periods says little, so that the noise of the steps is a lower limit.
-        one = max(statistics.median(list(self._errors)[-count:]), self._costs.deviation)
-        return Cost(self._costs.median, 1.25 * one / math.sqrt(count) if count > 2 else one / math.sqrt(count))
+        busy = statistics.median(list(self._lengths)[-count:])
+        clean = sum(tail.count for tail in list(self._tails)[-count - 1 :])
+        noise = self._noise()
+        # The scatter of few periods says little: the noise of the steps is a lower limit. What is off by the clean
+        # steps is off alike in all periods that are compared with the same ones.
+        scatter = max(noise * math.sqrt(busy), self._costs.deviation) * (_MEDIAN if count > 2 else 1.0)
+        error = math.hypot(scatter / math.sqrt(count), noise * busy / math.sqrt(max(1, clean)))
+        return Cost(self._costs.median, error)
 
     def _take_tail(self) -> None:
         mean = self._clean_seconds / self._idle if self._idle else 0.0
@@ -157,4 +168,4 @@ class OverheadMeter:
         return _Tail(count, seconds / count if count else self._clean.median)
 
     def _noise(self) -> float:
-        return 1.48 * statistics.median(self._deviations) if self._deviations else 0.0
+        return _NORMAL * statistics.median(self._deviations) if self._deviations else 0.0
