@@ -13,7 +13,7 @@ ROOT = Path(pccheck_async.__file__).parent
 LAYERS = [
     {  # pure: no await, no file descriptor
         "errors", "info", "checksum", "layout", "config", "statistics", "slots", "retention", "manifest", "plan",
-        "segments", "state", "failures", "tuning", "_ext",
+        "segments", "state", "failures", "tuning", "policy", "_ext",
     },
     {  # resources
         "memory", "machine", "limiter", "pool", "operations", "writer", "copying", "uninterrupted", "session",
