@@ -11,19 +11,20 @@ from pccheck_async.policy.every import EverySeconds, EverySteps
 __all__ = ["make_policy"]
 
 
-def make_policy(interval: int | timedelta | Policy | None) -> Policy:
+def make_policy(interval: int | timedelta | Policy | None, max_in_flight: int = 2) -> Policy:
     """Make the policy that ``interval`` stands for.
 
     Args:
         interval: Steps, a time, a policy (returned as it is), or None: :class:`~pccheck_async.policy.Adaptive` with a
             budget of 3 %.
+        max_in_flight: Checkpoints in flight, as the engine has it.
 
     Raises:
         TypeError: it is something else (bool included).
         ValueError: it is not positive.
     """
     if interval is None:
-        return Adaptive()
+        return Adaptive(max_in_flight=max_in_flight)
     if isinstance(interval, timedelta):
         return EverySeconds(interval.total_seconds())
     if type(interval) is int:
