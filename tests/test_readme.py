@@ -66,7 +66,7 @@ def test_the_loader_example_runs_and_resumes(tmp_path: Path) -> None:
     )
     for last in (49, 99):
         done = subprocess.run(
-            [sys.executable, "-W", "error", script.name],
+            [sys.executable, "-W", "error", "-W", "ignore:This process:DeprecationWarning", script.name],
             cwd=tmp_path,
             capture_output=True,
             text=True,

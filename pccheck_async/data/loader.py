@@ -171,7 +171,7 @@ class _Seeded(Dataset[Any]):
         return samples
 
     def _seed_generators(self, epoch: int, index: int) -> None:
-        # One number for all would make Python's and numpy's generators, which are of one kind, draw the same.
+        # The same number for numpy's and torch's generators, which are of one kind, would make them draw the same.
         random.seed(mix("python", self._seed, epoch, index))
         np.random.seed(mix("numpy", self._seed, epoch, index) & 0xFFFFFFFF)  # an array would take ten times as long
         torch.default_generator.manual_seed(mix("torch", self._seed, epoch, index))  # not those of GPUs
