@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pccheck_async.config import Decisions
+    from pccheck_async.data import ResumableLoader, ResumableSampler
     from pccheck_async.engine import CheckpointEngine
     from pccheck_async.errors import (
         CheckpointError,
@@ -68,6 +69,8 @@ __all__ = [
     "Policy",
     "RNGState",
     "ReadError",
+    "ResumableLoader",
+    "ResumableSampler",
     "Stage",
     "StateMismatchError",
     "Stateful",
@@ -104,6 +107,8 @@ _HOMES = {
     "PendingCheckpoint": "pending",
     "Point": "tuning",
     "RNGState": "state",
+    "ResumableLoader": "data",
+    "ResumableSampler": "data",
     "Stage": "statistics",
     "Stateful": "state",
     "SyncCheckpointEngine": "sync",

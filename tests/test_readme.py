@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pccheck_async import list_checkpoints
+from pccheck_async import list_checkpoints, load_sync
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -56,6 +56,27 @@ def test_the_example_runs_and_resumes(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stderr
         assert [info.step for info in list_checkpoints(tmp_path / "checkpoints")] == [99]
+
+
+@pytest.mark.slow
+def test_the_loader_example_runs_and_resumes(tmp_path: Path) -> None:
+    script = tmp_path / "example.py"
+    script.write_text(
+        "\n".join(fenced("### Data that resumes")).replace("range(first, 100)", "range(first, first + 50)")
+    )
+    for last in (49, 99):
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-W", "ignore:This process:DeprecationWarning", script.name],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert [info.step for info in list_checkpoints(tmp_path / "checkpoints-data")] == [last]
+    position = load_sync(tmp_path / "checkpoints-data", keys=["loader.*"])["loader"]
+    assert (position["epoch"], position["position"]) == (3, 4 * 32)  # 100 batches, of which 32 make an epoch
 
 
 def test_links_lead_somewhere() -> None:

@@ -2,8 +2,8 @@
 
 Run: ``python -m tests.campaign.stall [--folder DIR] [--gib 1] [--rounds 20] [--per-round 10]``.
 
-One process trains a module with AdamW (parameters and moments make up the state) and saves it by the methods in turn, so
-that all of them meet the same machine. Ours is timed from outside: entering and leaving the bracket, and what passes
+One process trains a module with AdamW (parameters and moments make up the state) and saves it by the methods in turn,
+so that all of them meet the same machine. Ours is timed from outside: entering and leaving the bracket, and what passes
 between two hooks of our own, one before and one after that of the guard. async_save is timed until the optimizer may
 step: the call, and where staging is asynchronous the wait for it.
 """
@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
 from pccheck_async import SyncCheckpointEngine
 from tests.campaign.figures import median_interval
@@ -99,9 +99,9 @@ class Dcp:
         self.number += 1
         target = self.folder / str(self.number)
         start = time.perf_counter()
-        response: Any = dcp.async_save(
+        response: Any = async_save(
             self.trainer.state(),
-            storage_writer=dcp.FileSystemWriter(target),
+            storage_writer=FileSystemWriter(target),
             async_checkpointer_type=self.kind,
             async_stager=self.stager,
         )
