@@ -26,16 +26,12 @@ _TAIL = (4, 32)
 _SURE = 2.5
 """Standard errors by which the cost must be over the budget before the interval grows."""
 
-_OVER = 1.1
-_LONG = 10
-"""Periods for which the interval may seem too short by a tenth, however uncertain that is."""
-
 _COME_DOWN = 0.85
 """A shorter interval is taken only where it is this much shorter (hysteresis)."""
 
 _LEAVE_OUT_EVERY = 10
 _DOUBTFUL = 4
-"""Periods after which an interval is left out, if there are no clean steps otherwise: as a rule, and where it matters."""
+"""Periods after which an interval is left out where there are no clean steps otherwise: as a rule, and in doubt."""
 
 _LEARN = 3
 _TINY = 1e-9
@@ -89,7 +85,6 @@ class MeasuredPolicy(ABC):
         self._again = False
         self._left_out = 0  # periods since an interval was left out
         self._leave_out = False
-        self._over = 0  # periods after each of which the cost seemed to be over the budget
         self._saturated: float | None = None  # seconds per checkpoint when they last piled up, while it is learned
         self._alone: list[float] = []  # what they took after that
         self._share = 1 / self._places
@@ -132,7 +127,8 @@ class MeasuredPolicy(ABC):
         """Learn what a checkpoint takes."""
         self._nbytes = report.nbytes
         self._longest = max(self._longest, report.seconds)
-        self._saves.add(report.seconds)
+        if self._saves.add(report.seconds):
+            self._meter.forget()  # the storage is another now
         self._captures.add(report.capture_seconds)
         self._ended = True
         if self._saturated is not None and report.step >= self._raised_at:
@@ -224,8 +220,6 @@ class MeasuredPolicy(ABC):
             self._take(likely, "measured")
             return
         least = self._limited(self._wanted(max(0.0, cost.seconds - _SURE * cost.error)))
-        middle = self._limited(self._wanted(max(0.0, cost.seconds)))
-        self._over = self._over + 1 if middle.steps > self._interval * _OVER else 0
         if least.steps > self._interval:
             if least.piling:
                 self._take(least, "up")
@@ -233,8 +227,6 @@ class MeasuredPolicy(ABC):
                 self._take(likely, "up")
             else:
                 self._leave_out = True  # it may be the steps that have changed, not the checkpoints
-        elif self._over > _LONG:
-            self._take(middle, "up")
         elif likely.steps > self._interval:  # perhaps over the budget: find out
             self._leave_out = self._meter.clean_age > 0 and self._left_out >= _DOUBTFUL
         elif likely.steps <= self._interval * _COME_DOWN and self._saturated is None:
@@ -245,7 +237,6 @@ class MeasuredPolicy(ABC):
             self._saturated = self._sustained_now()
             self._alone = []
             self._raised_at = 1 << 62  # of the next checkpoint: see _restart
-        self._over = 0
         change = "" if self._interval is None else f"{direction} from {self._interval} "
         self._interval = wanted.steps
         self._reason = f"{change}{'to ' if change else ''}{wanted.steps} steps: {wanted.why}"
