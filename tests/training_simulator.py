@@ -87,8 +87,8 @@ class Simulator:
             seconds += piece
             left -= piece * rate
         self.costs.append(seconds - base + stall)
-        for report in self._ended:
-            self.policy.saved(report)
+        for ended in self._ended:
+            self.policy.saved(ended)
         self._ended = []
         report = StepReport(self.step, self.now, seconds, stall, in_flight)
         if self.policy.due(report):

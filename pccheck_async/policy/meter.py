@@ -98,7 +98,7 @@ class OverheadMeter:
         steps = self._busy + self._idle
         if steps == 0:
             return
-        if first and not self._idle:  # someone else's checkpoints: better than nothing
+        if not self._idle and not self._clean.values:  # there was never a clean step: better than nothing
             self._idle, self._clean_seconds = self._busy, self._busy_seconds
         moved = self._take_tail()
         if not first:
@@ -120,6 +120,10 @@ class OverheadMeter:
     def clean(self) -> int:
         """Clean steps in this period."""
         return self._idle
+
+    def clean_in(self, periods: int) -> int:
+        """Return how many clean steps the last periods had."""
+        return sum(tail.count for tail in list(self._tails)[-periods:])
 
     @property
     def clean_age(self) -> int:
