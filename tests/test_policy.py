@@ -22,6 +22,7 @@ from pccheck_async.policy import (
     make_policy,
 )
 from pccheck_async.policy.level import Level
+from pccheck_async.policy.meter import OverheadMeter
 from pccheck_async.tuning import interval_floor, sustained_interval
 from tests.training_simulator import Machine, Simulator, turns
 
@@ -148,6 +149,38 @@ def test_three_of_four_do_not_exceed_the_upper_quartile() -> None:
     assert level.upper == 3
 
 
+# -- meter
+
+
+def period(meter: OverheadMeter, seconds: float, interference: float) -> None:
+    for step in range(14):
+        busy = step < 10
+        meter.step(StepReport(step, 0.0, seconds + interference / 10 * busy, 0.2 * (step == 0), int(busy)))
+    meter.close()
+
+
+def test_a_checkpoint_costs_stall_and_interference() -> None:
+    meter = OverheadMeter()
+    for interference in (9.0, 0.4, 0.5, 30.0, 0.6):  # the first pays for what is made once; one is a stray
+        period(meter, 1.0, interference)
+    assert meter.cost().seconds == pytest.approx(0.75)
+    assert meter.step_seconds == pytest.approx(1.0)
+
+
+def test_a_period_in_which_steps_changed_says_nothing_of_the_cost() -> None:
+    meter = OverheadMeter()
+    for _ in range(4):
+        period(meter, 1.0, 0.5)
+    known = meter.periods
+    period(meter, 0.5, 0.5)
+    assert meter.periods == known
+    period(meter, 0.5, 0.5)
+    assert meter.periods == known + 1
+    assert meter.cost().seconds == pytest.approx(0.7)
+    period(meter, 0.5, 0.5)
+    assert meter.step_seconds == pytest.approx(0.5)
+
+
 # -- PCcheck
 
 
@@ -188,6 +221,14 @@ def test_one_checkpoint_in_flight_cannot_be_faster_than_the_floor() -> None:
     policy = PCcheckInterval(max_in_flight=1)
     Simulator(policy, Machine(save_seconds=10.2), places=1).run(200)
     assert policy.decision().interval == policy.floor == 10
+
+
+def test_the_floor_holds_where_f_star_is_below_it() -> None:
+    # The first of two in a row is alone for a step: Tw(2) is 58.9 s, f* = 29. But the disk saves one in 30 s.
+    policy = PCcheckInterval(0.03, max_in_flight=2)
+    Simulator(policy, Machine(save_seconds=30.0, capture_seconds=0.1)).run(200)
+    assert policy.decision().interval == policy.floor == 30
+    assert "f* is 29" in policy.decision().reason
 
 
 def test_checkpoints_that_fail_are_tried_again_but_ever_later() -> None:

@@ -82,6 +82,7 @@ def test_what_it_measures_is_what_there_is(scale: float, noise: float) -> None:
     assert measured.overhead == pytest.approx(0.03, rel=0.15)
 
 
+@pytest.mark.slow
 def test_what_it_measures_is_right_on_average_beside_a_lot_of_noise() -> None:
     costs, times = [], []
     for seed in SEEDS:
@@ -165,6 +166,7 @@ class EveryFourteen(Adaptive):
         return (report.step + 1) % 14 == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "change"),
     [

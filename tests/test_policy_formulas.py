@@ -97,7 +97,7 @@ def test_young_and_daly(cost: float, mtbf: float, young: float, daly: float) -> 
 
 
 def lost(compute: float, cost: float, mtbf: float) -> float:
-    """Expected time per useful second, failures coming at random: M (exp((tau + delta)/M) - 1)/tau (Daly, eq. 13)."""
+    """Expected time per useful second, failures coming at random: M (exp((tau + delta)/M) - 1)/tau (Daly's model)."""
     return mtbf * math.expm1((compute + cost) / mtbf) / compute
 
 
