@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from pccheck_async.policy import Policy, SaveReport, StepReport
 
@@ -36,7 +37,6 @@ class _Save:
     step: int
     begin: float
     work: float  # seconds left, if it were alone
-    factor: float
 
 
 @dataclass
@@ -87,8 +87,8 @@ class Simulator:
             seconds += piece
             left -= piece * rate
         self.costs.append(seconds - base + stall)
-        for report in self._ended:
-            self.policy.saved(report)
+        for ended in self._ended:
+            self.policy.saved(ended)
         self._ended = []
         report = StepReport(self.step, self.now, seconds, stall, in_flight)
         if self.policy.due(report):
@@ -109,7 +109,7 @@ class Simulator:
             self._stall += waited
         m = self.machine
         factor = 1 + self._random.uniform(-m.save_noise, m.save_noise)
-        self._flying.append(_Save(self.step, self.now - 0.0, m.save_seconds * factor, 1.0))
+        self._flying.append(_Save(self.step, self.now, m.save_seconds * factor))
         self.saves.append(self.step)
         self._stall += m.capture_seconds
         self._write(m.capture_seconds)
@@ -141,5 +141,5 @@ class Simulator:
 def turns(intervals: list[int | None]) -> int:
     """How often the interval changed its direction."""
     known = [k for k in intervals if k is not None]
-    moves = [b - a for a, b in zip(known, known[1:], strict=False) if a != b]
-    return sum((a > 0) != (b > 0) for a, b in zip(moves, moves[1:], strict=False))
+    moves = [b - a for a, b in pairwise(known) if a != b]
+    return sum((a > 0) != (b > 0) for a, b in pairwise(moves))

@@ -9,6 +9,7 @@ from pccheck_async.policy.checkfreq import CheckFreqInterval
 from pccheck_async.policy.every import EverySeconds, EverySteps
 from pccheck_async.policy.formulas import CheckFreqChoice, checkfreq_interval, daly_seconds, young_seconds
 from pccheck_async.policy.make import make_policy
+from pccheck_async.policy.measured import Measured
 from pccheck_async.policy.pccheck import PCcheckInterval
 from pccheck_async.policy.young_daly import YoungDaly
 
@@ -19,6 +20,7 @@ __all__ = [
     "Decision",
     "EverySeconds",
     "EverySteps",
+    "Measured",
     "PCcheckInterval",
     "Policy",
     "SaveReport",

@@ -11,8 +11,8 @@ class Adaptive(MeasuredPolicy):
     """Checkpoint as often as a budget allows: by default 3 % of the training time, for stall and interference together.
 
     k = max(ceil(C / (overhead t)), ceil(Tw / (N t))), all of it measured: C is what a checkpoint costs training, t the
-    time of a clean step, Tw what a checkpoint takes to become durable. Follows CheckFreq's adaptive rule (FAST'21,
-    section 4.4), but also comes back down.
+    time of a clean step, Tw what a checkpoint takes to become durable. Follows CheckFreq's adaptive rule (FAST'21),
+    but also comes back down.
 
     Args:
         overhead: Budget as a share of the training time.

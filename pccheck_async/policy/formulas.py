@@ -95,7 +95,7 @@ def daly_seconds(cost_seconds: float, mtbf_seconds: float) -> float:
     if cost_seconds >= 2 * mtbf_seconds:
         return mtbf_seconds
     x = cost_seconds / (2 * mtbf_seconds)
-    return first_order * (1 + math.sqrt(x) / 3 + x / 9) - cost_seconds
+    return max(0.0, first_order * (1 + math.sqrt(x) / 3 + x / 9) - cost_seconds)
 
 
 def whole_steps(seconds: float, step_seconds: float) -> int:

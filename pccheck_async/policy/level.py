@@ -47,6 +47,10 @@ class Level:
         limit = times * max(abs(middle) * self._tolerance, tolerance)
         return count if min(recent) > middle + limit or max(recent) < middle - limit else 0
 
+    def forget(self, but: int) -> None:
+        """Forget all but the last ``but`` measurements."""
+        self._values = self._values[-but:]
+
     @property
     def values(self) -> Sequence[float]:
         """The measurements in the window, oldest first."""

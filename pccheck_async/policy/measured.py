@@ -11,7 +11,7 @@ from pccheck_async.policy.formulas import whole_steps
 from pccheck_async.policy.level import Level
 from pccheck_async.policy.meter import OverheadMeter
 
-__all__ = ["MeasuredPolicy", "Wanted"]
+__all__ = ["Measured", "MeasuredPolicy", "Wanted"]
 
 _WARM_UP = 2
 """Steps that compile, allocate and fill caches: not like the others."""
@@ -24,22 +24,47 @@ _TAIL = (4, 32)
 """Least and most clean steps to wait for where clean steps are scarce."""
 
 _SURE = 2.5
-"""Standard errors by which the cost must be over the budget before the interval grows."""
+_SURE_LATER = 1.75
+"""Standard errors by which the cost must be over the budget before the interval grows: of few periods, and of many."""
 
-_OVER = 1.1
-_LONG = 10
-"""Periods for which the interval may seem too short by a tenth, however uncertain that is."""
+_MANY = 16
+
+_GO_UP = 1.02
+"""A longer interval that is not this much longer is not worth a word."""
 
 _COME_DOWN = 0.85
 """A shorter interval is taken only where it is this much shorter (hysteresis)."""
 
 _LEAVE_OUT_EVERY = 10
 _DOUBTFUL = 4
-"""Periods after which an interval is left out, if there are no clean steps otherwise: as a rule, and where it matters."""
+"""Periods after which an interval is left out where there are no clean steps otherwise: as a rule, and in doubt."""
+
+_JUST = 1.01
+"""Where N in flight just follow, by which one may seem not to."""
 
 _LEARN = 3
+"""Checkpoints that tell what one takes when they do not pile up."""
+
 _TINY = 1e-9
 """Seconds of a step that a coarse clock took for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a policy found out so far; 0 where it did not yet.
+
+    Attributes:
+        step_seconds: A step with no checkpoint in flight (t).
+        save_seconds: A checkpoint, from admission to durable (Tw).
+        cost_seconds: What one costs training: stall and interference.
+        overhead: Stall and interference as a share of the training time, waiting for a place included; None before the
+            first checkpoint.
+    """
+
+    step_seconds: float
+    save_seconds: float
+    cost_seconds: float
+    overhead: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +114,6 @@ class MeasuredPolicy(ABC):
         self._again = False
         self._left_out = 0  # periods since an interval was left out
         self._leave_out = False
-        self._over = 0  # periods after each of which the cost seemed to be over the budget
         self._saturated: float | None = None  # seconds per checkpoint when they last piled up, while it is learned
         self._alone: list[float] = []  # what they took after that
         self._share = 1 / self._places
@@ -132,7 +156,8 @@ class MeasuredPolicy(ABC):
         """Learn what a checkpoint takes."""
         self._nbytes = report.nbytes
         self._longest = max(self._longest, report.seconds)
-        self._saves.add(report.seconds)
+        if self._saves.add(report.seconds):
+            self._meter.forget()  # the storage is another now
         self._captures.add(report.capture_seconds)
         self._ended = True
         if self._saturated is not None and report.step >= self._raised_at:
@@ -145,10 +170,10 @@ class MeasuredPolicy(ABC):
         seconds = None if self._interval is None else self._interval * self._step_seconds
         return Decision(self._interval, seconds, self._reason)
 
-    @property
-    def overhead(self) -> float | None:
-        """Measured stall and interference as a share of the training time; None before the first checkpoint's."""
-        return self._meter.overhead
+    def measured(self) -> Measured:
+        """Return what the decision rests on."""
+        meter = self._meter
+        return Measured(meter.step_seconds, self._saves.median, max(0.0, meter.cost().seconds), meter.overhead)
 
     # -- what a subclass says, and what it may use
 
@@ -189,16 +214,24 @@ class MeasuredPolicy(ABC):
         if self._interval is None:
             wanted = min(_TAIL[1], max(_TAIL[0], (self._since - self._meter.clean) // 2))
             enough = self._meter.clean >= wanted or self._after >= _TAIL[1]
-            return (
-                self._ended and enough and self._since >= (_PROFILE if self._saves.values else _PROFILE * self._starts)
-            )
+            patience = 1 if self._saves.values else self._starts  # all failed so far: ever later
+            return self._ended and enough and self._since >= _PROFILE * patience
         if self._since < self._interval:
             return False
         if self._priced or not self._leave_out:
             return True
         # Nothing but busy steps for long: wait until nothing is in flight, and for some steps more.
-        wanted = min(_TAIL[1], max(_TAIL[0], self._interval // 2))
-        return self._meter.clean >= wanted or self._since >= 2 * self._interval + self._busy_steps + wanted
+        enough = self._meter.clean >= self._tail
+        return enough or self._since >= 2 * self._interval + self._busy_steps + self._tail
+
+    @property
+    def _tail(self) -> int:
+        """Clean steps that are enough to compare with."""
+        return min(_TAIL[1], max(_TAIL[0], (self._interval or 0) // 2))
+
+    def _scarce(self, periods: int) -> bool:
+        """Tell whether in so many periods no interval was left out, and clean steps did not come of themselves."""
+        return self._left_out >= periods and self._meter.clean_in(periods) < self._tail
 
     @property
     def _busy_steps(self) -> int:
@@ -211,9 +244,9 @@ class MeasuredPolicy(ABC):
             self._reason = "checkpointing early, to learn what one costs"
             return
         # Where N in flight did not follow, checkpoints waited for each other: that is not what one costs.
-        self._meter.close(counted=self._longest <= self._since * self._step_seconds * self._places)
+        self._meter.close(counted=self._longest <= _JUST * self._since * self._step_seconds * self._places)
         self._left_out = 0 if self._leave_out else self._left_out + 1
-        self._leave_out = self._meter.clean_age > 1 and self._left_out >= _LEAVE_OUT_EVERY
+        self._leave_out = self._scarce(_LEAVE_OUT_EVERY)
         if self._starts >= _CALIBRATIONS and self._saves.values:
             self._choose()
 
@@ -223,20 +256,17 @@ class MeasuredPolicy(ABC):
         if self._interval is None:
             self._take(likely, "measured")
             return
-        least = self._limited(self._wanted(max(0.0, cost.seconds - _SURE * cost.error)))
-        middle = self._limited(self._wanted(max(0.0, cost.seconds)))
-        self._over = self._over + 1 if middle.steps > self._interval * _OVER else 0
-        if least.steps > self._interval:
+        sure = _SURE if self._meter.periods < _MANY else _SURE_LATER
+        least = self._limited(self._wanted(max(0.0, cost.seconds - sure * cost.error)))
+        if least.steps > self._interval * _GO_UP:
             if least.piling:
                 self._take(least, "up")
             elif self._meter.clean_age < 2:
                 self._take(likely, "up")
             else:
                 self._leave_out = True  # it may be the steps that have changed, not the checkpoints
-        elif self._over > _LONG:
-            self._take(middle, "up")
         elif likely.steps > self._interval:  # perhaps over the budget: find out
-            self._leave_out = self._meter.clean_age > 0 and self._left_out >= _DOUBTFUL
+            self._leave_out = self._scarce(_DOUBTFUL)
         elif likely.steps <= self._interval * _COME_DOWN and self._saturated is None:
             self._take(likely, "down")
 
@@ -245,7 +275,6 @@ class MeasuredPolicy(ABC):
             self._saturated = self._sustained_now()
             self._alone = []
             self._raised_at = 1 << 62  # of the next checkpoint: see _restart
-        self._over = 0
         change = "" if self._interval is None else f"{direction} from {self._interval} "
         self._interval = wanted.steps
         self._reason = f"{change}{'to ' if change else ''}{wanted.steps} steps: {wanted.why}"
@@ -282,6 +311,6 @@ class MeasuredPolicy(ABC):
 
 def _say(seconds: float) -> str:
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= scale:
+        if seconds >= 0.9995 * scale:
             return f"{seconds / scale:.3g} {unit}"
     return f"{seconds / 1e-6:.3g} us"

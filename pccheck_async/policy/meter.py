@@ -19,6 +19,9 @@ _WINDOW = 31
 """Periods that count."""
 
 _BEYOND_NOISE = 2.5
+_SOME = 3
+_MOVED = 3.0
+_LEAST_MOVE = 0.02
 _MEDIAN = 1.25
 """Standard error of a median, in those of a mean."""
 
@@ -95,24 +98,32 @@ class OverheadMeter:
         steps = self._busy + self._idle
         if steps == 0:
             return
-        if first and not self._idle:  # someone else's checkpoints: better than nothing
+        if not self._idle and not self._clean.values:  # there was never a clean step: better than nothing
             self._idle, self._clean_seconds = self._busy, self._busy_seconds
-        self._take_tail()
+        moved = self._take_tail()
         if not first:
             reference = self._reference()
             cost = self._stall + self._busy_seconds - self._busy * reference.mean
             if reference.mean > 0:
                 self._overheads.add(cost / (steps * reference.mean))
-            if counted:
+            if counted and not moved:
                 error = self._noise() * math.sqrt(self._busy + self._busy**2 / max(1, reference.count))
                 self._lengths.append(self._busy)
                 self._costs.add(cost, _BEYOND_NOISE * error)
         self.restart()
 
+    def forget(self) -> None:
+        """Forget what checkpoints cost, but for the last ones."""
+        self._costs.forget(but=2)
+
     @property
     def clean(self) -> int:
         """Clean steps in this period."""
         return self._idle
+
+    def clean_in(self, periods: int) -> int:
+        """Return how many clean steps the last periods had."""
+        return sum(tail.count for tail in list(self._tails)[-periods:])
 
     @property
     def clean_age(self) -> int:
@@ -148,8 +159,16 @@ class OverheadMeter:
         error = math.hypot(scatter / math.sqrt(count), noise * busy / math.sqrt(max(1, clean)))
         return Cost(self._costs.median, error)
 
-    def _take_tail(self) -> None:
+    def _take_tail(self) -> bool:
+        """Keep the clean steps of the period; return whether steps take another time than in the periods before."""
         mean = self._clean_seconds / self._idle if self._idle else 0.0
+        before = self._reference()
+        moved = False
+        if self._idle >= _SOME and before.count >= _SOME:
+            limit = _MOVED * self._noise() * math.sqrt(1 / self._idle + 1 / before.count)
+            moved = abs(mean - before.mean) > max(limit, _LEAST_MOVE * before.mean)
+        if moved:
+            self._tails.clear()
         self._tails.append(_Tail(self._idle, mean))
         if self._idle:
             # Of a short tail the mean is noisy: it counts with those before it.
@@ -158,6 +177,7 @@ class OverheadMeter:
             middle = statistics.median(self._samples)
             scale = math.sqrt(len(self._samples) / (len(self._samples) - 1))
             self._deviations.extend(scale * abs(sample - middle) for sample in self._samples)
+        return moved
 
     def _reference(self) -> _Tail:
         count, seconds = 0, 0.0

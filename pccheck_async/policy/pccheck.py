@@ -160,7 +160,8 @@ class PCcheckInterval:
         self._interval = max(f_star, floor)
         self._reason = (
             f"every {self._interval} steps: f* is {f_star} (a checkpoint takes {self._seconds:.3g} s with "
-            f"{self._places} in flight, a step {self._step_seconds:.3g} s), f_min {floor} at {self._bandwidth / 1e6:.4g} MB/s; {why}"
+            f"{self._places} in flight, a step {self._step_seconds:.3g} s), "
+            f"f_min {floor} at {self._bandwidth / 1e6:.4g} MB/s; {why}"
         )
         self._saves = Level(window=5)
         self._reference = None
