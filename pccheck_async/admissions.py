@@ -93,8 +93,8 @@ class Admissions:
                 return
             if superseded:
                 self.counts.superseded += 1
-            else:
-                self.counts.durable += 1
+                return  # when it ended says nothing about how long one takes
+            self.counts.durable += 1
             self._reports.append(
                 SaveReport(
                     step=pending.step,
@@ -107,7 +107,7 @@ class Admissions:
             )
 
     def take_reports(self) -> list[SaveReport]:
-        """Return the reports of those that became durable (or were superseded) since the last call."""
+        """Return the reports of those that became durable since the last call."""
         reports = []
         while self._reports:
             reports.append(self._reports.popleft())
