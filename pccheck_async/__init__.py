@@ -30,13 +30,25 @@ if TYPE_CHECKING:
     from pccheck_async.info import CheckpointInfo
     from pccheck_async.loading import list_checkpoints, load, load_sync
     from pccheck_async.pending import PendingCheckpoint
+    from pccheck_async.policy import (
+        Adaptive,
+        CheckFreqInterval,
+        EverySeconds,
+        EverySteps,
+        PCcheckInterval,
+        Policy,
+        YoungDaly,
+    )
     from pccheck_async.state import RNGState, Stateful
     from pccheck_async.statistics import EngineStatistics, Stage
     from pccheck_async.sync import SyncCheckpointEngine
+    from pccheck_async.training import TrainingStep
     from pccheck_async.tuned import Measurement, TunedSettings, Tuning, read_tuning
     from pccheck_async.tuning import Point
 
 __all__ = [
+    "Adaptive",
+    "CheckFreqInterval",
     "CheckpointEngine",
     "CheckpointError",
     "CheckpointInfo",
@@ -44,12 +56,16 @@ __all__ = [
     "CorruptStoreError",
     "Decisions",
     "EngineStatistics",
+    "EverySeconds",
+    "EverySteps",
     "InfeasibleError",
     "InvalidTuningError",
     "Measurement",
     "NoCheckpointError",
+    "PCcheckInterval",
     "PendingCheckpoint",
     "Point",
+    "Policy",
     "RNGState",
     "ReadError",
     "Stage",
@@ -61,10 +77,12 @@ __all__ = [
     "StoreLockedError",
     "SyncCheckpointEngine",
     "TornCaptureError",
+    "TrainingStep",
     "TunedSettings",
     "Tuning",
     "UnsupportedStateError",
     "WriteError",
+    "YoungDaly",
     "list_checkpoints",
     "load",
     "load_sync",
@@ -74,6 +92,10 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
+    **dict.fromkeys(
+        ("Adaptive", "CheckFreqInterval", "EverySeconds", "EverySteps", "PCcheckInterval", "Policy", "YoungDaly"),
+        "policy",
+    ),
     "CheckpointEngine": "engine",
     "CheckpointInfo": "info",
     "Decisions": "config",
@@ -85,6 +107,7 @@ _HOMES = {
     "Stage": "statistics",
     "Stateful": "state",
     "SyncCheckpointEngine": "sync",
+    "TrainingStep": "training",
     "TunedSettings": "tuned",
     "Tuning": "tuned",
     "list_checkpoints": "loading",

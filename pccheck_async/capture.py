@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from pccheck_async.copying import CopyBackend
 from pccheck_async.manifest import ChunkEntry
 from pccheck_async.plan import Chunk, Plan, segments
 from pccheck_async.state.arrangement import Arrangement, arranged
-from pccheck_async.state.flatten import take_apart
+from pccheck_async.state.aside import set_aside
+from pccheck_async.state.flatten import FlatState, take_apart
+from pccheck_async.state.lazy import FrozenParameters, LazyMemory, optimized
 from pccheck_async.state.outline import Outline
+from pccheck_async.state.reference import Reference
 from pccheck_async.state.storages import Layout
+from pccheck_async.state.versions import Versions
 
 __all__ = ["Capture", "Snapshot", "Snapshots"]
 
@@ -29,13 +36,30 @@ class Snapshot:
         skeleton: The tree with every plain value in it.
         layout: Where the tensors' bytes lie; holds their storages alive.
         admission: What the backend has to wait for before it copies.
+        lazy: What of it is captured while training goes on; None where the caller waits for all of it.
         time: Seconds since the epoch.
     """
 
     skeleton: Any
     layout: Layout
     admission: Any
+    lazy: Lazy | None = None
     time: float = field(default_factory=time.time)
+
+
+@dataclass(slots=True, eq=False)
+class Lazy:
+    """The part of a snapshot that is captured while training goes on.
+
+    Attributes:
+        held: Sources that are not part of it: the caller waits for those.
+        versions: The tensors that are.
+        reference: What they were, where that is to be compared.
+    """
+
+    held: npt.NDArray[np.bool_]
+    versions: Versions
+    reference: Reference | None
 
 
 class Snapshots:
@@ -43,12 +67,27 @@ class Snapshots:
 
     def __init__(self) -> None:
         self._last: tuple[Outline | None, Arrangement | None] = (None, None)
+        self._frozen = FrozenParameters()
 
-    def take(self, state: Mapping[str, Any], backend: CopyBackend) -> Snapshot:
+    def take(
+        self,
+        state: Mapping[str, Any],
+        backend: CopyBackend,
+        optimizers: Iterable[torch.optim.Optimizer] | None = None,
+        *,
+        compare: bool = False,
+    ) -> Snapshot:
         """Read a state on the caller's thread: calls every ``state_dict()``, copies plain values, copies no tensor.
 
         Data pointers are resolved here, anew at each save: offloading, FSDP and ``resize_`` move them. Of tensors on
         CUDA devices, the checkpoint sees what the current streams have queued by now (see :meth:`CopyBackend.admit`).
+
+        Args:
+            state: The app state.
+            backend: Will copy the tensors.
+            optimizers: Those that will wait for the capture before they change anything: what belongs to them is left
+                to it. Small parts of all else are copied here and now. None: the caller waits for everything.
+            compare: Keep a copy of what is left to the capture, to compare it with.
 
         Raises:
             UnsupportedStateError: naming the path of what cannot be saved.
@@ -60,7 +99,25 @@ class Snapshots:
         sources = layout.sources
         if sources.devices and not backend.by_address:
             sources.pack_devices()
-        return Snapshot(flat.skeleton, layout, backend.admit(sources.devices))
+        lazy = None
+        if optimizers is not None:
+            layout, lazy = self._split(flat, layout, optimizers, compare=compare)
+        return Snapshot(flat.skeleton, layout, backend.admit(sources.devices), lazy)
+
+    def _split(
+        self, flat: FlatState, layout: Layout, optimizers: Iterable[torch.optim.Optimizer], *, compare: bool
+    ) -> tuple[Layout, Lazy]:
+        frozen = self._frozen.of(flat.objects, flat.outline)
+        later = LazyMemory(chain(optimized(optimizers), frozen)).covers(layout.sources)
+        source_of = np.array(layout.source_of, np.intp)
+        members = np.flatnonzero((source_of >= 0) & later[source_of]) if len(later) else source_of[:0]
+        tensors: list[Any] = [flat.leaves.values[number] for number in members.tolist()]
+        paths = [flat.leaves.paths[number] for number in members.tolist()]
+        versions = Versions(paths, tensors)
+        sources, held = set_aside(layout.sources, ~later)
+        where = dict(zip(source_of[members].tolist(), paths, strict=True))
+        reference = Reference(sources, later, where) if compare else None
+        return layout.filled(sources), Lazy(held, versions, reference)
 
 
 class Capture:
@@ -71,19 +128,30 @@ class Capture:
         plan: Its chunks.
         backend: Does the copying.
         captured: Called when the live state is out of reach.
+        held_captured: Called when those parts of it are that the caller waits for, where that is not all.
 
     Attributes:
         copied: Set when the last chunk was copied.
     """
 
-    def __init__(self, snapshot: Snapshot, plan: Plan, backend: CopyBackend, captured: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        plan: Plan,
+        backend: CopyBackend,
+        captured: Callable[[], None],
+        held_captured: Callable[[], None] = lambda: None,
+    ) -> None:
         self._sources = snapshot.layout.sources
+        self._lazy = snapshot.lazy
         self._backend = backend
         self._captured = captured
         self.copied = asyncio.Event()
         self._admission = snapshot.admission
         self._chunks = plan.chunks
+        self._held_captured = held_captured
         self._live: set[int] = set()  # chunks not yet copied that hold bytes of the live state
+        self._held: set[int] = set()  # those among them for which the caller waits
         self._left = len(plan.chunks)
         self._entries: list[ChunkEntry | None] = [None] * len(plan.chunks)
         self._timed_nbytes, self._timed_since = 0, 0.0
@@ -98,16 +166,21 @@ class Capture:
         if self._sources is not live:
             live.release()
         owned = self._sources.owned
-        self._live = {
-            index
-            for index, chunk in enumerate(self._chunks)
-            if owned is None or not owned[chunk.table[:, 0].astype(np.intp)].all()
-        }
+        unowned = np.ones(len(self._sources.nbytes), np.bool_) if owned is None else ~owned
+        self._live = self._chunks_of(unowned)
+        if self._lazy is not None:
+            self._held = self._chunks_of(unowned & self._lazy.held)
+            if not self._held:
+                self._held_captured()
         self._timed_since = time.perf_counter()
         if not self._live:
             self._captured()
         if not self._left:
             self.copied.set()
+
+    def order(self) -> list[int]:
+        """Return the numbers of the chunks, first those for which the caller waits."""
+        return sorted(range(len(self._chunks)), key=lambda index: index not in self._held)
 
     async def chunk(self, index: int, chunk: Chunk, into: memoryview) -> None:
         """Copy one chunk into its staging buffer and note its checksum.
@@ -115,12 +188,18 @@ class Capture:
         Cancellation: ends once the copy ended.
         """
         checksum = await self._backend.gather(segments(chunk, self._sources), into, self._sources)
+        if self._lazy is not None and self._lazy.reference is not None:
+            self._lazy.reference.compare(chunk.parts, into)
         self._entries[index] = ChunkEntry(chunk.offset, chunk.nbytes, checksum)
         self._left -= 1
         self._take_time(chunk.nbytes)
         if not self._left:
             self.copied.set()
             self.release()
+        if index in self._held:
+            self._held.remove(index)
+            if not self._held:
+                self._held_captured()
         if index in self._live:
             self._live.remove(index)
             if not self._live:
@@ -133,6 +212,9 @@ class Capture:
     def release(self) -> None:
         """Let go of the state, and of copies of it on its device; nothing is being copied any more. Idempotent."""
         self._sources.release()
+
+    def _chunks_of(self, sources: npt.NDArray[np.bool_]) -> set[int]:
+        return {index for index, chunk in enumerate(self._chunks) if sources[chunk.table[:, 0].astype(np.intp)].any()}
 
     def _take_time(self, nbytes: int) -> None:
         """Tell the backend how fast it was. The first chunk does not count: it waits for the trainer's kernels."""

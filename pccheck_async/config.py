@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Literal
 
 from pccheck_async.layout import MOST_ENTRIES, align
+from pccheck_async.policy import Policy, make_policy
 
 __all__ = ["Auto", "Decisions", "EngineConfig", "decide"]
 
@@ -27,6 +29,9 @@ class EngineConfig:
     host_memory: int | Auto = "auto"
     writers: int | Auto = "auto"
     device: Literal["auto", "snapshot", "stream"] = "auto"
+    interval: int | timedelta | Policy | None = None
+    max_stall: float | None = None
+    check_captures: bool = False
     on_busy: Literal["wait", "skip"] = "wait"
     on_error: Literal["raise", "warn"] = "raise"
     lock_timeout: float = 5.0
@@ -46,6 +51,9 @@ class EngineConfig:
             raise ValueError(f"on_busy is 'wait' or 'skip', not {self.on_busy!r}")
         if self.on_error not in ("raise", "warn"):
             raise ValueError(f"on_error is 'raise' or 'warn', not {self.on_error!r}")
+        make_policy(self.interval)
+        if self.max_stall is not None and not self.max_stall >= 0:
+            raise ValueError(f"max_stall is seconds or None, not {self.max_stall!r}")
         if self.lock_timeout < 0 or self.exit_timeout < 0:
             raise ValueError("lock_timeout and exit_timeout are seconds, not negative")
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-import warnings
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from concurrent import futures
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+
+from pccheck_async.admissions import Admissions
 from pccheck_async.capture import Snapshots
 from pccheck_async.config import Decisions, EngineConfig, decide
 from pccheck_async.copying import CopyBackend, CudaCopy, make_backend
@@ -31,8 +31,10 @@ from pccheck_async.lifetime import forget, remember
 from pccheck_async.loop import EngineLoop, finish
 from pccheck_async.machine import available_cores, available_memory
 from pccheck_async.manifest import MIN_BLOCK, Manifest
+from pccheck_async.overlap import Guard, Overlapped
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.plan import Planner
+from pccheck_async.policy import make_policy
 from pccheck_async.pool import BufferPool
 from pccheck_async.read_lease import DroppedMeanwhileError, ReadLease
 from pccheck_async.reading import choose, pool_for, warn_damaged
@@ -42,6 +44,7 @@ from pccheck_async.session import IO, Session, check_io, open_session
 from pccheck_async.state.match import Restoration, match
 from pccheck_async.statistics import EngineStatistics, StageClock
 from pccheck_async.store import Store
+from pccheck_async.training import TrainingStep, TrainingSteps
 
 __all__ = ["EngineCore", "Steps"]
 
@@ -65,13 +68,11 @@ class EngineCore:
         self.config = config
         self.io = io
         self._pid = os.getpid()
-        self._admission = threading.RLock()  # a signal handler may checkpoint, too
         self._state = "new"
-        self._counter = -1
-        self._in_flight: dict[PendingCheckpoint, None] = {}
-        self._failed: list[tuple[PendingCheckpoint, Exception]] = []
-        self._durable = self._superseded = self._failures = self._skipped = self._admitted = 0
-        self._stall = self._last_stall = self._state_seconds = 0.0
+        self.admissions = Admissions(config)
+        self.guard = Guard(config.max_stall, self._abandon, self._note_guard)
+        self.steps = TrainingSteps(make_policy(config.interval, config.max_in_flight), self.admissions, self.guard)
+        self.stall = self._last_stall = self._state_seconds = self._guard_seconds = 0.0
         self._clock = StageClock("capture", "commit", "restore")
         self._snapshots = Snapshots()
         self.loop: EngineLoop
@@ -159,9 +160,9 @@ class EngineCore:
                 planner=self._planner,
                 max_in_flight=config.max_in_flight,
                 clock=self._clock,
-                ended=self._note_end,
+                ended=self.admissions.note_end,
             )
-            self._counter = self._store.largest_counter
+            self.admissions.counter = self._store.largest_counter
         except BaseException:
             session, self._session = self._session, None
             await session.close()
@@ -175,13 +176,14 @@ class EngineCore:
         """
         if os.getpid() != self._pid or self._state in ("new", "closed"):
             return
-        with self._admission:
+        with self.admissions.lock:
             self._state = "closing"
         left: list[PendingCheckpoint] = []
         try:
             left = yield self._close(deadline)
         finally:
             self._state = "closed"
+            self.guard.close()
             forget(self)
             if not left:
                 self.loop.stop()
@@ -193,7 +195,7 @@ class EngineCore:
             for pending in left:
                 pending.set_failed(error)
             raise error
-        self.raise_untold()
+        self.admissions.raise_untold()
 
     async def _close(self, deadline: float | None) -> list[PendingCheckpoint]:
         left: list[PendingCheckpoint] = []
@@ -210,7 +212,7 @@ class EngineCore:
 
     def close_at_exit(self) -> str:
         """Drain with a deadline because the interpreter exits; return what to tell the user. Never raises."""
-        waiting = len(self._in_flight)
+        waiting = len(self.admissions.in_flight)
         try:
             self.block_on(self.close(self.config.exit_timeout))
         except Exception as error:  # noqa: BLE001 - nobody is left to raise it to
@@ -245,58 +247,73 @@ class EngineCore:
 
     # -- checkpoints
 
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the steps of ``optimizer`` wait for captures that it would tear."""
+        self.check_alive()
+        self.guard.attach(optimizer)
+
     def admit(
-        self, state: Mapping[str, Any], step: int | None, metadata: Metadata | None
+        self, state: Mapping[str, Any], step: int | None, metadata: Metadata | None, *, overlap: bool = False
     ) -> tuple[PendingCheckpoint, float]:
         """Read the state and hand it to the scheduler, all on the caller's thread. Returns when it began, too."""
         start = time.perf_counter()
         self.check_alive()
-        self.raise_untold()
+        self.admissions.raise_untold()
         step = check_step(step)
         plain = check_metadata(metadata or {})
-        busy = self._busy(step)
-        if busy is not None:
-            return busy, start
-        snapshot = self._snapshots.take(state, self._backend)
+        skipped = self.admissions.skip(step)
+        if skipped is not None:
+            return skipped, start
+        optimizers = self.guard.optimizers if overlap else None
+        compare = self.config.check_captures
+        snapshot = self._snapshots.take(state, self._backend, optimizers, compare=compare)
         self._state_seconds += time.perf_counter() - start
-        with self._admission:
+        with self.admissions.lock:
             self.check_alive()
-            busy = self._busy(step)  # others may have been admitted meanwhile
-            if busy is not None:
-                return busy, start
-            # All is noted before the engine hears of it: an interrupt in between must not give a counter away twice.
-            self._counter += 1
-            pending = PendingCheckpoint(self._counter if step is None else step, self._counter)
-            self._admitted += 1
-            self._in_flight[pending] = None
-            if not self.loop.post(self._scheduler.start, Job(pending, snapshot, plain)):
-                del self._in_flight[pending]
+            skipped = self.admissions.skip(step)  # others may have been admitted meanwhile
+            if skipped is not None:
+                return skipped, start
+            pending = self.admissions.add(
+                step
+            )  # before the engine hears of it: an interrupt must not give it away twice
+            job = Job(pending, snapshot, plain)
+            if snapshot.lazy is not None:
+                job.overlapped = Overlapped(pending, snapshot.lazy.versions)
+                pending.settle_by(job.overlapped.settle)
+                self.guard.watch(job.overlapped)
+                if not snapshot.lazy.held.any():
+                    pending.set_held_captured()
+            if not self.loop.post(self._scheduler.start, job):
+                self.admissions.withdraw(pending)
                 raise ClosedError(f"the engine of {self.path} is closed")
         return pending, start
 
-    def _busy(self, step: int | None) -> PendingCheckpoint | None:
-        if self.config.on_busy != "skip":
-            return None
-        with self._admission:
-            if len(self._in_flight) < self.config.max_in_flight:
-                return None
-            newest = next(reversed(self._in_flight))
-            self._skipped += 1
-        _log.warning("skipped the checkpoint of step %s: %d are in flight", step, self.config.max_in_flight)
-        return PendingCheckpoint.standing_for(newest, newest.step if step is None else step)
+    def begin_step(self, this: TrainingStep) -> None:
+        """Note the beginning of a training step."""
+        self.check_alive()
+        self.steps.begin(this, self.stall)
 
-    def note_stall(self, start: float) -> None:
-        """Count the time since ``start`` as time the caller was kept waiting."""
+    def end_step(self, this: TrainingStep) -> bool:
+        """Note the end of a training step; return whether to checkpoint now."""
+        self.check_alive()
+        return self.steps.end(this, self.stall)
+
+    def note_stall(self, pending: PendingCheckpoint, start: float) -> None:
+        """Count the time since ``start`` as time that a caller of ``checkpoint()`` was kept waiting."""
         self._last_stall = time.perf_counter() - start
-        self._stall += self._last_stall
+        self._add_stall(pending, self._last_stall)
+
+    def _note_guard(self, pending: PendingCheckpoint, seconds: float) -> None:
+        self._guard_seconds += seconds
+        self._add_stall(pending, seconds)
+
+    def _add_stall(self, pending: PendingCheckpoint, seconds: float) -> None:
+        pending.stall += seconds
+        self.stall += seconds
 
     def warn_of(self, pending: PendingCheckpoint, error: Exception) -> bool:
         """Warn of a failure instead of raising it, where the user chose that; False where it is to be raised."""
-        if self.config.on_error != "warn":
-            return False
-        pending.set_told()
-        warnings.warn(f"the checkpoint of step {pending.step} failed: {error}", RuntimeWarning, stacklevel=3)
-        return True
+        return self.admissions.warn_of(pending, error)
 
     async def abort(self, pending: PendingCheckpoint) -> None:
         """Cancel a checkpoint before its capture ended; returns once nothing of it is running, cancelled or not."""
@@ -305,12 +322,13 @@ class EngineCore:
             await finish(aborting)
             self._note_abort(pending, aborting)
 
-    def abort_blocking(self, pending: PendingCheckpoint) -> None:
-        """Do the same as :meth:`abort`, blocking."""
+    def abort_blocking(self, pending: PendingCheckpoint) -> bool:
+        """Do the same as :meth:`abort`, blocking. False where it was captured meanwhile, and goes on."""
         aborting = self._start_abort(pending)
-        if aborting is not None:
-            futures.wait([aborting])
-            self._note_abort(pending, aborting)
+        if aborting is None:
+            return False
+        futures.wait([aborting])
+        return self._note_abort(pending, aborting)
 
     def _start_abort(self, pending: PendingCheckpoint) -> futures.Future[bool] | None:
         try:
@@ -319,50 +337,32 @@ class EngineCore:
             return None  # closing ended it
 
     @staticmethod
-    def _note_abort(pending: PendingCheckpoint, aborting: futures.Future[bool]) -> None:
-        if aborting.exception() is None and aborting.result():
+    def _note_abort(pending: PendingCheckpoint, aborting: futures.Future[bool]) -> bool:
+        aborted = aborting.exception() is None and aborting.result()
+        if aborted:
             pending.set_told()  # else it was captured already and goes on
+        return aborted
+
+    def _abandon(self, pending: PendingCheckpoint) -> None:
+        """Give a capture up that holds training up for too long."""
+        if self.abort_blocking(pending):
+            self.admissions.counts.abandoned += 1
+            _log.warning(
+                "abandoned the checkpoint of step %d: its capture held an optimizer step up for max_stall = %g s",
+                pending.step,
+                self.config.max_stall,
+            )
 
     def wait_captured(self) -> None:
         """Block until no capture of a checkpoint admitted so far reads the live state any more."""
         self.check_alive()
-        with self._admission:
-            pendings = list(self._in_flight)
-        for pending in pendings:
-            with suppress(CheckpointError, OSError):  # told where the checkpoint itself is awaited
-                pending.wait_captured()
+        self.guard.wait()
+        for pending in self.admissions.in_flight:
+            pending.wait_out_of_reach()  # failures are told where the checkpoint itself is awaited
 
     async def drain(self) -> None:
         """Wait until every admitted checkpoint ended."""
         await self._scheduler.drain()
-
-    def _note_end(self, pending: PendingCheckpoint, error: Exception | None, superseded: bool) -> None:
-        with self._admission:
-            del self._in_flight[pending]
-            if error is not None:
-                self._failures += 1
-                self._failed.append((pending, error))
-            elif superseded:
-                self._superseded += 1
-            else:
-                self._durable += 1
-
-    def raise_untold(self) -> None:
-        """Raise the first failure that nobody waited for (or warn of it), the others as notes on it."""
-        with self._admission:
-            untold = [(pending, error) for pending, error in self._failed if not pending.failure_told]
-            self._failed.clear()
-        if not untold:
-            return
-        untold = [(pending, error) for pending, error in untold if not self.warn_of(pending, error)]
-        if not untold:
-            return
-        (told, first), *others = untold
-        told.set_told()
-        for pending, error in others:
-            pending.set_told()
-            first.add_note(f"the checkpoint of step {pending.step} failed too: {error}")
-        raise first
 
     # -- reading
 
@@ -375,9 +375,12 @@ class EngineCore:
     def restore(self, state: Mapping[str, Any], step: int | None) -> Steps:
         """Restore the newest checkpoint (or that of ``step``) into ``state``, falling back where one is damaged."""
         self.check_alive()
-        self.raise_untold()
+        self.admissions.raise_untold()
         start = time.perf_counter()
         step = check_step(step)
+        for pending in self.admissions.in_flight:
+            yield pending.out_of_reach()  # what is restored would tear its capture
+        self.guard.wait()
         unreadable: set[int] = set()
         while (entry := choose(self._store.entries, step, unreadable)) is not None:
             try:
@@ -426,15 +429,19 @@ class EngineCore:
         io = self._opened().writer.statistics()
         pool, store, copying = self._pool.statistics(), self._store.statistics(), self._backend.statistics()
         decisions = replace(self._decisions, reasons=self._decisions.reasons | {"device": copying.reason})
-        with self._admission:
+        counts = self.admissions.counts
+        with self.admissions.lock:
             return EngineStatistics(
-                admitted=self._admitted,
-                durable=self._durable,
-                superseded=self._superseded,
-                failed=self._failures,
-                skipped=self._skipped,
-                in_flight=len(self._in_flight),
-                stall_seconds=self._stall,
+                admitted=counts.admitted,
+                durable=counts.durable,
+                superseded=counts.superseded,
+                failed=counts.failed,
+                skipped=counts.skipped,
+                abandoned=counts.abandoned,
+                in_flight=len(self.admissions.in_flight),
+                stall_seconds=self.stall,
+                guard_seconds=self._guard_seconds,
+                interval=self.steps.decision,
                 last_stall_seconds=self._last_stall,
                 state_seconds=self._state_seconds,
                 stages=self._clock.stages() | {"write": io.write, "read": io.read, "flush": io.flush},

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self
+
+import torch
 
 from pccheck_async.config import Auto, EngineConfig
 from pccheck_async.core import EngineCore
 from pccheck_async.info import CheckpointInfo, Metadata
 from pccheck_async.pending import PendingCheckpoint
+from pccheck_async.policy import Policy
 from pccheck_async.session import IO
 from pccheck_async.statistics import EngineStatistics
+from pccheck_async.training import TrainingStep
 from pccheck_async.tuned import Tuning
 from pccheck_async.tuner import Progress, checkpoint_bytes, tune
 
@@ -39,6 +45,12 @@ class CheckpointEngine:
             to wait for the host (CheckFreq's rule); "snapshot" wherever there is memory, "stream" never.
         io: "io_uring" or "threads" (both of the C extension), "python" or "auto"; or a writer, such as those of
             :mod:`pccheck_async.testing`.
+        interval: When ``engine.step`` checkpoints: every so many steps (int), every so often (timedelta), or as a
+            policy of :mod:`pccheck_async.policy` says; by default as often as 3 % of training time allow.
+        max_stall: Most seconds that a step of an attached optimizer waits for a capture; beyond, that checkpoint is
+            abandoned.
+        check_captures: Compare what was captured beside training with a copy made before; for debugging, as it takes
+            the time and the memory of that copy.
         on_busy: With ``max_in_flight`` checkpoints in flight, "wait" for one to end or "skip" the new one.
         on_error: "raise" a failure that nobody saw at the next call, or "warn" of it.
         lock_timeout: Seconds to wait for a dying writer of the same store.
@@ -59,6 +71,9 @@ class CheckpointEngine:
         writers: int | Auto = "auto",
         device: Literal["auto", "snapshot", "stream"] = "auto",
         io: IO = "auto",
+        interval: int | timedelta | Policy | None = None,
+        max_stall: float | None = None,
+        check_captures: bool = False,
         on_busy: Literal["wait", "skip"] = "wait",
         on_error: Literal["raise", "warn"] = "raise",
         lock_timeout: float = 5.0,
@@ -71,6 +86,9 @@ class CheckpointEngine:
             host_memory=host_memory,
             writers=writers,
             device=device,
+            interval=interval,
+            max_stall=max_stall,
+            check_captures=check_captures,
             on_busy=on_busy,
             on_error=on_error,
             lock_timeout=lock_timeout,
@@ -122,8 +140,50 @@ class CheckpointEngine:
                 raise
             error.add_note(f"a checkpoint failed too: {type(failure).__name__}: {failure}")
 
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let every step of ``optimizer`` wait until captures of what it changes ended.
+
+        From then on ``engine.step`` captures its parameters, and the tensors that it keeps for each of them, while the
+        next forward and backward run (CheckFreq, section 4.1). Code that changes these outside the optimizer's step
+        (averaging, clamping, ``load_state_dict``) calls :meth:`wait_captured` first.
+
+        Raises:
+            TypeError: it has no hooks around its step; says what to do.
+        """
+        self._core.attach(optimizer)
+
+    @asynccontextmanager
+    async def step(
+        self, state: Mapping[str, Any], step: int, *, metadata: Metadata | None = None
+    ) -> AsyncIterator[TrainingStep]:
+        """Bracket one training step, and checkpoint after it when the policy (``interval``) says so.
+
+        With attached optimizers the capture overlaps with the next step, and waits for the end of a window of gradient
+        accumulation. If the body raises, nothing is captured.
+
+        Args:
+            state: As for :meth:`checkpoint`.
+            step: The number of this step.
+            metadata: As for :meth:`checkpoint`; more may be added to the ``metadata`` of what the context gives.
+
+        Raises:
+            CheckpointError: a checkpoint failed and nobody saw it; and what :meth:`checkpoint` raises.
+        """
+        this = TrainingStep(state, step, metadata)
+        self._core.begin_step(this)
+        yield this
+        if self._core.end_step(this):
+            overlap = bool(self._core.guard.optimizers)
+            pending = await self.checkpoint(state, step=step, metadata=this.metadata, overlap=overlap)
+            self._core.steps.note(this, pending)
+
     async def checkpoint(
-        self, state: Mapping[str, Any], *, step: int | None = None, metadata: Metadata | None = None
+        self,
+        state: Mapping[str, Any],
+        *,
+        step: int | None = None,
+        metadata: Metadata | None = None,
+        overlap: bool = False,
     ) -> PendingCheckpoint:
         """Capture ``state``; return when it is safe to mutate, while the bytes still go to storage.
 
@@ -136,6 +196,11 @@ class CheckpointEngine:
             will.
             step: The user's number; by default the engine's counter.
             metadata: Small facts (at most 512 bytes) that ``list_checkpoints`` shows without reading the checkpoint.
+            overlap: Return earlier: what belongs to attached optimizers (and frozen parameters) is captured while
+                training goes on, until the next of their steps waits for it. Everything else is captured before this
+                returns. Other code that changes such a tensor calls :meth:`wait_captured` first, else the checkpoint
+                is torn: mostly found out (TornCaptureError), but not writes through ``.data``, numpy, DLPack or
+                CUDA graphs (see ``check_captures``).
 
         Returns:
             The checkpoint on its way; await it for durability.
@@ -147,9 +212,9 @@ class CheckpointEngine:
             ClosedError: the engine is not open, or belongs to a parent process.
             CheckpointError: this checkpoint failed during capture, or an earlier one failed and nobody saw it.
         """
-        pending, start = self._core.admit(state, step, metadata)
+        pending, start = self._core.admit(state, step, metadata, overlap=overlap)
         try:
-            await pending.captured()
+            await (pending.held_captured() if overlap else pending.captured())
         except asyncio.CancelledError:
             await self._core.abort(pending)
             raise
@@ -157,7 +222,7 @@ class CheckpointEngine:
             if not self._core.warn_of(pending, error):
                 raise
         finally:
-            self._core.note_stall(start)
+            self._core.note_stall(pending, start)
         return pending
 
     async def restore(self, state: Mapping[str, Any], *, step: int | None = None) -> CheckpointInfo | None:
@@ -196,7 +261,7 @@ class CheckpointEngine:
         """
         self._core.check_alive()
         await self._core.loop.run(self._core.drain())
-        self._core.raise_untold()
+        self._core.admissions.raise_untold()
 
     async def tune(
         self,
@@ -248,7 +313,7 @@ class CheckpointEngine:
         )
 
     def wait_captured(self) -> None:
-        """Block this thread until no capture reads the live state any more."""
+        """Block this thread until no capture reads the live state any more: it may be changed by any code now."""
         self._core.wait_captured()
 
     @property

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Generator, Iterator
+import time
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from pccheck_async.info import CheckpointInfo
-from pccheck_async.loop import wait_for
+from pccheck_async.loop import finish, wait_for
 
 __all__ = ["PendingCheckpoint"]
 
@@ -29,11 +30,16 @@ class PendingCheckpoint:
         self.counter = counter
         self.superseded = False
         self.skipped = False
+        self.admitted_at = self.captured_at = time.monotonic()
+        self.stall = 0.0
+        self._settle: Callable[[], None] | None = None
+        self._held: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._captured: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._durable: concurrent.futures.Future[CheckpointInfo] = concurrent.futures.Future()
         self._target = self  # whose result is waited for
         self._told = False
         self._waiters: set[object] = set()
+        self._held.set_running_or_notify_cancel()
         # Running futures cannot be cancelled: cancelling an await only stops that waiting.
         self._captured.set_running_or_notify_cancel()
         self._durable.set_running_or_notify_cancel()
@@ -43,7 +49,7 @@ class PendingCheckpoint:
         """Return what a skipped checkpoint's caller gets: already safe to mutate, durable when ``newest`` is."""
         skipped = cls(step, newest.counter)
         skipped.skipped = True
-        skipped._captured.set_result(None)
+        skipped.set_captured()
         skipped._target = newest._target
         return skipped
 
@@ -57,6 +63,8 @@ class PendingCheckpoint:
         """
         with self._waiting(self._captured):
             await wait_for(self._captured)
+        if self._settle is not None:
+            self._settle()
 
     async def durable(self) -> CheckpointInfo:
         """Wait until the checkpoint is committed.
@@ -85,6 +93,8 @@ class PendingCheckpoint:
         """Block until captured, for code that is not async (see :meth:`captured`). Raises TimeoutError."""
         with self._waiting(self._captured):
             self._captured.result(timeout)
+        if self._settle is not None:
+            self._settle()
 
     def done(self) -> bool:
         """Whether it is durable, superseded or failed."""
@@ -118,7 +128,29 @@ class PendingCheckpoint:
         )
         return f"<PendingCheckpoint step={self.step} counter={self.counter} {state}>"
 
-    # -- the scheduler's side
+    # -- the engine's side
+
+    def settle_by(self, settle: Callable[[], None]) -> None:
+        """Call ``settle`` before anyone is told that the state may be changed."""
+        self._settle = settle
+
+    async def held_captured(self) -> None:
+        """Wait until what may change before the next optimizer step is out of reach (see :meth:`captured`)."""
+        with self._waiting(self._held):
+            await wait_for(self._held)
+
+    def wait_held_captured(self) -> None:
+        """Do the same, blocking."""
+        with self._waiting(self._held):
+            self._held.result()
+
+    async def out_of_reach(self) -> None:
+        """Wait until nothing reads the live state any more; a failure stays untold."""
+        await finish(self._captured)
+
+    def wait_out_of_reach(self, timeout: float | None = None) -> bool:
+        """Block until nothing reads the live state any more; a failure stays untold. False where it took longer."""
+        return bool(concurrent.futures.wait([self._captured], timeout).done)
 
     @property
     def is_captured(self) -> bool:
@@ -130,9 +162,17 @@ class PendingCheckpoint:
         """Whether somebody got to know of the failure, or is waiting and will."""
         return self._told or bool(self._waiters)
 
+    def set_held_captured(self) -> None:
+        """Note that what is not left to the guard is captured."""
+        with suppress(concurrent.futures.InvalidStateError):  # whoever was first decided
+            self._held.set_result(None)
+
     def set_captured(self) -> None:
         """Note the end of the capture."""
-        with suppress(concurrent.futures.InvalidStateError):  # whoever was first decided
+        self.set_held_captured()
+        if not self._captured.done():
+            self.captured_at = time.monotonic()
+        with suppress(concurrent.futures.InvalidStateError):
             self._captured.set_result(None)
 
     def set_durable(self, info: CheckpointInfo, *, superseded: bool = False) -> None:
@@ -144,6 +184,8 @@ class PendingCheckpoint:
 
     def set_failed(self, error: BaseException) -> None:
         """Note the failure."""
+        with suppress(concurrent.futures.InvalidStateError):
+            self._held.set_exception(error)
         with suppress(concurrent.futures.InvalidStateError):
             self._captured.set_exception(error)
         with suppress(concurrent.futures.InvalidStateError):

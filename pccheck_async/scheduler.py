@@ -21,6 +21,7 @@ from pccheck_async.info import CheckpointInfo
 from pccheck_async.layout import Entry, align
 from pccheck_async.limiter import Limiter
 from pccheck_async.manifest import VERSION, ChunkEntry, Manifest, ManifestEncoder
+from pccheck_async.overlap import Overlapped
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.plan import Chunk, Plan, Planner
 from pccheck_async.pool import BufferPool
@@ -37,11 +38,12 @@ _CHUNKS_AT_ONCE = 8
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """An admitted checkpoint: what to save, and whom to tell."""
+    """An admitted checkpoint: what to save, whom to tell, and what may find out that its capture was torn."""
 
     pending: PendingCheckpoint
     snapshot: Snapshot
     metadata: dict[str, str | int | float | bool | None]
+    overlapped: Overlapped | None = None
 
 
 class Scheduler:
@@ -55,7 +57,8 @@ class Scheduler:
         planner: Lays states out.
         max_in_flight: Most checkpoints between admission and their end.
         clock: Stage times.
-        ended: Called with every checkpoint that ended, its error, and whether it was superseded, before anyone is told.
+        ended: Called with every checkpoint that ended, its error, whether it was superseded, and its bytes, before
+            anyone is told.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class Scheduler:
         planner: Planner,
         max_in_flight: int,
         clock: StageClock,
-        ended: Callable[[PendingCheckpoint, Exception | None, bool], None],
+        ended: Callable[[PendingCheckpoint, Exception | None, bool, int], None],
     ) -> None:
         self._store = store
         self._writer = writer
@@ -128,20 +131,21 @@ class Scheduler:
                 permit.release()  # only after the slot that the commit freed is free
         except asyncio.CancelledError:
             error = CheckpointError(f"the checkpoint of step {pending.step} was cancelled; nothing was committed")
-            self._ended(pending, error, False)
+            self._ended(pending, error, False, 0)
             pending.set_failed(error)
         except Exception as error:  # noqa: BLE001 - it belongs to whoever awaits the checkpoint
             _log.debug("checkpoint %d failed: %r", pending.counter, error)
-            self._ended(pending, error, False)
+            self._ended(pending, error, False, 0)
             pending.set_failed(error)
         else:
-            self._ended(pending, None, superseded)
+            self._ended(pending, None, superseded, info.nbytes)
             pending.set_durable(info, superseded=superseded)
             await self._store.remove_surplus()  # only now: whatever happens to it, the checkpoint is durable
 
     async def _save(self, job: Job) -> tuple[CheckpointInfo, bool]:
         plan = self._planner.plan(job.snapshot.layout)
-        capture = Capture(job.snapshot, plan, self._backend, job.pending.set_captured)
+        pending = job.pending
+        capture = Capture(job.snapshot, plan, self._backend, pending.set_captured, pending.set_held_captured)
         try:
             await capture.begin()
             lease, entry = await self._copy_and_write(job, capture, plan)
@@ -159,7 +163,8 @@ class Scheduler:
                 # Beside the capture: what holds the trainer up is the copy, never the store.
                 reserving = group.create_task(self._reserve(job, plan))
                 describing = group.create_task(self._save_manifest(job, capture, plan, reserving))
-                for index, chunk in enumerate(plan.chunks):
+                for index in capture.order():
+                    chunk = plan.chunks[index]
                     if not reserving.done() and self._pool.available <= 1:
                         # The last buffer is for those that have their slot: else two would wait for each other.
                         await asyncio.wait((reserving,))
@@ -169,6 +174,8 @@ class Scheduler:
                     group.create_task(saving).add_done_callback(lambda _, lease=lease: lease.release())  # type: ignore[misc]
                     if index % _CHUNKS_AT_ONCE == 0:
                         await asyncio.sleep(0)  # those begin while the others are still being made
+            if job.overlapped is not None:
+                job.overlapped.check()
         except BaseException as error:  # noqa: BLE001 - raised again below, out of its group
             if reserving is not None and not reserving.cancelled() and reserving.exception() is None:
                 await self._store.release(reserving.result())  # every operation on it has ended

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from pccheck_async.config import Decisions
+from pccheck_async.policy import Decision
 
 __all__ = ["EngineStatistics", "Stage", "StageClock"]
 
@@ -31,9 +32,12 @@ class EngineStatistics:
         superseded: Those that newer ones made pointless before they could commit.
         failed: Those that failed.
         skipped: Calls that found all places in flight (``on_busy="skip"``).
+        abandoned: Those of the failed ones that were given up because they held training up for ``max_stall``.
         in_flight: Admitted and not ended.
-        stall_seconds: Time that callers of ``checkpoint()`` were kept waiting, summed.
-        last_stall_seconds: The same of the last call.
+        stall_seconds: Time that callers of ``checkpoint()`` and optimizer steps were kept waiting, summed.
+        guard_seconds: Part of it that steps of attached optimizers waited for captures.
+        interval: What the policy behind ``engine.step`` has decided, and why.
+        last_stall_seconds: Time that the last call of ``checkpoint()`` took.
         state_seconds: Part of it that went into ``state_dict()`` and laying out the state.
         stages: By name: capture (copy and checksum), write, flush, commit (slot flush included), read, restore.
         decisions: The numbers behind every "auto", and why.
@@ -56,8 +60,11 @@ class EngineStatistics:
     superseded: int
     failed: int
     skipped: int
+    abandoned: int
     in_flight: int
     stall_seconds: float
+    guard_seconds: float
+    interval: Decision
     last_stall_seconds: float
     state_seconds: float
     stages: Mapping[str, Stage]

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal, Self
+
+import torch
 
 from pccheck_async.config import Auto, EngineConfig
 from pccheck_async.core import EngineCore
 from pccheck_async.info import CheckpointInfo, Metadata
 from pccheck_async.pending import PendingCheckpoint
+from pccheck_async.policy import Policy
 from pccheck_async.session import IO
 from pccheck_async.statistics import EngineStatistics
+from pccheck_async.training import TrainingStep
 from pccheck_async.tuned import Tuning
 from pccheck_async.tuner import Progress, checkpoint_bytes, tune_blocking
 
@@ -37,6 +43,9 @@ class SyncCheckpointEngine:
         writers: int | Auto = "auto",
         device: Literal["auto", "snapshot", "stream"] = "auto",
         io: IO = "auto",
+        interval: int | timedelta | Policy | None = None,
+        max_stall: float | None = None,
+        check_captures: bool = False,
         on_busy: Literal["wait", "skip"] = "wait",
         on_error: Literal["raise", "warn"] = "raise",
         lock_timeout: float = 5.0,
@@ -49,6 +58,9 @@ class SyncCheckpointEngine:
             host_memory=host_memory,
             writers=writers,
             device=device,
+            interval=interval,
+            max_stall=max_stall,
+            check_captures=check_captures,
             on_busy=on_busy,
             on_error=on_error,
             lock_timeout=lock_timeout,
@@ -78,16 +90,39 @@ class SyncCheckpointEngine:
                 raise
             error.add_note(f"a checkpoint failed too: {type(failure).__name__}: {failure}")
 
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let every step of ``optimizer`` wait for captures (see :meth:`pccheck_async.CheckpointEngine.attach`)."""
+        self._core.attach(optimizer)
+
+    @contextmanager
+    def step(self, state: Mapping[str, Any], step: int, *, metadata: Metadata | None = None) -> Iterator[TrainingStep]:
+        """Bracket one training step, and checkpoint after it (see :meth:`pccheck_async.CheckpointEngine.step`)."""
+        this = TrainingStep(state, step, metadata)
+        self._core.begin_step(this)
+        yield this
+        if self._core.end_step(this):
+            overlap = bool(self._core.guard.optimizers)
+            pending = self.checkpoint(state, step=step, metadata=this.metadata, overlap=overlap)
+            self._core.steps.note(this, pending)
+
     def checkpoint(
-        self, state: Mapping[str, Any], *, step: int | None = None, metadata: Metadata | None = None
+        self,
+        state: Mapping[str, Any],
+        *,
+        step: int | None = None,
+        metadata: Metadata | None = None,
+        overlap: bool = False,
     ) -> PendingCheckpoint:
         """Capture ``state``; return when it is safe to mutate (see :meth:`pccheck_async.CheckpointEngine.checkpoint`).
 
         A KeyboardInterrupt while it waits aborts the checkpoint.
         """
-        pending, start = self._core.admit(state, step, metadata)
+        pending, start = self._core.admit(state, step, metadata, overlap=overlap)
         try:
-            pending.wait_captured()
+            if overlap:
+                pending.wait_held_captured()
+            else:
+                pending.wait_captured()
         except Exception as error:
             if not self._core.warn_of(pending, error):
                 raise
@@ -95,7 +130,7 @@ class SyncCheckpointEngine:
             self._core.abort_blocking(pending)
             raise
         finally:
-            self._core.note_stall(start)
+            self._core.note_stall(pending, start)
         return pending
 
     def restore(self, state: Mapping[str, Any], *, step: int | None = None) -> CheckpointInfo | None:
@@ -107,7 +142,7 @@ class SyncCheckpointEngine:
         """Block until every checkpoint admitted so far ended; raises the failure of one that nobody saw."""
         self._core.check_alive()
         self._core.loop.call(self._core.drain())
-        self._core.raise_untold()
+        self._core.admissions.raise_untold()
 
     def tune(
         self,

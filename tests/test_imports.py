@@ -13,14 +13,14 @@ ROOT = Path(pccheck_async.__file__).parent
 LAYERS = [
     {  # pure: no await, no file descriptor
         "errors", "info", "checksum", "layout", "config", "statistics", "slots", "retention", "manifest", "plan",
-        "segments", "state", "failures", "tuning", "_ext",
+        "segments", "state", "failures", "tuning", "policy", "_ext",
     },
     {  # resources
         "memory", "machine", "limiter", "pool", "operations", "writer", "copying", "uninterrupted", "session",
     },
     {  # engine
         "loop", "lifetime", "pending", "records", "reading", "capture", "slot_files", "store", "restore", "scheduler",
-        "read_lease", "core", "scratch", "trials", "tuned", "tuner",
+        "read_lease", "admissions", "overlap", "training", "core", "scratch", "trials", "tuned", "tuner",
         "engine", "sync", "loading",
     },
     {"", "cli", "testing", "examples", "__main__"},  # edge

@@ -70,11 +70,12 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatState:
-    """A state taken apart; ``ArrayNode.index`` counts into ``leaves``."""
+    """A state taken apart; ``ArrayNode.index`` counts into ``leaves``, ``objects`` are those that were asked."""
 
     skeleton: Node
     leaves: Leaves
     outline: Outline | None
+    objects: list[Any]
 
 
 def flatten(state: Mapping[str, Any]) -> FlatState:
@@ -105,7 +106,7 @@ def take_apart(state: Mapping[str, Any], last: Outline | None = None) -> FlatSta
         skeleton, outline = flattener.inside(state, "", 1, last, make=DictNode)
     except RecursionError:
         raise UnsupportedStateError("the state is nested too deeply for Python's stack") from None
-    return FlatState(skeleton, flattener.leaves, outline)
+    return FlatState(skeleton, flattener.leaves, outline, flattener.objects)
 
 
 def check_outermost(state: object) -> None:
@@ -140,6 +141,7 @@ class _Flattener:
 
     def __init__(self) -> None:
         self.leaves = Leaves()
+        self.objects: list[Any] = []
         self._open: set[int] = set()  # identities of the containers between the root and here
         self._in_metadata = False
 
@@ -209,6 +211,7 @@ class _Flattener:
 
     def object(self, value: Any, path: str, depth: int, last: Outline | None) -> Met:
         known = last if isinstance(last, ObjectOutline) else None
+        self.objects.append(value)
         with noting("state_dict", path, value):
             state = value.state_dict()
         child, below = self.met(state, path, depth + 1, known.below if known is not None else None)

@@ -14,7 +14,7 @@ import torch
 from pccheck_async.state import dtypes
 from pccheck_async.state.leaves import Array
 
-__all__ = ["HOST", "PackedSource", "RawSource", "Source", "Sources", "as_bits"]
+__all__ = ["HOST", "PackedSource", "RawSource", "Source", "Sources", "as_bits", "device_bytes"]
 
 HOST: Final = -1
 """Stands for the host where the index of a CUDA device may stand."""
@@ -139,7 +139,7 @@ class Sources(Sequence[Source]):
         """Make packed sources of device memory, for those who cannot copy it by address."""
         for index, device in self._placed.items():
             address, nbytes = int(self.addresses[index]), self.nbytes[index]
-            self._owners[index] = PackedSource(_device_bytes(address, nbytes, self._owners[index], device))
+            self._owners[index] = PackedSource(device_bytes(address, nbytes, self._owners[index], device))
             self.addresses[index] = 0
             self.packed_devices.add(device)
         self._placed.clear()
@@ -207,7 +207,7 @@ class Sources(Sequence[Source]):
         return len(self._owners)
 
 
-def _device_bytes(address: int, nbytes: int, owner: Any, device: int) -> torch.Tensor:
+def device_bytes(address: int, nbytes: int, owner: Any, device: int) -> torch.Tensor:
     """Return device memory as a flat tensor of bytes."""
     storages = owner if isinstance(owner, tuple) else (owner,)
     storage = max(storages, key=lambda each: int(each.nbytes()))

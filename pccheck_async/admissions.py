@@ -1,0 +1,139 @@
+"""The checkpoints of one engine: which were admitted, which are in flight, and what became of the others."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import warnings
+from collections import deque
+from dataclasses import dataclass
+
+from pccheck_async.config import EngineConfig
+from pccheck_async.pending import PendingCheckpoint
+from pccheck_async.policy import SaveReport
+
+__all__ = ["Admissions", "Counts"]
+
+_log = logging.getLogger("pccheck_async")
+_MOST_REPORTS = 64
+
+
+@dataclass(slots=True)
+class Counts:
+    """How many checkpoints took which course; see :class:`pccheck_async.EngineStatistics`."""
+
+    admitted: int = 0
+    durable: int = 0
+    superseded: int = 0
+    failed: int = 0
+    skipped: int = 0
+    abandoned: int = 0
+
+
+class Admissions:
+    """Gives counters away, and remembers every checkpoint until it ended and its failure was told.
+
+    Args:
+        config: How many may be in flight, and what to do with those beyond and with failures.
+
+    Attributes:
+        lock: Held while a checkpoint is admitted. A signal handler may checkpoint, too.
+        counter: The largest that was given away.
+        counts: What became of them.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self.lock = threading.RLock()
+        self.counter = -1
+        self.counts = Counts()
+        self._in_flight: dict[PendingCheckpoint, None] = {}
+        self._failed: list[tuple[PendingCheckpoint, Exception]] = []
+        self._reports: deque[SaveReport] = deque(maxlen=_MOST_REPORTS)
+
+    @property
+    def in_flight(self) -> list[PendingCheckpoint]:
+        """Those admitted and not ended, oldest first."""
+        with self.lock:
+            return list(self._in_flight)
+
+    def add(self, step: int | None) -> PendingCheckpoint:
+        """Give the next counter away. All is noted before the engine hears of it."""
+        self.counter += 1
+        pending = PendingCheckpoint(self.counter if step is None else step, self.counter)
+        self.counts.admitted += 1
+        self._in_flight[pending] = None
+        return pending
+
+    def withdraw(self, pending: PendingCheckpoint) -> None:
+        """Forget one that the engine did not take."""
+        del self._in_flight[pending]
+
+    def skip(self, step: int | None) -> PendingCheckpoint | None:
+        """Return what stands for a checkpoint that is skipped, None where there is room for it or it may wait."""
+        if self._config.on_busy != "skip":
+            return None
+        with self.lock:
+            if len(self._in_flight) < self._config.max_in_flight:
+                return None
+            newest = next(reversed(self._in_flight))
+            self.counts.skipped += 1
+        _log.warning("skipped the checkpoint of step %s: %d are in flight", step, self._config.max_in_flight)
+        return PendingCheckpoint.standing_for(newest, newest.step if step is None else step)
+
+    def note_end(self, pending: PendingCheckpoint, error: Exception | None, superseded: bool, nbytes: int) -> None:
+        """Note what became of a checkpoint, before anyone is told."""
+        now = time.monotonic()
+        with self.lock:
+            del self._in_flight[pending]
+            if error is not None:
+                self.counts.failed += 1
+                self._failed.append((pending, error))
+                return
+            if superseded:
+                self.counts.superseded += 1
+            else:
+                self.counts.durable += 1
+            self._reports.append(
+                SaveReport(
+                    step=pending.step,
+                    now=now,
+                    seconds=now - pending.admitted_at,
+                    capture_seconds=max(0.0, pending.captured_at - pending.admitted_at),
+                    stall=pending.stall,
+                    nbytes=nbytes,
+                )
+            )
+
+    def take_reports(self) -> list[SaveReport]:
+        """Return the reports of those that became durable (or were superseded) since the last call."""
+        reports = []
+        while self._reports:
+            reports.append(self._reports.popleft())
+        return reports
+
+    def raise_untold(self) -> None:
+        """Raise the first failure that nobody waited for (or warn of it), the others as notes on it."""
+        with self.lock:
+            untold = [(pending, error) for pending, error in self._failed if not pending.failure_told]
+            self._failed.clear()
+        if not untold:
+            return
+        untold = [(pending, error) for pending, error in untold if not self.warn_of(pending, error)]
+        if not untold:
+            return
+        (told, first), *others = untold
+        told.set_told()
+        for pending, error in others:
+            pending.set_told()
+            first.add_note(f"the checkpoint of step {pending.step} failed too: {error}")
+        raise first
+
+    def warn_of(self, pending: PendingCheckpoint, error: Exception) -> bool:
+        """Warn of a failure instead of raising it, where the user chose that; False where it is to be raised."""
+        if self._config.on_error != "warn":
+            return False
+        pending.set_told()
+        warnings.warn(f"the checkpoint of step {pending.step} failed: {error}", RuntimeWarning, stacklevel=4)
+        return True

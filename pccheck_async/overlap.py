@@ -1,0 +1,183 @@
+"""Captures that run while training goes on: the guard before optimizer steps, and what finds out about torn ones.
+
+Parameters and the tensors that an optimizer keeps for them change in its step only, so they may be copied during the
+next forward and backward if the step waits for the copy (CheckFreq, section 4.1). The guard sees to that for attached
+optimizers. Changes it cannot hold up are found out, as far as anybody can tell:
+
+- a step that begins in the middle of a capture, by hooks on the attached optimizers and on all others;
+- other changes, by version counters, addresses and sizes, compared when the training thread next waits for the capture,
+  and before the commit where it did not;
+- on request, any change at all, by a comparison with a copy that was made before the call returned.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from pccheck_async.errors import TornCaptureError
+from pccheck_async.pending import PendingCheckpoint
+from pccheck_async.state.versions import Versions
+
+__all__ = ["Guard", "Overlapped"]
+
+
+class Overlapped:
+    """One overlapped capture: what must not change before it ended, and whether that did.
+
+    Args:
+        pending: Its checkpoint.
+        versions: The tensors that are captured while training goes on.
+    """
+
+    def __init__(self, pending: PendingCheckpoint, versions: Versions) -> None:
+        self.pending = pending
+        self._versions: Versions | None = versions
+        self._torn: TornCaptureError | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def running(self) -> bool:
+        """Whether live bytes may still be read."""
+        return not self.pending.is_captured
+
+    def settle(self) -> None:
+        """Compare for the last time: the capture ended, and the caller may change everything from now on."""
+        with self._lock:
+            versions, self._versions = self._versions, None
+            if versions is not None and self._torn is None and (path := versions.changed()) is not None:
+                self._torn = _torn(
+                    self.pending,
+                    path,
+                    "changed before its capture was waited for",
+                    "call engine.wait_captured() before code that changes it, or checkpoint with overlap=False",
+                )
+
+    def detect(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note that an optimizer is about to change ``tensors``; that matters while the capture runs."""
+        with self._lock:
+            if self._versions is None or self._torn is not None or not self.running:
+                return
+            if (path := self._versions.path_of(tensors)) is not None:
+                self._torn = _torn(
+                    self.pending,
+                    path,
+                    "is changed by an optimizer's step in the middle of its capture",
+                    "attach that optimizer to the engine, or call engine.wait_captured() before its step",
+                )
+
+    def check(self) -> None:
+        """Raise TornCaptureError if anything is known to have changed. Called before the commit."""
+        self.settle()
+        if self._torn is not None:
+            raise self._torn
+
+
+def _torn(pending: PendingCheckpoint, path: str, what: str, advice: str) -> TornCaptureError:
+    return TornCaptureError(
+        f"the checkpoint of step {pending.step} is torn, and not committed: {path} {what}; {advice}"
+    )
+
+
+class Guard:
+    """Holds up attached optimizers while what they change is being captured.
+
+    Args:
+        max_stall: Most seconds that a step is held up; beyond, the capture is abandoned.
+        abandon: Ends a checkpoint; returns once nothing of its capture is running.
+        waited: Called with a checkpoint and the seconds that a step waited for its capture.
+
+    Attributes:
+        steps: How many steps the attached optimizers made.
+    """
+
+    def __init__(
+        self,
+        max_stall: float | None,
+        abandon: Callable[[PendingCheckpoint], None],
+        waited: Callable[[PendingCheckpoint, float], None],
+    ) -> None:
+        self._pid = os.getpid()
+        self._max_stall = max_stall
+        self._abandon = abandon
+        self._waited = waited
+        self._hooks: dict[torch.optim.Optimizer, list[Any]] = {}
+        self._others: Any = None
+        self._captures: list[Overlapped] = []
+        self._lock = threading.Lock()
+        self.steps = 0
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The attached ones."""
+        return list(self._hooks)
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Hold up the steps of ``optimizer`` from now on. Idempotent. Raises TypeError where it has no hooks."""
+        if optimizer in self._hooks:
+            return
+        before = getattr(optimizer, "register_step_pre_hook", None)
+        after = getattr(optimizer, "register_step_post_hook", None)
+        if not callable(before) or not callable(after) or not hasattr(optimizer, "param_groups"):
+            raise TypeError(
+                f"a {type(optimizer).__qualname__} has no hooks around its step; attach the torch.optim.Optimizer "
+                "inside it, or call engine.wait_captured() before each of its steps"
+            )
+        self._hooks[optimizer] = [before(self._before_step), after(self._after_step)]
+
+    def watch(self, capture: Overlapped) -> None:
+        """Hold up steps until this capture ended."""
+        if self._others is None:
+            self._others = register_optimizer_step_pre_hook(self._before_any_step)
+        with self._lock:
+            self._captures = [each for each in self._captures if not each.pending.done()] + [capture]
+
+    def wait(self) -> None:
+        """Block until no capture reads the live state any more; one that takes longer than allowed is abandoned."""
+        with self._lock:
+            captures, self._captures = self._captures, []
+        for capture in captures:
+            pending = capture.pending
+            if capture.running:
+                start = time.perf_counter()
+                try:
+                    if not pending.wait_out_of_reach(self._max_stall):
+                        self._abandon(pending)
+                except BaseException:  # KeyboardInterrupt: it is still running
+                    with self._lock:
+                        self._captures.append(capture)
+                    raise
+                finally:
+                    self._waited(pending, time.perf_counter() - start)
+            capture.settle()
+
+    def close(self) -> None:
+        """Let go of all optimizers."""
+        for hook in sum(self._hooks.values(), [self._others] if self._others is not None else []):
+            hook.remove()
+        self._hooks.clear()
+        self._others = None
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if os.getpid() == self._pid:
+            self.wait()
+            self._detect(optimizer)
+
+    def _after_step(self, *_: Any) -> None:
+        self.steps += 1
+
+    def _before_any_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if os.getpid() == self._pid and optimizer not in self._hooks:
+            self._detect(optimizer)
+
+    def _detect(self, optimizer: torch.optim.Optimizer) -> None:
+        with self._lock:
+            running = [each for each in self._captures if each.running]
+        for capture in running:
+            capture.detect(parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -1,0 +1,287 @@
+"""The frame of the policies that measure: profile, calibrate, and then steer by what checkpoints cost."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from statistics import median
+
+from pccheck_async.policy.base import Decision, SaveReport, StepReport, check_count, check_overhead, check_seconds
+from pccheck_async.policy.formulas import whole_steps
+from pccheck_async.policy.level import Level
+from pccheck_async.policy.meter import OverheadMeter
+
+__all__ = ["MeasuredPolicy", "Wanted"]
+
+_WARM_UP = 2
+"""Steps that compile, allocate and fill caches: not like the others."""
+
+_PROFILE = 5
+_CALIBRATIONS = 2
+"""Early checkpoints: the first pays for slots and staging memory, the second shows what one costs."""
+
+_TAIL = (4, 32)
+"""Least and most clean steps to wait for where clean steps are scarce."""
+
+_SURE = 2.5
+"""Standard errors by which the cost must be over the budget before the interval grows."""
+
+_OVER = 1.1
+_LONG = 10
+"""Periods for which the interval may seem too short by a tenth, however uncertain that is."""
+
+_COME_DOWN = 0.85
+"""A shorter interval is taken only where it is this much shorter (hysteresis)."""
+
+_LEAVE_OUT_EVERY = 10
+_DOUBTFUL = 4
+"""Periods after which an interval is left out, if there are no clean steps otherwise: as a rule, and where it matters."""
+
+_LEARN = 3
+_TINY = 1e-9
+"""Seconds of a step that a coarse clock took for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Attributes: an interval in steps, why it is not less, and whether because checkpoints would pile up."""
+
+    steps: int
+    why: str
+    piling: bool = False
+
+
+class MeasuredPolicy(ABC):
+    """Chooses an interval from what it measures, and goes on measuring.
+
+    The first steps are timed without a checkpoint. Two early checkpoints follow, with some clean steps after each.
+    From then on every period (one checkpoint to the next) is priced by an :class:`OverheadMeter`. The interval grows
+    where the cost is over the budget by more than the noise explains, and shrinks where a much shorter one would do
+    even if the cost were somewhat higher than measured. Where all steps are busy, now and then an interval is left out.
+
+    Args:
+        overhead: Budget as a share of the training time.
+        max_in_flight: Checkpoints in flight (N).
+        most_seconds: Upper limit of the interval, for which the budget is given up; None for no limit.
+
+    Raises:
+        ValueError, TypeError: an argument makes no sense.
+    """
+
+    def __init__(self, overhead: float, max_in_flight: int, most_seconds: float | None) -> None:
+        self._overhead = check_overhead(overhead)
+        self._places = check_count("max_in_flight", max_in_flight)
+        self._most = None if most_seconds is None else check_seconds("most_seconds", most_seconds)
+        self._meter = OverheadMeter()
+        self._saves = Level(odd_first=True)
+        self._captures = Level(odd_first=True)
+        self._nbytes = 0
+        self._interval: int | None = None
+        self._reason = f"measuring the first {_WARM_UP + _PROFILE} steps without a checkpoint"
+        self._steps = 0  # reports so far
+        self._since = 0  # steps since the last checkpoint, or the end of the warm-up
+        self._last: float | None = None  # when that was
+        self._starts = 0
+        self._ended = False  # that checkpoint, as far as reports tell
+        self._after = 0  # steps since then
+        self._longest = 0.0  # of the checkpoints that ended in this period
+        self._priced = False  # this period: it is only being waited for a longer interval
+        self._again = False
+        self._left_out = 0  # periods since an interval was left out
+        self._leave_out = False
+        self._over = 0  # periods after each of which the cost seemed to be over the budget
+        self._saturated: float | None = None  # seconds per checkpoint when they last piled up, while it is learned
+        self._alone: list[float] = []  # what they took after that
+        self._share = 1 / self._places
+        self._raised_at = 0
+
+    # -- the protocol
+
+    def due(self, report: StepReport) -> bool:
+        """Tell whether to checkpoint now."""
+        if self._last is None:
+            self._last = report.now - report.seconds
+        self._steps += 1
+        if self._steps > _WARM_UP:
+            self._meter.step(report)
+            self._since += 1
+        if self._starts and not report.in_flight:
+            self._ended = True  # also where it failed, which nobody reports
+        self._after += self._ended
+        overdue = self._most is not None and report.now - self._last + report.seconds > self._most
+        if self._again:
+            self._again = False
+            self._restart(report)
+            return True
+        if not overdue and not self._complete():
+            return False
+        if not self._priced:
+            self._price()
+        if not overdue and self._interval is not None and self._since < self._interval:
+            self._priced = True  # it has just become longer
+            return False
+        self._starts += 1
+        self._restart(report)
+        return True
+
+    def skipped(self, report: StepReport) -> None:
+        """Try again after the next step; the period goes on."""
+        self._again = True
+
+    def saved(self, report: SaveReport) -> None:
+        """Learn what a checkpoint takes."""
+        self._nbytes = report.nbytes
+        self._longest = max(self._longest, report.seconds)
+        self._saves.add(report.seconds)
+        self._captures.add(report.capture_seconds)
+        self._ended = True
+        if self._saturated is not None and report.step >= self._raised_at:
+            self._alone.append(report.seconds)
+            if len(self._alone) == _LEARN:
+                self._learn_share()
+
+    def decision(self) -> Decision:
+        """Return the present interval, and why."""
+        seconds = None if self._interval is None else self._interval * self._step_seconds
+        return Decision(self._interval, seconds, self._reason)
+
+    @property
+    def overhead(self) -> float | None:
+        """Measured stall and interference as a share of the training time; None before the first checkpoint's."""
+        return self._meter.overhead
+
+    # -- what a subclass says, and what it may use
+
+    @abstractmethod
+    def _wanted(self, cost: float) -> Wanted:
+        """Return the interval if a checkpoint costs ``cost`` seconds of training."""
+
+    @property
+    def _step_seconds(self) -> float:
+        return max(_TINY, self._meter.step_seconds)
+
+    @property
+    def _sustained(self) -> float:
+        """Seconds in which one checkpoint becomes durable if there are always some in flight."""
+        return self._saturated if self._saturated is not None else self._saves.upper * self._share
+
+    def _for_budget(self, cost: float) -> Wanted:
+        return Wanted(
+            whole_steps(cost / self._overhead, self._step_seconds),
+            f"a checkpoint costs {_say(cost)} of training, {self._overhead:.1%} of what steps of "
+            f"{_say(self._step_seconds)} take in that time",
+        )
+
+    def _for_storage(self) -> Wanted:
+        return Wanted(
+            whole_steps(self._sustained, self._step_seconds),
+            f"a checkpoint takes {_say(self._saves.upper)} to become durable, and with {self._places} in flight "
+            "more of them would pile up",
+            piling=True,
+        )
+
+    # -- how it goes on
+
+    def _complete(self) -> bool:
+        """Tell whether the period is over."""
+        if not self._starts:
+            return self._since >= _PROFILE
+        if self._interval is None:
+            wanted = min(_TAIL[1], max(_TAIL[0], (self._since - self._meter.clean) // 2))
+            enough = self._meter.clean >= wanted or self._after >= _TAIL[1]
+            return (
+                self._ended and enough and self._since >= (_PROFILE if self._saves.values else _PROFILE * self._starts)
+            )
+        if self._since < self._interval:
+            return False
+        if self._priced or not self._leave_out:
+            return True
+        # Nothing but busy steps for long: wait until nothing is in flight, and for some steps more.
+        wanted = min(_TAIL[1], max(_TAIL[0], self._interval // 2))
+        return self._meter.clean >= wanted or self._since >= 2 * self._interval + self._busy_steps + wanted
+
+    @property
+    def _busy_steps(self) -> int:
+        return whole_steps(self._saves.median, self._step_seconds)
+
+    def _price(self) -> None:
+        """End the period, and choose the interval anew."""
+        if not self._starts:
+            self._meter.close(first=True)
+            self._reason = "checkpointing early, to learn what one costs"
+            return
+        # Where N in flight did not follow, checkpoints waited for each other: that is not what one costs.
+        self._meter.close(counted=self._longest <= self._since * self._step_seconds * self._places)
+        self._left_out = 0 if self._leave_out else self._left_out + 1
+        self._leave_out = self._meter.clean_age > 1 and self._left_out >= _LEAVE_OUT_EVERY
+        if self._starts >= _CALIBRATIONS and self._saves.values:
+            self._choose()
+
+    def _choose(self) -> None:
+        cost = self._meter.cost()
+        likely = self._limited(self._wanted(max(0.0, cost.seconds + cost.error)))
+        if self._interval is None:
+            self._take(likely, "measured")
+            return
+        least = self._limited(self._wanted(max(0.0, cost.seconds - _SURE * cost.error)))
+        middle = self._limited(self._wanted(max(0.0, cost.seconds)))
+        self._over = self._over + 1 if middle.steps > self._interval * _OVER else 0
+        if least.steps > self._interval:
+            if least.piling:
+                self._take(least, "up")
+            elif self._meter.clean_age < 2:
+                self._take(likely, "up")
+            else:
+                self._leave_out = True  # it may be the steps that have changed, not the checkpoints
+        elif self._over > _LONG:
+            self._take(middle, "up")
+        elif likely.steps > self._interval:  # perhaps over the budget: find out
+            self._leave_out = self._meter.clean_age > 0 and self._left_out >= _DOUBTFUL
+        elif likely.steps <= self._interval * _COME_DOWN and self._saturated is None:
+            self._take(likely, "down")
+
+    def _take(self, wanted: Wanted, direction: str) -> None:
+        if direction == "up" and wanted.piling:
+            self._saturated = self._sustained_now()
+            self._alone = []
+            self._raised_at = 1 << 62  # of the next checkpoint: see _restart
+        self._over = 0
+        change = "" if self._interval is None else f"{direction} from {self._interval} "
+        self._interval = wanted.steps
+        self._reason = f"{change}{'to ' if change else ''}{wanted.steps} steps: {wanted.why}"
+
+    def _limited(self, wanted: Wanted) -> Wanted:
+        if self._most is None:
+            return wanted
+        most = max(1, int(self._most / self._step_seconds))
+        if wanted.steps <= most:
+            return wanted
+        return Wanted(most, f"no more than {_say(self._most)} apart, though {wanted.why}")
+
+    def _sustained_now(self) -> float:
+        return max(self._saves.upper / self._places, self._saves.upper * self._share)
+
+    def _learn_share(self) -> None:
+        """Take from what checkpoints cost together and alone how much being several helps on this storage.
+
+        On one that a single checkpoint saturates it does not: then N in flight take N times as long each, and the time
+        of one that is alone, divided by N, would be an interval at which they pile up again.
+        """
+        assert self._saturated is not None
+        self._share = min(1.0, max(self._share, self._saturated / max(_TINY, median(self._alone))))
+        self._saturated = None
+
+    def _restart(self, report: StepReport) -> None:
+        if self._saturated is not None and not self._alone:
+            self._raised_at = min(self._raised_at, report.step)
+        self._last = report.now
+        self._since = self._after = 0
+        self._ended = self._priced = False
+        self._longest = 0.0
+
+
+def _say(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"

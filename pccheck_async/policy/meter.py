@@ -1,0 +1,171 @@
+"""What a checkpoint costs training, measured against steps during which none was in flight."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass
+
+from pccheck_async.policy.base import StepReport
+from pccheck_async.policy.level import Level
+
+__all__ = ["Cost", "OverheadMeter"]
+
+_CLEAN_ENOUGH = 8
+"""Clean steps without which the reference goes further back than one period."""
+
+_WINDOW = 31
+"""Periods that count."""
+
+_BEYOND_NOISE = 2.5
+_MEDIAN = 1.25
+"""Standard error of a median, in those of a mean."""
+
+_NORMAL = 1.48
+"""Standard deviation, in medians of absolute deviations."""
+
+_DEVIATIONS = 128
+_SAMPLES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds of training that one checkpoint costs.
+
+    Attributes:
+        seconds: Stall and interference; the median of some periods.
+        error: Standard error of it.
+    """
+
+    seconds: float
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Tail:
+    count: int
+    mean: float
+
+
+class OverheadMeter:
+    """Splits training into periods, from one checkpoint to the next, and prices each.
+
+    A period costs the stalls in it, and what its busy steps (a checkpoint in flight) took longer than clean ones. The
+    clean ones are the nearest: the tail of the period itself and that of the one before, so that a machine that gets
+    slower or faster as a whole is not taken for interference. Within a period means are compared with means: a median
+    would pass over the few steps that a checkpoint hits hardest, and find interference where every tenth step is slow
+    of its own accord. The median is taken over periods, whose stray ones it passes over.
+    """
+
+    def __init__(self) -> None:
+        self._tails: deque[_Tail] = deque(maxlen=_WINDOW)
+        self._deviations: deque[float] = deque(maxlen=_DEVIATIONS)
+        self._costs = Level(_WINDOW, 0.25, odd_first=True)
+        self._lengths: deque[int] = deque(maxlen=_WINDOW)  # busy steps of the periods counted
+        self._clean = Level()
+        self._overheads = Level()
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin the period anew."""
+        self._stall = 0.0
+        self._busy_seconds = self._clean_seconds = 0.0
+        self._busy = self._idle = 0
+        self._samples: deque[float] = deque(maxlen=_SAMPLES)
+
+    def step(self, report: StepReport) -> None:
+        """Take a step."""
+        self._stall += report.stall
+        if report.in_flight:
+            self._busy += 1
+            self._busy_seconds += report.seconds
+        else:
+            self._idle += 1
+            self._clean_seconds += report.seconds
+            self._samples.append(report.seconds)
+
+    def close(self, *, first: bool = False, counted: bool = True) -> None:
+        """End the period, since the next checkpoint begins.
+
+        Args:
+            first: It had no checkpoint: nothing but clean steps to compare with.
+            counted: What it cost is what a checkpoint costs; not so where checkpoints waited for each other.
+        """
+        steps = self._busy + self._idle
+        if steps == 0:
+            return
+        if first and not self._idle:  # someone else's checkpoints: better than nothing
+            self._idle, self._clean_seconds = self._busy, self._busy_seconds
+        self._take_tail()
+        if not first:
+            reference = self._reference()
+            cost = self._stall + self._busy_seconds - self._busy * reference.mean
+            if reference.mean > 0:
+                self._overheads.add(cost / (steps * reference.mean))
+            if counted:
+                error = self._noise() * math.sqrt(self._busy + self._busy**2 / max(1, reference.count))
+                self._lengths.append(self._busy)
+                self._costs.add(cost, _BEYOND_NOISE * error)
+        self.restart()
+
+    @property
+    def clean(self) -> int:
+        """Clean steps in this period."""
+        return self._idle
+
+    @property
+    def clean_age(self) -> int:
+        """Whole periods since there was a clean step."""
+        return next((age for age, tail in enumerate(reversed(self._tails)) if tail.count), len(self._tails))
+
+    @property
+    def step_seconds(self) -> float:
+        """Time of a clean step; 0 where none was seen."""
+        return self._clean.median
+
+    @property
+    def overhead(self) -> float | None:
+        """Stall and interference as a share of the training time, all waiting included; None before the first."""
+        return self._overheads.median if self._overheads.values else None
+
+    @property
+    def periods(self) -> int:
+        """Periods that the cost is the median of."""
+        return len(self._costs.values)
+
+    def cost(self) -> Cost:
+        """Return what a checkpoint costs."""
+        count = len(self._costs.values)
+        if not count:
+            return Cost(0.0, 0.0)
+        busy = statistics.median(list(self._lengths)[-count:])
+        clean = sum(tail.count for tail in list(self._tails)[-count - 1 :])
+        noise = self._noise()
+        # The scatter of few periods says little: the noise of the steps is a lower limit. What is off by the clean
+        # steps is off alike in all periods that are compared with the same ones.
+        scatter = max(noise * math.sqrt(busy), self._costs.deviation) * (_MEDIAN if count > 2 else 1.0)
+        error = math.hypot(scatter / math.sqrt(count), noise * busy / math.sqrt(max(1, clean)))
+        return Cost(self._costs.median, error)
+
+    def _take_tail(self) -> None:
+        mean = self._clean_seconds / self._idle if self._idle else 0.0
+        self._tails.append(_Tail(self._idle, mean))
+        if self._idle:
+            # Of a short tail the mean is noisy: it counts with those before it.
+            self._clean.add(self._reference().mean)
+        if len(self._samples) > 2:
+            middle = statistics.median(self._samples)
+            scale = math.sqrt(len(self._samples) / (len(self._samples) - 1))
+            self._deviations.extend(scale * abs(sample - middle) for sample in self._samples)
+
+    def _reference(self) -> _Tail:
+        count, seconds = 0, 0.0
+        for age, tail in enumerate(reversed(self._tails)):
+            if age > 1 and count >= _CLEAN_ENOUGH:
+                break
+            count, seconds = count + tail.count, seconds + tail.count * tail.mean
+        return _Tail(count, seconds / count if count else self._clean.median)
+
+    def _noise(self) -> float:
+        return _NORMAL * statistics.median(self._deviations) if self._deviations else 0.0

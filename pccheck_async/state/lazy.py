@@ -1,0 +1,100 @@
+"""Memory that may be captured while training goes on, because only an optimizer's step changes it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pccheck_async.state.outline import Outline
+from pccheck_async.state.sources import Sources
+
+__all__ = ["FrozenParameters", "LazyMemory", "optimized"]
+
+_address: Final = torch.Tensor.data_ptr
+
+
+def optimized(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
+    """Yield the parameters of ``optimizers``, and the tensors they keep for each of them (moments, step counts)."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]
+        for kept in optimizer.state.values():
+            if isinstance(kept, dict):
+                yield from (value for value in kept.values() if isinstance(value, torch.Tensor))
+
+
+class FrozenParameters:
+    """The parameters of modules that no optimizer changes (``requires_grad=False``)."""
+
+    def __init__(self) -> None:
+        self._outline: Outline | None = None
+        self._found: list[weakref.ref[torch.nn.Parameter]] = []
+
+    def of(self, objects: Iterable[Any], outline: Outline | None) -> list[torch.Tensor]:
+        """Return those of the modules among ``objects``; walks them only where the state's outline is another one.
+
+        A parameter that was put in the place of one of them meanwhile is not found, and so captured eagerly.
+        """
+        if outline is None or outline is not self._outline:
+            modules = [each for each in objects if isinstance(each, torch.nn.Module)]
+            self._found = [weakref.ref(parameter) for module in modules for parameter in module.parameters()]
+            self._outline = outline
+        alive = (reference() for reference in self._found)
+        return [parameter for parameter in alive if parameter is not None and not parameter.requires_grad]
+
+
+class LazyMemory:
+    """Ranges of memory, by address.
+
+    Args:
+        tensors: Whose bytes; those with holes between them, and those without plain memory, are left out.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        lows, highs = _ranges(tensors)
+        order = np.argsort(lows, kind="stable")
+        lows, highs = lows[order], np.maximum.accumulate(highs[order]) if len(order) else highs
+        first = np.ones(len(lows), np.bool_)
+        first[1:] = lows[1:] > highs[:-1]  # ranges that touch are one: leaves that touch are one extent
+        self._lows = lows[first]
+        self._highs = highs[np.flatnonzero(np.append(first[1:], True))] if len(lows) else highs
+
+    def covers(self, sources: Sources) -> npt.NDArray[np.bool_]:
+        """Return which of ``sources`` lie in it with all their bytes; packed ones do not."""
+        lows = sources.addresses.astype(np.int64)
+        return self._around(lows, lows + sources.lengths) & ~sources.packed
+
+    def _around(self, lows: npt.NDArray[np.int64], highs: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        if not len(self._lows):
+            return np.zeros(len(lows), np.bool_)
+        at = np.searchsorted(self._lows, lows, side="right") - 1
+        return (at >= 0) & (highs <= self._highs[at])
+
+
+def _ranges(tensors: Iterable[torch.Tensor]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    plain = [tensor for tensor in tensors if _is_dense(tensor)]
+    lows = np.fromiter(map(_address, plain), np.int64, len(plain))
+    highs = lows + np.array([tensor.nbytes for tensor in plain], np.int64)
+    return lows[lows < highs], highs[lows < highs]
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements are one run of bytes, in whatever order."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return False
+    return tensor.is_contiguous() or _is_run(tensor.shape, tensor.stride())
+
+
+def _is_run(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    reach = 1
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size > 1:
+            if step != reach:
+                return False
+            reach *= size
+    return True

@@ -1,0 +1,105 @@
+"""Brackets around training steps: what a step took, and whether to checkpoint after it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from pccheck_async.admissions import Admissions
+from pccheck_async.info import Metadata
+from pccheck_async.overlap import Guard
+from pccheck_async.pending import PendingCheckpoint
+from pccheck_async.policy import Decision, Policy, StepReport
+
+__all__ = ["TrainingStep", "TrainingSteps"]
+
+_log = logging.getLogger("pccheck_async")
+
+
+class TrainingStep:
+    """What ``with engine.step(...) as this_step`` gives.
+
+    Attributes:
+        step: The user's number.
+        metadata: Small facts for ``list_checkpoints``, if this step is saved; may be added to inside the bracket.
+        pending: The checkpoint that was taken when the bracket ended, or None.
+    """
+
+    def __init__(self, state: Mapping[str, Any], step: int, metadata: Metadata | None) -> None:
+        self.state = state
+        self.step = step
+        self.metadata = dict(metadata or {})
+        self.pending: PendingCheckpoint | None = None
+        self.began = time.monotonic()
+        self.stall_then = 0.0
+        self.in_flight = 0
+
+
+class TrainingSteps:
+    """Measures the steps of one engine and asks its policy.
+
+    A policy may say "now" inside a window of gradient accumulation, or after a step that a gradient scaler left out.
+    Then the checkpoint waits for the end of the window: the next bracket in which an attached optimizer made a step.
+
+    Args:
+        policy: Says when to checkpoint.
+        admissions: The engine's checkpoints.
+        guard: The engine's guard.
+    """
+
+    def __init__(self, policy: Policy, admissions: Admissions, guard: Guard) -> None:
+        self._policy = policy
+        self._admissions = admissions
+        self._guard = guard
+        self._reported_stall = 0.0
+        self._optimizer_steps = 0
+        self._due = False
+        self._last: StepReport | None = None
+        self._said: Decision | None = None
+
+    @property
+    def decision(self) -> Decision:
+        """What the policy has decided, and why."""
+        return self._policy.decision()
+
+    def begin(self, this: TrainingStep, stall: float) -> None:
+        """Note the beginning of a step; ``stall`` is the engine's so far. Raises failures that nobody saw."""
+        self._admissions.raise_untold()
+        this.stall_then = stall
+        this.in_flight = len(self._admissions.in_flight)
+        this.began = time.monotonic()
+
+    def end(self, this: TrainingStep, stall: float) -> bool:
+        """Note the end of a step that went well; return whether to checkpoint now."""
+        now = time.monotonic()
+        for saved in self._admissions.take_reports():
+            self._policy.saved(saved)
+        report = self._last = StepReport(
+            step=this.step,
+            now=now,
+            seconds=max(0.0, now - this.began - (stall - this.stall_then)),
+            stall=stall - self._reported_stall,
+            in_flight=max(this.in_flight, len(self._admissions.in_flight)),
+        )
+        self._reported_stall = stall
+        self._due = self._policy.due(report) or self._due
+        self._say()
+        made, self._optimizer_steps = self._guard.steps - self._optimizer_steps, self._guard.steps
+        if not self._due or (self._guard.optimizers and not made):
+            return False
+        self._due = False
+        return True
+
+    def note(self, this: TrainingStep, pending: PendingCheckpoint) -> None:
+        """Note the checkpoint that was taken after a step."""
+        this.pending = pending
+        if pending.skipped and self._last is not None:
+            self._policy.skipped(self._last)
+
+    def _say(self) -> None:
+        decision = self._policy.decision()
+        if decision != self._said:
+            self._said = decision
+            _log.info("%s", decision.reason)

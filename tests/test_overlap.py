@@ -1,0 +1,553 @@
+"""Captures beside training: what is saved is the state at the step, or nothing is."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from pccheck_async import (
+    CheckpointEngine,
+    CheckpointError,
+    RNGState,
+    SyncCheckpointEngine,
+    TornCaptureError,
+    list_checkpoints,
+    load_sync,
+)
+from pccheck_async.memory import PAGE_BYTES
+from pccheck_async.operations.base import Operations
+from pccheck_async.overlap import Guard
+from pccheck_async.testing import StuckWriter
+from pccheck_async.writer import Writer
+from pccheck_async.writer.posix import PosixWriter
+from tests.processes import passes_in_a_forked_child
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+LARGE = 3 << 20
+"""Bytes of a tensor that is too large to be copied before the call returns."""
+
+
+class Stuck:
+    """Makes writers whose data writes hang: with the staging memory full of what they should write, so do captures."""
+
+    def __init__(self) -> None:
+        self.writer: StuckWriter
+
+    def __call__(self, path: str, operations: Operations) -> Writer:
+        self.writer = StuckWriter(PosixWriter(path, operations), kinds=())
+        return self.writer
+
+    def hold(self) -> None:
+        self.writer.hold("write")
+
+
+SMALL: dict[str, Any] = {"chunk_bytes": 4 * PAGE_BYTES, "host_memory": 8 * PAGE_BYTES}
+"""Staging memory of two chunks, so that a capture cannot end while the writes of its chunks hang."""
+
+
+class Net(nn.Module):
+    """Linear layers with batch normalisation, dropout, a frozen matrix and a parameter that nobody optimizes."""
+
+    def __init__(self, width: int = 96) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(torch.randn(width, width), requires_grad=False)
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        self.norm, self.dropout = nn.BatchNorm1d(width), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.second(self.dropout(self.norm(self.first(x @ self.frozen)).relu()))
+        return result
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return (
+            one.dtype == other.dtype
+            and torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+            if one.ndim
+            else bool(one == other)
+        )
+    if isinstance(one, np.ndarray):
+        return bool(np.array_equal(one, other))
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+def snapshot(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: copy.deepcopy(value.state_dict() if hasattr(value, "state_dict") else value)
+        for name, value in state.items()
+    }
+
+
+class Held:
+    """An engine in the middle of an overlapped capture of a module and its optimizer."""
+
+    def __init__(
+        self, folder: Path, *, attached: bool = True, extra: dict[str, Any] | None = None, **settings: Any
+    ) -> None:
+        self.io = Stuck()
+        self.engine = SyncCheckpointEngine(folder, io=self.io, **SMALL, **settings).open()
+        self.model = Net()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, **(extra or {})}
+        self.compute()
+        self.optimizer.step()
+        if attached:
+            self.engine.attach(self.optimizer)
+        self.io.hold()
+        self.want = snapshot(self.state)
+        self.pending = self.engine.checkpoint(self.state, step=1, overlap=True)
+        self.io.writer.wait_stuck()
+        assert not self.pending.is_captured
+
+    def compute(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(16, 96)).square().mean().backward()
+
+    def step(self) -> None:
+        """Step the optimizer, while the device begins to move again only after the step was held up."""
+        threading.Timer(0.05, self.io.writer.release).start()
+        self.optimizer.step()
+
+
+@contextmanager
+def held(folder: Path, **settings: Any) -> Iterator[Held]:
+    it = Held(folder, **settings)
+    try:
+        yield it
+    finally:
+        it.io.writer.release()
+        it.engine.close()
+
+
+def saved(folder: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = load_sync(folder)
+    return loaded
+
+
+# -- the guard
+
+
+def test_a_step_of_an_attached_optimizer_waits_for_the_capture(tmp_path: Path) -> None:
+    with held(tmp_path) as it:
+        it.compute()  # batch normalisation changes its statistics meanwhile
+        it.step()
+        assert it.pending.is_captured
+        assert not equal(it.want, snapshot(it.state))
+        it.pending.result()
+        statistics = it.engine.statistics()
+        assert statistics.guard_seconds > 0.04
+        assert statistics.stall_seconds >= statistics.guard_seconds
+    assert equal(saved(tmp_path), it.want)
+
+
+@pytest.mark.parametrize("kind", ["for-loop", "foreach", "fused"])
+def test_without_the_guard_a_step_is_found_out(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags: Any = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}[kind]
+    with held(tmp_path) as it:
+        model = nn.Linear(512, 512)
+        optimizer = torch.optim.AdamW(model.parameters(), **flags)
+        it.io.writer.release()
+        it.pending.result()
+        it.engine.attach(optimizer)
+        model(torch.randn(2, 512)).sum().backward()
+        optimizer.step()
+        monkeypatch.setattr(Guard, "wait", lambda guard: None)
+        it.io.hold()
+        pending = it.engine.checkpoint({"net": model, "adam": optimizer}, step=2, overlap=True)
+        it.io.writer.wait_stuck()
+        optimizer.step()
+        it.io.writer.release()
+        with pytest.raises(TornCaptureError, match=r"net\.weight is changed by an optimizer's step"):
+            pending.result()
+    assert [info.step for info in list_checkpoints(tmp_path)] == [1]
+
+
+def test_a_step_of_an_optimizer_that_is_not_attached_is_found_out(tmp_path: Path) -> None:
+    with held(tmp_path) as it:
+        other = torch.optim.SGD([it.model.second.weight], lr=1.0)
+        it.compute()
+        other.step()
+        it.io.writer.release()
+        with pytest.raises(TornCaptureError, match=r"model\.second\\\.weight"):
+            it.pending.result()
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_an_optimizer_of_other_parameters_may_step_meanwhile(tmp_path: Path) -> None:
+    critic = nn.Linear(900, 900)  # its parameters are in the state, and captured before the call returns
+    with held_beside(tmp_path, critic) as (it, pending, want):
+        critic(torch.randn(2, 900)).sum().backward()
+        torch.optim.Adam(critic.parameters(), lr=1.0).step()
+        assert not pending.is_captured
+        it.io.writer.release()
+        pending.result()
+    assert equal(saved(tmp_path), want)
+
+
+@contextmanager
+def held_beside(folder: Path, critic: nn.Module) -> Iterator[tuple[Held, Any, dict[str, Any]]]:
+    """A capture of which the large part that nobody guards is over, and the rest is not."""
+    with held(folder) as it:
+        it.io.writer.release()
+        it.pending.result()
+        state = {**it.state, "critic": critic}
+        want = snapshot(state)
+        release = threading.Thread(target=release_until_returned, args=(it, done := threading.Event()))
+        it.io.hold()
+        release.start()
+        pending = it.engine.checkpoint(state, step=2, overlap=True)
+        done.set()
+        release.join()
+        yield it, pending, want
+
+
+def release_until_returned(it: Held, done: threading.Event) -> None:
+    """Let writes through one by one until the call that waits for some of them returned."""
+    while not done.wait(0.001):
+        it.io.writer.release(hold_on=True)
+
+
+def test_what_nobody_guards_is_captured_before_the_call_returns(tmp_path: Path) -> None:
+    critic = nn.Linear(1000, LARGE // 4000)
+    with held_beside(tmp_path, critic) as (it, pending, want):
+        with torch.no_grad():
+            for parameter in critic.parameters():
+                parameter.fill_(7.0)
+        it.model.norm.state_dict()["running_mean"].fill_(7.0)
+        assert not pending.is_captured
+        it.io.writer.release()
+        pending.result()
+    assert equal(saved(tmp_path), want)
+
+
+def test_buffers_learning_rates_and_plain_values_may_change_at_once(tmp_path: Path) -> None:
+    counts = np.arange(10)
+    rate = torch.tensor(0.5)
+    beside, lazy = torch.ones(3, 4).t(), torch.ones(2, dtype=torch.complex64)
+    extra = {"counts": counts, "rng": RNGState(), "beside": beside, "lazy": lazy.conj()}
+    with held(tmp_path, extra=extra) as it:
+        it.io.writer.release()
+        it.pending.result()
+        it.optimizer.param_groups[0]["lr"] = rate
+        want = snapshot(it.state)
+        it.io.hold()
+        pending = it.engine.checkpoint(it.state, step=2, overlap=True)
+        it.io.writer.wait_stuck()
+        counts[:] = -1
+        rate.fill_(9.0)
+        beside.fill_(9.0)
+        lazy.fill_(9.0)
+        torch.rand(10)
+        it.compute()
+        assert not pending.is_captured
+        it.io.writer.release()
+        pending.result()
+    loaded = saved(tmp_path)
+    assert all(equal(loaded[name], want[name]) for name in ("model", "optimizer", "counts", "beside", "lazy"))
+
+
+def test_memory_that_a_buffer_shares_with_a_parameter_is_not_left_to_the_guard(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            whole = torch.randn(2 * 40_000)
+            self.weight = nn.Parameter(whole[:40_000])
+            self.average: torch.Tensor
+            self.register_buffer("average", whole[30_000:])
+
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with SyncCheckpointEngine(tmp_path, **SMALL) as engine:
+        engine.attach(optimizer)
+        want = snapshot({"model": model})
+        pending = engine.checkpoint({"model": model}, overlap=True)
+        model.average.fill_(3.0)
+        pending.result()
+    assert equal(saved(tmp_path), want)
+
+
+def test_attach_refuses_what_has_no_hooks(tmp_path: Path) -> None:
+    class Wrapped:
+        def step(self) -> None: ...
+
+    wrapped: Any = Wrapped()
+    with (
+        SyncCheckpointEngine(tmp_path) as engine,
+        pytest.raises(TypeError, match=r"Wrapped has no hooks.*wait_captured"),
+    ):
+        engine.attach(wrapped)
+
+
+def test_attaching_twice_is_once_and_closing_lets_go(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD(Net().parameters(), lr=0.1)
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.attach(optimizer)
+        engine.attach(optimizer)
+        assert len(optimizer._optimizer_step_pre_hooks) == 1
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_a_capture_that_holds_training_up_for_too_long_is_abandoned(tmp_path: Path) -> None:
+    with held(tmp_path, max_stall=0.02) as it:
+        # What is being written when it is abandoned has to end, as its buffers are in use until then.
+        threading.Timer(0.2, it.io.writer.release).start()
+        it.optimizer.step()
+        with pytest.raises(CheckpointError, match="cancelled"):
+            it.pending.result()
+        assert it.engine.statistics().abandoned == 1
+        it.engine.checkpoint(it.state, step=2).result()  # and nothing is raised by the next call
+    assert [info.step for info in list_checkpoints(tmp_path)] == [2]
+
+
+def test_an_interrupted_guard_keeps_waiting_at_the_next_step(tmp_path: Path) -> None:
+    with held(tmp_path) as it:
+        waited = it.pending.wait_out_of_reach
+        it.pending.wait_out_of_reach = interrupt  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            it.optimizer.step()
+        it.pending.wait_out_of_reach = waited  # type: ignore[method-assign]
+        it.step()
+        it.pending.result()
+    assert equal(saved(tmp_path), it.want)
+
+
+def interrupt(timeout: float | None = None) -> bool:
+    raise KeyboardInterrupt
+
+
+def test_a_forked_child_steps_as_it_likes(tmp_path: Path) -> None:
+    with held(tmp_path) as it:
+        assert passes_in_a_forked_child(it.optimizer.step)
+        it.io.writer.release()
+        it.pending.result()
+
+
+def test_a_restore_waits_for_the_capture(tmp_path: Path) -> None:
+    with held(tmp_path) as it:
+        it.io.writer.release()
+        it.pending.result()
+        with torch.no_grad():
+            it.model.first.weight.zero_()
+        want = snapshot(it.state)
+        it.io.hold()
+        pending = it.engine.checkpoint(it.state, step=2, overlap=True)
+        it.io.writer.wait_stuck()
+        threading.Timer(0.05, it.io.writer.release).start()
+        restored = it.engine.restore(it.state)
+        assert restored is not None
+        assert restored.step in (1, 2)
+        pending.result()
+    assert equal(saved(tmp_path), want)
+
+
+# -- other changes
+
+
+def clamp(it: Held) -> None:
+    with torch.no_grad():
+        it.model.second.weight.clamp_(-0.01, 0.01)
+
+
+def test_changes_without_a_step_are_found_out(tmp_path: Path) -> None:
+    with held(tmp_path) as it:
+        clamp(it)
+        it.io.writer.release()
+        with pytest.raises(TornCaptureError, match=r"model\.second\\\.weight changed before.*wait_captured"):
+            it.pending.result()
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_changes_after_waiting_are_none(tmp_path: Path) -> None:
+    with held(tmp_path) as it:
+        it.io.writer.hold("flush")
+        it.io.writer.release(hold_on=True)
+        it.engine.wait_captured()
+        clamp(it)
+        it.io.writer.release()
+        it.pending.result()
+    assert equal(saved(tmp_path), it.want)
+
+
+def test_changes_after_captured_are_none(tmp_path: Path) -> None:
+    async def main() -> None:
+        io = Stuck()
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = {"model": model}
+        want = snapshot(state)
+        async with CheckpointEngine(tmp_path, io=io, **SMALL) as engine:
+            engine.attach(optimizer)
+            await (await engine.checkpoint(state))  # makes the slots
+            await (await engine.checkpoint(state))
+            io.writer.hold("flush")
+            pending = await engine.checkpoint(state, overlap=True)
+            await pending.captured()
+            with torch.no_grad():
+                model.first.weight.zero_()
+            io.writer.release()
+            await pending
+        assert equal(saved(tmp_path), want)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["data", "numpy"])
+def test_a_comparison_finds_what_nothing_else_does(tmp_path: Path, how: str) -> None:
+    with held(tmp_path, check_captures=True) as it:
+        weight = it.model.second.weight
+        if how == "data":
+            weight.data.mul_(2.0)
+        else:
+            weight.detach().numpy()[:] *= 2.0
+        it.io.writer.release()
+        with pytest.raises(TornCaptureError, match=r"model\.second\\\.weight changed while it was captured"):
+            it.pending.result()
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_a_comparison_passes_what_did_not_change(tmp_path: Path) -> None:
+    with held(tmp_path, check_captures=True) as it:
+        it.compute()
+        it.step()
+        it.pending.result()
+    assert equal(saved(tmp_path), it.want)
+
+
+def test_a_parameter_made_in_inference_mode_is_captured(tmp_path: Path) -> None:
+    model = nn.Linear(300, 300)
+    with torch.inference_mode():
+        model.weight = nn.Parameter(torch.randn(300, 300), requires_grad=False)
+    optimizer = torch.optim.SGD([model.bias], lr=0.1)
+    with SyncCheckpointEngine(tmp_path, **SMALL) as engine:
+        engine.attach(optimizer)
+        engine.checkpoint({"model": model}, overlap=True).result()
+    assert equal(saved(tmp_path)["model"], model.state_dict())
+
+
+# -- brackets around steps
+
+
+FLAVOURS = ["for-loop", "foreach", "fused", "accumulation", "amp", "compile"]
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_saved_is_the_state_at_the_step(tmp_path: Path, flavour: str) -> None:
+    check_consistency(tmp_path, flavour, steps=24)
+
+
+def check_consistency(folder: Path, flavour: str, steps: int) -> int:
+    """Train with a checkpoint after every step; every one that became durable is what the state was then."""
+    torch.manual_seed(1)
+    model = Net()
+    flags: Any = {"for-loop": {"foreach": False}, "fused": {"fused": True}}.get(flavour, {"foreach": True})
+    optimizer = torch.optim.AdamW(model.parameters(), **flags)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    scaler = torch.amp.GradScaler("cpu", enabled=flavour == "amp", init_scale=2.0**4)
+    forward: Callable[[torch.Tensor], torch.Tensor] = model
+    if flavour == "compile":
+        forward = torch.compile(model, backend="aot_eager")
+    state: dict[str, Any] = {
+        "model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "rng": RNGState(), "step": -1,
+    }  # fmt: skip
+    window = 3 if flavour == "accumulation" else 1
+    wants: dict[int, dict[str, Any]] = {}
+    checked = 0
+
+    def run(step: int) -> None:
+        state["step"] = step
+        with torch.autocast("cpu", torch.bfloat16, enabled=flavour == "amp"):
+            loss = forward(torch.randn(8, 96)).square().mean()
+        torch.autograd.backward(scaler.scale(loss))
+        if (step + 1) % window == 0:
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            optimizer.zero_grad()
+
+    with SyncCheckpointEngine(folder, interval=1, keep_last=2, **SMALL) as engine:
+        engine.attach(optimizer)
+        for step in range(steps):
+            with engine.step(state, step) as this:
+                run(step)
+            if (step + 1) % window:
+                assert this.pending is None  # inside a window of accumulation
+                continue
+            assert this.pending is not None
+            del state["rng"]  # its own state_dict draws nothing, but is compared by the others' tests
+            wants = {step: snapshot(state), **{s: w for s, w in wants.items() if s > step - 4 * window}}
+            state["rng"] = RNGState()
+            if step % (5 * window) == window - 1:
+                engine.drain()
+                for info in engine.checkpoints()[:1]:
+                    loaded = load_sync(folder, step=info.step)
+                    assert all(equal(loaded[name], want) for name, want in wants[info.step].items()), info.step
+                    checked += 1
+    assert checked >= steps // (5 * window)
+    return checked
+
+
+def test_the_body_s_error_captures_nothing(tmp_path: Path) -> None:
+    state = {"x": torch.ones(3)}
+    with SyncCheckpointEngine(tmp_path, interval=1) as engine:
+        with pytest.raises(ZeroDivisionError), engine.step(state, 0):
+            raise ZeroDivisionError
+        assert engine.statistics().admitted == 0
+
+
+def test_steps_are_saved_at_the_interval_with_their_metadata(tmp_path: Path) -> None:
+    async def main() -> None:
+        state = {"x": torch.ones(3)}
+        async with CheckpointEngine(tmp_path, interval=3, keep_last=9) as engine:
+            for step in range(9):
+                async with engine.step(state, step, metadata={"kind": "test"}) as this:
+                    state["x"] += 1
+                    this.metadata["loss"] = float(step)
+            assert engine.statistics().interval.interval == 3
+        found = list_checkpoints(tmp_path)
+        assert [info.step for info in found] == [8, 5, 2]
+        assert found[0].metadata == {"kind": "test", "loss": 8.0}
+
+    asyncio.run(main())
+
+
+def test_a_skipped_gradient_scaler_step_moves_the_checkpoint(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with SyncCheckpointEngine(tmp_path, interval=1, keep_last=9) as engine:
+        engine.attach(optimizer)
+        for step in range(4):
+            with engine.step({"model": model}, step):
+                if step != 1:
+                    optimizer.step()
+    assert [info.step for info in list_checkpoints(tmp_path)] == [3, 2, 0]
+
+
+def test_a_failure_nobody_saw_is_raised_at_the_next_bracket(tmp_path: Path) -> None:
+    with held(tmp_path, interval=1) as it:
+        clamp(it)
+        it.io.writer.release()
+        it.engine.wait_captured()
+        with pytest.raises(TornCaptureError):
+            it.engine.drain()
+        with it.engine.step(it.state, 2) as this:
+            it.compute()
+            it.optimizer.step()
+        assert this.pending is not None
+        this.pending.result()
