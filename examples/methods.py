@@ -146,24 +146,26 @@ class CheckFreq(TorchSave):
 
 
 class PCcheck(Method):
-    """This package: training waits for the capture, and up to two checkpoints are written while it goes on."""
+    """This package: captured beside the next forward and backward, and up to two are written while training goes on."""
 
     def __init__(self, folder: Path, parts: Parts, every: int) -> None:
         super().__init__(folder, parts, every)
-        self.engine = SyncCheckpointEngine(folder, max_in_flight=2)
+        self.engine = SyncCheckpointEngine(folder, max_in_flight=2, interval=every)
 
-    def save(self, step: int) -> None:
-        self.engine.checkpoint(self.parts, step=step)
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        with self.engine.step(self.parts, step - 1):  # numbered from 0
+            yield
 
     def load(self) -> int:
         restored = self.engine.restore(self.parts)
-        return restored.step if restored else 0
-
-    def wait(self) -> None:
-        self.engine.drain()
+        return restored.step + 1 if restored else 0
 
     def __enter__(self) -> Self:
         self.engine.open()
+        optimizer = self.parts["optimizer"]
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        self.engine.attach(optimizer)
         return self
 
     def __exit__(

@@ -186,7 +186,7 @@ def main() -> None:
         add("--device", default="auto", help="cpu, cuda or auto: CUDA where present (default)")
         add("--threads", type=int, default=1, help="CPU threads; bits depend on it (default %(default)s)")
         add("--layers", type=int, default=2)
-        add("--width", type=int, default=256)
+        add("--width", type=int, default=192)
         add("--heads", type=int, default=4)
         add("--context", type=int, default=64, help="bytes that the model sees (default %(default)s)")
         add("--batch", type=int, default=4)
