@@ -116,7 +116,7 @@ class CheckFreq(TorchSave):
         assert isinstance(optimizer, torch.optim.Optimizer)
         assert isinstance(model, torch.nn.Module)
         self.late = {name for name, _ in model.named_parameters()}
-        optimizer.register_step_pre_hook(lambda *_: (self.copied.wait(), None)[1])
+        optimizer.register_step_pre_hook(self.before_update)
 
     def save(self, step: int) -> None:
         self.wait()
@@ -125,6 +125,9 @@ class CheckFreq(TorchSave):
         self.copied.clear()
         self.thread = threading.Thread(target=self.copy_and_write, args=(state,), name="checkfreq")
         self.thread.start()
+
+    def before_update(self, *_: object) -> None:
+        self.copied.wait()
 
     def copy_and_write(self, state: dict[str, Any]) -> None:
         try:

@@ -107,13 +107,14 @@ def compare(args: argparse.Namespace) -> bool:
     """Run the experiment for every dtype and return whether all bits were equal."""
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise RunFailedError("--plot needs matplotlib: pip install matplotlib")
-    experiments = []
-    for dtype in args.dtypes:
-        folder = args.folder / dtype
+    if args.plot is not None and not args.plot.resolve().parent.is_dir():
+        raise RunFailedError(f"--plot: there is no folder {args.plot.resolve().parent}")
+    folders = {dtype: args.folder / dtype for dtype in args.dtypes}
+    for folder in folders.values():
         if folder.exists():
             raise RunFailedError(f"{folder} is there already: choose another folder")
         folder.mkdir(parents=True)
-        experiments.append(conduct(args, dtype, folder))
+    experiments = [conduct(args, dtype, folder) for dtype, folder in folders.items()]
     if args.plot is not None:
         draw(args.plot, experiments)
         print(f"picture: {args.plot}")
