@@ -203,7 +203,7 @@ def draw(path: Path, experiments: list[Experiment]) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.5 * len(experiments), 5.2), layout="constrained")
+    figure = Figure(figsize=(max(6.5, 4.8 * len(experiments)), 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes: Any = figure.subplots(2, len(experiments), sharex=True, sharey="row", height_ratios=(3, 1), squeeze=False)
     for (curves, difference), found in zip(axes.T, experiments, strict=True):
@@ -211,8 +211,8 @@ def draw(path: Path, experiments: list[Experiment]) -> None:
     axes[0, 0].set_ylabel("training loss")
     axes[1, 0].set_ylabel("minus\ntorch.save's")
     handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    figure.savefig(path, dpi=100)
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(path, dpi=90, pil_kwargs={"optimize": True})
 
 
 def draw_one(curves: Any, difference: Any, found: Experiment) -> None:
@@ -220,13 +220,13 @@ def draw_one(curves: Any, difference: Any, found: Experiment) -> None:
     baseline = {step: exact(row) for step, row in found.baseline.losses.items()}
     kill = max(found.kills, key=lambda kill: (kill.inside_save, kill.resumed.resumed_from > 0), default=None)
     styles: list[tuple[str, Losses, dict[str, Any]]] = [
-        ("torch.save, uninterrupted", found.baseline.losses, {"color": "0.75", "linewidth": 6}),
-        (f"{found.method}, uninterrupted", found.uninterrupted.losses, {"color": "tab:orange", "linewidth": 3}),
+        ("torch.save, uninterrupted", found.baseline.losses, {"color": "0.75", "linewidth": 5}),
+        (f"{found.method}, uninterrupted", found.uninterrupted.losses, {"color": "tab:orange", "linewidth": 2.5}),
     ]
     if kill is not None:
         steps = {s: row for s, row in kill.resumed.losses.items() if s > kill.resumed.resumed_from}
-        styles.append((f"{found.method}, killed and resumed", steps, {"color": "tab:blue", "linewidth": 1.2}))
-        styles.append(("", kill.killed.losses, {"color": "tab:blue", "linewidth": 1.2}))
+        styles.append((f"{found.method}, killed and resumed", steps, {"color": "tab:blue", "linewidth": 1}))
+        styles.append(("", kill.killed.losses, {"color": "tab:blue", "linewidth": 1}))
     for label, losses, style in styles:
         curves.plot(list(losses), [exact(row) for row in losses.values()], label=label, **style)
         difference.plot(list(losses), [exact(row) - baseline[step] for step, row in losses.items()], **style)
