@@ -13,7 +13,7 @@ import torch
 from rich.box import SIMPLE
 from rich.table import Table
 
-__all__ = ["Losses", "compare_losses", "compare_states", "draw", "read_losses"]
+__all__ = ["Losses", "compare_losses", "compare_states", "draw", "exact", "read_losses"]
 
 
 class Loss(NamedTuple):
@@ -147,12 +147,13 @@ def draw(path: Path, uninterrupted: Losses, killed: Losses, resumed: Losses, cra
     curves.set_ylabel("loss")
     curves.legend()
     common = [step for step in resumed if step in uninterrupted]
-    difference.plot(common, [_exact(resumed[step]) - _exact(uninterrupted[step]) for step in common], color="tab:blue")
+    difference.plot(common, [exact(resumed[step]) - exact(uninterrupted[step]) for step in common], color="tab:blue")
     difference.set_ylabel("resumed minus\nuninterrupted")
     difference.set_xlabel("step")
     figure.savefig(path)
 
 
-def _exact(row: Loss) -> float:
+def exact(row: Loss) -> float:
+    """Return the loss from its bits, where the decimals are rounded."""
     value: float = struct.unpack(">f", bytes.fromhex(row.bits))[0]
     return value
