@@ -153,6 +153,10 @@ class Capture:
         self._live: set[int] = set()  # chunks not yet copied that hold bytes of the live state
         self._held: set[int] = set()  # those among them for which the caller waits
         self._left = len(plan.chunks)
+        self._copying = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._stopped = False
         self._entries: list[ChunkEntry | None] = [None] * len(plan.chunks)
         self._timed_nbytes, self._timed_since = 0, 0.0
 
@@ -187,7 +191,16 @@ class Capture:
 
         Cancellation: ends once the copy ended.
         """
-        checksum = await self._backend.gather(segments(chunk, self._sources), into, self._sources)
+        if self._stopped:
+            raise asyncio.CancelledError
+        self._copying += 1
+        self._idle.clear()
+        try:
+            checksum = await self._backend.gather(segments(chunk, self._sources), into, self._sources)
+        finally:
+            self._copying -= 1
+            if not self._copying:
+                self._idle.set()
         if self._lazy is not None and self._lazy.reference is not None:
             self._lazy.reference.compare(chunk.parts, into)
         self._entries[index] = ChunkEntry(chunk.offset, chunk.nbytes, checksum)
@@ -208,6 +221,11 @@ class Capture:
     def entries(self) -> tuple[ChunkEntry, ...]:
         """Return offset, length and checksum of every chunk; all of them were captured."""
         return tuple(entry for entry in self._entries if entry is not None)
+
+    async def stop(self) -> None:
+        """Copy nothing more; return once nothing reads the live state."""
+        self._stopped = True
+        await self._idle.wait()
 
     def release(self) -> None:
         """Let go of the state, and of copies of it on its device; nothing is being copied any more. Idempotent."""

@@ -322,13 +322,12 @@ class EngineCore:
             await finish(aborting)
             self._note_abort(pending, aborting)
 
-    def abort_blocking(self, pending: PendingCheckpoint) -> bool:
-        """Do the same as :meth:`abort`, blocking. False where it was captured meanwhile, and goes on."""
+    def abort_blocking(self, pending: PendingCheckpoint) -> None:
+        """Do the same as :meth:`abort`, blocking."""
         aborting = self._start_abort(pending)
-        if aborting is None:
-            return False
-        futures.wait([aborting])
-        return self._note_abort(pending, aborting)
+        if aborting is not None:
+            futures.wait([aborting])
+            self._note_abort(pending, aborting)
 
     def _start_abort(self, pending: PendingCheckpoint) -> futures.Future[bool] | None:
         try:
@@ -337,21 +336,23 @@ class EngineCore:
             return None  # closing ended it
 
     @staticmethod
-    def _note_abort(pending: PendingCheckpoint, aborting: futures.Future[bool]) -> bool:
-        aborted = aborting.exception() is None and aborting.result()
-        if aborted:
+    def _note_abort(pending: PendingCheckpoint, aborting: futures.Future[bool]) -> None:
+        if aborting.exception() is None and aborting.result():
             pending.set_told()  # else it was captured already and goes on
-        return aborted
 
     def _abandon(self, pending: PendingCheckpoint) -> None:
         """Give a capture up that holds training up for too long."""
-        if self.abort_blocking(pending):
+        error = CheckpointError(
+            f"abandoned the checkpoint of step {pending.step}: its capture held an optimizer's step up for longer than "
+            f"max_stall = {self.config.max_stall} s"
+        )
+        try:
+            abandoned = self.loop.call(self._scheduler.abandon(pending, error))
+        except ClosedError:
+            return  # closing ended it
+        if abandoned:
             self.admissions.counts.abandoned += 1
-            _log.warning(
-                "abandoned the checkpoint of step %d: its capture held an optimizer step up for max_stall = %g s",
-                pending.step,
-                self.config.max_stall,
-            )
+            _log.warning("%s", error)
 
     def wait_captured(self) -> None:
         """Block until no capture of a checkpoint admitted so far reads the live state any more."""

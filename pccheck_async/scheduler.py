@@ -83,6 +83,7 @@ class Scheduler:
         self._limiter = Limiter(max_in_flight)
         self._manifests = ManifestEncoder()
         self._tasks: dict[PendingCheckpoint, asyncio.Task[None]] = {}
+        self._captures: dict[PendingCheckpoint, Capture] = {}
 
     def start(self, job: Job) -> None:
         """Admit a checkpoint. Called in the order of counters, which is the order in which they are served."""
@@ -101,6 +102,25 @@ class Scheduler:
             return False
         task.cancel()
         await asyncio.wait((task,))
+        return True
+
+    async def abandon(self, pending: PendingCheckpoint, error: CheckpointError) -> bool:
+        """Fail a checkpoint with ``error`` before its capture ended; return once nothing reads the live state any more.
+
+        Its writes may take longer: buffers, slot and permit go back when they ended (I9).
+
+        Returns:
+            False where it was captured already, and goes on.
+        """
+        task = self._tasks.get(pending)
+        if task is None or pending.is_captured:
+            return False
+        capture = self._captures.get(pending)
+        task.cancel()
+        if capture is not None:
+            await capture.stop()
+        pending.set_told()
+        pending.set_failed(error)
         return True
 
     async def drain(self, timeout: float | None = None) -> list[PendingCheckpoint]:
@@ -146,10 +166,12 @@ class Scheduler:
         plan = self._planner.plan(job.snapshot.layout)
         pending = job.pending
         capture = Capture(job.snapshot, plan, self._backend, pending.set_captured, pending.set_held_captured)
+        self._captures[pending] = capture
         try:
             await capture.begin()
             lease, entry = await self._copy_and_write(job, capture, plan)
         finally:
+            del self._captures[pending]
             capture.release()  # an error that somebody keeps would keep the state, too
         with self._clock.timed("commit"):
             committed = await self._store.commit(lease, entry)

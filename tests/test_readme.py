@@ -45,7 +45,8 @@ def test_the_example_comes_first_and_is_short() -> None:
 def test_the_example_runs_and_resumes(tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text("\n".join(fenced("```python")))
-    for _ in range(2):  # the second run resumes at the end of the first
+    steps = []
+    for _ in range(2):  # the second run resumes where the first saved last
         done = subprocess.run(
             [sys.executable, "-W", "error", script.name],
             cwd=tmp_path,
@@ -55,7 +56,9 @@ def test_the_example_runs_and_resumes(tmp_path: Path) -> None:
             check=False,
         )
         assert done.returncode == 0, done.stderr
-        assert [info.step for info in list_checkpoints(tmp_path / "checkpoints")] == [99]
+        steps += [info.step for info in list_checkpoints(tmp_path / "checkpoints")]
+    assert len(steps) == 2
+    assert 0 < steps[0] <= steps[1] <= 99
 
 
 @pytest.mark.slow
