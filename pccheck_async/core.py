@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Generator, Mapping
+from collections.abc import Mapping
 from concurrent import futures
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,39 +19,30 @@ from pccheck_async.copying import CopyBackend, CudaCopy, make_backend
 from pccheck_async.errors import (
     CheckpointError,
     ClosedError,
-    CorruptStoreError,
     NoCheckpointError,
-    ReadError,
-    StateMismatchError,
 )
 from pccheck_async.info import CheckpointInfo, Metadata, check_step
-from pccheck_async.layout import Entry, check_metadata
+from pccheck_async.layout import check_metadata
 from pccheck_async.lifetime import forget, remember
 from pccheck_async.loop import EngineLoop, finish
 from pccheck_async.machine import available_cores, available_memory
-from pccheck_async.manifest import MIN_BLOCK, Manifest
+from pccheck_async.manifest import MIN_BLOCK
 from pccheck_async.overlap import Guard, Overlapped
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.plan import Planner
 from pccheck_async.policy import make_policy
 from pccheck_async.pool import BufferPool
-from pccheck_async.read_lease import DroppedMeanwhileError, ReadLease
-from pccheck_async.reading import choose, pool_for, warn_damaged
-from pccheck_async.restore import read_manifest, read_payload
+from pccheck_async.restorer import Restorer
 from pccheck_async.scheduler import Job, Scheduler
 from pccheck_async.session import IO, Session, check_io, open_session
-from pccheck_async.state.match import Restoration, match
 from pccheck_async.statistics import EngineStatistics, StageClock
+from pccheck_async.steps import Steps, block_on, run
 from pccheck_async.store import Store
 from pccheck_async.training import TrainingStep, TrainingSteps
 
-__all__ = ["EngineCore", "Steps"]
+__all__ = ["EngineCore"]
 
 _log = logging.getLogger("pccheck_async")
-
-Steps = Generator[Coroutine[Any, Any, Any], Any, Any]
-"""Work that alternates between the caller's thread and the engine's loop: yields coroutines for the loop, gets
-results."""
 
 
 class EngineCore:
@@ -83,38 +73,17 @@ class EngineCore:
         self._pool: BufferPool
         self._planner: Planner
         self._scheduler: Scheduler
+        self._restorer: Restorer
 
     # -- driving
 
     def block_on(self, steps: Steps) -> Any:
         """Drive ``steps`` from this thread, blocking it while the engine's loop works."""
-        work: Callable[[], Coroutine[Any, Any, Any]] = lambda: next(steps)  # noqa: E731
-        try:
-            while True:
-                coroutine = work()
-                try:
-                    result = self.loop.call(coroutine)
-                except BaseException as error:  # noqa: BLE001 - the steps decide what it means
-                    work = partial(steps.throw, error)
-                else:
-                    work = partial(steps.send, result)
-        except StopIteration as end:
-            return end.value
+        return block_on(lambda: self.loop, steps)
 
     async def run(self, steps: Steps) -> Any:
         """Drive ``steps`` from a coroutine on any loop. Cancellation: ends what runs on the engine's loop first."""
-        work: Callable[[], Coroutine[Any, Any, Any]] = lambda: next(steps)  # noqa: E731
-        try:
-            while True:
-                coroutine = work()
-                try:
-                    result = await self.loop.run(coroutine)
-                except BaseException as error:  # noqa: BLE001 - the steps decide what it means
-                    work = partial(steps.throw, error)
-                else:
-                    work = partial(steps.send, result)
-        except StopIteration as end:
-            return end.value
+        return await run(lambda: self.loop, steps)
 
     # -- open and close
 
@@ -161,6 +130,14 @@ class EngineCore:
                 max_in_flight=config.max_in_flight,
                 clock=self._clock,
                 ended=self.admissions.note_end,
+            )
+            self._restorer = Restorer(
+                store=self._store,
+                writer=writer,
+                backend=self._backend,
+                pool=self._pool,
+                clock=self._clock,
+                post=self.loop.post,
             )
             self.admissions.counter = self._store.largest_counter
         except BaseException:
@@ -377,51 +354,14 @@ class EngineCore:
         """Restore the newest checkpoint (or that of ``step``) into ``state``, falling back where one is damaged."""
         self.check_alive()
         self.admissions.raise_untold()
-        start = time.perf_counter()
         step = check_step(step)
         for pending in self.admissions.in_flight:
             yield pending.out_of_reach()  # what is restored would tear its capture
         self.guard.wait()
-        unreadable: set[int] = set()
-        while (entry := choose(self._store.entries, step, unreadable)) is not None:
-            try:
-                info = yield from self._restore(state, entry)
-            except DroppedMeanwhileError:
-                continue  # newer ones were committed
-            except (CorruptStoreError, ReadError) as error:
-                if isinstance(error, CorruptStoreError):
-                    self.loop.post(self._store.mark_damaged, entry.counter)
-                unreadable.add(entry.counter)
-                older = choose(self._store.entries, step, unreadable)
-                if step is not None or older is None:
-                    raise
-                warn_damaged(entry, older, error)
-            except StateMismatchError as error:
-                if unreadable:
-                    error.add_note("a newer, damaged checkpoint was tried before: the state may hold parts of it")
-                raise
-            else:
-                _log.info("restored step %d in %.3f s", entry.step, time.perf_counter() - start)
-                return info
-        if step is not None:
+        info: CheckpointInfo | None = yield from self._restorer.restore(state, step)
+        if info is None and step is not None:
             raise NoCheckpointError(f"{self.path} has no checkpoint of step {step}")
-        return None
-
-    def _restore(self, state: Mapping[str, Any], entry: Entry) -> Steps:
-        writer = self._opened().writer
-        lease = ReadLease(self._store, entry)
-        try:
-            file = yield lease.take()
-            manifest: Manifest = yield read_manifest(writer, file, entry, self._store.block_bytes)
-            restoration: Restoration = match(state, manifest, lambda: self._backend.by_address)
-            admission = self._backend.admit(restoration.targets.devices)
-            pool = pool_for(manifest, self._pool)
-            with self._clock.timed("restore", manifest.payload_nbytes):
-                yield read_payload(writer, self._backend, pool, file, manifest, restoration.targets, admission)
-        finally:
-            self.loop.post(lease.give_back)
-        restoration.finish()
-        return entry.info
+        return info
 
     # -- statistics
 

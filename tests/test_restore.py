@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import StateMismatchError, SyncCheckpointEngine, core, list_checkpoints, load_sync
+from pccheck_async import StateMismatchError, SyncCheckpointEngine, list_checkpoints, load_sync, restorer
 from pccheck_async.operations.base import Operations
 from pccheck_async.reading import choose
 from pccheck_async.testing import FailingWriter
@@ -107,7 +107,7 @@ def test_a_checkpoint_dropped_before_its_restore_could_hold_it(tmp_path: Path, m
                 engine.checkpoint(state_of(1), step=1).result(60)
             return chosen[-1]
 
-        monkeypatch.setattr(core, "choose", choose_and_commit)
+        monkeypatch.setattr(restorer, "choose", choose_and_commit)
         live = state_of(9)
         info = engine.restore(live)
         assert info is not None

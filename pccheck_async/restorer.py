@@ -1,0 +1,102 @@
+"""Restoring from the engine's own store: which checkpoint, and what to do where it is damaged."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pccheck_async.copying import CopyBackend
+from pccheck_async.errors import CorruptStoreError, ReadError, StateMismatchError
+from pccheck_async.info import CheckpointInfo
+from pccheck_async.layout import Entry
+from pccheck_async.manifest import Manifest
+from pccheck_async.pool import BufferPool
+from pccheck_async.read_lease import DroppedMeanwhileError, ReadLease
+from pccheck_async.reading import choose, pool_for, warn_damaged
+from pccheck_async.restore import read_manifest, read_payload
+from pccheck_async.state.match import Restoration, match
+from pccheck_async.statistics import StageClock
+from pccheck_async.steps import Steps
+from pccheck_async.store import Store
+from pccheck_async.writer import Writer
+
+__all__ = ["Restorer"]
+
+_log = logging.getLogger("pccheck_async")
+
+
+class Restorer:
+    """Fills states from the committed checkpoints of one store.
+
+    Args:
+        store: Knows them.
+        writer: The store's files.
+        backend: Copies into the live state.
+        pool: Staging buffers.
+        clock: Stage times.
+        post: Calls a function on the engine's loop.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        writer: Writer,
+        backend: CopyBackend,
+        pool: BufferPool,
+        clock: StageClock,
+        post: Callable[..., Any],
+    ) -> None:
+        self._store = store
+        self._writer = writer
+        self._backend = backend
+        self._pool = pool
+        self._clock = clock
+        self._post = post
+
+    def restore(self, state: Mapping[str, Any], step: int | None) -> Steps:
+        """Restore the newest checkpoint (or that of ``step``), falling back where one is damaged; None: there is none.
+
+        Returns:
+            Steps that end with its :class:`CheckpointInfo`, or None.
+        """
+        start = time.perf_counter()
+        unreadable: set[int] = set()
+        while (entry := choose(self._store.entries, step, unreadable)) is not None:
+            try:
+                info: CheckpointInfo = yield from self._restore(state, entry)
+            except DroppedMeanwhileError:
+                continue  # newer ones were committed
+            except (CorruptStoreError, ReadError) as error:
+                if isinstance(error, CorruptStoreError):
+                    self._post(self._store.mark_damaged, entry.counter)
+                unreadable.add(entry.counter)
+                older = choose(self._store.entries, step, unreadable)
+                if step is not None or older is None:
+                    raise
+                warn_damaged(entry, older, error)
+            except StateMismatchError as error:
+                if unreadable:
+                    error.add_note("a newer, damaged checkpoint was tried before: the state may hold parts of it")
+                raise
+            else:
+                _log.info("restored step %d in %.3f s", entry.step, time.perf_counter() - start)
+                return info
+        return None
+
+    def _restore(self, state: Mapping[str, Any], entry: Entry) -> Steps:
+        lease = ReadLease(self._store, entry)
+        try:
+            file = yield lease.take()
+            manifest: Manifest = yield read_manifest(self._writer, file, entry, self._store.block_bytes)
+            restoration: Restoration = match(state, manifest, lambda: self._backend.by_address)
+            admission = self._backend.admit(restoration.targets.devices)
+            pool = pool_for(manifest, self._pool)
+            with self._clock.timed("restore", manifest.payload_nbytes):
+                yield read_payload(self._writer, self._backend, pool, file, manifest, restoration.targets, admission)
+        finally:
+            self._post(lease.give_back)
+        restoration.finish()
+        return entry.info
