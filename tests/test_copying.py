@@ -22,7 +22,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pccheck_async import SyncCheckpointEngine, WriteError, capture, core, load_sync
+from pccheck_async import SyncCheckpointEngine, WriteError, capture, core, load_sync, restorer
 from pccheck_async.capture import Capture, Snapshot
 from pccheck_async.checksum import crc32
 from pccheck_async.copying import CopyBackend, CudaCopy, HostCopy
@@ -1010,7 +1010,7 @@ def engine_on(monkeypatch: pytest.MonkeyPatch, devices: list[PretendDevice]) -> 
         return replace(found, targets=Targets(placed))
 
     monkeypatch.setattr(capture, "arranged", arranged_on_device)
-    monkeypatch.setattr(core, "match", match_on_device)
+    monkeypatch.setattr(restorer, "match", match_on_device)
     monkeypatch.setattr(core, "make_backend", make)
     return device
 
