@@ -20,7 +20,7 @@ LAYERS = [
     },
     {  # engine
         "loop", "lifetime", "pending", "records", "reading", "capture", "slot_files", "store", "restore", "scheduler",
-        "read_lease", "admissions", "overlap", "training", "core", "scratch", "trials", "tuned", "tuner",
+        "read_lease", "admissions", "overlap", "preemption", "training", "core", "scratch", "trials", "tuned", "tuner",
         "engine", "sync", "loading",
     },
     {"", "cli", "testing", "examples", "__main__"},  # edge
