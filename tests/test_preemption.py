@@ -34,6 +34,12 @@ NEVER = 1_000_000
 SMALL: dict[str, Any] = {"chunk_bytes": 4 * PAGE_BYTES, "host_memory": 8 * PAGE_BYTES}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> None:
+    """A first step imports half of torch: once here, instead of in every fork."""
+    Model().train(0)
+
+
 class Tell:
     """What a trainer uses to tell its test a line."""
 
