@@ -664,6 +664,7 @@ def test_forked_children_are_ended_as_before(tmp_path: Path) -> None:
                 os.kill(os.getpid(), signal.SIGUSR1)  # for the trainer; the whole group got it
                 os.write(writer, b"lives" if not engine.preempted else b"acts ")
                 signal.pause()
+            os.close(writer)
             assert os.read(reader, 5) == b"lives"
             os.kill(worker, signal.SIGTERM)
             tell(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
