@@ -455,12 +455,6 @@ def test_saved_is_the_state_at_the_step(tmp_path: Path, flavour: str) -> None:
     assert check_consistency(tmp_path, flavour, checkpoints=6, backend="aot_eager") == 6
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_saved_is_the_state_at_the_step_a_thousand_times(tmp_path: Path, flavour: str) -> None:
-    assert check_consistency(tmp_path, flavour, checkpoints=168, backend="inductor") == 168
-
-
 def check_consistency(folder: Path, flavour: str, checkpoints: int, backend: str) -> int:
     """Train with a checkpoint after every step; return how many were compared with what the state was then.
 
