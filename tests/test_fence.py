@@ -51,7 +51,7 @@ class LaterOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 self.state[parameter] = {"step": torch.zeros(()), "moment": torch.rand(parameter.shape)}
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for parameter, kept in self.state.items():
             kept["step"] += 1  # on the host, at once
             for tensor in (parameter, kept["moment"]):
