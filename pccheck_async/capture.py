@@ -183,16 +183,16 @@ class Capture:
         Cancellation: ends once what was started ended.
         """
         live = self._sources
-        fenced = None if (_unowned(live) & _on_host(live)).any() else self._fenced
+        fenced = None if (_alive(live) & _on_host(live)).any() else self._fenced
         self._sources = await self._backend.begin(self._admission, live, fenced)
         if self._sources is not live:
             live.release()
-        unowned = _unowned(self._sources)
-        self._live = self._chunks_of(unowned)
+        alive = _alive(self._sources)
+        self._live = self._chunks_of(alive)
         self._unfenced = self._live.copy()
-        self._by_host = self._chunks_of(unowned & _on_host(self._sources))
+        self._by_host = self._chunks_of(alive & _on_host(self._sources))
         if self._lazy is not None:
-            self._held = self._chunks_of(unowned & self._lazy.held)
+            self._held = self._chunks_of(alive & self._lazy.held)
             if not self._held:
                 self._held_captured()
         self._timed_since = time.perf_counter()
@@ -263,9 +263,10 @@ class Capture:
             self._backend.note_capture(self._timed_nbytes, now - self._timed_since)
 
 
-def _unowned(sources: Sources) -> npt.NDArray[np.bool_]:
-    """Which sources are live memory."""
-    return np.ones(len(sources), np.bool_) if sources.owned is None else ~sources.owned
+def _alive(sources: Sources) -> npt.NDArray[np.bool_]:
+    """Which sources hold bytes of the live state."""
+    filled = sources.lengths > 0
+    return filled if sources.owned is None else filled & ~sources.owned
 
 
 def _on_host(sources: Sources) -> npt.NDArray[np.bool_]:

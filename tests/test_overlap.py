@@ -332,6 +332,44 @@ def interrupt(*_: Any) -> bool:
     raise KeyboardInterrupt
 
 
+def test_an_interrupted_guard_forgets_no_capture(tmp_path: Path) -> None:
+    with held(tmp_path, keep_last=2) as it:
+        second = it.engine.checkpoint(it.state, step=2, overlap=True)
+        waited = it.pending.wait_out_of_reach
+        it.pending.wait_out_of_reach = interrupt  # type: ignore[method-assign,assignment]
+        with pytest.raises(KeyboardInterrupt):
+            it.optimizer.step()
+        it.pending.wait_out_of_reach = waited  # type: ignore[method-assign]
+        it.step()
+        assert second.is_captured
+        it.pending.result()
+        second.result()
+    assert equal(saved(tmp_path), it.want)
+
+
+def test_steps_of_two_threads_wait_both(tmp_path: Path) -> None:
+    with held(tmp_path) as it:
+        second = torch.optim.SGD([torch.zeros(3)], lr=0.1)
+        it.engine.attach(second)
+        waiting = threading.Event()
+        waited = it.pending.wait_out_of_reach
+
+        def wait(*arguments: Any) -> bool:
+            waiting.set()
+            return waited(*arguments)
+
+        it.pending.wait_out_of_reach = wait  # type: ignore[method-assign,assignment]
+        stepping = threading.Thread(target=it.optimizer.step)
+        stepping.start()
+        waiting.wait()
+        threading.Timer(0.05, it.io.writer.release).start()
+        second.step()
+        assert it.pending.is_captured
+        stepping.join()
+        it.pending.result()
+    assert equal(saved(tmp_path), it.want)
+
+
 def test_a_forked_child_steps_as_it_likes(tmp_path: Path) -> None:
     with held(tmp_path) as it:
         assert passes_in_a_forked_child(it.optimizer.step)
