@@ -429,6 +429,7 @@ class EngineCore:
                 in_flight=len(self.admissions.in_flight),
                 stall_seconds=self.stall,
                 guard_seconds=self._guard_seconds,
+                guard_fences=self.guard.fenced,
                 interval=self.steps.decision,
                 last_stall_seconds=self._last_stall,
                 state_seconds=self._state_seconds,

@@ -47,8 +47,8 @@ class CheckpointEngine:
             :mod:`pccheck_async.testing`.
         interval: When ``engine.step`` checkpoints: every so many steps (int), every so often (timedelta), or as a
             policy of :mod:`pccheck_async.policy` says; by default as often as 3 % of training time allow.
-        max_stall: Most seconds that a step of an attached optimizer waits for a capture; beyond, that checkpoint is
-            abandoned.
+        max_stall: Most seconds that a step of an attached optimizer waits on the host for a capture; beyond, that
+            checkpoint is abandoned. What GPUs wait for copies that are queued on them does not count.
         check_captures: Compare what was captured beside training with a copy made before; for debugging, as it takes
             the time and the memory of that copy.
         on_busy: With ``max_in_flight`` checkpoints in flight, "wait" for one to end or "skip" the new one.
@@ -242,7 +242,8 @@ class CheckpointEngine:
             step: The user's number; by default the engine's counter.
             metadata: Small facts (at most 512 bytes) that ``list_checkpoints`` shows without reading the checkpoint.
             overlap: Return earlier: what belongs to attached optimizers (and frozen parameters) is captured while
-                training goes on, until the next of their steps waits for it. Everything else is captured before this
+                training goes on, until the next of their steps waits for it, on GPUs without blocking the host where
+                all copies are queued there. Everything else is captured before this
                 returns. Other code that changes such a tensor calls :meth:`wait_captured` first, else the checkpoint
                 is torn: mostly found out (TornCaptureError), but not writes through ``.data``, numpy, DLPack or
                 CUDA graphs (see ``check_captures``).

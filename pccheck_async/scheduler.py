@@ -193,7 +193,8 @@ class Scheduler:
     async def _save(self, job: Job) -> tuple[CheckpointInfo, bool]:
         plan = self._planner.plan(job.snapshot.layout)
         pending = job.pending
-        capture = Capture(job.snapshot, plan, self._backend, pending.set_captured, pending.set_held_captured)
+        fenced = None if job.overlapped is None else job.overlapped.set_fence
+        capture = Capture(job.snapshot, plan, self._backend, pending.set_captured, pending.set_held_captured, fenced)
         self._captures[pending] = capture
         try:
             await capture.begin()
