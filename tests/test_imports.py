@@ -23,7 +23,7 @@ LAYERS = [
         "read_lease", "admissions", "overlap", "training", "core", "scratch", "trials", "tuned", "tuner",
         "engine", "sync", "loading", "data",
     },
-    {"", "cli", "testing", "examples", "__main__"},  # edge
+    {"", "bench", "cli", "testing", "examples", "__main__"},  # edge
 ]  # fmt: skip
 STAGES = {"capture", "store", "restore"}
 MODULES = sorted(path for path in ROOT.rglob("*.py") if "examples" not in path.parts)
