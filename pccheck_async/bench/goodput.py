@@ -6,9 +6,9 @@ after it. What is left makes progress at the throughput of training with checkpo
     goodput = max(0, (T - R F) / (T tf))
 
 R is at worst ``load + f t + unfinished`` and on average ``load + (f t + unfinished) / 2``. There t is the time of a
-step without checkpoints, and ``unfinished`` what is lost beyond an interval because the newest checkpoints were still on
-their way: nothing where training waits for them (GPM, torch.save), ``f t`` with one in the background (CheckFreq; the
-model takes Gemini alike), ``min(Tw, N f t)`` with N of them, each durable after Tw (PCcheck).
+step without checkpoints, and ``unfinished`` what is lost beyond an interval because the newest checkpoints were still
+on their way: nothing where training waits for them (GPM, torch.save), ``f t`` with one in the background (CheckFreq;
+the model takes Gemini alike), ``min(Tw, N f t)`` with N of them, each durable after Tw (PCcheck).
 """
 
 from __future__ import annotations
