@@ -247,7 +247,7 @@ def test_nothing_is_better_than_the_ideal(plain: float, shares: list[float], fai
 # -- what the artifact recorded
 
 FIGURE_8, FIGURE_9, TRACE = "pccheck_fig8_vgg16.csv", "pccheck_fig9_vgg16.csv", "spot_gpus_trace.csv"
-NAMES = {"CheckFreq": "checkfreq", "GPM": "gpm", "PCcheck": "pccheck", "Ideal": "ideal"}
+NAMES = {"CheckFreq": "checkfreq", "GPM": "gpm", "PCcheck": "pccheck_published", "Ideal": "ideal"}
 IN_FLIGHT = 4
 DURABLE = {25.0: 3.4304383993148804, 50.0: 2.0806734561920166}
 """The last average that the artifact's logs of these two runs print (vgg16/log_vgg16_pccheck_{25,50}.txt)."""
@@ -307,7 +307,7 @@ def test_figure_9_follows_from_figure_8(recorded: Path) -> None:
     # Without Tw the model says these two lie between nothing unfinished and N f t of it; all others stay the same.
     slow, quick = predicted(math.inf), predicted(0.0)
     for key, value in expected.items():
-        if key in (("pccheck", 25.0), ("pccheck", 50.0)):
+        if key in (("pccheck_published", 25.0), ("pccheck_published", 50.0)):
             assert slow[key] < value < quick[key]
         else:
             assert slow[key] == pytest.approx(value, rel=1e-9)

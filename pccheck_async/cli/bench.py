@@ -67,3 +67,22 @@ def run_goodput(
             out=out,
         )
     )
+
+
+@app.command("plot")
+def run_plot(
+    source: Annotated[Path, typer.Argument(help="CSV of a benchmark, or JSON of a timeline.")],
+    out: Annotated[Path, typer.Option(help="The PNG to draw (needs matplotlib).")],
+    figure: Annotated[
+        str | None, typer.Option(help="Which figure, where the CSV holds several: 8, 9, 11, 12, 13, 14, gh5...")
+    ] = None,
+    start: Annotated[float, typer.Option(min=0.0, help="Of a timeline: draw from this second on.")] = 0.0,
+    end: Annotated[float | None, typer.Option(min=0.0, help="Of a timeline: draw up to this second.")] = None,
+) -> None:
+    """Draw a benchmark's figure from its table, or a recorded timeline.
+
+    Exit status: 0 drawn, 1 a file cannot be read or written or is neither, 2 wrong usage or no matplotlib.
+    """
+    from pccheck_async.cli.bench_plot import run
+
+    raise typer.Exit(run(source, out, figure=figure, start=start, end=end))

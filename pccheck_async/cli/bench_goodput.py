@@ -68,8 +68,8 @@ def run(
         runs = _runs(trace, per_machine, mtbf, seconds, seeds)
         predicted = [
             row
-            for each in runs
             for case in _CASES
+            for each in runs
             for row in predict(
                 rows,
                 each,
