@@ -21,7 +21,8 @@ class Span:
         name: "step" and "stall" on the training thread ("stall": it was kept waiting); of a checkpoint "capture" (copy
             and checksum of a chunk), "write", "flush", and "commit", which holds its slot's flush, the record's writes
             and the record's flush.
-        start: When it began, of ``time.perf_counter()``.
+        start: When it began, of ``time.perf_counter()``: for copies and writes when they were handed over, so
+            that waiting for a free thread is part of them.
         end: When it ended, failed or not.
         nbytes: Bytes that were moved, 0 where none are.
         step: The user's number of the step or checkpoint.

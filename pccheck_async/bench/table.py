@@ -1,18 +1,19 @@
 """The one table that every benchmark writes and every figure is drawn from: CSV, one row per repetition.
 
-==========  ============================================================================================
+==========  ==========================================================================================================
 column      holds
-==========  ============================================================================================
+==========  ==========================================================================================================
 figure      which figure the row belongs to, such as ``8`` or ``gh5``
 workload    what was trained or saved; each workload gets a panel of its own
-method      how it was saved, such as ``pccheck`` or ``torch_save``; ``none`` for a run without checkpoints
+method      how it was saved, such as ``pccheck`` or ``torch_save``; ``none``, at x 0 and once for each workload, is the
+            run without checkpoints
 series      the value of a second parameter where the figure has one (N, p, chunks), else empty
 x           the number on the horizontal axis: interval, bytes, k...
 repetition  0, 1, 2...: every run is its own row, and nothing is averaged before it is drawn
 value       what was measured, in ``unit``
 unit        the same in all rows of a figure
-floor       the limit that no method can beat at this x, in ``unit``; empty where none is known
-==========  ============================================================================================
+floor       the limit that no method beats at this x (for overheads the budget), in ``unit``; empty where there is none
+==========  ==========================================================================================================
 """
 
 from __future__ import annotations

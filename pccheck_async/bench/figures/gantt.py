@@ -84,7 +84,7 @@ def draw_timeline(
         axes.set_ylim(y - _GAP / 2, -_GAP)
         margin = (limits[1] - limits[0]) * 0.005
         axes.set_xlim(limits[0] - margin, limits[1] + margin)
-        axes.set_xlabel(f"time ({unit})")
+        axes.set_xlabel(f"time ({unit}); bars of copies and writes begin when these are handed over")
         axes.set_title("Checkpoints beside training", fontweight="bold", pad=14)
         present = [name for name in STAGE_COLOURS if any(span.name == name for span in shown.spans)]
         patches = [Patch(color=STAGE_COLOURS[name], label=_TITLES[name]) for name in present]
