@@ -40,6 +40,7 @@ from pccheck_async.session import IO, Session, check_io, open_session
 from pccheck_async.statistics import EngineStatistics, StageClock
 from pccheck_async.steps import Steps, block_on, run
 from pccheck_async.store import Store
+from pccheck_async.tracing import Sink, Span
 from pccheck_async.training import TrainingStep, TrainingSteps
 
 __all__ = ["EngineCore"]
@@ -67,6 +68,7 @@ class EngineCore:
         self.preemption = Preemption(self)
         self.stall = self._last_stall = self._state_seconds = self._guard_seconds = 0.0
         self._clock = StageClock("capture", "commit", "restore")
+        self.trace: Sink | None = None
         self._snapshots = Snapshots()
         self.loop: EngineLoop
         self._session: Session | None = None
@@ -261,7 +263,7 @@ class EngineCore:
             pending = self.admissions.add(
                 step
             )  # before the engine hears of it: an interrupt must not give it away twice
-            job = Job(pending, snapshot, plain)
+            job = Job(pending, snapshot, plain, trace=self.trace)
             if snapshot.lazy is not None:
                 job.overlapped = Overlapped(pending, snapshot.lazy.versions)
                 pending.settle_by(job.overlapped.settle)
@@ -285,6 +287,10 @@ class EngineCore:
     def end_step(self, this: TrainingStep) -> bool:
         """Note the end of a training step; return whether to checkpoint now, and train on."""
         self.check_alive()
+        if self.trace is not None:
+            end = time.perf_counter()
+            start = end - (time.monotonic() - this.began)
+            self.trace(Span(name="step", start=start, end=end, step=this.step))
         return self.steps.end(this, self.stall) and not self.preemption.pending
 
     def is_last(self, this: TrainingStep) -> bool:
@@ -330,6 +336,9 @@ class EngineCore:
     def _add_stall(self, pending: PendingCheckpoint, seconds: float) -> None:
         pending.stall += seconds
         self.stall += seconds
+        if self.trace is not None:
+            end = time.perf_counter()
+            self.trace(Span(name="stall", start=end - seconds, end=end, step=pending.step, counter=pending.counter))
 
     def warn_of(self, pending: PendingCheckpoint, error: Exception) -> bool:
         """Warn of a failure instead of raising it, where the user chose that; False where it is to be raised."""

@@ -29,6 +29,7 @@ from pccheck_async.plan import Chunk, Plan, Planner
 from pccheck_async.pool import BufferPool
 from pccheck_async.statistics import StageClock
 from pccheck_async.store import SlotLease, Store
+from pccheck_async.tracing import Sink, Traced, enter_chunk, traced
 from pccheck_async.writer import Writer
 
 __all__ = ["Job", "Scheduler"]
@@ -40,12 +41,13 @@ _CHUNKS_AT_ONCE = 8
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """An admitted checkpoint: what to save, whom to tell, and what may find out that its capture was torn."""
+    """An admitted checkpoint: what to save, whom to tell, what may find out that its capture was torn, who records."""
 
     pending: PendingCheckpoint
     snapshot: Snapshot
     metadata: dict[str, str | int | float | bool | None]
     overlapped: Overlapped | None = None
+    trace: Sink | None = None
 
 
 class Scheduler:
@@ -171,6 +173,8 @@ class Scheduler:
 
     async def _run(self, job: Job) -> None:
         pending = job.pending
+        if job.trace is not None:
+            traced.set(Traced(job.trace, pending.step, pending.counter))
         try:
             permit = await self._limiter.acquire()
             try:
@@ -246,6 +250,7 @@ class Scheduler:
         self, capture: Capture, index: int, chunk: Chunk, reserving: asyncio.Task[SlotLease], buffer: memoryview
     ) -> None:
         view = buffer[: chunk.nbytes]
+        enter_chunk(index)
         with self._clock.timed("capture", chunk.nbytes):
             await capture.chunk(index, chunk, view)
         slot = await asyncio.shield(reserving)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from pccheck_async.config import Decisions
 from pccheck_async.policy import Decision
+from pccheck_async.tracing import tell, traced
 
 __all__ = ["EngineStatistics", "Stage", "StageClock"]
 
@@ -87,7 +88,7 @@ class EngineStatistics:
 
 
 class StageClock:
-    """Adds up counts, bytes and seconds by stage."""
+    """Adds up counts, bytes and seconds by stage, and tells whoever records the run of each operation."""
 
     def __init__(self, *names: str) -> None:
         self._stages = dict.fromkeys(names, Stage())
@@ -99,9 +100,11 @@ class StageClock:
         try:
             yield
         finally:
+            end = time.perf_counter()
             stage = self._stages[name]
-            seconds = stage.seconds + time.perf_counter() - start
-            self._stages[name] = Stage(stage.count + 1, stage.nbytes + nbytes, seconds)
+            self._stages[name] = Stage(stage.count + 1, stage.nbytes + nbytes, stage.seconds + end - start)
+            if (now := traced.get()) is not None:
+                tell(now, name, start, end, nbytes)
 
     def stages(self) -> dict[str, Stage]:
         """Return the sums so far."""

@@ -13,7 +13,7 @@ ROOT = Path(pccheck_async.__file__).parent
 LAYERS = [
     {  # pure: no await, no file descriptor
         "errors", "info", "checksum", "layout", "config", "statistics", "slots", "retention", "manifest", "plan",
-        "segments", "state", "failures", "tuning", "policy", "_ext",
+        "segments", "state", "failures", "tracing", "tuning", "policy", "_ext",
     },
     {  # resources
         "memory", "machine", "limiter", "pool", "operations", "writer", "copying", "uninterrupted", "session",
@@ -23,7 +23,7 @@ LAYERS = [
         "read_lease", "steps", "restorer", "admissions", "overlap", "preemption", "training",
         "core", "scratch", "trials", "tuned", "tuner", "engine", "sync", "loading", "data",
     },
-    {"", "cli", "testing", "examples", "__main__"},  # edge
+    {"", "bench", "cli", "testing", "examples", "__main__"},  # edge
 ]  # fmt: skip
 STAGES = {"capture", "store", "restore"}
 MODULES = sorted(path for path in ROOT.rglob("*.py") if "examples" not in path.parts)
@@ -59,7 +59,7 @@ def own(path: Path) -> str:
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_only_downward(path: Path) -> None:
     for name in imports(path):
-        if own(path) in ("cli", "testing", "__main__"):
+        if own(path) in ("bench", "cli", "testing", "__main__"):
             continue  # the edge uses the public package
         assert layer(part(name)) <= layer(own(path)), f"{own(path)} imports {name} from a layer above"
 

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from pccheck_async.cli.bench import app as bench_app
+
 __all__ = ["app", "main"]
 
 
@@ -23,6 +25,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench_app)
 
 
 @app.command("demo")

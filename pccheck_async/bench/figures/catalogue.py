@@ -1,0 +1,143 @@
+"""Which figures there are, and what their axes show: those of PCcheck, its GH200 port, CheckFreq and the HPEC paper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["CATALOGUE", "FigureSpec"]
+
+
+def _plain(x: float) -> str:
+    return f"{x:g}"
+
+
+def _bytes(x: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if x >= size:
+            return f"{x / size:.3g} {unit}"
+    return f"{x:g} B"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FigureSpec:
+    """What is drawn, and how.
+
+    Attributes:
+        title: Of the whole figure.
+        x_label: What x is.
+        y_label: What the values are; their unit is added.
+        kind: Bars or lines.
+        colour_by: What tells bars or lines of a panel apart.
+        series_name: What ``series`` is the value of, such as "N".
+        panel_by_series: A panel for each value of ``series``, and not a bar or line.
+        even: The values of x stand at even distances, whatever they are.
+        log_x: A logarithmic horizontal axis.
+        log_y: A logarithmic vertical axis.
+        one: Draw the line at 1: slowdowns and multiples.
+        from_zero: The vertical axis begins at 0.
+        floor_label: What the limit is called.
+        x_text: Writes an x.
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    kind: Literal["bars", "lines"]
+    colour_by: Literal["method", "series"] = "method"
+    series_name: str = ""
+    panel_by_series: bool = False
+    even: bool = True
+    log_x: bool = False
+    log_y: bool = False
+    one: bool = False
+    from_zero: bool = True
+    floor_label: str = "limit of the storage"
+    x_text: Callable[[float], str] = _plain
+
+
+_INTERVAL = "checkpoint interval (steps)"
+
+CATALOGUE: dict[str, FigureSpec] = {
+    "8": FigureSpec(title="Throughput by checkpoint interval", x_label=_INTERVAL, y_label="throughput", kind="bars"),
+    "9": FigureSpec(
+        title="Goodput under failures",
+        x_label=_INTERVAL,
+        y_label="goodput",
+        kind="lines",
+        series_name="failures:",
+        panel_by_series=True,
+    ),
+    "11": FigureSpec(
+        title="Time of one checkpoint by its size",
+        x_label="size of the checkpoint",
+        y_label="time until durable",
+        kind="lines",
+        even=False,
+        log_x=True,
+        log_y=True,
+        from_zero=False,
+        x_text=_bytes,
+    ),
+    "12": FigureSpec(
+        title="Slowdown by interval and checkpoints in flight (N)",
+        x_label=_INTERVAL,
+        y_label="slowdown",
+        kind="bars",
+        colour_by="series",
+        series_name="N =",
+        one=True,
+    ),
+    "13": FigureSpec(
+        title="Slowdown by checkpoints in flight and writers (p)",
+        x_label="checkpoints in flight (N)",
+        y_label="slowdown",
+        kind="bars",
+        colour_by="series",
+        series_name="p =",
+        one=True,
+    ),
+    "14": FigureSpec(
+        title="Slowdown by host memory and number of chunks",
+        x_label="staging memory (multiples of the state, m)",
+        y_label="slowdown",
+        kind="lines",
+        colour_by="series",
+        series_name="chunks:",
+        even=False,
+        one=True,
+        from_zero=False,
+    ),
+    "gh5": FigureSpec(
+        title="Time of one checkpoint",
+        x_label="size of the checkpoint",
+        y_label="time of one checkpoint",
+        kind="bars",
+        x_text=_bytes,
+    ),
+    "gh6": FigureSpec(
+        title="Training from start to end",
+        x_label="size of the checkpoint",
+        y_label="duration",
+        kind="bars",
+        x_text=_bytes,
+    ),
+    "checkfreq": FigureSpec(
+        title="Overhead of checkpointing",
+        x_label=_INTERVAL,
+        y_label="overhead",
+        kind="bars",
+        floor_label="budget",
+    ),
+    "hpec": FigureSpec(
+        title="Time of one save while clustering",
+        x_label="clusters (k)",
+        y_label="time of one save",
+        kind="lines",
+        even=False,
+        log_y=True,
+        from_zero=False,
+    ),
+}
+"""By the name in the ``figure`` column."""

@@ -1,0 +1,88 @@
+"""``pccheck bench``: figures of the benchmarks, and models over their tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="bench",
+    help="Draw the figures of the benchmarks, and predict what failures cost.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command("goodput")
+def run_goodput(
+    table: Annotated[Path, typer.Argument(help="CSV of figure 8: throughput by interval, in steps per second.")],
+    load_seconds: Annotated[float, typer.Option(min=0.0, help="Time to load a checkpoint after a failure.")],
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="CSV of what was available: a column 'Time' in seconds, the number in the last column."),
+    ] = None,
+    mtbf: Annotated[
+        float | None,
+        typer.Option(min=1e-3, help="Draw failures instead: mean time between them, in seconds."),
+    ] = None,
+    hours: Annotated[float, typer.Option(min=1e-3, help="With --mtbf: length of the run.")] = 24.0,
+    seeds: Annotated[int, typer.Option(min=1, help="With --mtbf: how many times to draw.")] = 10,
+    per_machine: Annotated[
+        int, typer.Option(min=1, help="With --trace: how many of what it counts make one machine.")
+    ] = 4,
+    durable_seconds: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[INTERVAL=]SECONDS",
+            help="Until a checkpoint of PCcheck is durable (Tw), for all intervals or for one; may be repeated.",
+        ),
+    ] = None,
+    max_in_flight: Annotated[int, typer.Option(min=1, help="PCcheck's checkpoints in flight (N).")] = 2,
+    out: Annotated[Path | None, typer.Option(help="Write the table of figure 9 to this CSV.")] = None,
+) -> None:
+    """Predict the steps per second that are left under failures, by PCcheck's model (figure 9).
+
+    Failures in a trace are counted in three ways, and each costs what it does on average or at worst: all six results
+    are shown. Exit status: 0 predicted, 1 a file cannot be read or written or is no table, 2 wrong usage.
+    """
+    from pccheck_async.cli.bench_goodput import parse_durable, run
+
+    if (trace is None) == (mtbf is None):
+        raise typer.BadParameter("say where failures come from: either --trace or --mtbf")
+    raise typer.Exit(
+        run(
+            table,
+            trace=trace,
+            per_machine=per_machine,
+            mtbf=mtbf,
+            seconds=hours * 3600,
+            seeds=seeds,
+            load_seconds=load_seconds,
+            durable_seconds=parse_durable(durable_seconds or []),
+            max_in_flight=max_in_flight,
+            out=out,
+        )
+    )
+
+
+@app.command("plot")
+def run_plot(
+    source: Annotated[Path, typer.Argument(help="CSV of a benchmark, or JSON of a timeline.")],
+    out: Annotated[Path, typer.Option(help="The PNG to draw (needs matplotlib).")],
+    figure: Annotated[
+        str | None, typer.Option(help="Which figure, where the CSV holds several: 8, 9, 11, 12, 13, 14, gh5...")
+    ] = None,
+    start: Annotated[float, typer.Option(min=0.0, help="Of a timeline: draw from this second on.")] = 0.0,
+    end: Annotated[float | None, typer.Option(min=0.0, help="Of a timeline: draw up to this second.")] = None,
+) -> None:
+    """Draw a benchmark's figure from its table, or a recorded timeline.
+
+    Exit status: 0 drawn, 1 a file cannot be read or written or is neither, 2 wrong usage or no matplotlib.
+    """
+    from pccheck_async.cli.bench_plot import run
+
+    raise typer.Exit(run(source, out, figure=figure, start=start, end=end))

@@ -1,0 +1,68 @@
+"""What an engine did and when, told span by span to whoever records a run.
+
+Nobody records a run in everyday use, and then this costs the lookup of one variable for each timed operation. The
+recorder is found through a context variable, so that a writer need not know for which checkpoint it writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+
+__all__ = ["Sink", "Span", "Traced", "enter_chunk", "tell", "traced"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Something that took time.
+
+    Attributes:
+        name: "step" and "stall" on the training thread ("stall": it was kept waiting); of a checkpoint "capture" (copy
+            and checksum of a chunk), "write", "flush", and "commit", which holds its slot's flush, the record's writes
+            and the record's flush.
+        start: When it began, of ``time.perf_counter()``: for copies and writes when they were handed over, so
+            that waiting for a free thread is part of them.
+        end: When it ended, failed or not.
+        nbytes: Bytes that were moved, 0 where none are.
+        step: The user's number of the step or checkpoint.
+        counter: The engine's number of the checkpoint, None for a step.
+        chunk: Number of the chunk, None for what is not about one (manifest, record, flushes).
+    """
+
+    name: str
+    start: float
+    end: float
+    nbytes: int = 0
+    step: int | None = None
+    counter: int | None = None
+    chunk: int | None = None
+
+
+Sink = Callable[[Span], None]
+"""Takes spans as they end, from the training thread and from the engine's. It is quick and does not raise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """What the current task works for, and who is told."""
+
+    sink: Sink
+    step: int
+    counter: int
+    chunk: int | None = None
+
+
+traced: ContextVar[Traced | None] = ContextVar("traced", default=None)
+"""Set in the task of a checkpoint that is recorded, and inherited by the tasks that it starts."""
+
+
+def enter_chunk(index: int) -> None:
+    """Note that the current task works for one chunk."""
+    if (now := traced.get()) is not None:
+        traced.set(replace(now, chunk=index))
+
+
+def tell(now: Traced, name: str, start: float, end: float, nbytes: int) -> None:
+    """Tell of a span of the current task."""
+    now.sink(Span(name=name, start=start, end=end, nbytes=nbytes, step=now.step, counter=now.counter, chunk=now.chunk))
