@@ -179,7 +179,9 @@ class EngineCore:
         try:
             left = await self._scheduler.drain(deadline)
         finally:
-            if not left:
+            if left:
+                self._scheduler.give_up(left)  # what they still had to capture may change from now on
+            else:
                 await self._scheduler.cancel_all()  # nothing, unless the drain was cancelled
                 await self.loop.end_others()  # restores of other threads
                 await self._opened().close()

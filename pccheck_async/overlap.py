@@ -141,7 +141,7 @@ class Guard:
     def wait(self) -> None:
         """Block until no capture reads the live state any more; one that takes longer than allowed is abandoned."""
         with self._lock:
-            captures, self._captures = self._captures, []
+            captures = self._captures.copy()
         for capture in captures:
             pending = capture.pending
             if capture.running:
@@ -149,13 +149,11 @@ class Guard:
                 try:
                     if not pending.wait_out_of_reach(self._max_stall):
                         self._abandon(pending)
-                except BaseException:  # KeyboardInterrupt: it is still running
-                    with self._lock:
-                        self._captures.append(capture)
-                    raise
                 finally:
                     self._waited(pending, time.perf_counter() - start)
             capture.settle()
+            with self._lock:  # only now: until it ended, steps of other threads and after an interrupt wait for it, too
+                self._captures = [each for each in self._captures if each is not capture]
 
     def close(self) -> None:
         """Let go of all optimizers."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from pccheck_async.capture import Capture, Snapshot
@@ -132,6 +132,12 @@ class Scheduler:
         if waiting:
             await asyncio.wait(waiting.values(), timeout=timeout)
         return [pending for pending, task in waiting.items() if not task.done() and not pending.done()]
+
+    def give_up(self, pendings: Iterable[PendingCheckpoint]) -> None:
+        """See to it that nothing of these is committed any more, whenever their operations end."""
+        for pending in pendings:
+            if (task := self._tasks.get(pending)) is not None:
+                task.cancel()
 
     async def cancel_all(self) -> None:
         """Cancel what is left and wait until it ended."""

@@ -335,6 +335,63 @@ def interrupt(timeout: float | None = None) -> bool:
     raise KeyboardInterrupt
 
 
+def test_steps_of_several_threads_wait_for_one_capture(tmp_path: Path) -> None:
+    with held(tmp_path) as it:
+        it.io.writer.release()
+        it.pending.result()
+        critic = nn.Linear(300, 300)
+        other = torch.optim.AdamW(critic.parameters(), lr=1.0, fused=True)  # counts no versions
+        critic(torch.randn(2, 300)).sum().backward()
+        it.engine.attach(other)
+        state = {**it.state, "critic": critic}
+        want = snapshot(state)
+        it.io.hold()
+        pending = it.engine.checkpoint(state, step=2, overlap=True)
+        it.io.writer.wait_stuck()
+        steps = [threading.Thread(target=optimizer.step) for optimizer in (it.optimizer, other)]
+        for step in steps:
+            step.start()
+            step.join(0.05)
+        assert [step.is_alive() for step in steps] == [True, True]
+        it.io.writer.release()
+        for step in steps:
+            step.join()
+        pending.result()
+    assert equal(saved(tmp_path), want)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_closing_gave_up_is_not_committed_later(tmp_path: Path, overlap: bool) -> None:
+    io = Stuck()
+    model = nn.Linear(300, 300)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, fused=True)  # counts no versions
+    model(torch.randn(2, 300)).sum().backward()
+    engine = SyncCheckpointEngine(tmp_path, io=io, **SMALL).open()
+    engine.attach(optimizer)
+    errors: list[Exception] = []
+
+    def save() -> None:
+        try:
+            engine.checkpoint({"model": model}, step=1, overlap=overlap).result()
+        except CheckpointError as error:
+            errors.append(error)
+
+    io.hold()
+    saving = threading.Thread(target=save)
+    saving.start()
+    io.writer.wait_stuck()
+    with pytest.raises(CheckpointError, match="gave up after 0"):
+        engine.close(0.0)
+    saving.join()
+    assert len(errors) == 1
+    optimizer.step()  # the checkpoint failed: nothing holds training up any more
+    io.writer.release()
+    core = engine._core
+    core.loop.call(core._close(None))  # what was left behind ends, so that the test leaves nothing
+    core.loop.stop()
+    assert list_checkpoints(tmp_path) == []
+
+
 def test_a_forked_child_steps_as_it_likes(tmp_path: Path) -> None:
     with held(tmp_path) as it:
         assert passes_in_a_forked_child(it.optimizer.step)
