@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -107,7 +108,7 @@ class Guard:
         self._max_stall = max_stall
         self._abandon = abandon
         self._waited = waited
-        self._hooks: dict[torch.optim.Optimizer, list[Any]] = {}
+        self._hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()
         self._others: Any = None
         self._captures: list[Overlapped] = []
         self._lock = threading.Lock()
@@ -115,7 +116,7 @@ class Guard:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The attached ones."""
+        """The attached ones that are still in use."""
         return list(self._hooks)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
@@ -178,4 +179,9 @@ class Guard:
         with self._lock:
             running = [each for each in self._captures if each.running]
         for capture in running:
-            capture.detect(parameter for group in optimizer.param_groups for parameter in group["params"])
+            capture.detect(
+                parameter
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+                if parameter.requires_grad or parameter.grad is not None  # frozen ones it leaves as they are
+            )
