@@ -46,6 +46,11 @@ class Snapshot:
     lazy: Lazy | None = None
     time: float = field(default_factory=time.time)
 
+    def release(self) -> None:
+        """Let go of the state."""
+        self.layout.sources.release()
+        self.lazy = None
+
 
 @dataclass(slots=True, eq=False)
 class Lazy:
@@ -230,6 +235,7 @@ class Capture:
     def release(self) -> None:
         """Let go of the state, and of copies of it on its device; nothing is being copied any more. Idempotent."""
         self._sources.release()
+        self._lazy = None
 
     def _chunks_of(self, sources: npt.NDArray[np.bool_]) -> set[int]:
         return {index for index, chunk in enumerate(self._chunks) if sources[chunk.table[:, 0].astype(np.intp)].any()}

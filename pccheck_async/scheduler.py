@@ -45,6 +45,12 @@ class Job:
     metadata: dict[str, str | int | float | bool | None]
     overlapped: Overlapped | None = None
 
+    def release(self) -> None:
+        """Let go of the state: whoever keeps the checkpoint, or the error that ended it, would keep that, too."""
+        self.snapshot.release()
+        if self.overlapped is not None:
+            self.overlapped.settle()
+
 
 class Scheduler:
     """Runs admitted checkpoints on the engine's loop.
@@ -167,6 +173,8 @@ class Scheduler:
             self._ended(pending, None, superseded, info.nbytes)
             pending.set_durable(info, superseded=superseded)
             await self._store.remove_surplus()  # only now: whatever happens to it, the checkpoint is durable
+        finally:
+            job.release()
 
     async def _save(self, job: Job) -> tuple[CheckpointInfo, bool]:
         plan = self._planner.plan(job.snapshot.layout)
