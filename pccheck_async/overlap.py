@@ -123,14 +123,18 @@ class Guard:
         """Hold up the steps of ``optimizer`` from now on. Idempotent. Raises TypeError where it has no hooks."""
         if optimizer in self._hooks:
             return
-        before = getattr(optimizer, "register_step_pre_hook", None)
-        after = getattr(optimizer, "register_step_post_hook", None)
-        if not callable(before) or not callable(after) or not hasattr(optimizer, "param_groups"):
+        try:
+            _ = optimizer.param_groups
+            hooks = [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+            ]
+        except AttributeError:  # wrappers may inherit the methods, and have nothing that calls hooks
             raise TypeError(
                 f"a {type(optimizer).__qualname__} has no hooks around its step; attach the torch.optim.Optimizer "
                 "inside it, or call engine.wait_captured() before each of its steps"
-            )
-        self._hooks[optimizer] = [before(self._before_step), after(self._after_step)]
+            ) from None
+        self._hooks[optimizer] = hooks
 
     def watch(self, capture: Overlapped) -> None:
         """Hold up steps until this capture ended."""

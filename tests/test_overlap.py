@@ -309,12 +309,15 @@ def test_attach_refuses_what_has_no_hooks(tmp_path: Path) -> None:
     class Wrapped:
         def step(self) -> None: ...
 
-    wrapped: Any = Wrapped()
-    with (
-        SyncCheckpointEngine(tmp_path) as engine,
-        pytest.raises(TypeError, match=r"Wrapped has no hooks.*wait_captured"),
-    ):
-        engine.attach(wrapped)
+    class Inherited(torch.optim.Optimizer):
+        def __init__(self) -> None:
+            self.param_groups = []
+
+    with SyncCheckpointEngine(tmp_path) as engine:
+        refused: Any
+        for refused in (Wrapped(), Inherited()):
+            with pytest.raises(TypeError, match=r"(Wrapped|Inherited) has no hooks.*wait_captured"):
+                engine.attach(refused)
 
 
 def test_attaching_twice_is_once_and_closing_lets_go(tmp_path: Path) -> None:
