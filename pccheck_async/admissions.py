@@ -91,7 +91,7 @@ class Admissions:
         """Note what became of a checkpoint, before anyone is told."""
         now = time.monotonic()
         with self.lock:
-            del self._in_flight[pending]
+            self._in_flight.pop(pending, None)  # one that was withdrawn may end later
             if error is not None:
                 self.counts.failed += 1
                 self._failed.append((pending, error))

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pccheck_async.copying import CopyBackend
+from pccheck_async.copying import CopyBackend, Fence, Fenced
 from pccheck_async.manifest import ChunkEntry
 from pccheck_async.plan import Chunk, Plan, segments
 from pccheck_async.state.arrangement import Arrangement, arranged
@@ -22,6 +23,7 @@ from pccheck_async.state.flatten import FlatState, take_apart
 from pccheck_async.state.lazy import FrozenParameters, LazyMemory, optimized
 from pccheck_async.state.outline import Outline
 from pccheck_async.state.reference import Reference
+from pccheck_async.state.sources import HOST, Sources
 from pccheck_async.state.storages import Layout
 from pccheck_async.state.versions import Versions
 
@@ -106,20 +108,32 @@ class Snapshots:
             sources.pack_devices()
         lazy = None
         if optimizers is not None:
-            layout, lazy = self._split(flat, layout, optimizers, compare=compare)
+            layout, lazy = self._split(
+                flat, layout, optimizers, compare=compare, fenced=bool(sources.devices) and backend.by_address
+            )
         return Snapshot(flat.skeleton, layout, backend.admit(sources.devices), lazy)
 
     def _split(
-        self, flat: FlatState, layout: Layout, optimizers: Iterable[torch.optim.Optimizer], *, compare: bool
+        self,
+        flat: FlatState,
+        layout: Layout,
+        optimizers: Iterable[torch.optim.Optimizer],
+        *,
+        compare: bool,
+        fenced: bool,
     ) -> tuple[Layout, Lazy]:
         frozen = self._frozen.of(flat.objects, flat.outline)
         later = LazyMemory(chain(optimized(optimizers), frozen)).covers(layout.sources)
+        sources, held = set_aside(layout.sources, ~later)
+        if fenced:  # steps change what is on the host at once (step counts): no stream holds them up
+            sources, _ = set_aside(sources, later & _on_host(sources))
+            if sources.owned is not None:
+                later &= ~sources.owned
         source_of = np.array(layout.source_of, np.intp)
         members = np.flatnonzero((source_of >= 0) & later[source_of]) if len(later) else source_of[:0]
         tensors: list[Any] = [flat.leaves.values[number] for number in members.tolist()]
         paths = [flat.leaves.paths[number] for number in members.tolist()]
         versions = Versions(paths, tensors)
-        sources, held = set_aside(layout.sources, ~later)
         where = dict(zip(source_of[members].tolist(), paths, strict=True))
         reference = Reference(sources, later, where) if compare else None
         return layout.filled(sources), Lazy(held, versions, reference)
@@ -134,6 +148,8 @@ class Capture:
         backend: Does the copying.
         captured: Called when the live state is out of reach.
         held_captured: Called when those parts of it are that the caller waits for, where that is not all.
+        fenced: Told, on any thread, of the fence behind which the live state is out of reach, where there is one before
+            it is for everyone.
 
     Attributes:
         copied: Set when the last chunk was copied.
@@ -146,6 +162,7 @@ class Capture:
         backend: CopyBackend,
         captured: Callable[[], None],
         held_captured: Callable[[], None] = lambda: None,
+        fenced: Fenced | None = None,
     ) -> None:
         self._sources = snapshot.layout.sources
         self._lazy = snapshot.lazy
@@ -155,6 +172,10 @@ class Capture:
         self._admission = snapshot.admission
         self._chunks = plan.chunks
         self._held_captured = held_captured
+        self._fenced = fenced
+        self._fence = Fence({})
+        self._unfenced: set[int] = set()  # live chunks that it does not cover yet
+        self._by_host: set[int] = set()  # live chunks that it never covers: the host copies live bytes of them
         self._live: set[int] = set()  # chunks not yet copied that hold bytes of the live state
         self._held: set[int] = set()  # those among them for which the caller waits
         self._left = len(plan.chunks)
@@ -171,14 +192,16 @@ class Capture:
         Cancellation: ends once what was started ended.
         """
         live = self._sources
-        self._sources = await self._backend.begin(self._admission, live)
+        fenced = None if (_alive(live) & _on_host(live)).any() else self._fenced
+        self._sources = await self._backend.begin(self._admission, live, fenced)
         if self._sources is not live:
             live.release()
-        owned = self._sources.owned
-        unowned = np.ones(len(self._sources.nbytes), np.bool_) if owned is None else ~owned
-        self._live = self._chunks_of(unowned)
+        alive = _alive(self._sources)
+        self._live = self._chunks_of(alive)
+        self._unfenced = self._live.copy()
+        self._by_host = self._chunks_of(alive & _on_host(self._sources))
         if self._lazy is not None:
-            self._held = self._chunks_of(unowned & self._lazy.held)
+            self._held = self._chunks_of(alive & self._lazy.held)
             if not self._held:
                 self._held_captured()
         self._timed_since = time.perf_counter()
@@ -198,10 +221,13 @@ class Capture:
         """
         if self._stopped:
             raise asyncio.CancelledError
+        fenced = None
+        if self._fenced is not None and index in self._live and index not in self._by_host:
+            fenced = partial(self._extend_fence, index)
         self._copying += 1
         self._idle.clear()
         try:
-            checksum = await self._backend.gather(segments(chunk, self._sources), into, self._sources)
+            checksum = await self._backend.gather(segments(chunk, self._sources), into, self._sources, fenced)
         finally:
             self._copying -= 1
             if not self._copying:
@@ -222,6 +248,8 @@ class Capture:
             self._live.remove(index)
             if not self._live:
                 self._captured()
+            elif index in self._unfenced:
+                self._extend_fence(index)
 
     def entries(self) -> tuple[ChunkEntry, ...]:
         """Return offset, length and checksum of every chunk; all of them were captured."""
@@ -237,6 +265,14 @@ class Capture:
         self._sources.release()
         self._lazy = None
 
+    def _extend_fence(self, index: int, fence: Fence | None = None) -> None:
+        """Note that copies of live bytes of a chunk are behind a fence, or ended."""
+        self._unfenced.remove(index)
+        if fence is not None:
+            self._fence = self._fence.before(fence)
+        if not self._unfenced and self._fenced is not None:
+            self._fenced(self._fence)
+
     def _chunks_of(self, sources: npt.NDArray[np.bool_]) -> set[int]:
         return {index for index, chunk in enumerate(self._chunks) if sources[chunk.table[:, 0].astype(np.intp)].any()}
 
@@ -249,3 +285,14 @@ class Capture:
             self._timed_nbytes += nbytes
         if not self._left and self._admission:
             self._backend.note_capture(self._timed_nbytes, now - self._timed_since)
+
+
+def _alive(sources: Sources) -> npt.NDArray[np.bool_]:
+    """Which sources hold bytes of the live state."""
+    filled = sources.lengths > 0
+    return filled if sources.owned is None else filled & ~sources.owned
+
+
+def _on_host(sources: Sources) -> npt.NDArray[np.bool_]:
+    """Which sources the host copies, those of devices that have no plain address included."""
+    return np.ones(len(sources), np.bool_) if sources.device_of is None else np.equal(sources.device_of, HOST)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
@@ -32,6 +33,7 @@ from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.plan import Planner
 from pccheck_async.policy import make_policy
 from pccheck_async.pool import BufferPool
+from pccheck_async.preemption import Preemption
 from pccheck_async.restorer import Restorer
 from pccheck_async.scheduler import Job, Scheduler
 from pccheck_async.session import IO, Session, check_io, open_session
@@ -62,6 +64,7 @@ class EngineCore:
         self.admissions = Admissions(config)
         self.guard = Guard(config.max_stall, self._abandon, self._note_guard)
         self.steps = TrainingSteps(make_policy(config.interval, config.max_in_flight), self.admissions, self.guard)
+        self.preemption = Preemption(self)
         self.stall = self._last_stall = self._state_seconds = self._guard_seconds = 0.0
         self._clock = StageClock("capture", "commit", "restore")
         self._snapshots = Snapshots()
@@ -166,8 +169,9 @@ class EngineCore:
                 self.loop.stop()
         if left:
             steps = ", ".join(str(pending.step) for pending in left)
+            when = "at the deadline of a preemption" if self.preemption.asked else f"after {deadline} s"
             error = CheckpointError(
-                f"gave up after {deadline} s: the checkpoints of steps {steps} were still being written; left behind"
+                f"gave up {when}: the checkpoints of steps {steps} were still being written; left behind"
             )
             for pending in left:
                 pending.set_failed(error)
@@ -177,7 +181,7 @@ class EngineCore:
     async def _close(self, deadline: float | None) -> list[PendingCheckpoint]:
         left: list[PendingCheckpoint] = []
         try:
-            left = await self._scheduler.drain(deadline)
+            left = await self._scheduler.drain(deadline, last=True)
         finally:
             if left:
                 self._scheduler.give_up(left)  # what they still had to capture may change from now on
@@ -193,7 +197,8 @@ class EngineCore:
         """Drain with a deadline because the interpreter exits; return what to tell the user. Never raises."""
         waiting = len(self.admissions.in_flight)
         try:
-            self.block_on(self.close(self.config.exit_timeout))
+            with self.preemption.ending(go=False):  # it goes already
+                self.block_on(self.close(self.config.exit_timeout))
         except Exception as error:  # noqa: BLE001 - nobody is left to raise it to
             return f"the engine of {self.path} was not closed before the interpreter exited; {error}"
         drained = f"{waiting} checkpoint(s) in flight were drained" if waiting else "nothing was in flight"
@@ -237,10 +242,13 @@ class EngineCore:
         """Read the state and hand it to the scheduler, all on the caller's thread. Returns when it began, too."""
         start = time.perf_counter()
         self.check_alive()
-        self.admissions.raise_untold()
+        self.preemption.go_on()
+        last = self.preemption.pending  # there is no later one: neither skipped, nor prevented by an earlier failure
+        if not last:
+            self.admissions.raise_untold()
         step = check_step(step)
         plain = check_metadata(metadata or {})
-        skipped = self.admissions.skip(step)
+        skipped = None if last else self.admissions.skip(step)
         if skipped is not None:
             return skipped, start
         optimizers = self.guard.optimizers if overlap else None
@@ -251,7 +259,7 @@ class EngineCore:
         try:
             with self.admissions.lock:
                 self.check_alive()
-                skipped = self.admissions.skip(step)  # others may have been admitted meanwhile
+                skipped = None if last else self.admissions.skip(step)  # others may have been admitted meanwhile
                 if skipped is not None:
                     return skipped, start
                 # Before the engine hears of it: an interrupt must not give it away twice.
@@ -280,12 +288,47 @@ class EngineCore:
     def begin_step(self, this: TrainingStep) -> None:
         """Note the beginning of a training step."""
         self.check_alive()
+        self.preemption.in_use = True
+        self.preemption.go_on()
+        if not self.preemption.pending:
+            self.admissions.raise_untold()
         self.steps.begin(this, self.stall)
 
     def end_step(self, this: TrainingStep) -> bool:
-        """Note the end of a training step; return whether to checkpoint now."""
+        """Note the end of a training step; return whether to checkpoint now, and train on."""
         self.check_alive()
-        return self.steps.end(this, self.stall)
+        return self.steps.end(this, self.stall) and not self.preemption.pending
+
+    def is_last(self, this: TrainingStep) -> bool:
+        """Whether the process was asked to go, and may after this step."""
+        return self.preemption.pending and this.whole
+
+    def last(self, this: TrainingStep) -> Steps:
+        """Save this step unless that was done, drain until the deadline, and let the process go."""
+        say, start = self.preemption.say, time.perf_counter()
+        try:
+            if this.pending is None or this.pending.skipped:
+                this.pending, _ = self.admit(this.state, this.step, this.metadata)
+            pending = this.pending
+            yield self._scheduler.drain(last=True)
+            self.note_stall(pending, start)
+            info = pending.result(0)
+        except TimeoutError:
+            say("gave up: step %d was still being written; nothing newer than %s", this.step, self.preemption.newest)
+        except Exception as error:  # noqa: BLE001 - the process goes all the same
+            say("gave up: step %d: %s; nothing newer than %s", this.step, error, self.preemption.newest)
+        else:
+            say("saved step %d in %.3f s", info.step, time.perf_counter() - start)
+        self.preemption.settle()
+
+    @property
+    def newest_step(self) -> int | None:
+        """The step of the newest durable checkpoint."""
+        return next((info.step for info in self.infos), None)
+
+    def limit(self, until: float | None) -> None:
+        """Let last drains end at a time of the monotonic clock."""
+        self.loop.post(self._scheduler.limit, until)
 
     def note_stall(self, pending: PendingCheckpoint, start: float) -> None:
         """Count the time since ``start`` as time that a caller of ``checkpoint()`` was kept waiting."""
@@ -308,14 +351,18 @@ class EngineCore:
         """Cancel a checkpoint before its capture ended; returns once nothing of it is running, cancelled or not."""
         aborting = self._start_abort(pending)
         if aborting is not None:
-            await finish(aborting)
+            patience = self.preemption.patience
+            if patience is None:
+                await finish(aborting)
+            else:  # the device may be stuck, and the process goes
+                await asyncio.wait((asyncio.wrap_future(aborting),), timeout=patience)
             self._note_abort(pending, aborting)
 
     def abort_blocking(self, pending: PendingCheckpoint) -> None:
         """Do the same as :meth:`abort`, blocking."""
         aborting = self._start_abort(pending)
         if aborting is not None:
-            futures.wait([aborting])
+            futures.wait([aborting], self.preemption.patience)
             self._note_abort(pending, aborting)
 
     def _start_abort(self, pending: PendingCheckpoint) -> futures.Future[bool] | None:
@@ -326,7 +373,7 @@ class EngineCore:
 
     @staticmethod
     def _note_abort(pending: PendingCheckpoint, aborting: futures.Future[bool]) -> None:
-        if aborting.exception() is None and aborting.result():
+        if aborting.done() and aborting.exception() is None and aborting.result():
             pending.set_told()  # else it was captured already and goes on
 
     def _abandon(self, pending: PendingCheckpoint) -> None:
@@ -394,6 +441,7 @@ class EngineCore:
                 in_flight=len(self.admissions.in_flight),
                 stall_seconds=self.stall,
                 guard_seconds=self._guard_seconds,
+                guard_fences=self.guard.fenced,
                 interval=self.steps.decision,
                 last_stall_seconds=self._last_stall,
                 state_seconds=self._state_seconds,

@@ -47,8 +47,8 @@ class CheckpointEngine:
             :mod:`pccheck_async.testing`.
         interval: When ``engine.step`` checkpoints: every so many steps (int), every so often (timedelta), or as a
             policy of :mod:`pccheck_async.policy` says; by default as often as 3 % of training time allow.
-        max_stall: Most seconds that a step of an attached optimizer waits for a capture; beyond, that checkpoint is
-            abandoned.
+        max_stall: Most seconds that a step of an attached optimizer waits on the host for a capture; beyond, that
+            checkpoint is abandoned. What GPUs wait for copies that are queued on them does not count.
         check_captures: Compare what was captured beside training with a copy made before; for debugging, as it takes
             the time and the memory of that copy.
         on_busy: With ``max_in_flight`` checkpoints in flight, "wait" for one to end or "skip" the new one.
@@ -120,7 +120,17 @@ class CheckpointEngine:
         Raises:
             CheckpointError: the failure of a checkpoint that nobody saw, or what the deadline left behind.
         """
-        await self._core.run(self._core.close(deadline))
+        await self._close(deadline, go=True)
+
+    async def _close(self, deadline: float | None, *, go: bool) -> None:
+        with self._core.preemption.ending(go=go):
+            await self._core.run(self._core.close(deadline))
+        await self._let_cancel()
+
+    async def _let_cancel(self) -> None:
+        """What a SIGINT's handler of asyncio did to the task happens now, not some steps later."""
+        if self._core.preemption.asked:
+            await asyncio.sleep(0)
 
     def __enter__(self) -> NoReturn:
         raise TypeError("use 'async with CheckpointEngine(...)', or SyncCheckpointEngine where nothing is async")
@@ -134,7 +144,7 @@ class CheckpointEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            await self.close()
+            await self._close(None, go=error is None)
         except Exception as failure:
             if error is None:
                 raise
@@ -151,6 +161,38 @@ class CheckpointEngine:
             TypeError: it has no hooks around its step; says what to do.
         """
         self._core.attach(optimizer)
+
+    def on_preemption(self, *signals: int, deadline: float = 25.0) -> None:
+        """Save once more when the process is asked to go, and let it go within ``deadline`` seconds.
+
+        After such a signal the next bracket of :meth:`step` that ends well, and outside a window of gradient
+        accumulation, takes a checkpoint whatever the policy and ``on_busy`` say, and waits until it is durable. Then
+        the handlers that were there before are put back and the process goes: a handler in Python is called
+        (``KeyboardInterrupt`` for a SIGINT; one that returns decides what becomes of the process), else
+        ``SystemExit(128 + signum)`` is raised, so that ``finally`` blocks run. Where no bracket ends in time, or when
+        the signal comes again after more than a second, it goes at once in the same way, from wherever it is, and
+        nothing newer is saved. Code that does not use :meth:`step` looks at :attr:`preempted`. Of several engines all
+        save that bracket steps.
+
+        Closing the engine waits until the deadline at most, lets a preempted process go, and puts handlers back.
+        Forked children have the handlers from before; signals other than SIGTERM and SIGINT that would end them they
+        ignore, as a data loader's worker that dies is an error in the trainer.
+
+        Args:
+            signals: By default ``signal.SIGTERM``.
+            deadline: Seconds from the signal on; less than the time until the SIGKILL (30 s on Kubernetes and SLURM).
+
+        Raises:
+            RuntimeError: this is not the main thread.
+            ValueError: a signal that cannot be handled, or a deadline that is not positive.
+        """
+        self._core.check_alive()
+        self._core.preemption.watch(signals, deadline)
+
+    @property
+    def preempted(self) -> bool:
+        """Whether one of the signals of :meth:`on_preemption` came: checkpoint, and leave the engine's context."""
+        return self._core.preemption.asked
 
     @asynccontextmanager
     async def step(
@@ -176,6 +218,9 @@ class CheckpointEngine:
             overlap = bool(self._core.guard.optimizers)
             pending = await self.checkpoint(state, step=step, metadata=this.metadata, overlap=overlap)
             self._core.steps.note(this, pending)
+        if self._core.is_last(this):
+            await self._core.run(self._core.last(this))
+            await self._let_cancel()
 
     async def checkpoint(
         self,
@@ -197,7 +242,8 @@ class CheckpointEngine:
             step: The user's number; by default the engine's counter.
             metadata: Small facts (at most 512 bytes) that ``list_checkpoints`` shows without reading the checkpoint.
             overlap: Return earlier: what belongs to attached optimizers (and frozen parameters) is captured while
-                training goes on, until the next of their steps waits for it. Everything else is captured before this
+                training goes on, until the next of their steps waits for it, on GPUs without blocking the host where
+                all copies are queued there. Everything else is captured before this
                 returns. Other code that changes such a tensor calls :meth:`wait_captured` first, else the checkpoint
                 is torn: mostly found out (TornCaptureError), but not writes through ``.data``, numpy, DLPack or
                 CUDA graphs (see ``check_captures``).

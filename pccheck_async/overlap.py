@@ -2,7 +2,8 @@
 
 Parameters and the tensors that an optimizer keeps for them change in its step only, so they may be copied during the
 next forward and backward if the step waits for the copy (CheckFreq, section 4.1). The guard sees to that for attached
-optimizers. Changes it cannot hold up are found out, as far as anybody can tell:
+optimizers. Where all copies that are left are queued on devices, it lets the devices wait and not the training thread:
+what the step queues there comes behind a fence. Changes it cannot hold up are found out, as far as anybody can tell:
 
 - a step that begins in the middle of a capture, by hooks on the attached optimizers and on all others;
 - other changes, by version counters, addresses and sizes, compared when the training thread next waits for the capture,
@@ -17,11 +18,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from pccheck_async.copying import Fence
 from pccheck_async.errors import TornCaptureError
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.state.versions import Versions
@@ -41,6 +45,7 @@ class Overlapped:
         self.pending = pending
         self._versions: Versions | None = versions
         self._torn: TornCaptureError | None = None
+        self._fence: Future[Fence] = Future()
         self._lock = threading.Lock()
 
     @property
@@ -48,8 +53,30 @@ class Overlapped:
         """Whether live bytes may still be read."""
         return not self.pending.is_captured
 
+    @property
+    def settled(self) -> bool:
+        """Whether changes are no concern of this any more."""
+        return self._versions is None
+
+    def set_fence(self, fence: Fence) -> None:
+        """Note behind what a device may change what is captured. Called on the engine's threads, at most once."""
+        with suppress(InvalidStateError):
+            self._fence.set_result(fence)
+
+    def wait(self, timeout: float | None, *, for_fence: bool) -> bool:
+        """Block until nothing reads the live state any more, or until there is a fence. False where it took longer."""
+        return self.pending.wait_out_of_reach(timeout, *([self._fence] if for_fence else []))
+
+    def hold_up(self) -> bool:
+        """Let the devices wait, on the caller's current streams; False where there is no fence, or they cannot."""
+        fence = self._fence
+        return fence.done() and fence.result().hold_up()
+
     def settle(self) -> None:
-        """Compare for the last time: the capture ended, and the caller may change everything from now on."""
+        """Compare for the last time: the capture ended, and the caller may change everything from now on.
+
+        The same holds where the devices wait, for what is queued on them.
+        """
         with self._lock:
             versions, self._versions = self._versions, None
             if versions is not None and self._torn is None and (path := versions.changed()) is not None:
@@ -76,6 +103,7 @@ class Overlapped:
     def check(self) -> None:
         """Raise TornCaptureError if anything is known to have changed. Called before the commit."""
         self.settle()
+        self._fence = Future()  # the copies ended; users may keep their checkpoint for long
         if self._torn is not None:
             raise self._torn
 
@@ -96,6 +124,7 @@ class Guard:
 
     Attributes:
         steps: How many steps the attached optimizers made.
+        fenced: How many captures they left to the devices to wait for.
     """
 
     def __init__(
@@ -113,6 +142,7 @@ class Guard:
         self._captures: list[Overlapped] = []
         self._lock = threading.Lock()
         self.steps = 0
+        self.fenced = 0
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -145,20 +175,43 @@ class Guard:
 
     def wait(self) -> None:
         """Block until no capture reads the live state any more; one that takes longer than allowed is abandoned."""
-        with self._lock:
-            captures = self._captures.copy()
-        for capture in captures:
-            pending = capture.pending
+        for capture in self._watched():
+            self._block(capture, for_fence=False)
+            self._settle(capture)
+
+    def hold_up(self) -> None:
+        """Do the same for what the calling thread does next on its current streams: devices wait where they can.
+
+        The thread blocks only until all copies that are left are queued there. A capture stays watched until it ended:
+        another step may use other streams.
+        """
+        for capture in self._watched():
+            self._block(capture, for_fence=True)
             if capture.running:
-                start = time.perf_counter()
-                try:
-                    if not pending.wait_out_of_reach(self._max_stall):
-                        self._abandon(pending)
-                finally:
-                    self._waited(pending, time.perf_counter() - start)
-            capture.settle()
-            with self._lock:  # only now: until it ended, steps of other threads and after an interrupt wait for it, too
-                self._captures = [each for each in self._captures if each is not capture]
+                if capture.hold_up():
+                    self.fenced += not capture.settled
+                else:
+                    self._block(capture, for_fence=False)
+            self._settle(capture)
+
+    def _watched(self) -> list[Overlapped]:
+        with self._lock:
+            return list(self._captures)
+
+    def _block(self, capture: Overlapped, *, for_fence: bool) -> None:
+        if not capture.running:
+            return
+        start = time.perf_counter()
+        try:
+            if not capture.wait(self._max_stall, for_fence=for_fence):
+                self._abandon(capture.pending)
+        finally:
+            self._waited(capture.pending, time.perf_counter() - start)
+
+    def _settle(self, capture: Overlapped) -> None:
+        capture.settle()
+        with self._lock:  # only now: whoever interrupts the wait, it is watched at the next step
+            self._captures = [each for each in self._captures if each is not capture or each.running]
 
     def close(self) -> None:
         """Let go of all optimizers."""
@@ -169,7 +222,7 @@ class Guard:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if os.getpid() == self._pid:
-            self.wait()
+            self.hold_up()
             self._detect(optimizer)
 
     def _after_step(self, *_: Any) -> None:
@@ -177,12 +230,13 @@ class Guard:
 
     def _before_any_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if os.getpid() == self._pid and optimizer not in self._hooks:
+            for capture in self._watched():
+                if capture.settled and capture.running:
+                    capture.hold_up()  # its step may use other streams than the attached one that came before
             self._detect(optimizer)
 
     def _detect(self, optimizer: torch.optim.Optimizer) -> None:
-        with self._lock:
-            running = [each for each in self._captures if each.running]
-        for capture in running:
+        for capture in self._watched():
             capture.detect(
                 parameter
                 for group in optimizer.param_groups

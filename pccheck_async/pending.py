@@ -148,9 +148,16 @@ class PendingCheckpoint:
         """Wait until nothing reads the live state any more; a failure stays untold."""
         await finish(self._captured)
 
-    def wait_out_of_reach(self, timeout: float | None = None) -> bool:
-        """Block until nothing reads the live state any more; a failure stays untold. False where it took longer."""
-        return bool(concurrent.futures.wait([self._captured], timeout).done)
+    def wait_out_of_reach(
+        self, timeout: float | None = None, enough: concurrent.futures.Future[Any] | None = None
+    ) -> bool:
+        """Block until nothing reads the live state any more, or until ``enough`` is done; a failure stays untold.
+
+        Returns:
+            False where it took longer than ``timeout`` seconds.
+        """
+        waited = [self._captured] if enough is None else [self._captured, enough]
+        return bool(concurrent.futures.wait(waited, timeout, concurrent.futures.FIRST_COMPLETED).done)
 
     @property
     def is_captured(self) -> bool:

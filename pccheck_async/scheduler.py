@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from pccheck_async.capture import Capture, Snapshot
@@ -90,6 +92,8 @@ class Scheduler:
         self._manifests = ManifestEncoder()
         self._tasks: dict[PendingCheckpoint, asyncio.Task[None]] = {}
         self._captures: dict[PendingCheckpoint, Capture] = {}
+        self._until: float | None = None
+        self._last_drains: set[asyncio.Timeout] = set()
 
     def start(self, job: Job) -> None:
         """Admit a checkpoint. Called in the order of counters, which is the order in which they are served."""
@@ -129,14 +133,26 @@ class Scheduler:
         pending.set_failed(error)
         return True
 
-    async def drain(self, timeout: float | None = None) -> list[PendingCheckpoint]:
+    async def drain(self, timeout: float | None = None, *, last: bool = False) -> list[PendingCheckpoint]:
         """Wait until every checkpoint admitted so far ended; return those that did not within ``timeout`` seconds.
+
+        Args:
+            timeout: None waits for all.
+            last: Nothing comes after it: it ends when :meth:`limit` says so, too.
 
         Cancellation: only stops the waiting.
         """
         waiting = dict(self._tasks)
         if waiting:
-            await asyncio.wait(waiting.values(), timeout=timeout)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout) as limit:
+                    if last:
+                        self._last_drains.add(limit)
+                        self._shorten(limit)
+                    try:
+                        await asyncio.wait(waiting.values())
+                    finally:
+                        self._last_drains.discard(limit)
         return [pending for pending, task in waiting.items() if not task.done() and not pending.done()]
 
     def give_up(self, pendings: Iterable[PendingCheckpoint]) -> None:
@@ -144,6 +160,18 @@ class Scheduler:
         for pending in pendings:
             if (task := self._tasks.get(pending)) is not None:
                 task.cancel()
+
+    def limit(self, until: float | None) -> None:
+        """Let last drains, those that wait already too, end at a time of the monotonic clock; None: when all ended."""
+        self._until = until
+        for drain in self._last_drains:
+            self._shorten(drain)
+
+    def _shorten(self, drain: asyncio.Timeout) -> None:
+        if self._until is not None and not drain.expired():
+            end = asyncio.get_running_loop().time() + self._until - time.monotonic()
+            when = drain.when()
+            drain.reschedule(end if when is None else min(when, end))
 
     async def cancel_all(self) -> None:
         """Cancel what is left and wait until it ended."""
@@ -179,7 +207,8 @@ class Scheduler:
     async def _save(self, job: Job) -> tuple[CheckpointInfo, bool]:
         plan = self._planner.plan(job.snapshot.layout)
         pending = job.pending
-        capture = Capture(job.snapshot, plan, self._backend, pending.set_captured, pending.set_held_captured)
+        fenced = None if job.overlapped is None else job.overlapped.set_fence
+        capture = Capture(job.snapshot, plan, self._backend, pending.set_captured, pending.set_held_captured, fenced)
         self._captures[pending] = capture
         try:
             await capture.begin()

@@ -36,6 +36,8 @@ class EngineStatistics:
         in_flight: Admitted and not ended.
         stall_seconds: Time that callers of ``checkpoint()`` and optimizer steps were kept waiting, summed.
         guard_seconds: Part of it that steps of attached optimizers waited for captures.
+        guard_fences: Captures whose end such steps left to the GPUs to wait for: all copies were queued there, and what
+            the step queues comes after them. That time is in no count of seconds.
         interval: What the policy behind ``engine.step`` has decided, and why.
         last_stall_seconds: Time that the last call of ``checkpoint()`` took.
         state_seconds: Part of it that went into ``state_dict()`` and laying out the state.
@@ -64,6 +66,7 @@ class EngineStatistics:
     in_flight: int
     stall_seconds: float
     guard_seconds: float
+    guard_fences: int
     interval: Decision
     last_stall_seconds: float
     state_seconds: float

@@ -75,7 +75,8 @@ class SyncCheckpointEngine:
 
     def close(self, deadline: float | None = None) -> None:
         """Wait until every checkpoint ended, then close (see :meth:`pccheck_async.CheckpointEngine.close`)."""
-        self._core.block_on(self._core.close(deadline))
+        with self._core.preemption.ending():
+            self._core.block_on(self._core.close(deadline))
 
     def __enter__(self) -> Self:
         return self.open()
@@ -84,7 +85,8 @@ class SyncCheckpointEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            self.close()
+            with self._core.preemption.ending(go=error is None):
+                self._core.block_on(self._core.close())
         except Exception as failure:
             if error is None:
                 raise
@@ -93,6 +95,16 @@ class SyncCheckpointEngine:
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Let every step of ``optimizer`` wait for captures (see :meth:`pccheck_async.CheckpointEngine.attach`)."""
         self._core.attach(optimizer)
+
+    def on_preemption(self, *signals: int, deadline: float = 25.0) -> None:
+        """Save once more when the process is asked to go (see :meth:`pccheck_async.CheckpointEngine.on_preemption`)."""
+        self._core.check_alive()
+        self._core.preemption.watch(signals, deadline)
+
+    @property
+    def preempted(self) -> bool:
+        """Whether the process was asked to go (see :meth:`pccheck_async.CheckpointEngine.preempted`)."""
+        return self._core.preemption.asked
 
     @contextmanager
     def step(self, state: Mapping[str, Any], step: int, *, metadata: Metadata | None = None) -> Iterator[TrainingStep]:
@@ -104,6 +116,8 @@ class SyncCheckpointEngine:
             overlap = bool(self._core.guard.optimizers)
             pending = self.checkpoint(state, step=step, metadata=this.metadata, overlap=overlap)
             self._core.steps.note(this, pending)
+        if self._core.is_last(this):
+            self._core.block_on(self._core.last(this))
 
     def checkpoint(
         self,

@@ -25,6 +25,7 @@ class TrainingStep:
         step: The user's number.
         metadata: Small facts for ``list_checkpoints``, if this step is saved; may be added to inside the bracket.
         pending: The checkpoint that was taken when the bracket ended, or None.
+        whole: Whether the bracket ended outside windows of gradient accumulation: the state is that of a whole step.
     """
 
     def __init__(self, state: Mapping[str, Any], step: int, metadata: Metadata | None) -> None:
@@ -32,6 +33,7 @@ class TrainingStep:
         self.step = step
         self.metadata = dict(metadata or {})
         self.pending: PendingCheckpoint | None = None
+        self.whole = False
         self.began = time.monotonic()
         self.stall_then = 0.0
         self.in_flight = 0
@@ -65,8 +67,7 @@ class TrainingSteps:
         return self._policy.decision()
 
     def begin(self, this: TrainingStep, stall: float) -> None:
-        """Note the beginning of a step; ``stall`` is the engine's so far. Raises failures that nobody saw."""
-        self._admissions.raise_untold()
+        """Note the beginning of a step; ``stall`` is the engine's so far."""
         this.stall_then = stall
         this.in_flight = len(self._admissions.in_flight)
         this.began = time.monotonic()
@@ -87,7 +88,8 @@ class TrainingSteps:
         self._due = self._policy.due(report) or self._due
         self._say()
         made, self._optimizer_steps = self._guard.steps - self._optimizer_steps, self._guard.steps
-        if not self._due or (self._guard.optimizers and not made):
+        this.whole = bool(made) or not self._guard.optimizers
+        if not self._due or not this.whole:
             return False
         self._due = False
         return True

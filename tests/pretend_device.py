@@ -3,22 +3,33 @@
 Stands for a GPU where there is none. Work is queued and performed only by :meth:`PretendEvent.synchronize` and
 :meth:`PretendStream.synchronize`, and then at the worst time that the waits allow: what the last owner of fresh memory
 still writes to it late in the stream that somebody waits for, and the trainer's kernels behind its end. Freed memory is
-full of rubbish. What a real device would punish (an address that is not its own, memory freed while work on it is
-queued) is noted in ``faults``.
+full of rubbish. While it is paused, nothing is performed at all. What a real device would punish (an address that is
+not its own, memory freed while work on it is queued) is noted in ``faults``.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 
-from pccheck_async.copying.snapshot import DeviceMemory
+from pccheck_async import capture, core, restorer
+from pccheck_async.copying import CopyBackend, CudaCopy
+from pccheck_async.copying.snapshot import DeviceMemory, DeviceMode
+from pccheck_async.operations.base import Operations
 from pccheck_async.segments import Table
+from pccheck_async.state.arrangement import Arrangement, arranged
+from pccheck_async.state.leaves import Leaves
+from pccheck_async.state.match import Restoration, match
+from pccheck_async.state.sources import HOST, RawSource, Sources
+from pccheck_async.state.storages import Layout
+from pccheck_async.state.targets import Targets
 
 _machine = threading.RLock()  # one processor for all devices
 
@@ -31,6 +42,9 @@ class PretendDevice:
         self.peak = 0
         self.registered: dict[int, int] = {}
         self.refuse_to_register = False
+        self.refuse_to_wait = False
+        self.moves = threading.Event()
+        self.moves.set()
         self.faults: list[str] = []
         self.streams: list[PretendStream] = []
         self.training = PretendStream(self)  # the trainer's
@@ -41,6 +55,11 @@ class PretendDevice:
 
     def current(self) -> PretendEvent:
         return PretendEvent(self.training)
+
+    def hold_up(self, events: Sequence[PretendEvent]) -> bool:
+        for event in () if self.refuse_to_wait else events:
+            self.training.wait(event)
+        return not self.refuse_to_wait
 
     def stream(self) -> PretendStream:
         self.streams.append(PretendStream(self))
@@ -67,6 +86,12 @@ class PretendDevice:
         del self.registered[address]
 
     # -- what tests ask for
+
+    def pause(self) -> None:
+        self.moves.clear()
+
+    def resume(self) -> None:
+        self.moves.set()
 
     def tensor(self, data: bytes, shift: int = 0) -> tuple[int, np.ndarray[Any, Any]]:
         """Put data into device memory, at an address with remainder ``shift`` by 16. Returns address and owner."""
@@ -153,6 +178,7 @@ class PretendStream:
         return PretendEvent(self, timed=timed)
 
     def synchronize(self) -> None:
+        self.device.moves.wait()
         with _machine:
             while self.queue:
                 self.perform_one()
@@ -174,9 +200,11 @@ class PretendEvent:
     def __init__(self, stream: PretendStream, *, timed: bool = False) -> None:
         self._stream = stream
         self._timed = timed
-        self._end = stream.done + len(stream.queue)
+        with _machine:
+            self._end = stream.done + len(stream.queue)
 
     def synchronize(self) -> None:
+        self._stream.device.moves.wait()
         with _machine:
             self.perform(but=1)
             self._stream.device.default.synchronize()
@@ -192,3 +220,41 @@ class PretendEvent:
         assert self._timed
         assert earlier._timed
         return 1e-6
+
+
+Place = Callable[[int, int], int]
+"""Says on which device (or on the host) the memory of an address and a size is."""
+
+
+def keep_on(monkeypatch: pytest.MonkeyPatch, devices: Sequence[PretendDevice], place: Place) -> None:
+    """Let every engine find the tensors of its state in the memory of devices, as ``place`` says."""
+
+    def arranged_on_devices(leaves: Leaves, last: Arrangement | None) -> tuple[Layout, Arrangement | None]:
+        layout, last = arranged(leaves, last)
+        placed = Sources()
+        for source in layout.sources:
+            assert isinstance(source, RawSource)
+            index = place(source.address, source.nbytes)
+            if index == HOST:
+                placed.add(*source[:3])
+            else:
+                devices[index].adopt(source.address, source.nbytes)
+                placed.add_device(*source[:3], index)
+        return replace(layout, sources=placed), last
+
+    def make(operations: Operations, mode: DeviceMode) -> CopyBackend:
+        return CudaCopy(operations, lambda: devices.__getitem__, mode)
+
+    def match_on_devices(*arguments: Any) -> Restoration:
+        found = match(*arguments)
+        placed = []
+        for target in found.targets:
+            index = place(target.address, target.nbytes)
+            if index != HOST:
+                devices[index].adopt(target.address, target.nbytes)
+            placed.append(target._replace(device=index))
+        return replace(found, targets=Targets(placed))
+
+    monkeypatch.setattr(capture, "arranged", arranged_on_devices)
+    monkeypatch.setattr(restorer, "match", match_on_devices)
+    monkeypatch.setattr(core, "make_backend", make)

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pccheck_async import SyncCheckpointEngine, WriteError, capture, core, load_sync
+from pccheck_async import SyncCheckpointEngine, WriteError, load_sync
 from pccheck_async.capture import Capture, Snapshot
 from pccheck_async.checksum import crc32
 from pccheck_async.copying import CopyBackend, CudaCopy, HostCopy
@@ -39,18 +38,13 @@ from pccheck_async.operations.python import PythonOperations, gather
 from pccheck_async.plan import Planner
 from pccheck_async.pool import BufferPool
 from pccheck_async.segments import PackedPiece, Segments, Table
-from pccheck_async.state import storages
-from pccheck_async.state.arrangement import Arrangement, arranged
 from pccheck_async.state.flatten import ArrayLeaf
-from pccheck_async.state.leaves import Leaves
-from pccheck_async.state.match import match
 from pccheck_async.state.sources import HOST, PackedSource, RawSource, Sources
 from pccheck_async.state.storages import arrange
-from pccheck_async.state.targets import Restoration, Targets
 from pccheck_async.testing import FailingWriter
 from pccheck_async.writer import Writer
 from pccheck_async.writer.posix import PosixWriter
-from tests.pretend_device import PretendDevice
+from tests.pretend_device import PretendDevice, keep_on
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -985,34 +979,8 @@ def test_pace() -> None:
 @pytest.fixture
 def engine_on(monkeypatch: pytest.MonkeyPatch, devices: list[PretendDevice]) -> PretendDevice:
     """Let every engine find the tensors of its state, but for the smallest, in a device's memory."""
-    device = devices[0]
-
-    def arranged_on_device(leaves: Leaves, last: Arrangement | None) -> tuple[storages.Layout, Arrangement | None]:
-        layout, last = arranged(leaves, last)
-        placed = Sources()
-        for source in layout.sources:
-            assert isinstance(source, RawSource)
-            if source.nbytes < 64:
-                placed.add(*source[:3])
-            else:
-                device.adopt(source.address, source.nbytes)
-                placed.add_device(*source[:3], device.index)
-        return replace(layout, sources=placed), last
-
-    def make(operations: Operations, mode: DeviceMode) -> CopyBackend:
-        return CudaCopy(operations, lambda: devices.__getitem__, mode)
-
-    def match_on_device(*arguments: Any) -> Restoration:
-        found = match(*arguments)
-        for target in found.targets:
-            device.adopt(target.address, target.nbytes)
-        placed = [target._replace(device=device.index if target.nbytes >= 64 else HOST) for target in found.targets]
-        return replace(found, targets=Targets(placed))
-
-    monkeypatch.setattr(capture, "arranged", arranged_on_device)
-    monkeypatch.setattr(core, "match", match_on_device)
-    monkeypatch.setattr(core, "make_backend", make)
-    return device
+    keep_on(monkeypatch, devices, lambda address, nbytes: 0 if nbytes >= 64 else HOST)
+    return devices[0]
 
 
 def state_of(step: int) -> dict[str, Any]:

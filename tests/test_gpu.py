@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -220,6 +221,36 @@ def test_an_optimizer_comes_back(tmp_path: Path, mode: DeviceMode, monkeypatch: 
         train(resumed, fresh, range(3, 5))
     assert not difference(on_host(model.state_dict()), on_host(resumed.state_dict()))
     assert not difference(on_host(optimizer.state_dict()), on_host(fresh.state_dict()))
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("kind", ["foreach", "fused"])
+def test_a_step_leaves_the_waiting_to_the_device(tmp_path: Path, mode: DeviceMode, kind: str, beside: bool) -> None:
+    """The copies are behind a sleeping kernel, and what the step queues is behind the copies."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4))).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=kind == "foreach", fused=kind == "fused")
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    with SyncCheckpointEngine(tmp_path, device=mode, keep_last=9, max_in_flight=4) as engine:
+        engine.attach(optimizer)
+        for step in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(8, 1024, device="cuda")).square().mean().backward()
+            if step == 0:
+                optimizer.step()  # makes the moments
+            want = on_host({name: each.state_dict() for name, each in state.items()})
+            want = copy.deepcopy(want)  # step counts are on the host already
+            side.wait_stream(torch.cuda.current_stream())  # so far: not for what the copies wait for
+            torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]  # some 500 ms
+            pending = engine.checkpoint(state, step=step, overlap=True)
+            with torch.cuda.stream(side if beside else torch.cuda.current_stream()):
+                optimizer.step()
+            assert step == 0 or not pending.is_captured  # at first, staging memory is still being registered
+            torch.cuda.current_stream().wait_stream(side)
+            pending.result(60)
+            assert not difference(want, on_host(load_sync(tmp_path, step=step)))
+        assert engine.statistics().guard_fences >= 3
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -20,8 +20,8 @@ LAYERS = [
     },
     {  # engine
         "loop", "lifetime", "pending", "records", "reading", "capture", "slot_files", "store", "restore", "scheduler",
-        "read_lease", "steps", "restorer", "admissions", "overlap", "training", "core",
-        "scratch", "trials", "tuned", "tuner", "engine", "sync", "loading", "data",
+        "read_lease", "steps", "restorer", "admissions", "overlap", "preemption", "training",
+        "core", "scratch", "trials", "tuned", "tuner", "engine", "sync", "loading", "data",
     },
     {"", "cli", "testing", "examples", "__main__"},  # edge
 ]  # fmt: skip

@@ -293,3 +293,25 @@ def test_checkpoints_of_others_do_not_keep_it_from_beginning() -> None:
     assert due[0] == 6
     assert policy.measured().cost_seconds == 0.0
     assert policy.measured().step_seconds == 1.0
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.1])
+@pytest.mark.parametrize("factor", [1.5, 6.5])
+@pytest.mark.parametrize(("save", "cost"), [(0.015, 0.003), (0.4, 0.02)])
+def test_steps_that_become_slower_are_not_taken_for_the_cost_of_checkpoints(
+    noise: float, factor: float, save: float, cost: float
+) -> None:
+    """A job beside takes the cores: with a checkpoint in flight at every step there is nothing near to compare with."""
+
+    def slower(machine: Machine) -> None:
+        machine.step_seconds *= factor
+
+    for seed in range(10 if noise else 1):
+        machine = Machine(0.2, save, capture_seconds=cost, noise=noise, save_noise=noise)
+        policy = Adaptive(max_in_flight=2)
+        sim = disturbed(policy, machine, slower, places=2, seed=seed)
+        usual = sim.intervals[BEGIN - 1] or 0
+        gaps = [b - a for a, b in pairwise(sim.saves) if a > 100]
+        assert max(gaps) <= 4 * usual + 40, (seed, usual)
+        for step in (BEGIN + 200, END - 1, END + 200, LAST - 1):
+            assert (sim.intervals[step] or 0) <= 4 * usual + 4, (seed, usual, step)

@@ -9,11 +9,21 @@ import torch
 from pccheck_async.copying.base import CopyBackend, CopyStatistics
 from pccheck_async.copying.cuda import CudaCopy
 from pccheck_async.copying.devices import Device
+from pccheck_async.copying.fence import Fence, Fenced
 from pccheck_async.copying.host import HostCopy
 from pccheck_async.copying.snapshot import DeviceMode
 from pccheck_async.operations.base import Operations
 
-__all__ = ["CopyBackend", "CopyStatistics", "CudaCopy", "DeviceMode", "HostCopy", "make_backend"]
+__all__ = [
+    "CopyBackend",
+    "CopyStatistics",
+    "CudaCopy",
+    "DeviceMode",
+    "Fence",
+    "Fenced",
+    "HostCopy",
+    "make_backend",
+]
 
 
 def make_backend(operations: Operations, mode: DeviceMode) -> CopyBackend:

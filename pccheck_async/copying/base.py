@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from pccheck_async.copying.fence import Fenced
 from pccheck_async.segments import Segments
 from pccheck_async.state.sources import Sources
 
@@ -56,8 +57,13 @@ class CopyBackend(Protocol):
         """
         ...
 
-    async def begin(self, admission: Any, sources: Sources) -> Sources:
+    async def begin(self, admission: Any, sources: Sources, fenced: Fenced | None = None) -> Sources:
         """Order the copies of a capture behind what was admitted; copy first on the devices where that pays.
+
+        Args:
+            admission: What :meth:`admit` returned.
+            sources: What will be copied.
+            fenced: Told of the fence behind these copies where they are all that is read on devices.
 
         Returns:
             What to copy from: ``sources``, or others in part owned by the backend, which frees them when they are let
@@ -69,13 +75,17 @@ class CopyBackend(Protocol):
         """Order all later copies behind what was admitted."""
         ...
 
-    async def gather(self, segments: Segments, into: memoryview, keepalive: Any = None) -> int:
+    async def gather(
+        self, segments: Segments, into: memoryview, keepalive: Any = None, fenced: Fenced | None = None
+    ) -> int:
         """Fill a staging buffer: segments of memory by address, packed pieces by their own copy, zeros between.
 
         Args:
             segments: What goes where; nothing of it overlaps.
             into: All of the chunk's buffer that will be written.
             keepalive: Owner of the addresses.
+            fenced: Told of the fence behind the copies from devices when they are queued, if that is before they ended.
+                Fences are told of in the order in which copies are queued.
 
         Returns:
             The CRC-32 of all of ``into``, computed over the buffer and not over the source (I8).

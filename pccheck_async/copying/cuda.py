@@ -18,8 +18,9 @@ import numpy as np
 
 from pccheck_async.copying.base import CopyStatistics
 from pccheck_async.copying.devices import Device, Event
+from pccheck_async.copying.fence import Fence, Fenced
 from pccheck_async.copying.host import HostCopy
-from pccheck_async.copying.lanes import Copier, Snapshot
+from pccheck_async.copying.lanes import Copier, Lane, Snapshot
 from pccheck_async.copying.pinning import Pinning
 from pccheck_async.copying.snapshot import DeviceMode, Pace, decide, spare
 from pccheck_async.copying.tables import Ranges, compacted, gaps, merged
@@ -109,7 +110,7 @@ class CudaCopy:
         with _device_errors():
             return {index: self._copiers[index].device.current() for index in devices}
 
-    async def begin(self, admission: _Admission, sources: Sources) -> Sources:
+    async def begin(self, admission: _Admission, sources: Sources, fenced: Fenced | None = None) -> Sources:
         """Take snapshots where that pays, let the lanes wait elsewhere (see :class:`CopyBackend`)."""
         if not admission:
             return sources
@@ -118,7 +119,7 @@ class CudaCopy:
             taken: set[int] = set()
             before = sources
             if chosen:
-                sources, taken = await self._waiting.call(self._take, admission, sources, chosen)
+                sources, taken = await self._waiting.call(self._take, admission, sources, chosen, fenced)
             if taken == before.devices:
                 sources = await self._take_host(sources)
             self.settle({index: event for index, event in admission.items() if index not in taken})
@@ -131,12 +132,14 @@ class CudaCopy:
         for index, event in admission.items():
             self._copiers[index].settle(event)
 
-    async def gather(self, segments: Segments, into: memoryview, keepalive: Any = None) -> int:
+    async def gather(
+        self, segments: Segments, into: memoryview, keepalive: Any = None, fenced: Fenced | None = None
+    ) -> int:
         """Fill a staging buffer and return its CRC-32 (see :class:`CopyBackend`)."""
         if not segments.devices:
             return await self._host.gather(segments, into, keepalive)
         base = address_of(into)
-        filled = await self._fill(segments.devices, base, into.nbytes)
+        filled = await self._fill(segments.devices, base, into.nbytes, fenced)
         if segments.host or segments.packed:
             rest = Segments(merged(segments.host, filled, base), packed=segments.packed)
             return await self._host.gather(rest, into, keepalive)
@@ -173,27 +176,36 @@ class CudaCopy:
         if self._copiers:
             self._waiting.close()
 
-    async def _fill(self, devices: Mapping[int, Table], base: int, nbytes: int) -> Ranges:
+    async def _fill(self, devices: Mapping[int, Table], base: int, nbytes: int, fenced: Fenced | None) -> Ranges:
         """Let devices write what is theirs into a buffer. Returns what was written, in order."""
         filled: list[Ranges] = []
+        last: dict[Lane, tuple[Device, Event]] = {}
 
         def start(ends: list[Event]) -> None:
             for index, table in devices.items():
                 others = [other for key, other in devices.items() if key != index]
                 foreign = np.concatenate(others) if others else None
-                end, ranges = self._copiers[index].lane().gather(table, foreign, base, nbytes)
+                copier = self._copiers[index]
+                lane = copier.lane()
+                end, ranges = lane.gather(table, foreign, base, nbytes)
                 ends.append(end)
                 filled.append(ranges)
+                last[lane] = copier.device, end
 
-        await self._perform(start, base)
+        await self._perform(start, base, None if fenced is None else lambda: fenced(Fence(last)))
         if len(filled) == 1:
             return filled[0]
         together = np.concatenate(filled)
         ordered: Ranges = together[np.argsort(together[:, 0], kind="stable")]
         return ordered
 
-    async def _perform(self, start: Callable[[list[Event]], None], base: int) -> None:
-        """Start copies to or from the buffer at ``base``, and wait until they ended, cancelled or not."""
+    async def _perform(
+        self, start: Callable[[list[Event]], None], base: int, queued: Callable[[], None] | None = None
+    ) -> None:
+        """Start copies to or from the buffer at ``base``, and wait until they ended, cancelled or not.
+
+        Where they do not block, ``queued`` is called when all of them are queued.
+        """
 
         def start_and_wait() -> None:
             ends: list[Event] = []
@@ -209,6 +221,8 @@ class CudaCopy:
             ends: list[Event] = []
             try:
                 start(ends)  # at once, so that the device always has work
+                if queued is not None:
+                    queued()
             finally:
                 if ends:
                     await self._waiting.call(_synchronize, ends)
@@ -237,7 +251,9 @@ class CudaCopy:
         self._reason = "; ".join(reasons)
         return chosen
 
-    def _take(self, admission: _Admission, sources: Sources, chosen: Sequence[int]) -> tuple[Sources, set[int]]:
+    def _take(
+        self, admission: _Admission, sources: Sources, chosen: Sequence[int], fenced: Fenced | None
+    ) -> tuple[Sources, set[int]]:
         """Copy sources on their devices, on a waiting thread. Returns the copies, and the devices that had memory."""
         where = sources.device_of
         assert where is not None
@@ -253,6 +269,8 @@ class CudaCopy:
                     _log.info(self._reason)
                 else:
                     started[index] = (snapshot, rows)
+            if fenced is not None and started.keys() == sources.devices:
+                fenced(Fence({n: (self._copiers[n].device, taken.copied) for n, (taken, _) in started.items()}))
         finally:
             _synchronize([snapshot.copied for snapshot, _ in started.values()])
         for index, (snapshot, rows) in started.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -31,8 +32,9 @@ _move = cupy.RawKernel(MOVE_SOURCE, "pccheck_move")
 class CupyDevice:
     """One CUDA device (see :class:`pccheck_async.copying.devices.Device`). Making one touches no device.
 
-    All but :meth:`current` is called on threads of the engine only: there the current device is set and left so.
-    Setting it back would make a context on device 0, which costs memory there in every process of a machine.
+    All but :meth:`current` and :meth:`hold_up` is called on threads of the engine only: there the current device is set
+    and left so. Setting it back would make a context on device 0, which costs memory there in every process of a
+    machine.
     """
 
     def __init__(self, index: int) -> None:
@@ -42,6 +44,20 @@ class CupyDevice:
     def current(self) -> _TorchEvent:
         """Record an event on the calling thread's current stream of this device."""
         return _TorchEvent(self.index)
+
+    def hold_up(self, events: Sequence[_Event]) -> bool:
+        """Let the calling thread's current stream of this device wait for events of streams of ours."""
+        with torch.cuda.device(self.index):  # handle 0 is the default stream of whichever device is the current one
+            if torch.cuda.is_current_stream_capturing():
+                return False  # a graph must not wait for work outside it
+            stream = torch.cuda.current_stream(self.index).cuda_stream
+            try:
+                for event in events:
+                    runtime.streamWaitEvent(stream, event.ptr)
+            except runtime.CUDARuntimeError as error:
+                _log.debug("device %d: a stream cannot wait for copies (%s); the host does", self.index, error)
+                return False
+        return True
 
     def stream(self) -> _Stream:
         """Make a stream that does not wait for the default stream."""
@@ -128,6 +144,7 @@ class _Event:
         self._index = index
         self._event = cupy.cuda.Event(block=True, disable_timing=not timed)
         self._event.record(stream)
+        self.ptr: int = self._event.ptr
         self._kept = kept
 
     def synchronize(self) -> None:

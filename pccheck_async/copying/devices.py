@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from pccheck_async.copying.snapshot import DeviceMemory
@@ -75,6 +76,14 @@ class Device(Protocol):
 
     def current(self) -> Any:
         """Return an event behind what the calling thread's current stream of this device has queued."""
+        ...
+
+    def hold_up(self, events: Sequence[Any]) -> bool:
+        """Let later work of the calling thread's current stream wait for events of streams of this device.
+
+        Returns:
+            False where that cannot be done (what the stream is given is recorded as a graph, and not run).
+        """
         ...
 
     def stream(self) -> Stream:

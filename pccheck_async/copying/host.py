@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from pccheck_async.copying.base import CopyStatistics
+from pccheck_async.copying.fence import Fenced
 from pccheck_async.operations.base import Operations
 from pccheck_async.segments import PackedPiece, Segments
 from pccheck_async.state.sources import Sources
@@ -35,14 +36,16 @@ class HostCopy:
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
 
-    async def begin(self, admission: None, sources: Sources) -> Sources:
+    async def begin(self, admission: None, sources: Sources, fenced: Fenced | None = None) -> Sources:
         """Return ``sources`` (see :class:`CopyBackend`)."""
         return sources
 
     def settle(self, admission: None) -> None:
         """Do nothing: what was admitted is over (see :class:`CopyBackend`)."""
 
-    async def gather(self, segments: Segments, into: memoryview, keepalive: Any = None) -> int:
+    async def gather(
+        self, segments: Segments, into: memoryview, keepalive: Any = None, fenced: Fenced | None = None
+    ) -> int:
         """Fill a staging buffer and return its CRC-32 (see :class:`CopyBackend`)."""
         checksum = await self._operations.gather(segments.host, into, keepalive)
         if not segments.packed:

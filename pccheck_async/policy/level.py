@@ -51,6 +51,10 @@ class Level:
         """Forget all but the last ``but`` measurements."""
         self._values = self._values[-but:]
 
+    def drop(self, count: int) -> None:
+        """Forget the last ``count`` measurements."""
+        self._values = self._values[: max(0, len(self._values) - count)]
+
     @property
     def values(self) -> Sequence[float]:
         """The measurements in the window, oldest first."""

@@ -118,6 +118,7 @@ class MeasuredPolicy(ABC):
         self._alone: list[float] = []  # what they took after that
         self._share = 1 / self._places
         self._raised_at = 0
+        self._before: int | None = None  # the interval before it grew, until clean steps have told that this was right
 
     # -- the protocol
 
@@ -137,6 +138,8 @@ class MeasuredPolicy(ABC):
             self._again = False
             self._restart(report)
             return True
+        if self._before is not None and self._meter.clean >= _TAIL[0]:
+            self._confirm()
         if not overdue and not self._complete():
             return False
         if not self._priced:
@@ -251,6 +254,8 @@ class MeasuredPolicy(ABC):
             self._choose()
 
     def _choose(self) -> None:
+        if self._interval is not None and self._meter.periods < _CALIBRATIONS:
+            return  # it was forgotten what one costs
         cost = self._meter.cost()
         likely = self._limited(self._wanted(max(0.0, cost.seconds + cost.error)))
         if self._interval is None:
@@ -270,7 +275,26 @@ class MeasuredPolicy(ABC):
         elif likely.steps <= self._interval * _COME_DOWN and self._saturated is None:
             self._take(likely, "down")
 
+    def _confirm(self) -> None:
+        """Take a longer interval back where the steps have become slower, and not the checkpoints dearer.
+
+        The clean steps that were compared with were older than that, and the longer the interval the later the next
+        ones would tell.
+        """
+        assert self._before is not None
+        before, self._before = self._before, None
+        if not self._meter.moved or self._interval is None or before >= self._interval:
+            return
+        self._meter.close(first=True)
+        self._saturated = None
+        longer, self._interval = self._interval, before
+        self._reason = (
+            f"back from {longer} to {before} steps: steps take {_say(self._step_seconds)} now, with or without "
+            "a checkpoint"
+        )
+
     def _take(self, wanted: Wanted, direction: str) -> None:
+        self._before = self._interval if direction == "up" else None
         if direction == "up" and wanted.piling:
             self._saturated = self._sustained_now()
             self._alone = []

@@ -66,6 +66,7 @@ class OverheadMeter:
         self._deviations: deque[float] = deque(maxlen=_DEVIATIONS)
         self._costs = Level(_WINDOW, 0.25, odd_first=True)
         self._lengths: deque[int] = deque(maxlen=_WINDOW)  # busy steps of the periods counted
+        self._unsure = 0  # costs counted last, of periods without clean steps of their own
         self._clean = Level()
         self._overheads = Level()
         self.restart()
@@ -109,12 +110,18 @@ class OverheadMeter:
             if counted and not moved:
                 error = self._noise() * math.sqrt(self._busy + self._busy**2 / max(1, reference.count))
                 self._lengths.append(self._busy)
+                self._unsure += self._idle < _SOME
                 self._costs.add(cost, _BEYOND_NOISE * error)
         self.restart()
 
     def forget(self) -> None:
         """Forget what checkpoints cost, but for the last ones."""
         self._costs.forget(but=2)
+
+    @property
+    def moved(self) -> bool:
+        """Whether the clean steps of this period take another time than those before it."""
+        return self._has_moved(self._clean_seconds / self._idle) if self._idle else False
 
     @property
     def clean(self) -> int:
@@ -162,13 +169,12 @@ class OverheadMeter:
     def _take_tail(self) -> bool:
         """Keep the clean steps of the period; return whether steps take another time than in the periods before."""
         mean = self._clean_seconds / self._idle if self._idle else 0.0
-        before = self._reference()
-        moved = False
-        if self._idle >= _SOME and before.count >= _SOME:
-            limit = _MOVED * self._noise() * math.sqrt(1 / self._idle + 1 / before.count)
-            moved = abs(mean - before.mean) > max(limit, _LEAST_MOVE * before.mean)
+        moved = self._has_moved(mean)
         if moved:
             self._tails.clear()
+            self._costs.drop(self._unsure)  # nobody knows since when
+        if self._idle >= _SOME:
+            self._unsure = 0
         self._tails.append(_Tail(self._idle, mean))
         if self._idle:
             # Of a short tail the mean is noisy: it counts with those before it.
@@ -178,6 +184,13 @@ class OverheadMeter:
             scale = math.sqrt(len(self._samples) / (len(self._samples) - 1))
             self._deviations.extend(scale * abs(sample - middle) for sample in self._samples)
         return moved
+
+    def _has_moved(self, mean: float) -> bool:
+        before = self._reference()
+        if self._idle < _SOME or before.count < _SOME:
+            return False
+        limit = _MOVED * self._noise() * math.sqrt(1 / self._idle + 1 / before.count)
+        return abs(mean - before.mean) > max(limit, _LEAST_MOVE * before.mean)
 
     def _reference(self) -> _Tail:
         count, seconds = 0, 0.0

@@ -64,13 +64,15 @@ def _copied(sources: Sources, index: npt.NDArray[np.intp]) -> Sources:
 
 def _copied_there(sources: Sources, index: npt.NDArray[np.intp]) -> Sources:
     """In one piece, on the device's current stream: later work on it comes after."""
-    parts = []
+    parts, originals = [], []
     for number in index.tolist():
         source = sources[number]
         assert not isinstance(source, PackedSource)
+        originals.append(source.owner)
         parts.append(device_bytes(*source))
         parts.append(parts[-1].new_zeros(-source.nbytes % _ALIGNMENT))
     memory = torch.cat(parts)
     ends = np.cumsum(-(-sources.lengths[index] // _ALIGNMENT) * _ALIGNMENT)
     addresses = memory.data_ptr() + np.concatenate(([0], ends[:-1]))
-    return sources.moved(index, addresses.astype(np.uint64), memory.untyped_storage())
+    # The originals, too: torch knows which stream memory was made on, and not that this one may still read it.
+    return sources.moved(index, addresses.astype(np.uint64), (memory.untyped_storage(), originals))
