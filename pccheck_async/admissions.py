@@ -66,9 +66,14 @@ class Admissions:
         self._in_flight[pending] = None
         return pending
 
-    def withdraw(self, pending: PendingCheckpoint) -> None:
-        """Forget one that the engine did not take."""
-        del self._in_flight[pending]
+    def withdraw(self, pending: PendingCheckpoint) -> bool:
+        """Forget one that the engine did not take; False where it did, and has seen it captured or ended it."""
+        with self.lock:
+            if pending.is_captured or pending not in self._in_flight:
+                return False
+            del self._in_flight[pending]
+            self.counts.admitted -= 1
+            return True
 
     def skip(self, step: int | None) -> PendingCheckpoint | None:
         """Return what stands for a checkpoint that is skipped, None where there is room for it or it may wait."""
@@ -86,7 +91,7 @@ class Admissions:
         """Note what became of a checkpoint, before anyone is told."""
         now = time.monotonic()
         with self.lock:
-            del self._in_flight[pending]
+            self._in_flight.pop(pending, None)  # one that was withdrawn may end later
             if error is not None:
                 self.counts.failed += 1
                 self._failed.append((pending, error))

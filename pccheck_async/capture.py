@@ -20,7 +20,7 @@ from pccheck_async.plan import Chunk, Plan, segments
 from pccheck_async.state.arrangement import Arrangement, arranged
 from pccheck_async.state.aside import set_aside
 from pccheck_async.state.flatten import FlatState, take_apart
-from pccheck_async.state.lazy import FrozenParameters, LazyMemory, optimized
+from pccheck_async.state.lazy import LazyMemory, ModuleParameters, optimized
 from pccheck_async.state.outline import Outline
 from pccheck_async.state.reference import Reference
 from pccheck_async.state.sources import HOST, Sources
@@ -48,6 +48,11 @@ class Snapshot:
     lazy: Lazy | None = None
     time: float = field(default_factory=time.time)
 
+    def release(self) -> None:
+        """Let go of the state."""
+        self.layout.sources.release()
+        self.lazy = None
+
 
 @dataclass(slots=True, eq=False)
 class Lazy:
@@ -69,7 +74,7 @@ class Snapshots:
 
     def __init__(self) -> None:
         self._last: tuple[Outline | None, Arrangement | None] = (None, None)
-        self._frozen = FrozenParameters()
+        self._modules = ModuleParameters()
 
     def take(
         self,
@@ -117,8 +122,10 @@ class Snapshots:
         compare: bool,
         fenced: bool,
     ) -> tuple[Layout, Lazy]:
-        frozen = self._frozen.of(flat.objects, flat.outline)
-        later = LazyMemory(chain(optimized(optimizers), frozen)).covers(layout.sources)
+        modules = self._modules
+        modules.look(flat.objects, flat.outline)
+        unchanged = chain(optimized(optimizers), modules.frozen())
+        later = LazyMemory(unchanged, without=modules.changed_by_forward()).covers(layout.sources)
         sources, held = set_aside(layout.sources, ~later)
         if fenced:  # steps change what is on the host at once (step counts): no stream holds them up
             sources, _ = set_aside(sources, later & _on_host(sources))
@@ -258,6 +265,7 @@ class Capture:
     def release(self) -> None:
         """Let go of the state, and of copies of it on its device; nothing is being copied any more. Idempotent."""
         self._sources.release()
+        self._lazy = None
 
     def _extend_fence(self, index: int, fence: Fence | None = None) -> None:
         """Note that copies of live bytes of a chunk are behind a fence, or ended."""

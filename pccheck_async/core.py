@@ -185,7 +185,9 @@ class EngineCore:
         try:
             left = await self._scheduler.drain(deadline, last=True)
         finally:
-            if not left:
+            if left:
+                self._scheduler.give_up(left)  # what they still had to capture may change from now on
+            else:
                 await self._scheduler.cancel_all()  # nothing, unless the drain was cancelled
                 await self.loop.end_others()  # restores of other threads
                 await self._opened().close()
@@ -255,25 +257,35 @@ class EngineCore:
         compare = self.config.check_captures
         snapshot = self._snapshots.take(state, self._backend, optimizers, compare=compare)
         self._state_seconds += time.perf_counter() - start
-        with self.admissions.lock:
-            self.check_alive()
-            skipped = None if last else self.admissions.skip(step)  # others may have been admitted meanwhile
-            if skipped is not None:
-                return skipped, start
-            pending = self.admissions.add(
-                step
-            )  # before the engine hears of it: an interrupt must not give it away twice
-            job = Job(pending, snapshot, plain, trace=self.trace)
-            if snapshot.lazy is not None:
-                job.overlapped = Overlapped(pending, snapshot.lazy.versions)
-                pending.settle_by(job.overlapped.settle)
-                self.guard.watch(job.overlapped)
-                if not snapshot.lazy.held.any():
-                    pending.set_held_captured()
-            if not self.loop.post(self._scheduler.start, job):
-                self.admissions.withdraw(pending)
-                raise ClosedError(f"the engine of {self.path} is closed")
+        pending: PendingCheckpoint | None = None
+        try:
+            with self.admissions.lock:
+                self.check_alive()
+                skipped = None if last else self.admissions.skip(step)  # others may have been admitted meanwhile
+                if skipped is not None:
+                    return skipped, start
+                # Before the engine hears of it: an interrupt must not give it away twice.
+                pending = self.admissions.add(step)
+                job = Job(pending, snapshot, plain, trace=self.trace)
+                if snapshot.lazy is not None:
+                    job.overlapped = Overlapped(pending, snapshot.lazy.versions)
+                    pending.settle_by(job.overlapped.settle)
+                    self.guard.watch(job.overlapped)
+                    if not snapshot.lazy.held.any():
+                        pending.set_held_captured()
+                if not self.loop.post(self._scheduler.start, job):
+                    raise ClosedError(f"the engine of {self.path} is closed")
+        except BaseException:  # KeyboardInterrupt: nobody will wait for it before changing the state
+            if pending is not None:
+                self._take_back(pending)
+            raise
         return pending, start
+
+    def _take_back(self, pending: PendingCheckpoint) -> None:
+        """End a checkpoint that its caller does not get to know, whether the engine heard of it or not."""
+        self.abort_blocking(pending)
+        if self.admissions.withdraw(pending):
+            pending.set_failed(CheckpointError(f"the checkpoint of step {pending.step} was interrupted"))
 
     def begin_step(self, this: TrainingStep) -> None:
         """Note the beginning of a training step."""

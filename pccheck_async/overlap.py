@@ -13,9 +13,11 @@ what the step queues there comes behind a fence. Changes it cannot hold up are f
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -136,7 +138,7 @@ class Guard:
         self._max_stall = max_stall
         self._abandon = abandon
         self._waited = waited
-        self._hooks: dict[torch.optim.Optimizer, list[Any]] = {}
+        self._hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()
         self._others: Any = None
         self._captures: list[Overlapped] = []
         self._lock = threading.Lock()
@@ -145,21 +147,25 @@ class Guard:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The attached ones."""
+        """The attached ones that are still in use."""
         return list(self._hooks)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Hold up the steps of ``optimizer`` from now on. Idempotent. Raises TypeError where it has no hooks."""
         if optimizer in self._hooks:
             return
-        before = getattr(optimizer, "register_step_pre_hook", None)
-        after = getattr(optimizer, "register_step_post_hook", None)
-        if not callable(before) or not callable(after) or not hasattr(optimizer, "param_groups"):
+        try:
+            _ = optimizer.param_groups
+            hooks = [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+            ]
+        except AttributeError:  # wrappers may inherit the methods, and have nothing that calls hooks
             raise TypeError(
                 f"a {type(optimizer).__qualname__} has no hooks around its step; attach the torch.optim.Optimizer "
                 "inside it, or call engine.wait_captured() before each of its steps"
-            )
-        self._hooks[optimizer] = [before(self._before_step), after(self._after_step)]
+            ) from None
+        self._hooks[optimizer] = hooks
 
     def watch(self, capture: Overlapped) -> None:
         """Hold up steps until this capture ended."""
@@ -170,8 +176,9 @@ class Guard:
 
     def wait(self) -> None:
         """Block until no capture reads the live state any more; one that takes longer than allowed is abandoned."""
+        deadline = self._deadline()
         for capture in self._watched():
-            self._block(capture, for_fence=False)
+            self._block(capture, deadline, for_fence=False)
             self._settle(capture)
 
     def hold_up(self) -> None:
@@ -180,25 +187,30 @@ class Guard:
         The thread blocks only until all copies that are left are queued there. A capture stays watched until it ended:
         another step may use other streams.
         """
+        deadline = self._deadline()
         for capture in self._watched():
-            self._block(capture, for_fence=True)
+            self._block(capture, deadline, for_fence=True)
             if capture.running:
                 if capture.hold_up():
                     self.fenced += not capture.settled
                 else:
-                    self._block(capture, for_fence=False)
+                    self._block(capture, deadline, for_fence=False)
             self._settle(capture)
+
+    def _deadline(self) -> float:
+        return math.inf if self._max_stall is None else time.perf_counter() + self._max_stall
 
     def _watched(self) -> list[Overlapped]:
         with self._lock:
             return list(self._captures)
 
-    def _block(self, capture: Overlapped, *, for_fence: bool) -> None:
+    def _block(self, capture: Overlapped, deadline: float, *, for_fence: bool) -> None:
         if not capture.running:
             return
         start = time.perf_counter()
         try:
-            if not capture.wait(self._max_stall, for_fence=for_fence):
+            timeout = None if deadline == math.inf else max(0.0, deadline - start)
+            if not capture.wait(timeout, for_fence=for_fence):
                 self._abandon(capture.pending)
         finally:
             self._waited(capture.pending, time.perf_counter() - start)
@@ -232,4 +244,9 @@ class Guard:
 
     def _detect(self, optimizer: torch.optim.Optimizer) -> None:
         for capture in self._watched():
-            capture.detect(parameter for group in optimizer.param_groups for parameter in group["params"])
+            capture.detect(
+                parameter
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+                if parameter.requires_grad or parameter.grad is not None  # frozen ones it leaves as they are
+            )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -48,6 +48,12 @@ class Job:
     metadata: dict[str, str | int | float | bool | None]
     overlapped: Overlapped | None = None
     trace: Sink | None = None
+
+    def release(self) -> None:
+        """Let go of the state: whoever keeps the checkpoint, or the error that ended it, would keep that, too."""
+        self.snapshot.release()
+        if self.overlapped is not None:
+            self.overlapped.settle()
 
 
 class Scheduler:
@@ -151,6 +157,12 @@ class Scheduler:
                         self._last_drains.discard(limit)
         return [pending for pending, task in waiting.items() if not task.done() and not pending.done()]
 
+    def give_up(self, pendings: Iterable[PendingCheckpoint]) -> None:
+        """See to it that nothing of these is committed any more, whenever their operations end."""
+        for pending in pendings:
+            if (task := self._tasks.get(pending)) is not None:
+                task.cancel()
+
     def limit(self, until: float | None) -> None:
         """Let last drains, those that wait already too, end at a time of the monotonic clock; None: when all ended."""
         self._until = until
@@ -193,6 +205,8 @@ class Scheduler:
             self._ended(pending, None, superseded, info.nbytes)
             pending.set_durable(info, superseded=superseded)
             await self._store.remove_surplus()  # only now: whatever happens to it, the checkpoint is durable
+        finally:
+            job.release()
 
     async def _save(self, job: Job) -> tuple[CheckpointInfo, bool]:
         plan = self._planner.plan(job.snapshot.layout)

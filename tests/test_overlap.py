@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,13 +23,15 @@ from pccheck_async import (
     RNGState,
     SyncCheckpointEngine,
     TornCaptureError,
+    WriteError,
     list_checkpoints,
     load_sync,
 )
+from pccheck_async.loop import EngineLoop
 from pccheck_async.memory import PAGE_BYTES
 from pccheck_async.operations.base import Operations
 from pccheck_async.overlap import Guard
-from pccheck_async.testing import StuckWriter
+from pccheck_async.testing import FailingWriter, StuckWriter
 from pccheck_async.writer import Writer
 from pccheck_async.writer.posix import PosixWriter
 from tests.processes import passes_in_a_forked_child
@@ -200,6 +204,25 @@ def test_an_optimizer_of_other_parameters_may_step_meanwhile(tmp_path: Path) -> 
     assert equal(saved(tmp_path), want)
 
 
+def test_an_optimizer_may_know_frozen_parameters(tmp_path: Path) -> None:
+    critic = nn.Linear(300, 300)
+    critic.weight.requires_grad_(False)
+    with held(tmp_path) as it:
+        it.io.writer.release()
+        it.pending.result()
+        state = {**it.state, "critic": critic}
+        want = snapshot(state)
+        it.io.hold()
+        pending = it.engine.checkpoint(state, step=2, overlap=True)
+        it.io.writer.wait_stuck()
+        critic(torch.randn(2, 300)).sum().backward()
+        torch.optim.Adam(critic.parameters(), lr=1.0).step()
+        assert not pending.is_captured
+        it.io.writer.release()
+        pending.result()
+    assert equal(saved(tmp_path), want)
+
+
 @contextmanager
 def held_beside(folder: Path, critic: nn.Module) -> Iterator[tuple[Held, Any, dict[str, Any]]]:
     """A capture of which the large part that nobody guards is over, and the rest is not."""
@@ -286,12 +309,15 @@ def test_attach_refuses_what_has_no_hooks(tmp_path: Path) -> None:
     class Wrapped:
         def step(self) -> None: ...
 
-    wrapped: Any = Wrapped()
-    with (
-        SyncCheckpointEngine(tmp_path) as engine,
-        pytest.raises(TypeError, match=r"Wrapped has no hooks.*wait_captured"),
-    ):
-        engine.attach(wrapped)
+    class Inherited(torch.optim.Optimizer):
+        def __init__(self) -> None:
+            self.param_groups = []
+
+    with SyncCheckpointEngine(tmp_path) as engine:
+        refused: Any
+        for refused in (Wrapped(), Inherited()):
+            with pytest.raises(TypeError, match=r"(Wrapped|Inherited) has no hooks.*wait_captured"):
+                engine.attach(refused)
 
 
 def test_attaching_twice_is_once_and_closing_lets_go(tmp_path: Path) -> None:
@@ -302,6 +328,39 @@ def test_attaching_twice_is_once_and_closing_lets_go(tmp_path: Path) -> None:
         assert len(optimizer._optimizer_step_pre_hooks) == 1
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
+
+
+def test_an_optimizer_that_is_not_used_any_more_is_let_go(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.attach(optimizer)
+        engine.checkpoint({"optimizer": optimizer}, overlap=True).result()
+        gone = weakref.ref(optimizer)
+        del optimizer
+        gc.collect()
+        assert gone() is None
+
+
+def test_a_checkpoint_that_failed_keeps_no_state(tmp_path: Path) -> None:
+    def make(path: str, operations: Operations) -> Writer:
+        return FailingWriter(PosixWriter(path, operations), fail_at=1, kinds=("write",))
+
+    SyncCheckpointEngine(tmp_path).open().close()
+    weight = nn.Parameter(torch.ones(300, 300))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with SyncCheckpointEngine(tmp_path, io=make, check_captures=True) as engine:
+        engine.attach(optimizer)
+        pending = engine.checkpoint({"weight": weight}, overlap=True)
+        with pytest.raises(WriteError) as told:
+            pending.result()
+        engine.drain()
+        gone = weakref.ref(weight)
+        del weight, optimizer
+        gc.collect()
+        assert gone() is None
+        assert told.value.__traceback__ is not None
+        assert pending.done()
 
 
 def test_a_capture_that_holds_training_up_for_too_long_is_abandoned(tmp_path: Path) -> None:
@@ -333,6 +392,95 @@ def test_an_interrupted_guard_keeps_waiting_at_the_next_step(tmp_path: Path) -> 
 
 def interrupt(*_: Any) -> bool:
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("posted", [False, True])
+def test_an_interrupted_admission_leaves_nothing_to_wait_for(
+    tmp_path: Path, posted: bool, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with held(tmp_path) as it:
+        it.io.writer.release()
+        it.pending.result()
+        post = EngineLoop.post
+
+        def interrupted(loop: EngineLoop, function: Callable[..., Any], *arguments: Any) -> bool:
+            monkeypatch.setattr(EngineLoop, "post", post)
+            if posted:
+                post(loop, function, *arguments)
+            raise KeyboardInterrupt
+
+        it.io.hold()
+        monkeypatch.setattr(EngineLoop, "post", interrupted)
+        release = threading.Timer(0.05, it.io.writer.release)
+        release.start()
+        with pytest.raises(KeyboardInterrupt):
+            it.engine.checkpoint(it.state, step=2, overlap=overlap)
+        statistics = it.engine.statistics()
+        assert (statistics.in_flight, statistics.durable) == (0, 1)
+        it.optimizer.step()
+        it.engine.wait_captured()
+        release.join()
+        it.engine.checkpoint(it.state, step=3).result()
+        assert it.engine.statistics().admitted == (3 if posted else 2)
+    assert [info.step for info in list_checkpoints(tmp_path)] == [3]
+
+
+def test_steps_of_several_threads_wait_for_one_capture(tmp_path: Path) -> None:
+    with held(tmp_path) as it:
+        it.io.writer.release()
+        it.pending.result()
+        critic = nn.Linear(300, 300)
+        other = torch.optim.AdamW(critic.parameters(), lr=1.0, fused=True)  # counts no versions
+        critic(torch.randn(2, 300)).sum().backward()
+        it.engine.attach(other)
+        state = {**it.state, "critic": critic}
+        want = snapshot(state)
+        it.io.hold()
+        pending = it.engine.checkpoint(state, step=2, overlap=True)
+        it.io.writer.wait_stuck()
+        steps = [threading.Thread(target=optimizer.step) for optimizer in (it.optimizer, other)]
+        for step in steps:
+            step.start()
+            step.join(0.05)
+        assert [step.is_alive() for step in steps] == [True, True]
+        it.io.writer.release()
+        for step in steps:
+            step.join()
+        pending.result()
+    assert equal(saved(tmp_path), want)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_closing_gave_up_is_not_committed_later(tmp_path: Path, overlap: bool) -> None:
+    io = Stuck()
+    model = nn.Linear(300, 300)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, fused=True)  # counts no versions
+    model(torch.randn(2, 300)).sum().backward()
+    engine = SyncCheckpointEngine(tmp_path, io=io, **SMALL).open()
+    engine.attach(optimizer)
+    errors: list[Exception] = []
+
+    def save() -> None:
+        try:
+            engine.checkpoint({"model": model}, step=1, overlap=overlap).result()
+        except CheckpointError as error:
+            errors.append(error)
+
+    io.hold()
+    saving = threading.Thread(target=save)
+    saving.start()
+    io.writer.wait_stuck()
+    with pytest.raises(CheckpointError, match="gave up after 0"):
+        engine.close(0.0)
+    saving.join()
+    assert len(errors) == 1
+    optimizer.step()  # the checkpoint failed: nothing holds training up any more
+    io.writer.release()
+    core = engine._core
+    core.loop.call(core._close(None))  # what was left behind ends, so that the test leaves nothing
+    core.loop.stop()
+    assert list_checkpoints(tmp_path) == []
 
 
 def test_an_interrupted_guard_forgets_no_capture(tmp_path: Path) -> None:
@@ -396,6 +544,24 @@ def test_a_restore_waits_for_the_capture(tmp_path: Path) -> None:
         assert restored.step in (1, 2)
         pending.result()
     assert equal(saved(tmp_path), want)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_that_the_forward_pass_renormalises_are_not_left_to_the_guard(
+    tmp_path: Path, kind: type[nn.Embedding], frozen: bool
+) -> None:
+    model = nn.Sequential(kind(400, 100, max_norm=0.5), nn.Linear(100, 100))
+    model[0].requires_grad_(not frozen)
+    optimizer = torch.optim.SGD(model[1].parameters() if frozen else model.parameters(), lr=0.1)
+    with SyncCheckpointEngine(tmp_path, **SMALL) as engine:
+        engine.attach(optimizer)
+        want = snapshot({"model": model})
+        pending = engine.checkpoint({"model": model}, overlap=True)
+        model(torch.arange(400).reshape(2, 200))
+        pending.result()
+    assert not equal(want["model"], model.state_dict())
+    assert equal(saved(tmp_path)["model"], want["model"])
 
 
 # -- other changes

@@ -13,7 +13,7 @@ import torch
 from pccheck_async.state.outline import Outline
 from pccheck_async.state.sources import Sources
 
-__all__ = ["FrozenParameters", "LazyMemory", "optimized"]
+__all__ = ["LazyMemory", "ModuleParameters", "optimized"]
 
 _address: Final = torch.Tensor.data_ptr
 
@@ -28,24 +28,40 @@ def optimized(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.Ten
                 yield from (value for value in kept.values() if isinstance(value, torch.Tensor))
 
 
-class FrozenParameters:
-    """The parameters of modules that no optimizer changes (``requires_grad=False``)."""
+class ModuleParameters:
+    """What the modules of a state tell of their parameters.
+
+    Modules are walked only where the state's outline is another one: a parameter that was put in the place of one of
+    them meanwhile is not known, and so captured eagerly.
+    """
 
     def __init__(self) -> None:
         self._outline: Outline | None = None
-        self._found: list[weakref.ref[torch.nn.Parameter]] = []
+        self._all: list[weakref.ref[torch.nn.Parameter]] = []
+        self._normed: list[weakref.ref[torch.Tensor]] = []
 
-    def of(self, objects: Iterable[Any], outline: Outline | None) -> list[torch.Tensor]:
-        """Return those of the modules among ``objects``; walks them only where the state's outline is another one.
+    def look(self, objects: Iterable[Any], outline: Outline | None) -> None:
+        """Look at the modules among ``objects``."""
+        if outline is not None and outline is self._outline:
+            return
+        self._outline = outline
+        modules = [each for each in objects if isinstance(each, torch.nn.Module)]
+        self._all = [weakref.ref(parameter) for module in modules for parameter in module.parameters()]
+        self._normed = [
+            weakref.ref(part.weight)
+            for module in modules
+            for part in module.modules()
+            if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.max_norm is not None
+        ]
 
-        A parameter that was put in the place of one of them meanwhile is not found, and so captured eagerly.
-        """
-        if outline is None or outline is not self._outline:
-            modules = [each for each in objects if isinstance(each, torch.nn.Module)]
-            self._found = [weakref.ref(parameter) for module in modules for parameter in module.parameters()]
-            self._outline = outline
-        alive = (reference() for reference in self._found)
+    def frozen(self) -> list[torch.Tensor]:
+        """Return those that no optimizer changes (``requires_grad=False``)."""
+        alive = (reference() for reference in self._all)
         return [parameter for parameter in alive if parameter is not None and not parameter.requires_grad]
+
+    def changed_by_forward(self) -> list[torch.Tensor]:
+        """Return those that change in the forward pass: the weights of embeddings with ``max_norm``."""
+        return [weight for reference in self._normed if (weight := reference()) is not None]
 
 
 class LazyMemory:
@@ -53,10 +69,12 @@ class LazyMemory:
 
     Args:
         tensors: Whose bytes; those with holes between them, and those without plain memory, are left out.
+        without: Tensors among them that are left out, too.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        lows, highs = _ranges(tensors)
+    def __init__(self, tensors: Iterable[torch.Tensor], without: Iterable[torch.Tensor] = ()) -> None:
+        excluded = set(map(id, without))
+        lows, highs = _ranges(tensor for tensor in tensors if id(tensor) not in excluded)
         order = np.argsort(lows, kind="stable")
         lows, highs = lows[order], np.maximum.accumulate(highs[order]) if len(order) else highs
         first = np.ones(len(lows), np.bool_)
