@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import time
 from collections.abc import Mapping
-from concurrent import futures
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from pccheck_async.aborts import Aborts
 from pccheck_async.admissions import Admissions
 from pccheck_async.capture import Snapshots
 from pccheck_async.config import Decisions, EngineConfig, decide
@@ -25,7 +24,7 @@ from pccheck_async.errors import (
 from pccheck_async.info import CheckpointInfo, Metadata, check_step
 from pccheck_async.layout import check_metadata
 from pccheck_async.lifetime import forget, remember
-from pccheck_async.loop import EngineLoop, finish
+from pccheck_async.loop import EngineLoop
 from pccheck_async.machine import available_cores, available_memory
 from pccheck_async.manifest import MIN_BLOCK
 from pccheck_async.overlap import Guard, Overlapped
@@ -79,6 +78,7 @@ class EngineCore:
         self._planner: Planner
         self._scheduler: Scheduler
         self._restorer: Restorer
+        self.aborts: Aborts
 
     # -- driving
 
@@ -136,6 +136,7 @@ class EngineCore:
                 clock=self._clock,
                 ended=self.admissions.note_end,
             )
+            self.aborts = Aborts(self.loop, self._scheduler, self.admissions, lambda: self.preemption.patience)
             self._restorer = Restorer(
                 store=self._store,
                 writer=writer,
@@ -277,15 +278,9 @@ class EngineCore:
                     raise ClosedError(f"the engine of {self.path} is closed")
         except BaseException:  # KeyboardInterrupt: nobody will wait for it before changing the state
             if pending is not None:
-                self._take_back(pending)
+                self.aborts.take_back(pending)
             raise
         return pending, start
-
-    def _take_back(self, pending: PendingCheckpoint) -> None:
-        """End a checkpoint that its caller does not get to know, whether the engine heard of it or not."""
-        self.abort_blocking(pending)
-        if self.admissions.withdraw(pending):
-            pending.set_failed(CheckpointError(f"the checkpoint of step {pending.step} was interrupted"))
 
     def begin_step(self, this: TrainingStep) -> None:
         """Note the beginning of a training step."""
@@ -341,6 +336,9 @@ class EngineCore:
         self._last_stall = time.perf_counter() - start
         self._add_stall(pending, self._last_stall)
 
+    def _abandon(self, pending: PendingCheckpoint) -> None:
+        self.aborts.abandon(pending, self.config.max_stall)
+
     def _note_guard(self, pending: PendingCheckpoint, seconds: float) -> None:
         self._guard_seconds += seconds
         self._add_stall(pending, seconds)
@@ -355,49 +353,6 @@ class EngineCore:
     def warn_of(self, pending: PendingCheckpoint, error: Exception) -> bool:
         """Warn of a failure instead of raising it, where the user chose that; False where it is to be raised."""
         return self.admissions.warn_of(pending, error)
-
-    async def abort(self, pending: PendingCheckpoint) -> None:
-        """Cancel a checkpoint before its capture ended; returns once nothing of it is running, cancelled or not."""
-        aborting = self._start_abort(pending)
-        if aborting is not None:
-            patience = self.preemption.patience
-            if patience is None:
-                await finish(aborting)
-            else:  # the device may be stuck, and the process goes
-                await asyncio.wait((asyncio.wrap_future(aborting),), timeout=patience)
-            self._note_abort(pending, aborting)
-
-    def abort_blocking(self, pending: PendingCheckpoint) -> None:
-        """Do the same as :meth:`abort`, blocking."""
-        aborting = self._start_abort(pending)
-        if aborting is not None:
-            futures.wait([aborting], self.preemption.patience)
-            self._note_abort(pending, aborting)
-
-    def _start_abort(self, pending: PendingCheckpoint) -> futures.Future[bool] | None:
-        try:
-            return self.loop.submit(self._scheduler.abort(pending))[0]
-        except ClosedError:
-            return None  # closing ended it
-
-    @staticmethod
-    def _note_abort(pending: PendingCheckpoint, aborting: futures.Future[bool]) -> None:
-        if aborting.done() and aborting.exception() is None and aborting.result():
-            pending.set_told()  # else it was captured already and goes on
-
-    def _abandon(self, pending: PendingCheckpoint) -> None:
-        """Give a capture up that holds training up for too long."""
-        error = CheckpointError(
-            f"abandoned the checkpoint of step {pending.step}: its capture held an optimizer's step up for longer than "
-            f"max_stall = {self.config.max_stall} s"
-        )
-        try:
-            abandoned = self.loop.call(self._scheduler.abandon(pending, error))
-        except ClosedError:
-            return  # closing ended it
-        if abandoned:
-            self.admissions.counts.abandoned += 1
-            _log.warning("%s", error)
 
     def wait_captured(self) -> None:
         """Block until no capture of a checkpoint admitted so far reads the live state any more."""

@@ -262,7 +262,7 @@ class CheckpointEngine:
         try:
             await (pending.held_captured() if overlap else pending.captured())
         except asyncio.CancelledError:
-            await self._core.abort(pending)
+            await self._core.aborts.abort(pending)
             raise
         except Exception as error:
             if not self._core.warn_of(pending, error):

@@ -141,7 +141,7 @@ class SyncCheckpointEngine:
             if not self._core.warn_of(pending, error):
                 raise
         except BaseException:  # KeyboardInterrupt
-            self._core.abort_blocking(pending)
+            self._core.aborts.abort_blocking(pending)
             raise
         finally:
             self._core.note_stall(pending, start)

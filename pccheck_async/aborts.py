@@ -1,0 +1,86 @@
+"""Giving checkpoints up before their capture ended, from outside the engine's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent import futures
+
+from pccheck_async.admissions import Admissions
+from pccheck_async.errors import CheckpointError, ClosedError
+from pccheck_async.loop import EngineLoop, finish
+from pccheck_async.pending import PendingCheckpoint
+from pccheck_async.scheduler import Scheduler
+
+__all__ = ["Aborts"]
+
+_log = logging.getLogger("pccheck_async")
+
+
+class Aborts:
+    """Ends checkpoints whose callers will not wait for them.
+
+    Args:
+        loop: The engine's.
+        scheduler: Runs the checkpoints.
+        admissions: Remembers them.
+        patience: Returns the most seconds to wait for operations that run, None for as long as they take.
+    """
+
+    def __init__(
+        self, loop: EngineLoop, scheduler: Scheduler, admissions: Admissions, patience: Callable[[], float | None]
+    ) -> None:
+        self._loop = loop
+        self._scheduler = scheduler
+        self._admissions = admissions
+        self._patience = patience
+
+    async def abort(self, pending: PendingCheckpoint) -> None:
+        """Cancel a checkpoint before its capture ended; returns once nothing of it is running, cancelled or not."""
+        aborting = self._start(pending)
+        if aborting is not None:
+            patience = self._patience()
+            if patience is None:
+                await finish(aborting)
+            else:  # the device may be stuck, and the process goes
+                await asyncio.wait((asyncio.wrap_future(aborting),), timeout=patience)
+            _note(pending, aborting)
+
+    def abort_blocking(self, pending: PendingCheckpoint) -> None:
+        """Do the same as :meth:`abort`, blocking."""
+        aborting = self._start(pending)
+        if aborting is not None:
+            futures.wait([aborting], self._patience())
+            _note(pending, aborting)
+
+    def take_back(self, pending: PendingCheckpoint) -> None:
+        """End a checkpoint that its caller does not get to know, whether the engine heard of it or not."""
+        self.abort_blocking(pending)
+        if self._admissions.withdraw(pending):
+            pending.set_failed(CheckpointError(f"the checkpoint of step {pending.step} was interrupted"))
+
+    def abandon(self, pending: PendingCheckpoint, max_stall: float | None) -> None:
+        """Give a capture up that holds training up for too long; returns once nothing reads the live state."""
+        error = CheckpointError(
+            f"abandoned the checkpoint of step {pending.step}: its capture held an optimizer's step up for longer than "
+            f"max_stall = {max_stall} s"
+        )
+        try:
+            abandoned = self._loop.call(self._scheduler.abandon(pending, error))
+        except ClosedError:
+            return  # closing ended it
+        if abandoned:
+            self._admissions.counts.abandoned += 1
+            _log.warning("%s", error)
+
+    def _start(self, pending: PendingCheckpoint) -> futures.Future[bool] | None:
+        try:
+            return self._loop.submit(self._scheduler.abort(pending))[0]
+        except ClosedError:
+            return None  # closing ended it
+
+
+def _note(pending: PendingCheckpoint, aborting: futures.Future[bool]) -> None:
+    if aborting.done() and aborting.exception() is None and aborting.result():
+        pending.set_told()  # else it was captured already and goes on
