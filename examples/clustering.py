@@ -20,7 +20,7 @@ from pccheck_async import CheckpointError, SyncCheckpointEngine, list_checkpoint
 Floats = NDArray[np.float64]
 
 SYNTHETIC_SAMPLES, SIDE = 60_000, 28  # as many images, of as many pixels a side, as MNIST trains on
-_STYLES, _REACH = 4, 2  # widths of a stroke, and how many pixels off the centre an image lies at most
+_HANDS, _REACH = 40, 2  # ways to draw a kind of stroke, and how many pixels off the centre it lies at most
 
 
 class Samples(NamedTuple):
@@ -86,11 +86,13 @@ def synthetic(count: int) -> Floats:
     offsets = range(-_REACH, _REACH + 1)
     images = []
     for _ in range(10):
-        waves, amplitudes, phases = random.uniform(0.4, 1.4, 2), random.uniform(3, 8, 2), random.uniform(0, 6.3, 2)
-        curve = (SIDE - 1) / 2 + amplitudes * np.sin(waves * along + phases)
-        squared = ((rows - curve[:, 0, None, None]) ** 2 + (columns - curve[:, 1, None, None]) ** 2).min(axis=0)
-        strokes = [np.exp(-squared / width) * (squared < 9) for width in np.linspace(1, 4, _STYLES)]
-        images += [np.roll(stroke, (y, x), (0, 1)) for stroke in strokes for y in offsets for x in offsets]
+        waves, amplitudes, phases = random.uniform(0.4, 1.4, 2), random.uniform(4, 8, 2), random.uniform(0, 6.3, 2)
+        for _ in range(_HANDS):
+            sizes, turns = amplitudes * random.uniform(0.7, 1.1, 2), phases + random.normal(scale=0.3, size=2)
+            curve = (SIDE - 1) / 2 + sizes * np.sin(waves * along + turns)
+            squared = ((rows - curve[:, 0, None, None]) ** 2 + (columns - curve[:, 1, None, None]) ** 2).min(axis=0)
+            stroke = np.exp(-squared / random.uniform(1, 3)) * (squared < 6)
+            images += [np.roll(stroke, (y, x), (0, 1)) for y in offsets for x in offsets]
     which = random.integers(len(images), size=SYNTHETIC_SAMPLES)[:count]
     brightness = random.uniform(0.7, 1.1, SYNTHETIC_SAMPLES)[:count]
     values = np.stack(images).reshape(len(images), -1)[which]

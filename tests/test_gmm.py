@@ -136,7 +136,7 @@ def test_killed_and_resumed_is_uninterrupted(comparison: Comparison, part: float
 
 @pytest.mark.campaign
 def test_fifty_kills(tmp_path: Path) -> None:
-    comparison = Comparison(Program("gmm", (*FLAGS, "--tolerance=1e-4")), tmp_path)
+    comparison = Comparison(Program("gmm", (*FLAGS, "--tolerance=1e-6", "--samples=600")), tmp_path)
     comparison.kill_at_random(50, seed=5)
     print(f"\n{comparison}")
     assert len(set(comparison.resumed_from)) > 10
