@@ -139,7 +139,7 @@ def test_fifty_kills(tmp_path: Path) -> None:
     comparison = Comparison(Program("gmm", (*FLAGS, "--tolerance=1e-6", "--samples=600")), tmp_path)
     comparison.kill_at_random(50, seed=5)
     print(f"\n{comparison}")
-    assert len(set(comparison.resumed_from)) > 10
+    assert len(set(comparison.resumed_from)) > comparison.iterations / 2
     assert comparison.inside_save > 10
 
 

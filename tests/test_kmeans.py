@@ -152,7 +152,7 @@ def test_fifty_kills(tmp_path: Path) -> None:
     comparison = Comparison(Program("kmeans", ("--k=10", "--tolerance=0")), tmp_path)
     comparison.kill_at_random(50, seed=5)
     print(f"\n{comparison}")
-    assert len(set(comparison.resumed_from)) > 10
+    assert len(set(comparison.resumed_from)) > comparison.iterations / 2
     assert comparison.inside_save > 10
 
 
