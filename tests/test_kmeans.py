@@ -132,7 +132,7 @@ def test_synthetic_images_have_mnists_shape_and_clusters() -> None:
     assert samples.values.shape == (60_000, 784)
     model = started(clustering.Samples(samples.values[:3000], "synthetic"), 10)
     compare_with_sklearn(model)
-    assert model.inertia < 0.7 * model.samples.var(axis=0).sum() * 3000
+    assert model.inertia < 0.8 * model.samples.var(axis=0).sum() * 3000  # one cloud would stay near 1
 
 
 @pytest.fixture(scope="module")
