@@ -23,7 +23,7 @@ LAYERS = [
         "read_lease", "admissions", "overlap", "training", "core", "scratch", "trials", "tuned", "tuner",
         "engine", "sync", "loading", "data",
     },
-    {"", "cli", "testing", "examples", "__main__"},  # edge
+    {"", "bench", "cli", "testing", "examples", "__main__"},  # edge
 ]  # fmt: skip
 STAGES = {"capture", "store", "restore"}
 MODULES = sorted(path for path in ROOT.rglob("*.py") if "examples" not in path.parts)
@@ -59,7 +59,7 @@ def own(path: Path) -> str:
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_only_downward(path: Path) -> None:
     for name in imports(path):
-        if own(path) in ("cli", "testing", "__main__"):
+        if own(path) in ("bench", "cli", "testing", "__main__"):
             continue  # the edge uses the public package
         assert layer(part(name)) <= layer(own(path)), f"{own(path)} imports {name} from a layer above"
 
