@@ -80,12 +80,15 @@ class PeakMemory:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
+        self.look()
+
+    def look(self) -> None:
+        """Take a sample now."""
+        self.nbytes = max(self.nbytes, _memory() - self._base)
 
     def _sample(self) -> None:
-        while True:
-            self.nbytes = max(self.nbytes, _memory() - self._base)
-            if self._over.wait(self._seconds):
-                return
+        while not self._over.wait(self._seconds):
+            self.look()
 
 
 def _memory() -> int:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from pccheck_async.bench.methods.base import Background, Done, Handle, Method, State
 from pccheck_async.bench.methods.files import newest, remove_older, target
@@ -19,8 +19,33 @@ __all__ = ["DcpAsyncProcess", "DcpAsyncThread", "DcpSave"]
 _MARKER = ".metadata"
 
 
+class _Group:
+    """The process group that ``async_save`` wants, of this process alone, while a method is open."""
+
+    def __init__(self) -> None:
+        self._users, self._own = 0, False
+
+    def enter(self) -> None:
+        if not self._users and not dist.is_initialized():
+            dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+            self._own = True
+        self._users += 1
+
+    def leave(self) -> None:
+        self._users -= 1
+        if not self._users and self._own:
+            dist.destroy_process_group()
+            self._own = False
+
+
+_group = _Group()
+
+
 class _Dcp(Method):
-    atomic = True
+    """The files are flushed, their folders are not: a power failure takes back the rename of ``.metadata``."""
+
+    durable = False
+    atomic = resumable = True
 
     def load(self, into: State) -> int:
         """Read into the tensors of ``into``."""
@@ -37,8 +62,6 @@ class DcpSave(_Dcp):
     """``dcp.save`` with two writer threads, which is its fastest here; training waits."""
 
     name = "dcp.save"
-    durable = True
-    resumable = True
 
     def save(self, state: State, step: int) -> Handle:
         """Write a new folder."""
@@ -48,17 +71,14 @@ class DcpSave(_Dcp):
 
 
 class _Async(_Dcp):
-    kind: ClassVar[AsyncCheckpointerType]
+    kind: ClassVar[str]
     shared: ClassVar[bool]
-    durable = True
-    resumable = True
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-        if not dist.is_initialized():  # async_save wants a group
-            dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+        _group.enter()
         cuda = torch.cuda.is_available()
         self._stager = DefaultStager(
             StagingOptions(
@@ -81,12 +101,14 @@ class _Async(_Dcp):
 
     def save(self, state: State, step: int) -> Handle:
         """Stage, and write in the background; a save that is still on its way is waited for: they share the memory."""
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
         if self._last is not None:
             self._last.wait()
         response: Any = async_save(
             {"state": state},
             storage_writer=FileSystemWriter(target(self.folder, step), thread_count=2),
-            async_checkpointer_type=self.kind,
+            async_checkpointer_type=AsyncCheckpointerType(self.kind),
             async_stager=self._stager,
         )
         staged, saved = getattr(response, "staging_completion", None), getattr(response, "upload_completion", response)
@@ -101,6 +123,7 @@ class _Async(_Dcp):
         finally:
             self._last = None
             self._stager.close()
+            _group.leave()
 
 
 class DcpAsyncThread(_Async):
@@ -108,7 +131,7 @@ class DcpAsyncThread(_Async):
 
     name = "dcp.async_save thread"
     overlaps = True
-    kind = AsyncCheckpointerType.THREAD
+    kind = "thread"
     shared = False
 
 
@@ -116,5 +139,5 @@ class DcpAsyncProcess(_Async):
     """Staged into shared memory, written by a process of its own."""
 
     name = "dcp.async_save process"
-    kind = AsyncCheckpointerType.PROCESS
+    kind = "process"
     shared = True

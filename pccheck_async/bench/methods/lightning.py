@@ -14,12 +14,14 @@ __all__ = ["LightningAsync"]
 
 
 class LightningAsync(Method):
-    """Without end between saves but ``teardown()``, so an empty job behind the save tells when it is over."""
+    """Nothing but ``teardown()`` tells when a save is over; here an empty job behind it does.
+
+    The file is moved from the system's temporary folder, nothing flushed: atomic where both are on one filesystem.
+    """
 
     name = "Lightning AsyncCheckpointIO"
     durable = False
-    atomic = False
-    resumable = True
+    atomic = resumable = True
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

@@ -13,11 +13,15 @@ _MARKER = ".snapshot_metadata"
 
 
 class TorchSnapshot(Method):
-    """``Snapshot.take``: training waits for all of it."""
+    """``Snapshot.take``: training waits for all of it.
+
+    It pickles what it does not know, numpy's arrays among random numbers too, and version 0.1.0 cannot load that again:
+    from torch 2.6 on, ``torch.load`` refuses it.
+    """
 
     name = "torchsnapshot"
-    durable = False
-    atomic = resumable = True
+    durable = resumable = False
+    atomic = True
 
     @classmethod
     def why_not(cls) -> str | None:
