@@ -15,13 +15,13 @@ _MARKER = ".snapshot_metadata"
 class TorchSnapshot(Method):
     """``Snapshot.take``: training waits for all of it.
 
-    It pickles what it does not know, numpy's arrays among random numbers too, and version 0.1.0 cannot load that again:
-    from torch 2.6 on, ``torch.load`` refuses it.
+    The file that makes a snapshot complete is written in place, so a kill can leave an empty one. It pickles what it
+    does not know, numpy's arrays among random numbers too, and version 0.1.0 cannot load that again: from torch 2.6 on,
+    ``torch.load`` refuses it.
     """
 
     name = "torchsnapshot"
-    durable = resumable = False
-    atomic = True
+    durable = atomic = resumable = False
 
     @classmethod
     def why_not(cls) -> str | None:
