@@ -124,6 +124,10 @@ class Result:
     place: Place
 
 
+class _DiffersError(Exception):
+    """What was restored is not what was saved."""
+
+
 @dataclass
 class _Entry:
     kind: type[Method]
@@ -302,9 +306,9 @@ class _Run:
             found = differences(saved, into)
             entry.row.verified = not found and step == self.steps
             if found:
-                raise AssertionError(f"the restored state differs in {len(found)} places, {found[0]} among them")
+                raise _DiffersError(f"the restored state differs in {len(found)} places, {found[0]} among them")
             if step != self.steps:
-                raise AssertionError(f"step {step} was restored, and {self.steps} was saved last")
+                raise _DiffersError(f"step {step} was restored, and {self.steps} was saved last")
             entry.row.restores.append(seconds)
 
         for number in range(rounds):
@@ -329,6 +333,8 @@ class _Run:
             action(entry)
         except UnsupportedError as error:
             entry.row.problem = entry.row.problem or f"skipped: {error}"
+        except _DiffersError as error:
+            entry.row.problem = entry.row.problem or f"failed: {error}"
         except Exception as error:  # noqa: BLE001 - another method's failure is a row, not the end of the measurement
             entry.row.problem = entry.row.problem or f"failed: {type(error).__name__}: {error}"[:500]
 
