@@ -1,1 +1,1 @@
-"""Benchmarks: tables of raw repetitions, the figures drawn from them, models over them, and timelines of runs."""
+"""Comparing ways to save a training state: measured side by side, drawn, and modelled."""

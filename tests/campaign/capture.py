@@ -21,8 +21,8 @@ from collections.abc import Callable
 import torch
 
 from pccheck_async import SyncCheckpointEngine, _ext
+from pccheck_async.bench.medians import summary
 from pccheck_async.memory import address_of, aligned_buffer
-from tests.campaign.figures import summary
 from tests.campaign.speed import build, change
 
 CHUNK = 8 << 20

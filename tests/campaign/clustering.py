@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from pccheck_async import SyncCheckpointEngine
-from tests.campaign.figures import median_interval
+from pccheck_async.bench.medians import median_interval
 from tests.clustering_harness import flat
 
 State = Mapping[str, Any]

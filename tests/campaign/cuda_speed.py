@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from pccheck_async import SyncCheckpointEngine
+from pccheck_async.bench.medians import summary
 from pccheck_async.capture import Capture, Snapshots
 from pccheck_async.copying import CopyBackend, make_backend
 from pccheck_async.copying.cuda import CudaCopy
@@ -27,7 +28,6 @@ from pccheck_async.operations.python import PythonOperations
 from pccheck_async.plan import Plan, Planner, scatter_segments
 from pccheck_async.pool import BufferPool
 from pccheck_async.state.targets import Target, Targets
-from tests.campaign.figures import summary
 
 GIB, MIB = 1 << 30, 1 << 20
 Figures = dict[str, list[float]]

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from pccheck_async import SyncCheckpointEngine
+from pccheck_async.bench.medians import summary
 from pccheck_async.memory import aligned_buffer
-from tests.campaign.figures import summary
 
 RECORD = 4096
 

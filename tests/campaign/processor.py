@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 from pccheck_async import SyncCheckpointEngine
-from tests.campaign.figures import busy_seconds, summary
+from pccheck_async.bench.medians import summary
+from pccheck_async.bench.usage import busy_seconds
 from tests.campaign.speed import build, change
 
 SETTLE_SECONDS = 0.3

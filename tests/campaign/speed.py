@@ -22,9 +22,10 @@ from typing import Literal
 import torch
 
 from pccheck_async import SyncCheckpointEngine
+from pccheck_async.bench.medians import summary
+from pccheck_async.bench.usage import busy_seconds
 from pccheck_async.layout import COMMIT_NAME, IDENTITY_NAME, decode_identity, newest_record, slot_name
 from tests.campaign.disk import RawDisk, Way, ways
-from tests.campaign.figures import busy_seconds, summary
 
 
 def build(nbytes: int, tensors: int) -> dict[str, torch.Tensor]:

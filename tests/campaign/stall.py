@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
 from pccheck_async import SyncCheckpointEngine
-from tests.campaign.figures import median_interval
+from pccheck_async.bench.medians import median_interval
 
 _WIDTH = 1024
 

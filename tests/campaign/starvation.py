@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from pccheck_async import CheckpointEngine
-from tests.campaign.figures import summary
+from pccheck_async.bench.medians import summary
 from tests.campaign.speed import build, change
 
 BLOCKED_SECONDS = 5.0

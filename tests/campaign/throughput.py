@@ -23,7 +23,8 @@ from torch import nn
 
 from examples.train_gpt import GPT, Windows, standard_library
 from pccheck_async import SyncCheckpointEngine
-from tests.campaign.figures import busy_seconds, median_interval
+from pccheck_async.bench.medians import median_interval
+from pccheck_async.bench.usage import busy_seconds
 
 
 class Run:

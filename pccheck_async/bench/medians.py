@@ -1,12 +1,12 @@
-"""How measured values are summed up: medians with bootstrap intervals, and processor time of the whole system."""
+"""How measured values are summed up: medians with bootstrap intervals."""
 
 from __future__ import annotations
 
-import os
 import random
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
+
+__all__ = ["median_interval", "summary"]
 
 _RESAMPLES = 2000
 
@@ -25,10 +25,3 @@ def summary(name: str, values: Sequence[float]) -> str:
         f"{name}: median {median:.3f} [{low:.3f}, {high:.3f}], "
         f"extremes {min(values):.3f} and {max(values):.3f} of {len(values)}"
     )
-
-
-def busy_seconds() -> float:
-    """Processor seconds that the whole system has spent on anything, the kernel's own threads included."""
-    fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
-    user, nice, system, _idle, _iowait, irq, softirq = map(int, fields[:7])
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")

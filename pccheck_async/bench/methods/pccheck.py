@@ -1,0 +1,61 @@
+"""This package: captured before ``save`` returns, or beside the next forward and backward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from pccheck_async import PendingCheckpoint, SyncCheckpointEngine
+from pccheck_async.bench.methods.base import Handle, Method, State
+from pccheck_async.session import IO
+
+__all__ = ["PCcheck", "PCcheckOverlapped"]
+
+
+class _Pending(Handle):
+    def __init__(self, pending: PendingCheckpoint, engine: SyncCheckpointEngine) -> None:
+        self._pending, self._engine = pending, engine
+
+    def captured(self) -> None:
+        self._engine.wait_captured()
+
+    def wait(self) -> None:
+        self._pending.result()
+
+
+class PCcheck(Method):
+    """``engine.checkpoint(state)`` as it comes: every default, nothing tuned for the benchmark."""
+
+    name = "pccheck"
+    durable = atomic = resumable = True
+
+    def __init__(self, folder: Path, *, max_in_flight: int = 2, io: IO = "auto") -> None:
+        super().__init__(folder)
+        self.engine = SyncCheckpointEngine(folder, max_in_flight=max_in_flight, io=io).open()
+
+    def save(self, state: State, step: int) -> Handle:
+        """Start a checkpoint."""
+        return _Pending(self.engine.checkpoint(state, step=step, overlap=self.overlaps), self.engine)
+
+    def load(self, into: State) -> int:
+        """Restore in place."""
+        info = self.engine.restore(into)
+        if info is None:
+            raise FileNotFoundError(f"no checkpoint in {self.folder}")
+        return info.step
+
+    def close(self) -> None:
+        """Drain and close the engine."""
+        self.engine.close()
+
+
+class PCcheckOverlapped(PCcheck):
+    """With an optimizer attached: parameters and their optimizer state are captured beside the next step."""
+
+    name = "pccheck overlapped"
+    overlaps = True
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the optimizer's steps wait for captures."""
+        self.engine.attach(optimizer)
