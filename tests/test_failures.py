@@ -517,8 +517,11 @@ def test_an_unclosed_engine_drains_at_exit(tmp_path: Path) -> None:
         """
         import sys, torch
         from pccheck_async import SyncCheckpointEngine
-        engine = SyncCheckpointEngine(sys.argv[1]).open()
-        engine.checkpoint({"tensor": torch.arange(3000) + 4, "step": 4, "big": torch.ones(30_000_000)}, step=4)
+        from pccheck_async.testing import ThrottledWriter
+        from pccheck_async.writer.posix import PosixWriter
+        slow = lambda path, operations: ThrottledWriter(PosixWriter(path, operations), total=10e6)
+        engine = SyncCheckpointEngine(sys.argv[1], io=slow).open()
+        engine.checkpoint({"tensor": torch.arange(3000) + 4, "step": 4, "big": torch.ones(5_000_000)}, step=4)
         """
     )
     ran = subprocess.run(
