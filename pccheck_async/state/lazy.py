@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
@@ -16,16 +17,20 @@ from pccheck_async.state.sources import Sources
 __all__ = ["LazyMemory", "ModuleParameters", "optimized"]
 
 _address: Final = torch.Tensor.data_ptr
+_is_contiguous: Final = torch.Tensor.is_contiguous
+_nbytes: Final = attrgetter("nbytes")
 
 
-def optimized(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
-    """Yield the parameters of ``optimizers``, and the tensors they keep for each of them (moments, step counts)."""
+def optimized(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """Return the parameters of ``optimizers``, and the tensors they keep for each of them (moments, step counts)."""
+    found: list[torch.Tensor] = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            yield from group["params"]
+            found += group["params"]
         for kept in optimizer.state.values():
             if isinstance(kept, dict):
-                yield from (value for value in kept.values() if isinstance(value, torch.Tensor))
+                found += [value for value in kept.values() if isinstance(value, torch.Tensor)]
+    return found
 
 
 class ModuleParameters:
@@ -74,7 +79,7 @@ class LazyMemory:
 
     def __init__(self, tensors: Iterable[torch.Tensor], without: Iterable[torch.Tensor] = ()) -> None:
         excluded = set(map(id, without))
-        lows, highs = _ranges(tensor for tensor in tensors if id(tensor) not in excluded)
+        lows, highs = _ranges([tensor for tensor in tensors if id(tensor) not in excluded])
         order = np.argsort(lows, kind="stable")
         lows, highs = lows[order], np.maximum.accumulate(highs[order]) if len(order) else highs
         first = np.ones(len(lows), np.bool_)
@@ -94,21 +99,21 @@ class LazyMemory:
         return (at >= 0) & (highs <= self._highs[at])
 
 
-def _ranges(tensors: Iterable[torch.Tensor]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    plain = [tensor for tensor in tensors if _is_dense(tensor)]
-    lows = np.fromiter(map(_address, plain), np.int64, len(plain))
-    highs = lows + np.array([tensor.nbytes for tensor in plain], np.int64)
-    return lows[lows < highs], highs[lows < highs]
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements are one run of bytes, in whatever order."""
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        return False
-    return tensor.is_contiguous() or _is_run(tensor.shape, tensor.stride())
+def _ranges(tensors: list[torch.Tensor]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    try:
+        dense = [*map(_is_contiguous, tensors)]  # no Python per tensor: there may be ten thousands
+        lows = np.fromiter(map(_address, tensors), np.int64, len(tensors))
+    except RuntimeError:  # a tensor without plain memory
+        return _ranges([tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_meta])
+    if not all(dense):
+        dense = [flag or _is_run(each.shape, each.stride()) for flag, each in zip(dense, tensors, strict=True)]
+    highs = lows + np.fromiter(map(_nbytes, tensors), np.int64, len(tensors))
+    known = (lows > 0) & (lows < highs) & np.array(dense, np.bool_)
+    return lows[known], highs[known]
 
 
 def _is_run(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether the elements of a tensor are one run, in whatever order."""
     reach = 1
     for step, size in sorted(zip(stride, shape, strict=True)):
         if size > 1:

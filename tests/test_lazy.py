@@ -1,0 +1,84 @@
+"""Which memory is left to captures beside training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pccheck_async.state.lazy import LazyMemory, optimized
+from pccheck_async.state.sources import PackedSource, Sources
+
+
+def covered(lazy: LazyMemory, *tensors: torch.Tensor) -> list[bool]:
+    sources = Sources()
+    for tensor in tensors:
+        sources.add(tensor.data_ptr(), tensor.nbytes, tensor)
+    return list(map(bool, lazy.covers(sources)))
+
+
+def test_what_is_inside_is_covered_and_nothing_else() -> None:
+    base = torch.zeros(100)
+    lazy = LazyMemory([base[10:40], base[40:50]])
+    inside, over, before = base[10:50], base[49:51], base[:10]
+    assert covered(lazy, inside, over, before, base, base[12:20], torch.zeros(3)) == [
+        True,
+        False,
+        False,
+        False,
+        True,
+        False,
+    ]
+
+
+def test_overlapping_and_nested_ranges() -> None:
+    base = torch.zeros(100)
+    lazy = LazyMemory([base[0:60], base[10:20], base[50:70], base[80:90]])
+    assert covered(lazy, base[0:70], base[15:70], base[60:80], base[80:90], base[69:81]) == [
+        True,
+        True,
+        False,
+        True,
+        False,
+    ]
+
+
+def test_nothing_covers_nothing() -> None:
+    assert covered(LazyMemory([]), torch.zeros(3)) == [False]
+    assert covered(LazyMemory([torch.zeros(0)]), torch.zeros(3)) == [False]
+
+
+def test_elements_in_any_order_are_one_run_but_holes_are_not_covered() -> None:
+    image = torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    flipped = torch.zeros(4, 6).t()
+    column = torch.zeros(6, 6)[:, 0]
+    lazy = LazyMemory([image, flipped, column])
+    assert covered(lazy, image, flipped, column) == [True, True, False]
+
+
+def test_tensors_without_plain_memory_are_left_out() -> None:
+    plain = torch.zeros(5)
+    sparse: Any = torch.zeros(5).to_sparse()
+    lazy = LazyMemory([torch.zeros(5, device="meta"), sparse, plain])
+    assert covered(lazy, plain) == [True]
+
+
+def test_what_is_excluded_is_not_covered() -> None:
+    one, other = torch.zeros(5), torch.zeros(5)
+    assert covered(LazyMemory([one, other], without=[other]), one, other) == [True, False]
+
+
+def test_packed_sources_are_not_covered() -> None:
+    sources = Sources()
+    sources.add_packed(PackedSource(torch.zeros(5)))
+    assert not LazyMemory([torch.zeros(5)]).covers(sources).any()
+
+
+def test_what_optimizers_keep() -> None:
+    layer = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.Adam(layer.parameters())
+    assert {id(each) for each in optimized([optimizer])} == {id(each) for each in layer.parameters()}
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    kept = [value for state in optimizer.state.values() for value in state.values()]
+    assert len(optimized([optimizer])) == 2 + len(kept) == 8
