@@ -227,11 +227,11 @@ def _resident(path: Path) -> int:
 
 
 def test_peak_memory_sees_what_came_and_went() -> None:
+    size = 32 * MIB
     with PeakMemory() as peak:
-        memory = bytearray(os.urandom(64)) * (MIB // 2)
-        size = len(memory)
-        peak.look()
-        del memory
+        with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:  # the heap may have some left
+            memory.write(bytes(size))
+            peak.look()
     assert size <= peak.nbytes < size + 64 * MIB
 
 
