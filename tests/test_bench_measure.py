@@ -227,11 +227,10 @@ def _resident(path: Path) -> int:
 
 
 def test_peak_memory_sees_what_came_and_went() -> None:
-    size = 32 * MIB
-    with PeakMemory() as peak:
-        with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:  # the heap may have some left
-            memory.write(bytes(size))
-            peak.look()
+    size, private = 32 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # the heap may have so much left
+    with PeakMemory() as peak, mmap.mmap(-1, size, flags=private) as memory:
+        memory.write(bytes(size))
+        peak.look()
     assert size <= peak.nbytes < size + 64 * MIB
 
 
