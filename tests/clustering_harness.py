@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,21 +30,6 @@ from pccheck_async.writer.base import File
 from pccheck_async.writer.posix import PosixWriter
 
 TIMEOUT = 60
-
-
-def forked(body: Callable[[], None]) -> int:
-    """Run ``body`` in a child and return what it ended with: 0, 1 where it raised, minus the signal that killed it."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            body()
-            status = 0
-        except BaseException:  # noqa: BLE001 - told, and then the child ends
-            os.write(2, traceback.format_exc().encode())
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @dataclass

@@ -18,16 +18,21 @@ def open_files(folder: Path) -> list[str]:
     return [link for link in links if link.startswith(str(folder))]
 
 
-def passes_in_a_forked_child(check: Callable[[], None]) -> bool:
-    """Whether ``check`` raises nothing in a forked child, which never returns into the test runner."""
+def forked(body: Callable[[], None]) -> int:
+    """Run ``body`` in a child and return what it ended with: 0, 1 where it raised, minus the signal that killed it."""
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            check()
+            body()
             status = 0
         except BaseException:  # noqa: BLE001 - told, and then the child ends
             os.write(2, traceback.format_exc().encode())
         finally:
             os._exit(status)
-    return os.waitpid(child, 0)[1] == 0
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def passes_in_a_forked_child(check: Callable[[], None]) -> bool:
+    """Whether ``check`` raises nothing in a forked child, which never returns into the test runner."""
+    return forked(check) == 0

@@ -14,7 +14,8 @@ import torch
 
 from pccheck_async import load_sync
 from pccheck_async.cli.compare import compare_states
-from tests.clustering_harness import Comparison, Program, cuts, forked, save_by_engine, savez_in_place
+from tests.clustering_harness import Comparison, Program, cuts, save_by_engine, savez_in_place
+from tests.processes import forked
 
 gmm: Any = importlib.import_module("pccheck_async.examples.gmm")  # it lies in examples/
 clustering: Any = importlib.import_module("pccheck_async.examples.clustering")

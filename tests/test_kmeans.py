@@ -18,10 +18,10 @@ from tests.clustering_harness import (
     Comparison,
     Program,
     cuts,
-    forked,
     save_by_engine,
     savez_in_place,
 )
+from tests.processes import forked
 
 kmeans: Any = importlib.import_module("pccheck_async.examples.kmeans")  # it lies in examples/
 clustering: Any = importlib.import_module("pccheck_async.examples.clustering")
