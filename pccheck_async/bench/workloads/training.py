@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from abc import abstractmethod
 from importlib.util import find_spec
 from typing import Any
 
@@ -27,11 +28,13 @@ class _Training(Workload):
         self.rng = RNGState()
         self.losses: list[float] = []
 
+    @abstractmethod
     def data_state(self) -> State:
-        raise NotImplementedError
+        """Return the place in the data."""
 
+    @abstractmethod
     def loss(self) -> torch.Tensor:
-        raise NotImplementedError
+        """Return the loss of the next batch."""
 
     def state(self) -> State:
         """Return all that a run needs to go on with the same bits."""
