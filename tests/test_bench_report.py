@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
@@ -54,7 +54,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def rows(values: dict[str, Sequence[float]], **about: Any) -> list[Row]:
+def rows(values: Mapping[str, Sequence[float]], **about: Any) -> list[Row]:
     """Return rows of methods with a value for each repetition."""
     about = {"figure": "made up", "x": 1.0, "unit": "s", **about}
     return [
@@ -211,7 +211,7 @@ def test_points_and_series() -> None:
     made = [
         row
         for x, factor in ((0.0, 3.0), (1.0, 0.5), (10.0, 4.0), (20.0, 2.0))
-        for row in rows({"pccheck": NINE, "gpm": times(factor)}, figure="checkfreq", x=x, unit="%")
+        for row in rows({"pccheck": NINE, "gpm": times(factor)}, figure="checkfreq", x=x)
     ]
     (table,) = sum_up(made)
     assert [group.title for group in table.groups] == [
@@ -232,6 +232,22 @@ def test_points_and_series() -> None:
     series += rows({"gpm": times(9)}, series="4")
     assert [part.by for part in compare(sum_up(series)[0])[0].parts] == ["3.00 × [3.00, 3.00]"]
     assert compare(sum_up(rows({"gpm": NINE, "torch_save": NINE}))[0]) == []
+
+
+def test_percentages_are_subtracted() -> None:
+    """An overhead may be 0, and twice next to nothing is next to nothing."""
+    made = {"pccheck": [0.0, 0.0, 1.0] * 3, "gpm": [2.0, 3.0, 3.5] * 3, "dcp": [0.0, 1.0, 0.5] * 3}
+    gpm, dcp = compare(sum_up(rows(made, unit="%"))[0])
+    assert [(part.verdict, part.by) for part in gpm.parts] == [("ahead", "2.50 points [2.00, 3.00]")]
+    assert [part.verdict for part in dcp.parts] == ["unclear"]
+    assert compare(sum_up(rows(made))[0])[0].parts[0].by == "∞ × (one of the two is 0)"
+
+
+def test_predictions_are_compared_and_not_counted() -> None:
+    (table,) = sum_up(rows({"pccheck": NINE, "gpm": times(0.5)}, figure="9", unit="steps/s"))
+    (comparison,) = compare(table)
+    assert comparison.parts[0].verdict == "ahead"
+    assert count([comparison])["ahead"] == 0
 
 
 # -- running
@@ -412,7 +428,7 @@ def test_hostile_strings_are_text(tmp_path: Path) -> None:
     read = page(out, tmp_path)
     assert not {"script", "img"} & set(read.tags)
     assert all(each.startswith(("data:", "#")) for each in read.references)
-    for text in (f"{hostile} one, </table>", "In <b>s;", "<img src=https://example.com/x.png onerror=alert(1)>", '"&'):
+    for text in (f"{hostile} one, </table>", "In <b>s.", "<img src=https://example.com/x.png onerror=alert(1)>", '"&'):
         assert text in read.text
     assert f"</table>: 2.00 × [2.00, 2.00] behind {hostile}" in read.text  # said plainly, first
     assert f"</table>: 2.00 × [2.00, 2.00] behind {hostile}" in read.text[: read.text.index("Where pccheck_async is")]

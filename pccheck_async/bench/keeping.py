@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ import msgspec
 
 from pccheck_async.bench.experiments import Experiment, Findings, Settings
 from pccheck_async.bench.figures import draw_rows, draw_timeline
-from pccheck_async.bench.methods import METHODS
+from pccheck_async.bench.methods import METHODS, Method
 from pccheck_async.bench.outcome import MethodInfo, Outcome, TimelineFiles, file_name, read_outcome, replace_file
 from pccheck_async.bench.place import survey
 from pccheck_async.bench.table import Row, TableError, write_rows
@@ -165,6 +165,8 @@ def _versions() -> dict[str, str]:
 
 
 def _known() -> dict[str, MethodInfo]:
+    """Return what there is to know of every method, those that one experiment has for itself among them."""
+    kinds = {kind.name: kind for kind in _kinds(Method) if hasattr(kind, "name")} | METHODS
     return {
         name: MethodInfo(
             durable=kind.durable,
@@ -174,5 +176,13 @@ def _known() -> dict[str, MethodInfo]:
             about=(kind.__doc__ or "").strip().partition("\n\n")[0].replace("\n    ", " ").replace("``", ""),
             why_not=kind.why_not() or "",
         )
-        for name, kind in METHODS.items()
+        for name, kind in kinds.items()
     }
+
+
+def _kinds(kind: type) -> Iterator[type[Method]]:
+    each: type[Method]
+    for each in kind.__subclasses__():
+        if each.__module__.startswith("pccheck_async."):
+            yield each
+        yield from _kinds(each)

@@ -26,7 +26,7 @@ class Part:
 
     Attributes:
         verdict: Whether the baseline is ahead; "single" where one run each is too little to say.
-        by: By how many times it is worse (behind) or else better, as text.
+        by: By how many times it is worse (behind) or else better, of percentages by how many points; as text.
         where: Which points, as text; empty where there is one only.
         points: How many.
     """
@@ -46,6 +46,7 @@ class Comparison:
         method: The other's name in the table.
         label: As people call it.
         own: Whether the other is this package too.
+        predicted: Whether a model says so, and no measurement.
         parts: One for each verdict that there is.
     """
 
@@ -53,7 +54,13 @@ class Comparison:
     method: str
     label: str
     own: bool
+    predicted: bool
     parts: Sequence[Part]
+
+    @property
+    def counts(self) -> bool:
+        """Whether it says how this package compares with others, by measurement."""
+        return not self.own and not self.predicted
 
 
 def compare(table: Summed) -> list[Comparison]:
@@ -67,17 +74,17 @@ def compare(table: Summed) -> list[Comparison]:
                 found.setdefault(line.method, []).append((group, line))
     name = method_style(table.baseline).label
     return [
-        Comparison(name, method, points[0][1].label, is_own(method), _parts(table, points))
+        Comparison(name, method, points[0][1].label, is_own(method), table.predicted, _parts(table, points))
         for method, points in found.items()
     ]
 
 
 def count(comparisons: Iterable[Comparison]) -> dict[Verdict, int]:
-    """Return how many points have each verdict, those against this package itself left out."""
+    """Return how many points have each verdict, those against this package itself left out, and predictions."""
     found: dict[Verdict, int] = dict.fromkeys(VERDICTS, 0)
     for comparison in comparisons:
         for part in comparison.parts:
-            found[part.verdict] += 0 if comparison.own else part.points
+            found[part.verdict] += part.points if comparison.counts else 0
     return found
 
 
@@ -96,24 +103,16 @@ def _parts(table: Summed, points: Sequence[tuple[Group, Line]]) -> list[Part]:
 
 
 def _advantage(table: Summed, line: Line) -> Ratio:
-    """Return by how many times the baseline is better: above 1 where it is."""
+    """Return by how much the baseline is better: more than equal methods have where it is."""
     assert line.ratio is not None
-    return _inverse(line.ratio) if table.more_is_better else line.ratio
-
-
-def _inverse(ratio: Ratio) -> Ratio:
-    def one_by(value: float | None) -> float | None:
-        return None if value is None else (1 / value if value else math.inf)
-
-    value = one_by(ratio.value)
-    assert value is not None
-    return Ratio(value, one_by(ratio.high), one_by(ratio.low), ratio.pairs)
+    return line.ratio.turned() if table.more_is_better else line.ratio
 
 
 def _verdict(table: Summed, group: Group, line: Line, advantage: Ratio) -> Verdict:
     """By the interval where rounds pair up, else by the extremes: only what does not overlap is told apart."""
     if advantage.low is not None and advantage.high is not None:
-        return "ahead" if advantage.low > 1 else "behind" if advantage.high < 1 else "unclear"
+        same = advantage.same
+        return "ahead" if advantage.low > same else "behind" if advantage.high < same else "unclear"
     base = next(
         (
             each
@@ -132,15 +131,15 @@ def _verdict(table: Summed, group: Group, line: Line, advantage: Ratio) -> Verdi
 
 
 def _by(verdict: Verdict, advantages: Sequence[Ratio]) -> str:
-    ratios = [_inverse(each) for each in advantages] if verdict == "behind" else list(advantages)
+    ratios = [each.turned() for each in advantages] if verdict == "behind" else list(advantages)
     low, high = min(ratio.value for ratio in ratios), max(ratio.value for ratio in ratios)
-    zero = " (one of the two is 0)" if math.isinf(high) else ""
-    if len(ratios) > 1 and number(low, 3) != number(high, 3):
-        return f"{number(low, 3)} to {number(high, 3)} ×{zero}"
     (one, *_) = ratios
-    if zero or len(ratios) > 1 or one.low is None or one.high is None:
-        return f"{number(one.value, 3)} ×{zero}"
-    return f"{number(one.value, 3)} × [{number(one.low, 3)}, {number(one.high, 3)}]"
+    unit = "points" if one.difference else "× (one of the two is 0)" if math.isinf(high) else "×"
+    if len(ratios) > 1 and number(low, 3) != number(high, 3):
+        return f"{number(low, 3)} to {number(high, 3)} {unit}"
+    if math.isinf(high) or len(ratios) > 1 or one.low is None or one.high is None:
+        return f"{number(one.value, 3)} {unit}"
+    return f"{number(one.value, 3)} {unit} [{number(one.low, 3)}, {number(one.high, 3)}]"
 
 
 def _where(table: Summed, points: Sequence[tuple[Group, Line, Ratio]], total: int) -> str:

@@ -22,6 +22,7 @@ BASELINE = "pccheck"
 REFERENCES = ("none", "ideal")
 """What stands in a ``method`` column and is no way to save."""
 
+_PREDICTED = ("9",)
 _BYTES = ("B", "byte", "bytes")
 _RATE = re.compile(r"/\s*(s|min|h)$")
 
@@ -31,27 +32,44 @@ Values = Mapping[int, float]
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Values of a method by those of the baseline.
+    """Values of a method by those of the baseline; of percentages, which may be 0, those of the baseline subtracted.
 
     Attributes:
         value: The median of the rounds' ratios; where rounds do not pair up, the ratio of the medians.
         low: The lower end of its 95 % bootstrap interval, None where fewer than two rounds pair up.
         high: The upper end.
         pairs: How many rounds did.
+        difference: Whether it is a difference, which is 0 where a ratio is 1.
     """
 
     value: float
     low: float | None
     high: float | None
     pairs: int
+    difference: bool = False
 
     @classmethod
-    def of(cls, values: Values, base: Values) -> Ratio:
+    def of(cls, values: Values, base: Values, *, difference: bool = False) -> Ratio:
         """Compare repetition by repetition where both have it: interleaved rounds saw the same disturbances."""
+        compare = _subtract if difference else _divide
         both = sorted(values.keys() & base.keys())
         if len(both) < 2:
-            return cls(_divide(median(values.values()), median(base.values())), None, None, 0)
-        return cls(*median_interval([_divide(values[each], base[each]) for each in both]), len(both))
+            return cls(compare(median(values.values()), median(base.values())), None, None, 0, difference)
+        return cls(*median_interval([compare(values[each], base[each]) for each in both]), len(both), difference)
+
+    @property
+    def same(self) -> float:
+        """What it is of equal methods."""
+        return 0.0 if self.difference else 1.0
+
+    def turned(self) -> Ratio:
+        """Return the baseline's by the method's."""
+
+        def turn(value: float) -> float:
+            return -value if self.difference else 1 / value if value else math.inf
+
+        low, high = (None if end is None else turn(end) for end in (self.high, self.low))
+        return Ratio(turn(self.value), low, high, self.pairs, self.difference)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +122,7 @@ class Summed:
         workload: What was saved, may be empty.
         unit: Of all values.
         more_is_better: Rates are the better the higher they are; all else costs.
+        predicted: Whether a model says so, and no measurement.
         baseline: The method that ratios are to; None where none of this package's is there.
         groups: By x, ascending.
     """
@@ -115,13 +134,14 @@ class Summed:
     workload: str
     unit: str
     more_is_better: bool
+    predicted: bool
     baseline: str | None
     groups: Sequence[Group]
 
     @property
-    def has_series(self) -> bool:
-        """Whether there is a second parameter."""
-        return any(line.series for group in self.groups for line in group.lines)
+    def has_ratios(self) -> bool:
+        """Whether anything is compared."""
+        return any(line.ratio for group in self.groups for line in group.lines)
 
     @property
     def has_floor(self) -> bool:
@@ -145,7 +165,7 @@ def is_own(method: str) -> bool:
 def number(value: float, digits: int = 4) -> str:
     """Return a number for people: so many significant digits, no exponent unless there is no way without."""
     if not math.isfinite(value):
-        return "∞"
+        return "∞" if value > 0 else "-∞"
     if value == 0:
         return "0"
     rounded = f"{value:.{digits - 1}e}"
@@ -185,7 +205,7 @@ def _sum_up(figure: str, workload: str, rows: Sequence[Row]) -> Summed:
             label=method_style(method, methods).label,
             series=series,
             point=Point.of(list(values[key].values())),
-            ratio=Ratio.of(values[key], base) if base else None,
+            ratio=Ratio.of(values[key], base, difference=rows[0].unit == "%") if base else None,
             floor=median(floors[key]) if key in floors else None,
         )
 
@@ -205,9 +225,14 @@ def _sum_up(figure: str, workload: str, rows: Sequence[Row]) -> Summed:
         workload=workload,
         unit=rows[0].unit,
         more_is_better=_RATE.search(rows[0].unit) is not None,
+        predicted=figure in _PREDICTED,
         baseline=baseline,
         groups=groups,
     )
+
+
+def _subtract(one: float, other: float) -> float:
+    return one - other
 
 
 def _divide(one: float, other: float) -> float:
