@@ -100,6 +100,8 @@ def _run_all(
             earlier = kept(experiment, settings, out) if resume else None
             if earlier is None:
                 tell("starting")
+                if not console.is_terminal:
+                    console.print(Text(f"{name}: running"), soft_wrap=True)
                 own = Settings(settings.folder, settings.quick, settings.repetitions, settings.methods, tell)
                 outcome = run_experiment(experiment, own, out)
             else:
