@@ -189,7 +189,8 @@ def test_who_is_ahead(unit: str, better: float) -> None:
     assert verdicts["worse"] == [("ahead", "2.00 × [2.00, 2.00]")]
     assert verdicts["better"] == [("behind", "2.00 × [2.00, 2.00]")]
     assert [verdict for verdict, _ in verdicts["alike"]] == ["unclear"]
-    assert [verdict for verdict, _ in verdicts["once"]] == ["single"]
+    assert verdicts["once"] == [("ahead", f"{number(1.92 if better < 1 else 2.08, 3)} ×")]
+    assert comparisons["once"].parts[0].single
     assert [name for name, each in comparisons.items() if each.own] == ["pccheck overlapped"]
     assert "ideal" not in comparisons
     assert count(comparisons.values()) == {"behind": 1, "ahead": 2, "unclear": 1, "single": 1}

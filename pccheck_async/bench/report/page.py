@@ -163,11 +163,13 @@ def _render(sections: Sequence[_Section]) -> str:
     environment.filters |= {"number": number, "ratio": lambda value: number(value, 3)}
     outcomes = [section.outcome for section in sections if section.outcome is not None]
     compared = [metric for metric in metrics if metric.comparisons]
+    comparisons = [comparison for metric in compared for comparison in metric.comparisons]
     return environment.get_template("page.html").render(
         sections=sections,
         metrics=compared,
         alone=[metric.table for metric in metrics if not metric.comparisons],
-        counts=count(comparison for metric in compared for comparison in metric.comparisons),
+        counts=count(comparisons),
+        any_behind=any(each.counts and part.verdict == "behind" for each in comparisons for part in each.parts),
         fewest=_fewest(metric.table for metric in compared),
         methods={method: _info(method, known) for method in measured},
         absent={name: info.why_not for name, info in known.items() if info.why_not and name not in measured},

@@ -12,9 +12,9 @@ from pccheck_async.bench.report.tables import REFERENCES, Group, Line, Ratio, Su
 
 __all__ = ["VERDICTS", "Comparison", "Part", "Verdict", "compare", "count"]
 
-Verdict = Literal["behind", "ahead", "unclear", "single"]
+Verdict = Literal["behind", "ahead", "unclear"]
 
-VERDICTS: tuple[Verdict, ...] = ("behind", "ahead", "unclear", "single")
+VERDICTS: tuple[Verdict, ...] = ("behind", "ahead", "unclear")
 """In the order in which they are told."""
 
 _FEW_POINTS = 3
@@ -25,13 +25,15 @@ class Part:
     """The points at which one verdict holds.
 
     Attributes:
-        verdict: Whether the baseline is ahead; "single" where one run each is too little to say.
+        verdict: Whether the baseline is ahead.
+        single: Whether that is from one run of a method, and so no more than what was seen.
         by: By how many times it is worse (behind) or else better, of percentages by how many points; as text.
         where: Which points, as text; empty where there is one only.
         points: How many.
     """
 
     verdict: Verdict
+    single: bool
     by: str
     where: str
     points: int
@@ -79,26 +81,27 @@ def compare(table: Summed) -> list[Comparison]:
     ]
 
 
-def count(comparisons: Iterable[Comparison]) -> dict[Verdict, int]:
-    """Return how many points have each verdict, those against this package itself left out, and predictions."""
-    found: dict[Verdict, int] = dict.fromkeys(VERDICTS, 0)
+def count(comparisons: Iterable[Comparison]) -> dict[str, int]:
+    """Return how many points have each verdict, and under "single" those of one run.
+
+    Those against this package itself are left out, and predictions.
+    """
+    found = dict.fromkeys((*VERDICTS, "single"), 0)
     for comparison in comparisons:
         for part in comparison.parts:
-            found[part.verdict] += part.points if comparison.counts else 0
+            found["single" if part.single else part.verdict] += part.points if comparison.counts else 0
     return found
 
 
 def _parts(table: Summed, points: Sequence[tuple[Group, Line]]) -> list[Part]:
-    by_verdict: dict[Verdict, list[tuple[Group, Line, Ratio]]] = {}
+    found: dict[tuple[Verdict, bool], list[tuple[Group, Line, Ratio]]] = {}
     for group, line in points:
         advantage = _advantage(table, line)
-        by_verdict.setdefault(_verdict(table, group, line, advantage), []).append((group, line, advantage))
+        found.setdefault(_verdict(table, group, line, advantage), []).append((group, line, advantage))
     parts = []
-    for verdict in VERDICTS:
-        own = by_verdict.get(verdict, [])
-        if own:
-            where = "" if len(points) == 1 else _where(table, own, len(points))
-            parts.append(Part(verdict, _by(verdict, [ratio for _, _, ratio in own]), where, len(own)))
+    for (verdict, single), own in sorted(found.items(), key=lambda item: (item[0][1], VERDICTS.index(item[0][0]))):
+        where = "" if len(points) == 1 else _where(table, own, len(points))
+        parts.append(Part(verdict, single, _by(verdict, [ratio for _, _, ratio in own]), where, len(own)))
     return parts
 
 
@@ -108,11 +111,15 @@ def _advantage(table: Summed, line: Line) -> Ratio:
     return line.ratio.turned() if table.more_is_better else line.ratio
 
 
-def _verdict(table: Summed, group: Group, line: Line, advantage: Ratio) -> Verdict:
-    """By the interval where rounds pair up, else by the extremes: only what does not overlap is told apart."""
+def _verdict(table: Summed, group: Group, line: Line, advantage: Ratio) -> tuple[Verdict, bool]:
+    """By the interval where rounds pair up, else by the extremes: only what does not overlap is told apart.
+
+    Returns:
+        It, and whether it is from one run.
+    """
+    same = advantage.same
     if advantage.low is not None and advantage.high is not None:
-        same = advantage.same
-        return "ahead" if advantage.low > same else "behind" if advantage.high < same else "unclear"
+        return "ahead" if advantage.low > same else "behind" if advantage.high < same else "unclear", False
     base = next(
         (
             each
@@ -123,11 +130,11 @@ def _verdict(table: Summed, group: Group, line: Line, advantage: Ratio) -> Verdi
         None,
     )
     if base is None or min(base.point.count, line.point.count) < 2:
-        return "single"
+        return "ahead" if advantage.value > same else "behind" if advantage.value < same else "unclear", True
     above, below = line.point.low > base.point.high, line.point.high < base.point.low
     if table.more_is_better:
         above, below = below, above
-    return "ahead" if above else "behind" if below else "unclear"
+    return "ahead" if above else "behind" if below else "unclear", False
 
 
 def _by(verdict: Verdict, advantages: Sequence[Ratio]) -> str:
