@@ -100,6 +100,11 @@ def test_ls_of_a_damaged_store(tmp_path: Path) -> None:
         ["tune", "x", "--size=big"],
         ["tune", "x", "--size=0"],
         ["tune", "x", "--seconds=0"],
+        ["bench", "run"],
+        ["bench", "run", "--folder=x"],
+        ["bench", "run", "--folder=x", "--out=x", "--repetitions=0"],
+        ["bench", "run", "nonsense", "--folder=x", "--out=x"],
+        ["bench", "report", "x"],
         ["nonsense"],
     ],
 )

@@ -4,12 +4,11 @@ Rules: every tensor changes before each save; nothing is dirty in the page cache
 back after it counts as its processor time; each restore starts with a cold page cache, goes into tensors that exist,
 and is compared bit by bit with what was saved; a method that fails, or whose restore differs, gets a row that says so.
 
-Run: ``python -m pccheck_async.bench.measure --folder DIR [--methods pccheck "torch.save + fsync"] [--gib 0.5]``.
+Run: ``pccheck bench run costs --folder DIR --out DIR [--methods pccheck --methods "torch.save + fsync"]``.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import random
@@ -22,10 +21,10 @@ from pathlib import Path
 
 from pccheck_async.bench.bits import differences, scribble
 from pccheck_async.bench.medians import median_interval
-from pccheck_async.bench.methods import METHODS, Method, State, UnsupportedError, find_method
+from pccheck_async.bench.methods import Method, State, UnsupportedError, find_method
 from pccheck_async.bench.place import Place, survey
 from pccheck_async.bench.usage import PeakMemory, busy_seconds, dirty_bytes, evict, stored_bytes
-from pccheck_async.bench.workloads import Raw, Sleeping, SlowDevice, Workload
+from pccheck_async.bench.workloads import SlowDevice, Workload
 
 __all__ = ["Measured", "Result", "Row", "Sample", "measure"]
 
@@ -363,36 +362,3 @@ def _sum_up(rows: list[Row], baseline: str, nbytes: int) -> None:
             pairs = zip(values, base.get(name, []), strict=False)  # a method that failed has fewer rounds
             ratios = [value / other for value, other in pairs if other] or [float("nan")]
             row.figures[name] = Measured(*median_interval(values), *median_interval(ratios), len(values))
-
-
-def main() -> None:
-    """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--methods", nargs="*", default=list(METHODS))
-    parser.add_argument("--gib", type=float, default=0.5)
-    parser.add_argument("--tensors", type=int, default=100)
-    parser.add_argument("--step-seconds", type=float, default=0.0, help="a trainer that sleeps for so long; 0: none")
-    parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
-    nbytes = int(args.gib * 2**30)
-    workload = Sleeping(nbytes, args.tensors, args.step_seconds) if args.step_seconds else Raw(nbytes, args.tensors)
-    result = measure(args.methods, workload, args.folder, args.rounds)
-    print(result.place)
-    print(f"{result.workload}, {result.state_bytes} bytes, {result.rounds} rounds, ratios to {result.baseline}")
-    for row in result.rows:
-        flags = "".join(
-            letter if on else "-" for letter, on in zip("dar", (row.durable, row.atomic, row.resumable), strict=True)
-        )
-        print(f"{row.method} ({flags}): {row.problem or f'verified {row.verified}'}")
-        for name, one in row.figures.items():
-            print(
-                f"    {name:10} {one.median:8.4f} [{one.low:.4f}, {one.high:.4f}]"
-                f"  ratio {one.ratio:6.2f} [{one.ratio_low:.2f}, {one.ratio_high:.2f}]"
-            )
-        mib = [f"{value >> 20} MiB" for value in (row.dirty_bytes or 0, row.memory_bytes, row.stored_bytes)]
-        print("    dirty {}, memory {}, stored {}".format(*mib))
-
-
-if __name__ == "__main__":
-    main()

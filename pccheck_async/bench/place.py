@@ -52,7 +52,7 @@ def survey(folder: Path) -> Place:
         filesystem=filesystem_type(folder),
         direct=_direct(folder),
         python=platform.python_version(),
-        torch=torch.__version__,
+        torch=str(torch.__version__),
     )
 
 

@@ -20,7 +20,7 @@ def _size(text: str) -> int:
 
 app = typer.Typer(
     name="pccheck",
-    help="Look at checkpoint stores, and see a training run survive a SIGKILL.",
+    help="Look at checkpoint stores, see a training run survive a SIGKILL, tune, and measure.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -11,10 +11,77 @@ __all__ = ["app"]
 
 app = typer.Typer(
     name="bench",
-    help="Draw the figures of the benchmarks, and predict what failures cost.",
+    help="Measure ways to save side by side, draw and report what was found, and predict what failures cost.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+
+
+@app.command("run")
+def run_run(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Experiments (default: all).")] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Where to save while measuring: on the disk that is measured. Left as it was.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the tables, figures and timelines.")] = None,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Small states, few rounds: shows that it runs, not what the machine reaches."),
+    ] = False,
+    repetitions: Annotated[
+        int | None, typer.Option(min=1, help="Rounds of everything (default: as many as each experiment takes).")
+    ] = None,
+    methods: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[,NAME...]", help="Compare these only (default: all that run here); may be repeated."
+        ),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Leave out what OUT has already, measured with the same settings.")
+    ] = False,
+    show_list: Annotated[bool, typer.Option("--list", help="Show which experiments there are, and run none.")] = False,
+) -> None:
+    """Run experiments and write what they find, each as soon as it ends; Ctrl-C keeps those that ended.
+
+    Nothing else should use the disk or the cores meanwhile. OUT gets for each experiment NAME.csv (every repetition),
+    NAME.json (when, where, how, and what to know), NAME-FIGURE.png where matplotlib is installed, and timelines for
+    https://ui.perfetto.dev. Exit status: 0 measured, 1 an experiment failed or one that was named cannot run here, 2
+    wrong usage, 130 interrupted.
+    """
+    from pccheck_async.cli import bench_run
+
+    if show_list:
+        raise typer.Exit(bench_run.show_list())
+    if folder is None or out is None:
+        raise typer.BadParameter("say where to save while measuring (--folder) and where to write the findings (--out)")
+    asked = [name.strip() for text in methods or [] for name in text.split(",") if name.strip()]
+    raise typer.Exit(
+        bench_run.run(
+            names or [],
+            folder=folder,
+            out=out,
+            quick=quick,
+            repetitions=repetitions,
+            methods=asked or None,
+            resume=resume,
+        )
+    )
+
+
+@app.command("report")
+def run_report(
+    source: Annotated[Path, typer.Argument(metavar="OUT", help="Folder that `pccheck bench run` wrote.")],
+    html: Annotated[Path, typer.Option(help="The page to write.")],
+) -> None:
+    """Make one HTML page of what was measured: who is ahead where and by how much, all tables, all figures.
+
+    The page needs no other file and no network. Exit status: 0 written, 1 a file cannot be read or written or is
+    damaged, 2 wrong usage, 3 there is nothing in OUT.
+    """
+    from pccheck_async.cli.bench_report import run
+
+    raise typer.Exit(run(source, html))
 
 
 @app.command("goodput")
