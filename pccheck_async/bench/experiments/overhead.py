@@ -194,7 +194,7 @@ class _Steered:
             engine.drain()
             after = plain_block(self._workload, self._plan.plain_steps)
             share = passed / self._plan.phase_seconds
-            place = early if share < 0.25 else late if share >= 0.5 else None
+            place = early if share < 0.25 or (early and early not in self.parts) else late if share >= 0.5 else None
             if place is not None:
                 part = self.parts.setdefault(place, _Part())
                 part.overheads.append(seconds / ((before + after) / 2) - 1)
@@ -203,7 +203,7 @@ class _Steered:
             before = after
 
     def _segment(self, engine: SyncCheckpointEngine) -> float:
-        """Train over at least two checkpoints and to the end of the last; returns the seconds of a step."""
+        """Train until the second checkpoint ended, for half a phase at most; returns the seconds of a step."""
         state = {"model": self._workload.model, "optimizer": self._workload.optimizer, "rng": self._workload.rng}
         admitted, first, start = engine.statistics().admitted, self._step, time.perf_counter()
         most = max(3 * (self._policy.decision().interval or 0), 4 * self._plan.plain_steps)
@@ -212,7 +212,8 @@ class _Steered:
                 self._workload.step()
             self._step += 1
             now = engine.statistics()
-            if now.admitted - admitted >= 2 and not now.in_flight:
+            long = time.perf_counter() - start > self._plan.phase_seconds / 2
+            if long or (now.admitted - admitted >= 2 and not now.in_flight):
                 break
         return (time.perf_counter() - start) / (self._step - first)
 

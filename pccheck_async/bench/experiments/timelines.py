@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -15,7 +16,8 @@ from pccheck_async.bench.workloads import GPT
 from pccheck_async.operations.base import Operations
 from pccheck_async.session import IO
 from pccheck_async.testing import ThrottledWriter
-from pccheck_async.writer import Writer
+from pccheck_async.tracing import tell, traced
+from pccheck_async.writer import File, Writer
 from pccheck_async.writer.posix import PosixWriter
 
 __all__ = ["Timelines"]
@@ -36,6 +38,20 @@ _QUICK = _Plan((192, 4, 32, 1), 2, 6, 12)
 _IN_FLIGHT = 3
 _PERIODS = 2.5
 """Intervals that the slow disk needs for one checkpoint: several are always on their way."""
+
+
+class _SlowWriter(ThrottledWriter):
+    """Tells of writes as the slow device would do them, and not of what the disk below does."""
+
+    async def write(self, file: File, offset: int, data: memoryview) -> None:
+        now, start = traced.get(), time.perf_counter()
+        quiet = traced.set(None)
+        try:
+            await super().write(file, offset, data)
+        finally:
+            traced.reset(quiet)
+            if now is not None:
+                tell(now, "write", start, time.perf_counter(), len(data))
 
 
 class Timelines(Experiment):
@@ -61,7 +77,7 @@ class Timelines(Experiment):
         per_stream = workload.nbytes / (_PERIODS * plan.interval * step_seconds)
 
         def slowed(path: str, operations: Operations) -> Writer:
-            return ThrottledWriter(PosixWriter(path, operations), per_stream=per_stream)
+            return _SlowWriter(PosixWriter(path, operations), per_stream=per_stream)
 
         disks: dict[str, IO] = {"this disk": "auto", f"{per_stream / 1e6:.0f} MB/s per stream": slowed}
         found = Findings()
