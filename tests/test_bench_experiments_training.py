@@ -16,6 +16,8 @@ import torch
 from pccheck_async.bench.experiments import EXPERIMENTS, Findings, Settings, overhead
 from pccheck_async.bench.experiments.race import Alone, Contender, Race
 from pccheck_async.bench.figures import draw_table, draw_timeline
+from pccheck_async.bench.figures.style import method_style
+from pccheck_async.bench.goodput import redo_seconds
 from pccheck_async.bench.methods import METHODS, Handle, State
 from pccheck_async.bench.methods.base import Background
 from pccheck_async.bench.methods.torch_save import TorchSave
@@ -192,6 +194,13 @@ def test_throughput_has_every_method_interval_and_round(throughput: Findings) ->
     assert {row.figure for row in throughput.rows} == {"8", "8-drain", "9"}
     assert any("m / (B f t)" in note and "every 10" in note for note in throughput.notes)
     assert sum("of the floor" in note for note in throughput.notes) == 4
+
+
+def test_every_method_has_a_look_and_a_place_in_the_model_of_goodput() -> None:
+    looks = {(style.colour, style.marker) for style in map(method_style, METHODS)}
+    assert len(looks) == len(METHODS)
+    for name in METHODS:
+        assert redo_seconds(name, "worst", interval=10, step_seconds=1.0, load_seconds=1.0, durable_seconds=1.0) >= 11
 
 
 def test_from_throughput_to_goodput_to_pictures(throughput: Findings, tmp_path: Path) -> None:

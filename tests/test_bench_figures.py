@@ -143,6 +143,16 @@ def rows_of(figure: str) -> list[Row]:
             workloads=("alone", "beside another job"),
             floor=lambda _: 5.0,
         )
+    if figure == "8-drain":
+        return measured(
+            figure, "s", lambda method, _, x: COST[method] / x, xs=(1, 10), methods=("checkfreq", "pccheck")
+        )
+    if figure in ("adaptive", "adaptive-k"):
+        floor = (lambda _: 3.0) if figure == "adaptive" else None
+        unit = "%" if figure == "adaptive" else "steps"
+        return measured(
+            figure, unit, lambda _, __, x: 10 + x, xs=(1, 2, 3, 4), methods=("Adaptive", "YoungDaly"), floor=floor
+        )
     assert figure == "hpec"
     costs = {"savez_compressed": 20.0, "savez_durable": 6.0, "savez": 3.0, "shelf": 1.2, "shelf_in_place": 0.6}
     return measured(
