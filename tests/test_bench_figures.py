@@ -381,3 +381,14 @@ def test_plot_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     result = runner.invoke(app, ["bench", "plot", str(both), f"--out={png}", "--figure=12"])
     assert result.exit_code == 2
     assert "matplotlib" in result.stderr
+
+
+def test_panels_share_an_axis_that_shows_all_of_them(tmp_path: Path, drawn: list[Figure]) -> None:
+    rows = [
+        Row(figure="8", workload=workload, method="pccheck", x=1, value=value, unit="steps/s")
+        for workload, value in (("small", 1.0), ("large", 5.0), ("middle", 2.0))
+    ]
+    draw_rows(rows, tmp_path / "8.png")
+    for axes in drawn[0].axes:
+        assert axes.get_ylim()[0] == 0
+        assert axes.get_ylim()[1] >= 5.0

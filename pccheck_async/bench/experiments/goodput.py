@@ -8,11 +8,16 @@ from collections.abc import Mapping, Sequence
 from pccheck_async.bench.goodput import Case, Run, poisson_failures, predict
 from pccheck_async.bench.table import Row
 
-__all__ = ["predict_goodput"]
+__all__ = ["GOODPUT_NOTE", "predict_goodput"]
 
 _SECONDS, _MTBF = 13545.0, 265.0
 """Length and failure rate of the spot trace behind the published figure: 215 samples 63 s apart, 51 failures."""
 _DRAWS = 9
+
+GOODPUT_NOTE = (
+    f"goodput is predicted for {_SECONDS / 3600:.2f} h with failures that come independently, one in {_MTBF:g} s on "
+    "average: as many as PCcheck's artifact counts in its spot trace."
+)
 _CASES: tuple[Case, ...] = ("average", "worst")
 _IN_FLIGHT = 2
 

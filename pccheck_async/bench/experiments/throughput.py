@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from pccheck_async.bench.experiments.base import Experiment, Findings, Settings
-from pccheck_async.bench.experiments.goodput import predict_goodput
+from pccheck_async.bench.experiments.goodput import GOODPUT_NOTE, predict_goodput
 from pccheck_async.bench.experiments.race import Alone, Block, Race, chosen, plain_block
 from pccheck_async.bench.medians import median_interval
 from pccheck_async.bench.methods import METHODS
@@ -142,9 +142,11 @@ def _report(measured: _Measured, found: Findings) -> None:
     ]
     for name, interval in sorted(measured.blocks, key=lambda key: (list(METHODS).index(key[0]), key[1])):
         for taken in measured.blocks[name, interval]:
+            # One for all methods of a round, so that it can be drawn as one.
+            floor = measured.alone[taken.number].floor(measured.plain[taken.number], interval)
             where = {"workload": measured.label, "method": name, "x": interval, "repetition": taken.number}
             rows.append(
-                Row(figure="8", value=1 / taken.block.seconds, unit="steps/s", floor=1 / taken.floor, **where)  # type: ignore[arg-type]
+                Row(figure="8", value=1 / taken.block.seconds, unit="steps/s", floor=1 / floor, **where)  # type: ignore[arg-type]
             )
             found.rows.append(Row(figure="8-drain", value=taken.block.drain, unit="s", **where))  # type: ignore[arg-type]
     found.rows += rows
@@ -152,7 +154,7 @@ def _report(measured: _Measured, found: Findings) -> None:
         key: statistics.median(taken.block.durable for taken in blocks) for key, blocks in measured.blocks.items()
     }
     found.rows += predict_goodput(rows, measured.loads, durable)
-    found.notes += _notes(measured)
+    found.notes += [*_notes(measured), f"{measured.label}: {GOODPUT_NOTE}"]
 
 
 def _notes(measured: _Measured) -> list[str]:

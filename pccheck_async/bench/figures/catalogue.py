@@ -64,7 +64,13 @@ class FigureSpec:
 _INTERVAL = "checkpoint interval (steps)"
 
 CATALOGUE: dict[str, FigureSpec] = {
-    "8": FigureSpec(title="Throughput by checkpoint interval", x_label=_INTERVAL, y_label="throughput", kind="bars"),
+    "8": FigureSpec(
+        title="Throughput by checkpoint interval",
+        x_label=_INTERVAL,
+        y_label="throughput",
+        kind="bars",
+        floor_label="limit of storage and processor",
+    ),
     "8-drain": FigureSpec(
         title="After the last step: time until every checkpoint is durable",
         x_label=_INTERVAL,

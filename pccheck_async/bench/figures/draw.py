@@ -126,7 +126,8 @@ def _save(
     width, height = _PANEL_INCHES
     if spec.kind == "bars":
         width = max(width, _BAR_INCHES * max(len(panel.curves) * (len(panel.xs) + 1) for panel in panels))
-    columns = min(_MOST_COLUMNS if width == _PANEL_INCHES[0] else 2, len(panels))
+    most = 2 if width > _PANEL_INCHES[0] or len(panels) == 4 else _MOST_COLUMNS
+    columns = min(most, len(panels))
     lines = -(-len(panels) // columns)
     with mpl.rc_context(RC):
         figure = Figure(figsize=(max(6.4, width * columns), height * lines + 0.9), layout="constrained")
@@ -137,6 +138,8 @@ def _save(
         for axes, panel in zip(flat, panels, strict=False):
             draw_panel(axes, panel, spec, styles)
             axes.set_xlabel(spec.x_label)
+        if spec.from_zero and not spec.log_y:
+            flat[0].set_ylim(bottom=0)  # after the last panel: all share the axis, and it no longer grows from here on
         for axes in flat[len(panels) :]:
             axes.set_visible(False)
         for row in grid:
