@@ -143,6 +143,16 @@ def rows_of(figure: str) -> list[Row]:
             workloads=("alone", "beside another job"),
             floor=lambda _: 5.0,
         )
+    if figure == "8-drain":
+        return measured(
+            figure, "s", lambda method, _, x: COST[method] / x, xs=(1, 10), methods=("checkfreq", "pccheck")
+        )
+    if figure in ("adaptive", "adaptive-k"):
+        floor = (lambda _: 3.0) if figure == "adaptive" else None
+        unit = "%" if figure == "adaptive" else "steps"
+        return measured(
+            figure, unit, lambda _, __, x: 10 + x, xs=(1, 2, 3, 4), methods=("Adaptive", "YoungDaly"), floor=floor
+        )
     assert figure == "hpec"
     costs = {"savez_compressed": 20.0, "savez_durable": 6.0, "savez": 3.0, "shelf": 1.2, "shelf_in_place": 0.6}
     return measured(
@@ -371,3 +381,14 @@ def test_plot_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     result = runner.invoke(app, ["bench", "plot", str(both), f"--out={png}", "--figure=12"])
     assert result.exit_code == 2
     assert "matplotlib" in result.stderr
+
+
+def test_panels_share_an_axis_that_shows_all_of_them(tmp_path: Path, drawn: list[Figure]) -> None:
+    rows = [
+        Row(figure="8", workload=workload, method="pccheck", x=1, value=value, unit="steps/s")
+        for workload, value in (("small", 1.0), ("large", 5.0), ("middle", 2.0))
+    ]
+    draw_rows(rows, tmp_path / "8.png")
+    for axes in drawn[0].axes:
+        assert axes.get_ylim()[0] == 0
+        assert axes.get_ylim()[1] >= 5.0

@@ -53,9 +53,20 @@ COUNTINGS: Mapping[Counting, str] = {
 Durable = float | Mapping[float, float]
 """Seconds until a checkpoint is durable (Tw): one number, or by interval as in a run whose disk was shared."""
 
-_WAITING = frozenset({"ideal", "gpm", "torch_save", "torch_save_fsync", "torch_save_safe"})
-_ONE_IN_BACKGROUND = frozenset({"checkfreq", "gemini"})
-_SEVERAL = frozenset({"pccheck", "pccheck_published"})
+_WAITING = frozenset(
+    {
+        *("ideal", "gpm", "torch_save", "torch_save_fsync", "torch_save_safe"),
+        *("GPM", "torch.save", "torch.save + fsync", "torch.save + fsync + rename"),
+        *("dcp.save", "torchsnapshot", "safetensors + fsync + rename"),
+    }
+)
+_ONE_IN_BACKGROUND = frozenset(
+    {
+        *("checkfreq", "gemini", "CheckFreq", "dcp.async_save thread", "dcp.async_save process"),
+        *("torch_checkpointing", "torchsnapshot async", "Lightning AsyncCheckpointIO"),
+    }
+)
+_SEVERAL = frozenset({"pccheck", "pccheck overlapped", "pccheck_published"})
 _KNOWN = _WAITING | _ONE_IN_BACKGROUND | _SEVERAL
 _IDEAL_OF = ("none", "pccheck", "pccheck_published")
 """Whose throughput without checkpoints is the ideal's."""

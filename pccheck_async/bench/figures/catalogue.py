@@ -13,6 +13,10 @@ def _plain(x: float) -> str:
     return f"{x:g}"
 
 
+def _phase(x: float) -> str:
+    return {1: "not yet", 2: "just came", 3: "there for a while", 4: "gone again"}.get(int(x), f"{x:g}")
+
+
 def _bytes(x: float) -> str:
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if x >= size:
@@ -60,7 +64,19 @@ class FigureSpec:
 _INTERVAL = "checkpoint interval (steps)"
 
 CATALOGUE: dict[str, FigureSpec] = {
-    "8": FigureSpec(title="Throughput by checkpoint interval", x_label=_INTERVAL, y_label="throughput", kind="bars"),
+    "8": FigureSpec(
+        title="Throughput by checkpoint interval",
+        x_label=_INTERVAL,
+        y_label="throughput",
+        kind="bars",
+        floor_label="limit of storage and processor",
+    ),
+    "8-drain": FigureSpec(
+        title="After the last step: time until every checkpoint is durable",
+        x_label=_INTERVAL,
+        y_label="drain",
+        kind="bars",
+    ),
     "9": FigureSpec(
         title="Goodput under failures",
         x_label=_INTERVAL,
@@ -129,6 +145,22 @@ CATALOGUE: dict[str, FigureSpec] = {
         y_label="overhead",
         kind="bars",
         floor_label="budget",
+    ),
+    "adaptive": FigureSpec(
+        title="Overhead that policies keep to",
+        x_label="another job beside training",
+        y_label="overhead",
+        kind="bars",
+        floor_label="budget",
+        x_text=_phase,
+    ),
+    "adaptive-k": FigureSpec(
+        title="Interval that policies choose",
+        x_label="another job beside training",
+        y_label="interval",
+        kind="bars",
+        log_y=True,
+        x_text=_phase,
     ),
     "hpec": FigureSpec(
         title="Time of one save while clustering",

@@ -15,7 +15,9 @@ from pccheck_async.bench.table import Row, TableError, read_rows
 __all__ = ["draw_rows", "draw_table"]
 
 _PANEL_INCHES = (5.6, 3.9)
+_BAR_INCHES = 0.14
 _MOST_COLUMNS = 3
+_LETTER_INCHES, _KEY_INCHES = 0.078, 0.65
 
 
 def draw_table(csv: str | os.PathLike[str], png: str | os.PathLike[str], figure: str | None = None) -> None:
@@ -121,9 +123,12 @@ def _save(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    columns = min(_MOST_COLUMNS, len(panels))
-    lines = -(-len(panels) // columns)
     width, height = _PANEL_INCHES
+    if spec.kind == "bars":
+        width = max(width, _BAR_INCHES * max(len(panel.curves) * (len(panel.xs) + 1) for panel in panels))
+    most = 2 if width > _PANEL_INCHES[0] or len(panels) == 4 else _MOST_COLUMNS
+    columns = min(most, len(panels))
+    lines = -(-len(panels) // columns)
     with mpl.rc_context(RC):
         figure = Figure(figsize=(max(6.4, width * columns), height * lines + 0.9), layout="constrained")
         FigureCanvasAgg(figure)
@@ -133,6 +138,8 @@ def _save(
         for axes, panel in zip(flat, panels, strict=False):
             draw_panel(axes, panel, spec, styles)
             axes.set_xlabel(spec.x_label)
+        if spec.from_zero and not spec.log_y:
+            flat[0].set_ylim(bottom=0)  # after the last panel: all share the axis, and it no longer grows from here on
         for axes in flat[len(panels) :]:
             axes.set_visible(False)
         for row in grid:
@@ -148,7 +155,8 @@ def _add_legend(figure: Any, axes: Sequence[Any], curves: Sequence[str], note: s
         for handle, label in zip(*each.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
     labels = sorted(found, key=lambda label: label not in curves)
-    columns = max(2, min(len(labels), int(figure.get_size_inches()[0] // 1.75)))
+    needed = _KEY_INCHES + _LETTER_INCHES * max(map(len, labels))
+    columns = max(2, min(len(labels), int(figure.get_size_inches()[0] // needed)))
     handles = [found[label] for label in labels]
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, title=note)
 

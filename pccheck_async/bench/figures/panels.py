@@ -163,8 +163,6 @@ def _set_axes(axes: Any, panel: Panel, spec: FigureSpec, places: Mapping[float, 
     axes.set_title(panel.title)
     if spec.log_y:
         axes.set_yscale("log")
-    elif spec.from_zero:
-        axes.set_ylim(bottom=0)
     if spec.log_x:
         axes.set_xscale("log")
         axes.grid(visible=True, axis="x")
