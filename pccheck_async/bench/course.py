@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,6 +19,9 @@ from pccheck_async.bench.methods.pccheck import PCcheckOverlapped
 from pccheck_async.bench.workloads import Sleeping, SlowDevice, Workload
 
 __all__ = ["Course", "DiffersError", "SlowCourse", "check_restore", "one_thread", "train"]
+
+
+_PLAIN_STEPS = 20
 
 
 class DiffersError(Exception):
@@ -124,10 +128,19 @@ class SlowCourse:
         self.workload = Sleeping(nbytes, tensors, step_seconds)
         self._twin = self.workload.twin().state()
         self._folder, self._device = folder, device
+        self._plain: list[float] = []
 
-    def plain(self, steps: int) -> float:
-        """Return the time of a step without checkpoints (t), in seconds."""
-        return train(self.workload, None, steps=steps).step_seconds
+    def plain(self) -> float:
+        """Return the time of a step without checkpoints (t), in seconds: the median of blocks beside the courses."""
+        self._plain = self._plain or [self._block()]
+        return statistics.median(self._plain)
+
+    def begin_round(self) -> None:
+        """Forget the step times of earlier rounds."""
+        self._plain = []
+
+    def _block(self) -> float:
+        return train(self.workload, None, steps=_PLAIN_STEPS).step_seconds
 
     def alone(self) -> float:
         """Return the time until a checkpoint is durable (Tw), in seconds, where there is no other and no training."""
@@ -139,13 +152,16 @@ class SlowCourse:
                 seconds = time.perf_counter() - start
         return seconds
 
-    def step_seconds(self, *, interval: int, checkpoints: int, max_in_flight: int, **options: Any) -> float:
+    def step_seconds(
+        self, *, interval: int, checkpoints: int, max_in_flight: int, lead: int = 0, **options: Any
+    ) -> float:
         """Return the time of a step with checkpoints in steady state, in seconds.
 
         Args:
             interval: Steps between checkpoints (f).
-            checkpoints: How many are timed, after one more than may be in flight.
-            max_in_flight: That (N).
+            checkpoints: How many are timed.
+            max_in_flight: Checkpoints in flight (N).
+            lead: How many come before those: at least one more than may be in flight.
             options: Further ones of the engine.
 
         Raises:
@@ -160,10 +176,11 @@ class SlowCourse:
                     method,
                     steps=checkpoints * interval,
                     interval=interval,
-                    lead=(max_in_flight + 1) * interval,
+                    lead=max(lead, max_in_flight + 1) * interval,
                 )
             with PCcheckOverlapped(folder) as again:  # at the speed of the real device
                 check_restore(again, self.workload.state(), self._twin)
+        self._plain.append(self._block())
         return course.step_seconds
 
     def _open(self, folder: Path, **options: Any) -> Method:

@@ -42,28 +42,32 @@ class Memory(Experiment):
             course = SlowCourse(Path(name), SlowDevice(per_stream=cap), nbytes=_NBYTES, step_seconds=step)
             for repetition in range(settings.rounds(3)):
                 settings.progress(f"memory, round {repetition + 1}")
-                plain, alone = course.plain(40), course.alone()
+                course.begin_round()
+                alone = course.alone()
+                found = {}
                 pairs = list(product(memory, chunks))
                 for multiple, count in draw.sample(pairs, len(pairs)):
-                    seconds = course.step_seconds(
+                    found[multiple, count] = course.step_seconds(
                         interval=_INTERVAL,
                         checkpoints=4 if settings.quick else 12,
                         max_in_flight=_IN_FLIGHT,
                         host_memory=int(multiple * _NBYTES),
                         chunk_bytes=_NBYTES // count,
                     )
-                    findings.rows.append(
-                        Row(
-                            figure="14",
-                            method="pccheck overlapped",
-                            series=str(count),
-                            x=multiple,
-                            repetition=repetition,
-                            value=seconds / plain,
-                            unit="times",
-                            floor=max(1.0, alone / (_IN_FLIGHT * _INTERVAL * plain)),
-                        )
+                plain = course.plain()
+                findings.rows += [
+                    Row(
+                        figure="14",
+                        method="pccheck overlapped",
+                        series=str(count),
+                        x=multiple,
+                        repetition=repetition,
+                        value=seconds / plain,
+                        unit="times",
+                        floor=max(1.0, alone / (_IN_FLIGHT * _INTERVAL * plain)),
                     )
+                    for (multiple, count), seconds in found.items()
+                ]
         findings.notes = [
             f"Figure 14: a state of {_NBYTES >> 20} MiB, saved every {_INTERVAL} steps of {step * 1e3:g} ms with "
             f"{_IN_FLIGHT} in flight, on a device emulated to write {cap / 1e6:.1f} MB/s of each file: a checkpoint "

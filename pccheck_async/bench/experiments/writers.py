@@ -19,7 +19,7 @@ _NBYTES = 8 << 20
 _CHUNKS = 16
 _SLOWDOWN = 4.0
 """With one writer, by the cap of one request."""
-_FILE, _TOTAL = 2.0, 3.5
+_FILE, _TOTAL = 1.5, 2.5
 """What one file and all of them reach, in requests."""
 
 
@@ -45,16 +45,20 @@ class Writers(Experiment):
             course = SlowCourse(Path(name), device, nbytes=_NBYTES, step_seconds=step)
             for repetition in range(settings.rounds(4)):
                 settings.progress(f"writers, round {repetition + 1}")
-                plain = course.plain(40)
+                course.begin_round()
+                found = {}
                 pairs = list(product(in_flight, writers))
                 for number, count in draw.sample(pairs, len(pairs)):
-                    seconds = course.step_seconds(
+                    found[number, count] = course.step_seconds(
                         interval=_INTERVAL,
                         checkpoints=3 if settings.quick else 9,
                         max_in_flight=number,
+                        lead=2 * number + 1,  # training waits once all places are taken: these fill more slowly
                         writers=count,
                         chunk_bytes=_NBYTES // _CHUNKS,
                     )
+                plain = course.plain()
+                for (number, count), seconds in found.items():
                     bandwidth = request * min(count, _FILE * number, _TOTAL)
                     findings.rows.append(
                         Row(
