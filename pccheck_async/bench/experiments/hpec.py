@@ -70,7 +70,7 @@ class HPEC(Experiment):
             ks = (2, 6, 10) if program == "kmeans" else (2, 4)
             for k in ks if settings.quick else range(2, 11):
                 settings.progress(f"hpec: {label}, k = {k}")
-                state = clustering(program, k, samples=500 if settings.quick else 2000)
+                state = clustering(program, k, samples=500 if settings.quick else 1000)
                 # Compressing a mixture takes seconds; a save of some kilobytes takes one or two thousandths.
                 rounds = settings.rounds(15 if program == "kmeans" else 3)
                 for where, folder in places.items():
