@@ -153,7 +153,7 @@ def rows_of(figure: str) -> list[Row]:
         return measured(
             figure, unit, lambda _, __, x: 10 + x, xs=(1, 2, 3, 4), methods=("Adaptive", "YoungDaly"), floor=floor
         )
-    assert figure == "hpec"
+    assert figure in ("hpec-kmeans", "hpec-gmm")
     costs = {"savez_compressed": 20.0, "savez_durable": 6.0, "savez": 3.0, "shelf": 1.2, "shelf_in_place": 0.6}
     return measured(
         figure,
@@ -161,7 +161,7 @@ def rows_of(figure: str) -> list[Row]:
         lambda method, _, x: costs[method] * (1 + x / 20),
         xs=tuple(range(2, 11)),
         methods=tuple(costs),
-        workloads=("KMeans, MNIST", "GMM, MusicNet"),
+        workloads=("on a disk", "in memory"),
     )
 
 
@@ -246,6 +246,34 @@ def test_the_limit_is_drawn_at_its_values(tmp_path: Path, drawn: list[Figure]) -
     strokes = next(c for c in axes.collections if c.get_label() == CATALOGUE["8"].floor_label)
     heights = [float(segment[0][1]) for segment in strokes.get_segments()]  # type: ignore[attr-defined]
     assert heights == pytest.approx([x / max(x / PLAIN, 1.0) for x in (1, 10, 25, 50, 75, 100)])
+
+
+def test_each_bar_has_its_own_limit_where_the_figure_says_so(tmp_path: Path, drawn: list[Figure]) -> None:
+    rows = [
+        Row(figure="12", method="pccheck", series=series, x=x, value=5.0, unit="times", floor=max(1.0, 10 / x / number))
+        for number, series in enumerate(("1", "2"), 1)
+        for x in (1, 5)
+    ]
+    draw_rows(rows, tmp_path / "12.png")
+    (axes,) = drawn[0].axes
+    strokes = [c for c in axes.collections if c.get_label() == CATALOGUE["12"].floor_label]
+    heights = [[float(segment[0][1]) for segment in each.get_segments()] for each in strokes]  # type: ignore[attr-defined]
+    assert heights == [[10, 2], [5, 1]]
+    bars = [patch for c in axes.containers if isinstance(c, BarContainer) for patch in c.patches]
+    middles = [float(segment[:, 0].mean()) for each in strokes for segment in each.get_segments()]  # type: ignore[attr-defined]
+    assert middles == pytest.approx([bar.get_x() + bar.get_width() / 2 for bar in bars])
+
+
+def test_panels_that_share_an_axis_are_all_whole(tmp_path: Path, drawn: list[Figure]) -> None:
+    rows = [
+        Row(figure="gh5", workload=panel, method="pccheck", x=1e9, repetition=repetition, value=value, unit="s")
+        for panel, values in (("low", (1, 2)), ("high", (8, 9)), ("lower", (0, 1)))
+        for repetition, value in enumerate(values)
+    ]
+    draw_rows(rows, tmp_path / "gh5.png")
+    for axes in drawn[0].axes:
+        assert axes.get_ylim()[0] == 0
+        assert axes.get_ylim()[1] > 9
 
 
 def test_single_runs_have_no_error_bars_and_say_so(tmp_path: Path, drawn: list[Figure]) -> None:

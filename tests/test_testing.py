@@ -578,22 +578,36 @@ def virtual_time_loop() -> asyncio.AbstractEventLoop:
 
 
 @pytest.mark.parametrize(
-    ("files", "per_stream", "total", "seconds"),
+    ("files", "per_stream", "total", "lanes", "seconds"),
     [
-        (1, None, None, 0.0),
-        (1, 1.0, None, 2.0),
-        (4, 1.0, None, 2.0),
-        (4, None, 1.0, 8.0),
-        (4, 1.0, 2.0, 4.0),
-        (4, 1.0, 100.0, 2.0),
+        (1, None, None, None, 0.0),
+        (1, 1.0, None, None, 2.0),
+        (4, 1.0, None, None, 2.0),
+        (4, None, 1.0, None, 8.0),
+        (4, 1.0, 2.0, None, 4.0),
+        (4, 1.0, 100.0, None, 2.0),
+        (1, None, None, 1, 2.0),
+        (1, None, None, 2, 1.0),
+        (4, None, None, 3, 3.0),
+        (4, 1.0, None, 2, 4.0),
+        (4, 1.0, None, 8, 2.0),
+        (2, None, 1.0, 4, 4.0),
     ],
 )
-def test_throttled_writer_caps_each_stream_and_all_together(
-    files: int, per_stream: float | None, total: float | None, seconds: float
+def test_throttled_writer_caps_each_stream_each_request_and_all_together(
+    files: int, per_stream: float | None, total: float | None, lanes: int | None, seconds: float
 ) -> None:
+    """Blocks per second; ``lanes`` requests at a time, of one block per second each."""
+
     async def use() -> float:
         caps = [None if cap is None else cap * BLOCK for cap in (per_stream, total)]
-        writer = ThrottledWriter(CrashWriter(small_disk()), per_stream=caps[0], total=caps[1])
+        writer = ThrottledWriter(
+            CrashWriter(small_disk()),
+            per_stream=caps[0],
+            total=caps[1],
+            per_request=BLOCK if lanes else None,
+            requests=lanes or 1,
+        )
         opened = [await writer.create(str(n), 2 * BLOCK) for n in range(files)]
         start = asyncio.get_running_loop().time()
         await asyncio.gather(*(writer.write(file, half * BLOCK, block(1)) for file in opened for half in (0, 1)))

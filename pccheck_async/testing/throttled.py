@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -25,12 +26,25 @@ class ThrottledWriter(WrappingWriter):
         inner: The writer that performs the transfers.
         per_stream: Bytes per second of any one file, None for no cap.
         total: Bytes per second of all files together, None for no cap.
+        per_request: Bytes per second of any one transfer, None for no cap.
+        requests: How many transfers the device works on at a time, where each of them is capped.
     """
 
-    def __init__(self, inner: Writer, *, per_stream: float | None = None, total: float | None = None) -> None:
+    def __init__(
+        self,
+        inner: Writer,
+        *,
+        per_stream: float | None = None,
+        total: float | None = None,
+        per_request: float | None = None,
+        requests: int = 1,
+    ) -> None:
         super().__init__(inner)
         self._per_stream = per_stream
         self._total = total
+        self._per_request = per_request
+        self._lanes = [0.0] * requests
+        """When each of the transfers that are worked on at a time ends; a heap."""
         self._free_at: dict[str | None, float] = {}
         """When each file, and the device (None), has done what was submitted to it: loop time in seconds."""
 
@@ -40,6 +54,7 @@ class ThrottledWriter(WrappingWriter):
         end = max(
             self._reserve(access.name, access.nbytes, self._per_stream),
             self._reserve(None, access.nbytes, self._total),
+            self._reserve_lane(access.nbytes),
         )
 
         async def transfer() -> T:
@@ -53,3 +68,9 @@ class ThrottledWriter(WrappingWriter):
         start = max(asyncio.get_running_loop().time(), self._free_at.get(stream, 0.0))
         self._free_at[stream] = start + (nbytes / bandwidth if bandwidth else 0.0)
         return self._free_at[stream]
+
+    def _reserve_lane(self, nbytes: int) -> float:
+        start = max(asyncio.get_running_loop().time(), self._lanes[0])
+        end = start + (nbytes / self._per_request if self._per_request else 0.0)
+        heapq.heapreplace(self._lanes, end)
+        return end

@@ -42,6 +42,7 @@ class FigureSpec:
         one: Draw the line at 1: slowdowns and multiples.
         from_zero: The vertical axis begins at 0.
         floor_label: What the limit is called.
+        floor_each: Every bar has a limit of its own, and not every x.
         x_text: Writes an x.
     """
 
@@ -58,6 +59,7 @@ class FigureSpec:
     one: bool = False
     from_zero: bool = True
     floor_label: str = "limit of the storage"
+    floor_each: bool = False
     x_text: Callable[[float], str] = _plain
 
 
@@ -104,6 +106,8 @@ CATALOGUE: dict[str, FigureSpec] = {
         colour_by="series",
         series_name="N =",
         one=True,
+        floor_label="max(1, Tw / (N f t))",
+        floor_each=True,
     ),
     "13": FigureSpec(
         title="Slowdown by checkpoints in flight and writers (p)",
@@ -113,6 +117,7 @@ CATALOGUE: dict[str, FigureSpec] = {
         colour_by="series",
         series_name="p =",
         one=True,
+        floor_each=True,
     ),
     "14": FigureSpec(
         title="Slowdown by host memory and number of chunks",
@@ -123,6 +128,7 @@ CATALOGUE: dict[str, FigureSpec] = {
         series_name="chunks:",
         even=False,
         one=True,
+        floor_label="max(1, Tw / (N f t))",
         from_zero=False,
     ),
     "gh5": FigureSpec(
@@ -138,6 +144,7 @@ CATALOGUE: dict[str, FigureSpec] = {
         y_label="duration",
         kind="bars",
         x_text=_bytes,
+        floor_label="without checkpoints",
     ),
     "checkfreq": FigureSpec(
         title="Overhead of checkpointing",
@@ -162,8 +169,17 @@ CATALOGUE: dict[str, FigureSpec] = {
         log_y=True,
         x_text=_phase,
     ),
-    "hpec": FigureSpec(
-        title="Time of one save while clustering",
+    "hpec-kmeans": FigureSpec(
+        title="Time of one save of KMeans",
+        x_label="clusters (k)",
+        y_label="time of one save",
+        kind="lines",
+        even=False,
+        log_y=True,
+        from_zero=False,
+    ),
+    "hpec-gmm": FigureSpec(
+        title="Time of one save of a Gaussian mixture",
         x_label="clusters (k)",
         y_label="time of one save",
         kind="lines",

@@ -15,6 +15,7 @@ from pccheck_async.bench.table import Row
 __all__ = ["Panel", "Point", "draw_panel"]
 
 _LINE_OF_ONE = {"color": "#000000", "linewidth": 0.8, "linestyle": ":", "zorder": 1.5}
+_FLOOR = {"color": FLOOR_COLOUR, "linestyle": (0, (4, 1.5)), "linewidth": 1.6, "zorder": 4}
 _ERROR = {"capsize": 2.5, "elinewidth": 1.0, "capthick": 1.0}
 
 
@@ -48,12 +49,14 @@ class Panel:
         title: Above it.
         curves: Points by x, for each label to be drawn.
         floors: The limit by x; where methods disagree, the lowest median.
+        own_floors: The limit of each label by x.
         none: The run without checkpoints.
     """
 
     title: str
     curves: Mapping[str, Mapping[float, Point]]
     floors: Mapping[float, float]
+    own_floors: Mapping[str, Mapping[float, float]]
     none: Point | None
 
     @classmethod
@@ -72,10 +75,15 @@ class Panel:
             values[label].setdefault(row.x, []).append(row.value)
             if row.floor is not None:
                 floors.setdefault(row.x, {}).setdefault(label, []).append(row.floor)
+        own: dict[str, dict[float, float]] = {}
+        for x, by_label in floors.items():
+            for label, many in by_label.items():
+                own.setdefault(label, {})[x] = median(many)
         return cls(
             title,
             {label: {x: Point.of(many) for x, many in sorted(by_x.items())} for label, by_x in values.items() if by_x},
             {x: min(median(many) for many in by_label.values()) for x, by_label in sorted(floors.items())},
+            own,
             Point.of(none) if none else None,
         )
 
@@ -90,10 +98,11 @@ def draw_panel(axes: Any, panel: Panel, spec: FigureSpec, styles: Mapping[str, S
     places = {x: float(place) for place, x in enumerate(panel.xs)} if spec.even else {x: x for x in panel.xs}
     width = 0.0
     if spec.kind == "bars":
-        width = _draw_bars(axes, panel, places, styles)
+        width = _draw_bars(axes, panel, places, styles, floor_label=spec.floor_label if spec.floor_each else "")
     else:
         _draw_lines(axes, panel, places, styles)
-    _draw_floors(axes, panel, places, width, spec.floor_label)
+    if not spec.floor_each:
+        _draw_floors(axes, panel, places, width, spec.floor_label)
     if panel.none is not None:
         axes.axhline(panel.none.value, color=NONE.colour, linewidth=1.4, label=NONE.label, zorder=2.5)
         if panel.none.high > panel.none.low:
@@ -103,8 +112,10 @@ def draw_panel(axes: Any, panel: Panel, spec: FigureSpec, styles: Mapping[str, S
     _set_axes(axes, panel, spec, places)
 
 
-def _draw_bars(axes: Any, panel: Panel, places: Mapping[float, float], styles: Mapping[str, Style]) -> float:
-    """Draw a group of bars at each x; returns the width of a group."""
+def _draw_bars(
+    axes: Any, panel: Panel, places: Mapping[float, float], styles: Mapping[str, Style], *, floor_label: str
+) -> float:
+    """Draw a group of bars at each x, each with its limit where that has a name; returns the width of a group."""
     group = 0.82
     labels = [label for label in styles if label in panel.curves]
     width = group / max(1, len(labels))
@@ -124,6 +135,11 @@ def _draw_bars(axes: Any, panel: Panel, places: Mapping[float, float], styles: M
             error_kw={"elinewidth": 1.0, "capthick": 1.0, "capsize": min(2.5, 14 * width), "ecolor": "#222222"},
             zorder=2,
         )
+        floors = panel.own_floors.get(label, {})
+        if floor_label and floors:
+            lefts = [places[x] - group / 2 + number * width for x in floors]
+            rights = [left + width for left in lefts]
+            axes.hlines(list(floors.values()), lefts, rights, **_FLOOR | {"linestyle": "-"}, label=floor_label)
     return group
 
 
@@ -151,7 +167,7 @@ def _draw_floors(axes: Any, panel: Panel, places: Mapping[float, float], width: 
     floors = {x: floor for x, floor in panel.floors.items() if x in places}
     if not floors:
         return
-    look = {"color": FLOOR_COLOUR, "linestyle": (0, (4, 1.5)), "linewidth": 1.6, "label": label, "zorder": 4}
+    look = _FLOOR | {"label": label}
     if width:
         lefts = [places[x] - width / 2 - 0.03 for x in floors]
         axes.hlines(list(floors.values()), lefts, [left + width + 0.06 for left in lefts], **look)

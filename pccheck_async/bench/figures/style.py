@@ -61,7 +61,8 @@ _METHODS = {
     "Lightning AsyncCheckpointIO": Style("Lightning async", "#F0E442", "v", "..."),
     "savez": Style("savez", "#BBBBBB", "P"),
     "savez_durable": Style("savez, durable", "#888888", "X", "///"),
-    "savez_compressed": Style("savez_compressed", "#555555", "d", "\\\\\\"),
+    "savez_compressed": Style("savez_compressed", "#E69F00", "d", "\\\\\\"),
+    "savez_compressed_durable": Style("savez_compressed, durable", "#CC79A7", "s", "xxx"),
     "shelf": Style("shelf, reassigned", "#56B4E9", "D"),
     "shelf_in_place": Style("shelf, in place", "#0072B2", "o"),
 }

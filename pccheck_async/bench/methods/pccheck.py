@@ -8,6 +8,7 @@ import torch
 
 from pccheck_async import PendingCheckpoint, SyncCheckpointEngine
 from pccheck_async.bench.methods.base import Handle, Method, State
+from pccheck_async.config import Auto
 from pccheck_async.session import IO
 
 __all__ = ["PCcheck", "PCcheckOverlapped"]
@@ -25,14 +26,39 @@ class _Pending(Handle):
 
 
 class PCcheck(Method):
-    """``engine.checkpoint(state)`` as it comes: every default, nothing tuned for the benchmark."""
+    """``engine.checkpoint(state)`` as it comes: every default, nothing tuned for the benchmark.
+
+    Args:
+        folder: Of the store.
+        max_in_flight: As the engine's (N), and so are the others.
+        chunk_bytes: b.
+        host_memory: Bytes.
+        writers: p.
+        io: What moves the bytes.
+    """
 
     name = "pccheck"
     durable = atomic = resumable = True
 
-    def __init__(self, folder: Path, *, max_in_flight: int = 2, io: IO = "auto") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_in_flight: int = 2,
+        chunk_bytes: int | Auto = "auto",
+        host_memory: int | Auto = "auto",
+        writers: int | Auto = "auto",
+        io: IO = "auto",
+    ) -> None:
         super().__init__(folder)
-        self.engine = SyncCheckpointEngine(folder, max_in_flight=max_in_flight, io=io).open()
+        self.engine = SyncCheckpointEngine(
+            folder,
+            max_in_flight=max_in_flight,
+            chunk_bytes=chunk_bytes,
+            host_memory=host_memory,
+            writers=writers,
+            io=io,
+        ).open()
 
     def save(self, state: State, step: int) -> Handle:
         """Start a checkpoint."""
