@@ -174,6 +174,45 @@ def test_a_value_that_changes_and_changes_back() -> None:
         outline = flat.outline
 
 
+@pytest.mark.parametrize("kind", ["outermost", "ordered", "with metadata", "rows", "object", "list"])
+def test_one_container_whose_value_changes_back(kind: str) -> None:
+    weights = torch.zeros(1)
+    ordered: OrderedDict[str, Any] = OrderedDict(w=weights, step=0)
+    thing = Thing({"w": weights, "step": 0})
+    states: dict[str, dict[str, Any]] = {
+        "outermost": {"w": weights, "step": 0},
+        "ordered": {"model": ordered},
+        "with metadata": {"model": ordered},
+        "rows": {"a": {"w": weights, "step": 0}, "b": {"w": weights, "step": 0}},
+        "object": {"thing": thing},
+        "list": {"list": [weights, 0]},
+    }
+    state = states[kind]
+
+    def change(step: int) -> None:
+        match kind:
+            case "outermost":
+                state["step"] = step
+            case "ordered":
+                ordered["step"] = step
+            case "with metadata":
+                ordered["step"] = step
+                ordered._metadata = {"version": step // 2, "t": weights}  # type: ignore[attr-defined]
+            case "rows":
+                state["a"]["step"] = step
+            case "object":
+                thing.state["step"] = step
+            case _:
+                state["list"][1] = step
+
+    outline: Outline | None = None
+    for step in (0, 0, 2, 0, 2, 2, 3, 0, 1, 2, 3, 3, 2, 1, 0):
+        change(step)
+        flat = take_apart(state, outline)
+        assert not difference(take_apart(state), flat), step
+        outline = flat.outline
+
+
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.data())

@@ -239,16 +239,15 @@ class _Flattener:
         else:
             shape = known.shape
         nodes, content = self.content(shape.names, items, path, depth, known.content if known is not None else None)
-        if (
-            known is not None
-            and nodes is known.content.nodes
-            and content is known.content
-            and len(metadata) == len(known.metadata)
-            and all(map(same_objects, metadata, known.metadata))
-        ):
-            return known.node, known
-        node = shape.node(nodes, [item for item, _ in metadata])
-        return node, ContainerOutline(shape, content, list(metadata), node) if content is not None else None
+        made = [item for item, _ in metadata]
+        if known is not None and content is known.content and _same_metadata(metadata, known.metadata):
+            # An outline keeps the node of its content as it was remembered: plain values may change back to those.
+            return (known.node if nodes is content.nodes else shape.node(nodes, made)), known
+        node = shape.node(nodes, made)
+        if content is None:
+            return node, None
+        remembered = node if nodes is content.nodes else shape.node(content.nodes, made)
+        return node, ContainerOutline(shape, content, list(metadata), remembered)
 
     def content(
         self, names: Sequence[str], items: Sequence[Any], path: str, depth: int, last: Content | None
@@ -307,6 +306,10 @@ class _Flattener:
             if isinstance(node, ArrayNode):
                 below[number] = LeafOutline(known[node.index], node)
         return nodes, Branches(nodes, below)
+
+
+def _same_metadata(one: Sequence[Met], other: Sequence[Met]) -> bool:
+    return len(one) == len(other) and all(map(same_objects, one, other))
 
 
 def _is_flat(outline: Outline | None) -> bool:
