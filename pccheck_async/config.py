@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal
 
-from pccheck_async.layout import MOST_ENTRIES, align
+from pccheck_async.layout import align
 from pccheck_async.policy import Policy, make_policy
+from pccheck_async.retention import Best, Retention, make_best
 
 __all__ = ["Auto", "Decisions", "EngineConfig", "decide"]
 
@@ -25,6 +26,8 @@ class EngineConfig:
 
     max_in_flight: int = 2
     keep_last: int = 1
+    keep_every: int | None = None
+    keep_best: Best | tuple[str, int, Literal["min", "max"]] | None = None
     chunk_bytes: int | Auto = "auto"
     host_memory: int | Auto = "auto"
     writers: int | Auto = "auto"
@@ -38,10 +41,8 @@ class EngineConfig:
     exit_timeout: float = 60.0
 
     def __post_init__(self) -> None:
-        for name in ("max_in_flight", "keep_last"):
-            _check_count(name, getattr(self, name))
-        if self.keep_last > MOST_ENTRIES:
-            raise ValueError(f"keep_last is at most {MOST_ENTRIES} (the commit record's size), not {self.keep_last}")
+        _check_count("max_in_flight", self.max_in_flight)
+        _ = self.retention
         for name in ("chunk_bytes", "host_memory", "writers"):
             if getattr(self, name) != "auto":
                 _check_count(name, getattr(self, name))
@@ -56,6 +57,12 @@ class EngineConfig:
             raise ValueError(f"max_stall is seconds or None, not {self.max_stall!r}")
         if self.lock_timeout < 0 or self.exit_timeout < 0:
             raise ValueError("lock_timeout and exit_timeout are seconds, not negative")
+
+    @property
+    def retention(self) -> Retention:
+        """The rules for what is kept."""
+        best = None if self.keep_best is None else make_best(self.keep_best)
+        return Retention(keep_last=self.keep_last, keep_every=self.keep_every, keep_best=best)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +35,9 @@ from pccheck_async.policy import make_policy
 from pccheck_async.pool import BufferPool
 from pccheck_async.preemption import Preemption
 from pccheck_async.restorer import Restorer
+from pccheck_async.retention import SpaceNeeded
 from pccheck_async.scheduler import Job, Scheduler
+from pccheck_async.scratch import free_bytes, slot_bytes
 from pccheck_async.session import IO, Session, check_io, open_session
 from pccheck_async.statistics import EngineStatistics, StageClock
 from pccheck_async.steps import Steps, block_on, run
@@ -117,7 +120,7 @@ class EngineCore:
         self._session = await open_session(self.path, self.io, writers=first.writers, copiers=first.copiers)
         try:
             writer = self._session.writer
-            self._store = Store(writer, keep_last=config.keep_last, max_in_flight=config.max_in_flight)
+            self._store = Store(writer, retention=config.retention, max_in_flight=config.max_in_flight)
             await self._store.open(config.lock_timeout)
             decided = decide(config, block_bytes=self._store.block_bytes, cores=cores, memory=memory)
             decided.reasons["io"] = self._session.reason
@@ -372,6 +375,16 @@ class EngineCore:
         """Committed checkpoints, newest first."""
         self._opened()
         return [entry.info for entry in self._store.entries]
+
+    async def pin(self, step: int, pinned: bool) -> CheckpointInfo:
+        """Keep the newest checkpoint of a step whatever the rules say, or leave it to them again."""
+        return (await self._store.pin(step, pinned)).info
+
+    def space_needed(self, nbytes: int) -> SpaceNeeded:
+        """Return the storage that this engine takes for checkpoints of ``nbytes``."""
+        folder = Path(self.path)
+        available = free_bytes(folder) + slot_bytes(folder)
+        return self.config.retention.space_needed(nbytes, self.config.max_in_flight, available)
 
     def restore(self, state: Mapping[str, Any], step: int | None) -> Steps:
         """Restore the newest checkpoint (or that of ``step``) into ``state``, falling back where one is damaged."""

@@ -17,6 +17,7 @@ from pccheck_async.core import EngineCore
 from pccheck_async.info import CheckpointInfo, Metadata
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.policy import Policy
+from pccheck_async.retention import SpaceNeeded
 from pccheck_async.session import IO
 from pccheck_async.statistics import EngineStatistics
 from pccheck_async.training import TrainingStep
@@ -36,7 +37,9 @@ class CheckpointEngine:
     Args:
         path: Folder of the store; created where it does not exist.
         max_in_flight: Most checkpoints between admission and their end (PCcheck's N).
-        keep_last: Committed checkpoints that are kept.
+        keep_last: Committed checkpoints that are kept: so many of the newest.
+        keep_every: Keep those, too, whose step is a multiple of this, as long as a commit record has room (64 in all).
+        keep_best: Keep those, too, that are the best by a number in their metadata, such as ``("loss", 3, "min")``.
         chunk_bytes: Unit of copying and writing, in bytes.
         host_memory: Most staging memory, in bytes. A state that fits is captured at memory speed, a larger one streams
             through at the storage's.
@@ -66,6 +69,8 @@ class CheckpointEngine:
         *,
         max_in_flight: int = 2,
         keep_last: int = 1,
+        keep_every: int | None = None,
+        keep_best: tuple[str, int, Literal["min", "max"]] | None = None,
         chunk_bytes: int | Auto = "auto",
         host_memory: int | Auto = "auto",
         writers: int | Auto = "auto",
@@ -82,6 +87,8 @@ class CheckpointEngine:
         config = EngineConfig(
             max_in_flight=max_in_flight,
             keep_last=keep_last,
+            keep_every=keep_every,
+            keep_best=keep_best,
             chunk_bytes=chunk_bytes,
             host_memory=host_memory,
             writers=writers,
@@ -296,6 +303,39 @@ class CheckpointEngine:
         """
         info: CheckpointInfo | None = await self._core.run(self._core.restore(state, step))
         return info
+
+    async def pin(self, step: int) -> CheckpointInfo:
+        """Keep the newest checkpoint of ``step`` until :meth:`unpin`, whatever ``keep_last`` and its like say.
+
+        Durability: when this returns it is pinned for good, also for engines that open the store later.
+
+        Cancellation: raised once the record is written.
+
+        Raises:
+            NoCheckpointError: there is none of ``step``.
+            StoreFullError: too many are pinned; a commit record names 64.
+            StoreFailedError: a flush or a record failed, now or before.
+        """
+        self._core.check_alive()
+        return await self._core.loop.run(self._core.pin(step, True))
+
+    async def unpin(self, step: int) -> CheckpointInfo:
+        """End :meth:`pin`: the next commit drops it where no rule keeps it."""
+        self._core.check_alive()
+        return await self._core.loop.run(self._core.pin(step, False))
+
+    def space_needed(self, state: Mapping[str, Any] | None = None, *, nbytes: int | None = None) -> SpaceNeeded:
+        """Return the storage that ``max_in_flight`` and each of the rules for what is kept take.
+
+        Args:
+            state: What will be saved; only the size of its tensors matters.
+            nbytes: That size in bytes. Without either it is that of the newest checkpoint.
+
+        Raises:
+            NoCheckpointError: neither ``state`` nor ``nbytes`` nor a checkpoint says the size.
+        """
+        self._core.check_alive()
+        return self._core.space_needed(checkpoint_bytes(self._core, state, nbytes))
 
     async def drain(self) -> None:
         """Wait until every checkpoint admitted so far ended.

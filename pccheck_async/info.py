@@ -22,7 +22,7 @@ class CheckpointInfo:
         counter: The engine's own number, growing with every admitted checkpoint; it survives restarts.
         nbytes: Payload in bytes (tensors and arrays, padding included).
         time: When the state was captured, seconds since the epoch (UTC).
-        pinned: Kept by policy or by hand, outside ``keep_last``.
+        pinned: Kept by hand, whatever ``keep_last`` and its like say.
         metadata: The user's small facts, as given to ``checkpoint(metadata=...)``.
     """
 

@@ -1,25 +1,206 @@
-"""Which checkpoints a record keeps (invariant I6)."""
+"""Which checkpoints a record keeps (invariant I6), and the space that takes."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import errno
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-from pccheck_async.layout import Entry
+from msgspec.structs import replace
 
-__all__ = ["retain"]
+from pccheck_async.errors import NoCheckpointError, StoreFullError
+from pccheck_async.layout import MOST_ENTRIES, Entry
+
+__all__ = ["Best", "Kept", "Retention", "SpaceNeeded", "make_best"]
 
 
-def retain(committed: Sequence[Entry], new: Entry, keep_last: int, damaged: Collection[int] = ()) -> list[Entry]:
-    """Return the entries of the next record, newest first; ``new`` is not among them where it is superseded.
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best checkpoints by a number in their metadata.
 
-    Kept are the ``keep_last`` newest by counter and all pinned ones; with ``keep_last=1`` this is PCcheck's rule
-    (section
-    3.2: a checkpoint commits only over an older one). Checkpoints known to be damaged are dropped.
+    Attributes:
+        metric: Its name.
+        count: How many are kept.
+        mode: Whether small or large is good.
     """
-    candidates = sorted(
-        (entry for entry in (*committed, new) if entry.counter not in damaged),
-        key=lambda entry: entry.counter,
-        reverse=True,
-    )
-    newest = {entry.counter for entry in [e for e in candidates if not e.pinned][:keep_last]}
-    return [entry for entry in candidates if entry.pinned or entry.counter in newest]
+
+    metric: str
+    count: int
+    mode: Literal["min", "max"]
+
+    def rank(self, entry: Entry) -> float | None:
+        """Return a number that is smaller for a better checkpoint, None where it has no such number or that is NaN."""
+        value = entry.metadata.get(self.metric)
+        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+            return None
+        return value if self.mode == "min" else -value
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What becomes of the committed checkpoints.
+
+    Attributes:
+        entries: Those kept, newest first.
+        crowded_out: Multiples of ``keep_every`` that are dropped because a record has no room for all of them.
+    """
+
+    entries: list[Entry]
+    crowded_out: list[Entry]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """Rules for what is kept; a checkpoint stays where any of them says so, and as long as it is pinned.
+
+    Attributes:
+        keep_last: So many of the newest by counter.
+        keep_every: All whose step is a multiple of this; of equal steps, after a rollback, the newest.
+        keep_best: The best by a number in their metadata; of equal ones the newest.
+
+    Raises:
+        ValueError: a rule is out of range, or a record cannot name as many checkpoints.
+        TypeError: a rule is none.
+    """
+
+    keep_last: int = 1
+    keep_every: int | None = None
+    keep_best: Best | None = None
+
+    def __post_init__(self) -> None:
+        _check_count("keep_last", self.keep_last)
+        if self.keep_every is not None:
+            _check_count("keep_every", self.keep_every)
+        if self.reserved > MOST_ENTRIES:
+            what = "keep_last" if self.keep_best is None else "keep_last and the count of keep_best together"
+            raise ValueError(f"{what} is at most {MOST_ENTRIES} (the commit record's size), not {self.reserved}")
+
+    @property
+    def reserved(self) -> int:
+        """The most checkpoints that the rules keep at a time, those of ``keep_every`` left out: they have no end."""
+        return self.keep_last + (self.keep_best.count if self.keep_best else 0)
+
+    def retain(self, committed: Sequence[Entry], new: Entry, damaged: Collection[int] = ()) -> Kept:
+        """Return what the next record names; ``new`` is not among it where it is superseded.
+
+        With ``keep_last=1`` alone this is PCcheck's rule (section 3.2: a checkpoint commits only over an older one).
+
+        Args:
+            committed: What the newest record names.
+            new: The checkpoint to commit.
+            damaged: Counters of checkpoints known to be damaged; these are dropped.
+        """
+        candidates = sorted(
+            (entry for entry in (*committed, new) if entry.counter not in damaged),
+            key=lambda entry: entry.counter,
+            reverse=True,
+        )
+        pinned = [entry for entry in candidates if entry.pinned]
+        kept = {entry.counter for entry in (*candidates[: self.keep_last], *self._best(candidates), *pinned)}
+        periodic = [entry for entry in self._periodic(candidates) if entry.counter not in kept]
+        room = max(0, MOST_ENTRIES - len(kept))
+        kept |= {entry.counter for entry in periodic[:room]}
+        return Kept([entry for entry in candidates if entry.counter in kept], periodic[room:])
+
+    def pin(self, entries: Sequence[Entry], step: int, pinned: bool) -> list[Entry]:
+        """Return ``entries``, newest first, with the newest one of ``step`` pinned, or not any more.
+
+        Raises:
+            NoCheckpointError: there is none of ``step``.
+            StoreFullError: a record would have no room for the pinned ones and those that the rules keep.
+        """
+        at = next((at for at, entry in enumerate(entries) if entry.step == step), None)
+        if at is None:
+            raise NoCheckpointError(f"there is no checkpoint of step {step}")
+        changed = list(entries)
+        changed[at] = replace(entries[at], pinned=pinned)
+        self.check_room(changed)
+        return changed
+
+    def check_room(self, entries: Iterable[Entry]) -> None:
+        """Raise StoreFullError where a record has no room for the pinned of these and for those that the rules keep."""
+        pinned = sum(entry.pinned for entry in entries)
+        if pinned + self.reserved > MOST_ENTRIES:
+            raise StoreFullError(
+                errno.ENOSPC,
+                f"{pinned} checkpoints pinned and {self.reserved} kept by rules are more than the {MOST_ENTRIES} that "
+                "a commit record names: unpin some, or keep fewer",
+            )
+
+    def dropped(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Return those of the committed checkpoints that the rules do not keep."""
+        kept = self.retain(entries[1:], entries[0]).entries if entries else []
+        return [entry for entry in entries if entry not in kept]
+
+    def _best(self, entries: Iterable[Entry]) -> list[Entry]:
+        if self.keep_best is None:
+            return []
+        ranked = [(rank, -e.counter, e) for e in entries if (rank := self.keep_best.rank(e)) is not None]
+        return [entry for *_, entry in sorted(ranked, key=lambda one: one[:2])[: self.keep_best.count]]
+
+    def _periodic(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Return the newest of each multiple of ``keep_every``, newest first."""
+        found: dict[int, Entry] = {}
+        for entry in entries:
+            if self.keep_every and entry.step % self.keep_every == 0:
+                found.setdefault(entry.step, entry)
+        return list(found.values())
+
+    def space_needed(self, slot_bytes: int, in_flight: int, available_bytes: int) -> SpaceNeeded:
+        """Return the space that the rules take for slots of ``slot_bytes``."""
+        slots = {"in flight": in_flight, f"the last {self.keep_last}": self.keep_last}
+        if self.keep_best is not None:
+            slots[f"the best {self.keep_best.count} by {self.keep_best.metric!r}"] = self.keep_best.count
+        return SpaceNeeded(slot_bytes, slots, self.keep_every, available_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceNeeded:
+    """The storage that a store takes.
+
+    Attributes:
+        slot_bytes: Of the tensors of one checkpoint; its manifest comes on top, some 100 bytes for each of them.
+        slots: How many each rule needs, at the most; they are reserved with the first checkpoint.
+        keep_every: Every multiple of so many steps takes one more, as long as the run goes on; None for none.
+        available_bytes: What the filesystem has free, and what the slots of the store take already.
+    """
+
+    slot_bytes: int
+    slots: Mapping[str, int]
+    keep_every: int | None
+    available_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slots of all rules but ``keep_every``."""
+        return sum(self.slots.values()) * self.slot_bytes
+
+    def __str__(self) -> str:
+        count = sum(self.slots.values())
+        parts = " + ".join(f"{slots} ({rule})" for rule, slots in self.slots.items())
+        text = f"{parts} = {count} slots of {self.slot_bytes} bytes: {self.nbytes} bytes"
+        if self.keep_every is not None:
+            text += f", and {self.slot_bytes} bytes more with every multiple of {self.keep_every} steps"
+        return f"{text}; {self.available_bytes} bytes are available"
+
+
+def make_best(best: object) -> Best:
+    """Validate a user's ``keep_best``. Raises TypeError, ValueError."""
+    if isinstance(best, Best):
+        best = best.metric, best.count, best.mode
+    if not isinstance(best, tuple) or len(best) != 3:
+        raise TypeError(f'keep_best is a metric, a count and "min" or "max", such as ("loss", 3, "min"), not {best!r}')
+    found = Best(*best)
+    if not isinstance(found.metric, str):
+        raise TypeError(f"keep_best names a metric of the metadata, not {found.metric!r}")
+    _check_count("the count of keep_best", found.count)
+    if found.mode not in ("min", "max"):
+        raise ValueError(f"keep_best ends with 'min' or 'max', not {found.mode!r}")
+    return found
+
+
+def _check_count(name: str, value: object) -> None:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} is a whole number of at least 1, not {value!r}")

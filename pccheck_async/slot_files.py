@@ -34,13 +34,14 @@ class SlotLease:
     nbytes: int
 
 
-async def open_slots(writer: Writer, named: Iterable[int], most: int, flush: Flush) -> SlotFiles:
+async def open_slots(writer: Writer, named: Iterable[int], *, in_flight: int, kept: int, flush: Flush) -> SlotFiles:
     """Open the slots that a folder has.
 
     Args:
         writer: The folder's files.
         named: Slots that the newest record names.
-        most: Slots that the store needs.
+        in_flight: Most checkpoints that are written at a time.
+        kept: Checkpoints for which there is always room.
         flush: See :data:`Flush`.
     """
     files = {}
@@ -48,8 +49,9 @@ async def open_slots(writer: Writer, named: Iterable[int], most: int, flush: Flu
         number = slot_number(name)
         if number is not None:
             files[number] = await writer.open(name, writable=True)
-    table = SlotTable({number: file.nbytes for number, file in files.items()}, list(named), most)
-    return SlotFiles(writer, files, table, most, flush)
+    sizes = {number: file.nbytes for number, file in files.items()}
+    table = SlotTable(sizes, list(named), in_flight=in_flight, kept=kept)
+    return SlotFiles(writer, files, table, flush)
 
 
 class SlotFiles:
@@ -60,13 +62,12 @@ class SlotFiles:
         reader_waits: Times that a checkpoint waited for other processes' readers.
     """
 
-    def __init__(self, writer: Writer, files: dict[int, File], table: SlotTable, most: int, flush: Flush) -> None:
+    def __init__(self, writer: Writer, files: dict[int, File], table: SlotTable, flush: Flush) -> None:
         self.lock = asyncio.Lock()
         self.reader_waits = 0
         self._writer = writer
         self._files = files
         self._table = table
-        self._most = most
         self._flush = flush
         self._reserved = False
 
@@ -133,7 +134,7 @@ class SlotFiles:
             except StoreFullError as error:
                 raise StoreFullError(
                     error.errno,
-                    f"{self._most} slots of {nbytes} bytes are needed (max_in_flight + keep_last), there was space for "
+                    f"{self._table.most} slots of {nbytes} bytes are needed (in flight and kept), there was space for "
                     f"{self._table.count} ({len(missing) - done} missing); the last checkpoint is untouched",
                     error.filename,
                 ) from error

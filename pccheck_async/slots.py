@@ -54,16 +54,23 @@ class SlotTable:
     Args:
         sizes: Slots found on storage: number to bytes.
         committed: Slots that the newest durable record names.
-        most: Slots that may exist: checkpoints in flight plus checkpoints kept (I10).
+        in_flight: Most checkpoints that are written at a time.
+        kept: Checkpoints for which there is always room; pinned ones and the like come on top (I10).
     """
 
-    def __init__(self, sizes: Mapping[int, int], committed: Collection[int], most: int) -> None:
-        self.most = most
+    def __init__(self, sizes: Mapping[int, int], committed: Collection[int], *, in_flight: int, kept: int) -> None:
+        self._in_flight = in_flight
+        self._kept = kept
         self._sizes = dict(sizes)
         self._committed = set(committed)
         self._leased: set[int] = set()
         self._read: Counter[int] = Counter()
         self._next = max([*self._sizes, *self._committed], default=-1) + 1
+
+    @property
+    def most(self) -> int:
+        """Slots that may exist while nobody else reads: checkpoints in flight plus checkpoints kept."""
+        return self._in_flight + max(self._kept, len(self._committed))
 
     @property
     def count(self) -> int:
@@ -102,7 +109,7 @@ class SlotTable:
             return Replace(min(free, key=lambda slot: (self._sizes[slot], slot)), self._next)
         # A restore of this engine may need the buffers that a waiting checkpoint holds: never wait for one.
         extra = len(self._read.keys() - self._committed) + (1 if passed_over else 0)
-        if self.count < max(self.most, len(self._committed) + len(self._leased) + 1) + extra:
+        if self.count < self.most + extra:
             return Create(self._next)
         return Wait(readers=len(passed_over))
 
@@ -151,6 +158,6 @@ class SlotTable:
             del self._read[slot]
 
     def surplus(self) -> list[int]:
-        """Free slots beyond ``most`` (after a reader's extra slot, or with a smaller ``keep_last``), to be removed."""
+        """Free slots beyond ``most`` (after a reader's extra slot, or when fewer are kept), to be removed."""
         extra = max(0, self.count - self.most)
         return sorted(self.free(), key=lambda slot: (self._sizes[slot], slot))[:extra]

@@ -12,7 +12,7 @@ import asyncio
 import errno
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,6 +30,7 @@ from pccheck_async.layout import (
     COMMIT_NBYTES,
     FORMAT_VERSION,
     IDENTITY_NAME,
+    MOST_ENTRIES,
     REGION_NBYTES,
     Entry,
     Identity,
@@ -42,7 +43,7 @@ from pccheck_async.layout import (
 )
 from pccheck_async.memory import PAGE_BYTES, aligned_buffer
 from pccheck_async.records import read_identity, read_record
-from pccheck_async.retention import retain
+from pccheck_async.retention import Retention
 from pccheck_async.slot_files import SlotFiles, SlotLease, open_slots
 from pccheck_async.uninterrupted import uninterrupted
 from pccheck_async.writer import File, Writer
@@ -80,14 +81,14 @@ class Store:
 
     Args:
         writer: The folder's files.
-        keep_last: Checkpoints kept.
+        retention: Which checkpoints are kept.
         max_in_flight: Checkpoints written at a time.
     """
 
-    def __init__(self, writer: Writer, *, keep_last: int, max_in_flight: int) -> None:
+    def __init__(self, writer: Writer, *, retention: Retention, max_in_flight: int) -> None:
         self._writer = writer
-        self._keep_last = keep_last
-        self._most = keep_last + max_in_flight
+        self._retention = retention
+        self._max_in_flight = max_in_flight
         self._commit_lock = asyncio.Lock()
         self._damaged: set[int] = set()
         self._failure: BaseException | None = None
@@ -109,6 +110,7 @@ class Store:
         Raises:
             StoreLockedError: another writer held the store for ``lock_timeout`` seconds.
             CorruptStoreError: the folder holds something else, or no valid record.
+            StoreFullError: so many checkpoints are pinned that a record has no room for those to be kept.
         """
         facts = await self._writer.prepare(create=True)
         self._commit = await self._open_commit()
@@ -119,8 +121,14 @@ class Store:
             identity = await self._create(max(facts.block_bytes, PAGE_BYTES))
         self._identity = identity
         self._record = await self._recover()
-        named = [entry.slot for entry in self._record.entries]
-        self._slots = await open_slots(self._writer, named, self._most, self._flush_or_latch)
+        self._check_rules()
+        self._slots = await open_slots(
+            self._writer,
+            [entry.slot for entry in self._record.entries],
+            in_flight=self._max_in_flight,
+            kept=self._retention.reserved,
+            flush=self._flush_or_latch,
+        )
 
     async def _recover(self) -> Record:
         return await read_record(self._writer, self._commit, self._identity)
@@ -218,6 +226,21 @@ class Store:
         """End :meth:`start_reading`."""
         self._slots.stop_reading(entry.slot)
 
+    def _check_rules(self) -> None:
+        self._retention.check_room(self._record.entries)
+        dropped = [entry.step for entry in self._retention.dropped(self._record.entries)]
+        if dropped:
+            _log.warning("the next checkpoint drops those of steps %s: no rule of this engine keeps them", dropped)
+
+    def _retain(self, new: Entry) -> list[Entry]:
+        kept = self._retention.retain(self._record.entries, new, self._damaged)
+        for entry in kept.crowded_out:
+            _log.warning(
+                "the checkpoint of step %d is dropped although it is a multiple of keep_every: a record names %d",
+                *(entry.step, MOST_ENTRIES),
+            )
+        return kept.entries
+
     # -- slots
 
     async def reserve(self, nbytes: int) -> SlotLease:
@@ -268,23 +291,53 @@ class Store:
         await self._writer.unlock(lease.file)  # all writes ended; whoever reads the record next may lock it shared
         async with self._commit_lock:
             self._check_usable()
-            entries = retain(self._record.entries, entry, self._keep_last, self._damaged)
+            entries = self._retain(entry)
             if entry not in entries:
                 self._superseded += 1
                 self._slots.drop(lease)
                 return False
-            record = Record(self._record.generation + 1, tuple(entries))
-            try:
-                await self._write_record(record)
-                await (
-                    self._flush_record()
-                )  # crash: acknowledged, and the old slot reused, under a record still in flight (I3)
-            except BaseException as error:
-                self._latch(error)  # which of the two records a restart will find is unknown: write nothing more
-                raise
-            self._publish(record)
-            self._free_slots()
+            await self._replace_record(entries)
         return True
+
+    async def _replace_record(self, entries: Iterable[Entry]) -> None:
+        record = Record(self._record.generation + 1, tuple(entries))
+        try:
+            await self._write_record(record)
+            await self._flush_record()  # crash: acknowledged, and the old slot reused, under a record in flight (I3)
+        except BaseException as error:
+            self._latch(error)  # which of the two records a restart will find is unknown: write nothing more
+            raise
+        self._publish(record)
+        self._free_slots()
+
+    async def amend(self, change: Callable[[tuple[Entry, ...]], Iterable[Entry]]) -> None:
+        """Change what is known of committed checkpoints, or drop some; in one record.
+
+        Args:
+            change: From the entries as they are when no commit can change them any more, newest first, to those
+                wanted; what it raises is raised. Entries that were not changed are given back as they are.
+
+        Durability: when this returns the change survives power loss.
+
+        Raises:
+            StoreFailedError: a flush or the record failed, now or before.
+        """
+        async with self._slots.lock:
+            self._check_usable()
+            await self._take_over()  # crash: this record overwrites the one before last under one not yet durable
+        async with self._commit_lock:
+            self._check_usable()
+            entries = tuple(change(self.entries))
+            if entries != self._record.entries:
+                await uninterrupted(self._replace_record(entries))  # a record half written would latch the store
+
+    async def pin(self, step: int, pinned: bool) -> Entry:
+        """Keep the newest checkpoint of ``step`` whatever the rules say, or leave it to them with the next commit.
+
+        Durability: as of :meth:`amend`. Raises what that does and what :meth:`Retention.pin` does.
+        """
+        await self.amend(lambda entries: self._retention.pin(entries, step, pinned))
+        return next(entry for entry in self.entries if entry.step == step)
 
     async def _flush_slot(self, file: File) -> None:
         await self._flush_or_latch(partial(self._writer.flush, file))

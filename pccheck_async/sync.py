@@ -16,6 +16,7 @@ from pccheck_async.core import EngineCore
 from pccheck_async.info import CheckpointInfo, Metadata
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.policy import Policy
+from pccheck_async.retention import SpaceNeeded
 from pccheck_async.session import IO
 from pccheck_async.statistics import EngineStatistics
 from pccheck_async.training import TrainingStep
@@ -38,6 +39,8 @@ class SyncCheckpointEngine:
         *,
         max_in_flight: int = 2,
         keep_last: int = 1,
+        keep_every: int | None = None,
+        keep_best: tuple[str, int, Literal["min", "max"]] | None = None,
         chunk_bytes: int | Auto = "auto",
         host_memory: int | Auto = "auto",
         writers: int | Auto = "auto",
@@ -54,6 +57,8 @@ class SyncCheckpointEngine:
         config = EngineConfig(
             max_in_flight=max_in_flight,
             keep_last=keep_last,
+            keep_every=keep_every,
+            keep_best=keep_best,
             chunk_bytes=chunk_bytes,
             host_memory=host_memory,
             writers=writers,
@@ -151,6 +156,21 @@ class SyncCheckpointEngine:
         """Restore into ``state``, in place (see :meth:`pccheck_async.CheckpointEngine.restore`)."""
         info: CheckpointInfo | None = self._core.block_on(self._core.restore(state, step))
         return info
+
+    def pin(self, step: int) -> CheckpointInfo:
+        """Keep the newest checkpoint of ``step`` (see :meth:`pccheck_async.CheckpointEngine.pin`)."""
+        self._core.check_alive()
+        return self._core.loop.call(self._core.pin(step, True))
+
+    def unpin(self, step: int) -> CheckpointInfo:
+        """End :meth:`pin`: the next commit drops it where no rule keeps it."""
+        self._core.check_alive()
+        return self._core.loop.call(self._core.pin(step, False))
+
+    def space_needed(self, state: Mapping[str, Any] | None = None, *, nbytes: int | None = None) -> SpaceNeeded:
+        """Return the storage that the settings take (see :meth:`pccheck_async.CheckpointEngine.space_needed`)."""
+        self._core.check_alive()
+        return self._core.space_needed(checkpoint_bytes(self._core, state, nbytes))
 
     def drain(self) -> None:
         """Block until every checkpoint admitted so far ended; raises the failure of one that nobody saw."""

@@ -180,7 +180,7 @@ async def _tune(
         storage_bytes=free + slot_bytes(folder),
         host_memory=_memory_budget(config, cores, memory),
         cores=cores,
-        keep_last=config.keep_last,
+        keep_last=config.retention.reserved,
     )
     _check_feasible(limits, nbytes, free)
     tell = progress or (lambda part, what: None)

@@ -61,7 +61,7 @@ class Limits:
         storage_bytes: For slots: free space and what the store's slots hold already.
         host_memory: Most staging memory in bytes.
         cores: Cores this process may use.
-        keep_last: Committed checkpoints that are kept.
+        keep_last: Committed checkpoints that are kept, by whatever rules.
         stream_cpu: Share of a core that one running write takes. PCcheck's writers copy into persistent memory and
             need a core each (1.0: then the rule is its N p <= cores); writers that wait for a device need less.
         most_entries: Checkpoints that a commit record can name.

@@ -5,13 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pccheck_async.layout import Entry
-from pccheck_async.retention import retain
+from pccheck_async.retention import Retention
 from tests.test_layout import entry
 
 
 def kept(committed: list[int], new: int, keep_last: int, damaged: set[int] | None = None) -> list[int]:
     entries = [entry(c) for c in sorted(committed, reverse=True)]
-    return [e.counter for e in retain(entries, entry(new), keep_last, damaged or set())]
+    return [e.counter for e in Retention(keep_last=keep_last).retain(entries, entry(new), damaged or set()).entries]
 
 
 def test_keep_one_is_pcchecks_rule() -> None:
@@ -31,7 +31,7 @@ def test_damaged_ones_are_dropped() -> None:
 
 def test_pinned_ones_stay_and_do_not_count() -> None:
     pinned = msgspec.structs.replace(entry(1), pinned=True)
-    assert [e.counter for e in retain([entry(4), pinned], entry(5), 1)] == [5, 1]
+    assert [e.counter for e in Retention().retain([entry(4), pinned], entry(5)).entries] == [5, 1]
 
 
 @given(st.lists(st.integers(0, 50), unique=True), st.integers(51, 60) | st.integers(-20, -1), st.integers(1, 5))
@@ -43,4 +43,4 @@ def test_the_newest_of_all_is_always_kept(committed: list[int], new: int, keep_l
 
 def test_order_is_newest_first() -> None:
     entries: list[Entry] = [entry(9), entry(3)]
-    assert [e.counter for e in retain(entries, entry(6), 3)] == [9, 6, 3]
+    assert [e.counter for e in Retention(keep_last=3).retain(entries, entry(6)).entries] == [9, 6, 3]

@@ -9,23 +9,23 @@ from pccheck_async.slots import Create, Replace, Reuse, SlotTable, Wait
 
 
 def test_first_slots_are_created() -> None:
-    table = SlotTable({}, (), most=3)
+    table = SlotTable({}, (), in_flight=2, kept=1)
     assert table.missing() == [0, 1, 2]
     assert table.decide(100) == Create(0)
 
 
 def test_the_smallest_fitting_slot_is_reused() -> None:
-    table = SlotTable({0: 500, 1: 100, 2: 200}, (), most=3)
+    table = SlotTable({0: 500, 1: 100, 2: 200}, (), in_flight=2, kept=1)
     assert table.decide(150) == Reuse(2)
 
 
 def test_a_small_slot_is_replaced_under_a_new_number() -> None:
-    table = SlotTable({0: 100, 1: 100}, (1,), most=2)
+    table = SlotTable({0: 100, 1: 100}, (1,), in_flight=1, kept=1)
     assert table.decide(150) == Replace(0, 2)
 
 
 def test_committed_leased_and_read_slots_are_never_chosen() -> None:
-    table = SlotTable({0: 100, 1: 100, 2: 100}, (0,), most=3)
+    table = SlotTable({0: 100, 1: 100, 2: 100}, (0,), in_flight=2, kept=1)
     table.start_reading(0)
     table.lease(1)
     assert table.decide(100) == Reuse(2)
@@ -37,7 +37,7 @@ def test_committed_leased_and_read_slots_are_never_chosen() -> None:
 
 
 def test_readers_cost_one_slot_and_then_waiting() -> None:
-    table = SlotTable({0: 100, 1: 100, 2: 100}, (0,), most=3)
+    table = SlotTable({0: 100, 1: 100, 2: 100}, (0,), in_flight=2, kept=1)
     table.lease(1)
     assert table.decide(100, passed_over=[2]) == Create(3)
     table.created(3, 100)
@@ -47,18 +47,18 @@ def test_readers_cost_one_slot_and_then_waiting() -> None:
 
 
 def test_the_extra_slot_goes_when_the_reader_left() -> None:
-    table = SlotTable({0: 100, 1: 100, 2: 100, 3: 100}, (0,), most=3)
+    table = SlotTable({0: 100, 1: 100, 2: 100, 3: 100}, (0,), in_flight=2, kept=1)
     assert table.surplus() == [1]
 
 
 def test_fewer_kept_than_found() -> None:
-    table = SlotTable(dict.fromkeys(range(5), 100), (0, 1, 2, 3, 4), most=2)
+    table = SlotTable(dict.fromkeys(range(5), 100), (0, 1, 2, 3, 4), in_flight=1, kept=1)
     assert table.decide(100) == Create(5)
 
 
 @pytest.mark.parametrize("slot", [0, 1, 2, 9])
 def test_only_free_slots_are_leased(slot: int) -> None:
-    table = SlotTable({0: 100, 1: 100, 2: 100}, (0,), most=3)
+    table = SlotTable({0: 100, 1: 100, 2: 100}, (0,), in_flight=2, kept=1)
     table.lease(1)
     table.start_reading(0)
     if slot == 2:
@@ -75,7 +75,7 @@ class Slots(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.in_flight, self.keep_last = 3, 2
-        self.table = SlotTable({}, (), self.in_flight + self.keep_last)
+        self.table = SlotTable({}, (), in_flight=self.in_flight, kept=self.keep_last)
         self.committed: list[int] = []
         self.leased: set[int] = set()
         self.read: set[int] = set()

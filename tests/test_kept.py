@@ -1,0 +1,367 @@
+"""The engine against a model of what is kept: random saves, failures, pins, changes of rules, kills, power failures."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import random
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pccheck_async import (
+    CheckpointEngine,
+    CheckpointInfo,
+    NoCheckpointError,
+    StoreFullError,
+    SyncCheckpointEngine,
+    WriteError,
+    list_checkpoints,
+    load,
+)
+from pccheck_async.layout import COMMIT_NAME, MOST_ENTRIES
+from pccheck_async.testing import (
+    Access,
+    CrashDisk,
+    CrashWriter,
+    Snapshot,
+    WrappingWriter,
+    power_loss_images,
+)
+
+T = TypeVar("T")
+FOLDER = "anywhere"
+
+
+@dataclass(frozen=True)
+class Rules:
+    keep_last: int = 1
+    keep_every: int | None = None
+    keep_best: tuple[str, int, Any] | None = None
+
+
+@dataclass(frozen=True)
+class One:
+    """A committed checkpoint, as the model knows it."""
+
+    counter: int
+    step: int
+    loss: float | None
+    pinned: bool = False
+
+
+def expected(ones: list[One], rules: Rules) -> list[One]:
+    """What the rules say, in words of their own: newest first."""
+    ones = sorted(ones, key=lambda one: -one.counter)
+    kept = []
+    for place, one in enumerate(ones):
+        newer_of_step = any(other.step == one.step for other in ones[:place])
+        periodic = rules.keep_every is not None and one.step % rules.keep_every == 0 and not newer_of_step
+        if one.pinned or place < rules.keep_last or periodic or _among_best(one, ones, rules):
+            kept.append(one)
+    return kept
+
+
+def _among_best(one: One, ones: list[One], rules: Rules) -> bool:
+    if rules.keep_best is None or one.loss is None or one.loss != one.loss:
+        return False
+    _, count, mode = rules.keep_best
+    better = 0
+    for other in ones:
+        if other.loss is None or other.loss != other.loss or other is one:
+            continue
+        ahead = other.loss < one.loss if mode == "min" else other.loss > one.loss
+        better += ahead or (other.loss == one.loss and other.counter > one.counter)
+    return better < count
+
+
+def as_ones(infos: list[CheckpointInfo]) -> list[One]:
+    return [One(i.counter, i.step, i.metadata.get("loss"), i.pinned) for i in infos]  # type: ignore[arg-type]
+
+
+def same(found: list[One], wanted: list[One]) -> bool:
+    return repr(found) == repr(wanted)  # NaN equals nothing, but is written the same
+
+
+class Broken(WrappingWriter):
+    """Fails writes into slots while ``broken`` is set."""
+
+    broken = False
+
+    async def perform(self, access: Access, call: Callable[[], Awaitable[T]]) -> T:
+        if self.broken and access.kind == "write" and access.name != COMMIT_NAME:
+            raise WriteError(errno.EIO, "broken", access.name)
+        return await call()
+
+
+class Trainer:
+    """An engine on a disk of its own, and what it should have kept."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.disk = CrashDisk()
+        self.rules = rules
+        self.kept: list[One] = []
+        self.instead: list[list[One]] = []
+        """What a power failure may go back to, as long as what a killed process wrote was not flushed by the next."""
+        self.seed = 0
+        self.history: list[Snapshot] = []
+        self.engine: CheckpointEngine
+        self.writer: Broken
+
+    async def open(self) -> None:
+        self.seed += 1
+        self.writer = Broken(CrashWriter(self.disk, seed=self.seed))
+        self.engine = CheckpointEngine(
+            FOLDER,
+            io=self.writer,
+            max_in_flight=3,
+            chunk_bytes=4096,
+            keep_last=self.rules.keep_last,
+            keep_every=self.rules.keep_every,
+            keep_best=self.rules.keep_best,
+        )
+        await self.engine.open()
+
+    async def save(self, step: int, loss: float | None) -> Any:
+        metadata = {} if loss is None else {"loss": loss}
+        state = {"weights": torch.full((2000,), float(step)), "step": step}
+        pending = await self.engine.checkpoint(state, step=step, metadata=metadata)
+        self.kept = expected([*self.kept, One(pending.counter, step, loss)], self.rules)
+        return pending
+
+    async def pin(self, step: int, pinned: bool) -> None:
+        at = next((n for n, one in enumerate(self.kept) if one.step == step), None)
+        change = self.engine.pin if pinned else self.engine.unpin
+        if at is None:
+            with pytest.raises(NoCheckpointError):
+                await change(step)
+            return
+        self.kept[at] = replace(self.kept[at], pinned=pinned)
+        assert (await change(step)).pinned == pinned
+
+    async def fail(self, step: int) -> None:
+        self.writer.broken = True
+        with pytest.raises(WriteError):  # from whichever of the two hears of it
+            await (await self.engine.checkpoint({"weights": torch.ones(2000)}, step=step))
+        self.writer.broken = False
+
+    async def restart(self, rules: Rules | None) -> None:
+        await self.engine.close()
+        self.rules = rules or self.rules
+        await self.open()
+
+    async def crash(self, doing: Coroutine[Any, Any, Any], when: float, loses_power: bool) -> None:
+        """Do something, and go on from what the disk was somewhere in the middle of it."""
+        before = list(self.kept)
+        self.history = [self.disk.snapshot()]
+        self.disk.observer = self.history.append
+        found = await doing
+        if found is not None:
+            await found
+        self.disk.observer = None
+        await self.engine.close()
+        moment = self.history[min(len(self.history) - 1, int(when * len(self.history)))]
+        rng = random.Random(self.seed)
+        if loses_power:
+            images = list(islice(power_loss_images(moment, sector=512), 20))
+            self.disk = CrashDisk.from_image(rng.choice(images))
+        else:
+            self.disk = CrashDisk.after_process_death(moment, rng=rng, lingering=rng.choice([0, 3]))
+        await self.open()
+        now = as_ones(self.engine.checkpoints())
+        possible = [before, self.kept, *(self.instead if loses_power else [])]
+        assert any(same(now, one) for one in possible), (possible, now)
+        self.instead = [] if loses_power else [*self.instead, before]
+        self.kept = now
+
+    async def check(self) -> None:
+        await self.engine.drain()
+        if self.engine.statistics().durable:
+            self.instead = []
+        assert same(as_ones(self.engine.checkpoints()), self.kept)
+
+    async def check_slots(self) -> None:
+        """As many as are in flight and kept (I10), and one while a killed writer's requests hold theirs."""
+        await self.engine.drain()
+        best = self.rules.keep_best[1] if self.rules.keep_best else 0
+        assert self.engine.statistics().slots <= 3 + max(self.rules.keep_last + best, len(self.kept)) + 1
+
+    async def check_bits(self) -> None:
+        await self.engine.close()
+        for step in {one.step for one in self.kept}:
+            state = await load(FOLDER, step=step, io=CrashWriter(self.disk, turns=0, read_only=True))
+            assert state["step"] == step
+            assert torch.equal(state["weights"], torch.full((2000,), float(step)))
+
+
+steps = st.integers(0, 12)
+losses = st.none() | st.sampled_from([0.0, 0.5, 1.0, 2.5, -1.0, float("nan"), float("inf")])
+rules = st.builds(
+    Rules,
+    keep_last=st.integers(1, 3),
+    keep_every=st.none() | st.integers(2, 5),
+    keep_best=st.none() | st.tuples(st.just("loss"), st.integers(1, 3), st.sampled_from(["min", "max"])),
+)
+saves = st.tuples(steps, losses)
+events = st.lists(
+    st.tuples(st.just("save"), saves)
+    | st.tuples(st.just("burst"), st.lists(saves, min_size=2, max_size=5))
+    | st.tuples(st.just("fail"), steps)
+    | st.tuples(st.just("pin"), steps)
+    | st.tuples(st.just("unpin"), steps)
+    | st.tuples(st.just("restart"), st.none() | rules)
+    | st.tuples(st.just("crash while saving"), st.tuples(saves, st.floats(0, 1), st.booleans()))
+    | st.tuples(st.just("crash while pinning"), st.tuples(steps, st.floats(0, 1), st.booleans())),
+    min_size=3,
+    max_size=14,
+)
+
+
+async def live(first: Rules, happening: list[tuple[str, Any]]) -> None:
+    trainer = Trainer(first)
+    await trainer.open()
+    for what, how in happening:
+        match what:
+            case "save":
+                await (await trainer.save(*how)).durable()
+                await trainer.check_slots()
+            case "burst":
+                for step, loss in how:
+                    await trainer.save(step, loss)
+                await trainer.check_slots()
+            case "fail":
+                await trainer.fail(how)
+            case "pin" | "unpin":
+                await trainer.pin(how, what == "pin")
+            case "restart":
+                await trainer.restart(how)
+            case "crash while saving":
+                await trainer.crash(trainer.save(*how[0]), *how[1:])
+            case "crash while pinning":
+                await trainer.crash(trainer.pin(how[0], True), *how[1:])
+        await trainer.check()
+    await trainer.check_bits()
+
+
+def run(first: Rules, happening: list[tuple[str, Any]]) -> None:
+    logging.getLogger("pccheck_async").setLevel(logging.ERROR)
+    try:
+        asyncio.run(live(first, happening))
+    finally:
+        logging.getLogger("pccheck_async").setLevel(logging.NOTSET)
+
+
+@given(rules, events)
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+def test_the_kept_set_is_what_the_rules_say(first: Rules, happening: list[tuple[str, Any]]) -> None:
+    run(first, happening)
+
+
+@pytest.mark.campaign
+@given(rules, events)
+@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+def test_five_hundred_sequences(first: Rules, happening: list[tuple[str, Any]]) -> None:
+    run(first, happening)
+
+
+def test_multiples_beyond_what_a_record_names_go_first(caplog: pytest.LogCaptureFixture) -> None:
+    asyncio.run(_crowd())
+    assert "of step 0 is dropped although it is a multiple of keep_every" in caplog.text
+
+
+async def _crowd() -> None:
+    trainer = Trainer(Rules(keep_every=1))
+    await trainer.open()
+    for step in range(MOST_ENTRIES + 2):
+        await (await trainer.save(step, None)).durable()
+    await trainer.pin(5, True)
+    await (await trainer.save(100, None)).durable()
+    found = [info.step for info in trainer.engine.checkpoints()]
+    assert found == [100, *range(MOST_ENTRIES + 1, 2, -1)]
+    await trainer.engine.close()
+
+
+def test_what_new_rules_drop_is_said_at_opening(caplog: pytest.LogCaptureFixture) -> None:
+    asyncio.run(_change_rules())
+    assert "the next checkpoint drops those of steps [1, 0]" in caplog.text
+
+
+async def _change_rules() -> None:
+    trainer = Trainer(Rules(keep_last=3))
+    await trainer.open()
+    for step in range(3):
+        await (await trainer.save(step, None)).durable()
+    await trainer.restart(Rules())
+    assert len(trainer.engine.checkpoints()) == 3  # opening wrote nothing
+    await trainer.engine.close()
+
+
+def test_pins_from_a_blocking_trainer_outlive_it(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.checkpoint({"x": torch.ones(3)}, step=1).result()
+        assert engine.pin(1).pinned
+        engine.checkpoint({"x": torch.ones(3)}, step=2).result()
+        with pytest.raises(NoCheckpointError, match="no checkpoint of step 7"):
+            engine.pin(7)
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.checkpoint({"x": torch.ones(3)}, step=3).result()
+        assert [(info.step, info.pinned) for info in list_checkpoints(tmp_path)] == [(3, False), (1, True)]
+        assert not engine.unpin(1).pinned
+        assert [info.step for info in engine.checkpoints()] == [3, 1]  # it goes with the next commit
+        engine.checkpoint({"x": torch.ones(3)}, step=4).result()
+        assert [info.step for info in engine.checkpoints()] == [4]
+
+
+def test_more_pins_than_a_record_names_are_refused(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path, keep_last=62) as engine:
+        for step in range(4):
+            engine.checkpoint({"x": torch.ones(3)}, step=step).result()
+        engine.pin(0)
+        engine.pin(1)
+        with pytest.raises(StoreFullError, match="3 checkpoints pinned and 62 kept by rules"):
+            engine.pin(2)
+    with pytest.raises(StoreFullError, match="unpin some, or keep fewer"):
+        SyncCheckpointEngine(tmp_path, keep_last=63).open()
+    with SyncCheckpointEngine(tmp_path) as engine:
+        assert [info.step for info in engine.checkpoints()] == [3, 2, 1, 0]
+
+
+def test_the_space_that_rules_need(tmp_path: Path) -> None:
+    rules: Any = {"max_in_flight": 3, "keep_last": 2, "keep_every": 100, "keep_best": ("loss", 4, "max")}
+    with SyncCheckpointEngine(tmp_path, **rules) as engine:
+        with pytest.raises(NoCheckpointError):
+            engine.space_needed()
+        needed = engine.space_needed({"x": torch.zeros(1 << 20)})
+        assert needed.slots == {"in flight": 3, "the last 2": 2, "the best 4 by 'loss'": 4}
+        assert needed.nbytes == 9 * needed.slot_bytes == 9 << 22
+        assert "and 4194304 bytes more with every multiple of 100 steps" in str(needed)
+        engine.checkpoint({"x": torch.zeros(1 << 20)}, step=1).result()
+        assert engine.statistics().slots == 9
+        assert 9 << 22 <= engine.statistics().slot_bytes < 10 << 22  # the manifests on top
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"keep_last": 0}, ValueError, "keep_last is a whole number of at least 1"),
+        ({"keep_last": 65}, ValueError, "keep_last is at most 64"),
+        ({"keep_every": 0}, ValueError, "keep_every is a whole number"),
+        ({"keep_every": 1.5}, ValueError, "keep_every is a whole number"),
+        ({"keep_best": "loss"}, TypeError, r'such as \("loss", 3, "min"\)'),
+        ({"keep_best": ("loss", 0, "min")}, ValueError, "the count of keep_best"),
+        ({"keep_best": ("loss", 3, "low")}, ValueError, "'min' or 'max'"),
+        ({"keep_best": (1, 3, "min")}, TypeError, "names a metric"),
+        ({"keep_last": 60, "keep_best": ("loss", 5, "min")}, ValueError, "together is at most 64"),
+    ],
+)
+def test_rules_that_make_no_sense(settings: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        SyncCheckpointEngine(FOLDER, **settings)
