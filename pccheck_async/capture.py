@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,12 +19,12 @@ from pccheck_async.plan import Chunk, Plan, segments
 from pccheck_async.state.arrangement import Arrangement, arranged
 from pccheck_async.state.aside import set_aside
 from pccheck_async.state.flatten import FlatState, take_apart
-from pccheck_async.state.lazy import LazyMemory, ModuleParameters, optimized
+from pccheck_async.state.lazy import LazySources, ModuleParameters, optimized
 from pccheck_async.state.outline import Outline
 from pccheck_async.state.reference import Reference
 from pccheck_async.state.sources import HOST, Sources
 from pccheck_async.state.storages import Layout
-from pccheck_async.state.versions import Versions
+from pccheck_async.state.versions import StorageMemory, Versions
 
 __all__ = ["Capture", "Snapshot", "Snapshots"]
 
@@ -75,6 +74,8 @@ class Snapshots:
     def __init__(self) -> None:
         self._last: tuple[Outline | None, Arrangement | None] = (None, None)
         self._modules = ModuleParameters()
+        self._lazy_sources = LazySources()
+        self._part: _Part | None = None
 
     def take(
         self,
@@ -122,23 +123,60 @@ class Snapshots:
         compare: bool,
         fenced: bool,
     ) -> tuple[Layout, Lazy]:
-        modules = self._modules
-        modules.look(flat.objects, flat.outline)
-        unchanged = chain(optimized(optimizers), modules.frozen())
-        later = LazyMemory(unchanged, without=modules.changed_by_forward()).covers(layout.sources)
-        sources, held = set_aside(layout.sources, ~later)
+        modules, values, paths = self._modules, flat.leaves.values, flat.leaves.paths
+        unchanged = optimized(optimizers)
+        modules.look(flat.objects, flat.outline, unchanged)
+        unchanged += modules.frozen()
+        if changing := set(map(id, modules.changed_by_forward())):
+            unchanged = [tensor for tensor in unchanged if id(tensor) not in changing]
+        sources = layout.sources
+        later = self._lazy_sources.among(sources, values, unchanged)
+        last = self._part
+        part = self._part = last if last is not None and last.later is later else _Part(later, layout.source_of)
+        held = part.held
+        if part.any_held:
+            sources, held = set_aside(sources, held)
         if fenced:  # steps change what is on the host at once (step counts): no stream holds them up
             sources, _ = set_aside(sources, later & _on_host(sources))
             if sources.owned is not None:
-                later &= ~sources.owned
-        source_of = np.array(layout.source_of, np.intp)
-        members = np.flatnonzero((source_of >= 0) & later[source_of]) if len(later) else source_of[:0]
-        tensors: list[Any] = [flat.leaves.values[number] for number in members.tolist()]
-        paths = [flat.leaves.paths[number] for number in members.tolist()]
-        versions = Versions(paths, tensors)
-        where = dict(zip(source_of[members].tolist(), paths, strict=True))
-        reference = Reference(sources, later, where) if compare else None
-        return layout.filled(sources), Lazy(held, versions, reference)
+                later = later & ~sources.owned
+                part = part.narrowed(later, layout.source_of)
+        tensors: list[Any] = values
+        if part.members is not None:
+            tensors, paths = [values[n] for n in part.members], [paths[n] for n in part.members]
+        versions = Versions(paths, tensors, part.memory)
+        part.memory = versions.memory  # the same for as long as it is this part: then nothing moved
+        reference = None
+        if compare:
+            leaves = range(len(values)) if part.members is None else part.members
+            source_of = map(layout.source_of.__getitem__, leaves)
+            reference = Reference(sources, later, dict(zip(source_of, paths, strict=True)))
+        return layout if sources is layout.sources else layout.filled(sources), Lazy(held, versions, reference)
+
+
+class _Part:
+    """The leaves that are left to captures: remembered while these sources are.
+
+    Args:
+        later: Which sources are.
+        source_of: Of each leaf.
+    """
+
+    def __init__(self, later: npt.NDArray[np.bool_], source_of: Sequence[int]) -> None:
+        self.later = later
+        self.held = ~later
+        self.any_held = bool(self.held.any())
+        lazy = [*later.tolist(), False]  # the last one stands for leaves without a source
+        members = [number for number, source in enumerate(source_of) if lazy[source]]
+        self.members = members if len(members) < len(source_of) else None
+        self.memory: StorageMemory | None = None
+        self._narrowed: _Part | None = None
+
+    def narrowed(self, later: npt.NDArray[np.bool_], source_of: Sequence[int]) -> _Part:
+        """Return what is left of it where only ``later`` of its sources are left to captures."""
+        if self._narrowed is None or not np.array_equal(self._narrowed.later, later):
+            self._narrowed = _Part(later, source_of)
+        return self._narrowed
 
 
 class Capture:

@@ -253,7 +253,7 @@ class EngineCore:
         if not last:
             self.admissions.raise_untold()
         step = check_step(step)
-        plain = check_metadata(metadata or {})
+        plain = check_metadata(metadata) if metadata else {}
         skipped = None if last else self.admissions.skip(step)
         if skipped is not None:
             return skipped, start

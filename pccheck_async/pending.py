@@ -156,6 +156,8 @@ class PendingCheckpoint:
         Returns:
             False where it took longer than ``timeout`` seconds.
         """
+        if self._captured.done():
+            return True
         waited = [self._captured] if enough is None else [self._captured, enough]
         return bool(concurrent.futures.wait(waited, timeout, concurrent.futures.FIRST_COMPLETED).done)
 

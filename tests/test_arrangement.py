@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pccheck_async.errors import UnsupportedStateError
-from pccheck_async.state import forms
+from pccheck_async.state import dtypes, forms
 from pccheck_async.state.arrangement import Arrangement, arranged
 from pccheck_async.state.flatten import Leaves, take_apart
 from pccheck_async.state.sources import RawSource
@@ -265,6 +265,16 @@ def test_storages_that_overlap_are_never_taken_for_what_they_were() -> None:
     layout, last = arranged(leaves_of(*parts))
     assert last is None
     assert layout.storage_nbytes == (16,)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+@pytest.mark.parametrize("by_dlpack", COMPARISONS)
+def test_dtypes_are_told_apart(by_dlpack: bool) -> None:
+    with comparing(by_dlpack):
+        tensors = [torch.empty(2, dtype=dtype) for dtype in dtypes.STORABLE.values()]  # DLPack has one word for some
+        for number, tensor in enumerate(tensors):
+            known = forms.Forms([tensor])
+            assert [known.same([other]) for other in tensors] == [n == number for n in range(len(tensors))]
 
 
 @pytest.mark.parametrize("slot", range(13))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
-from pccheck_async.state.lazy import LazyMemory, optimized
+from pccheck_async.state.flatten import take_apart
+from pccheck_async.state.lazy import LazyMemory, LazySources, ModuleParameters, optimized
 from pccheck_async.state.sources import PackedSource, Sources
 
 
@@ -82,3 +84,62 @@ def test_what_optimizers_keep() -> None:
     optimizer.step()
     kept = [value for state in optimizer.state.values() for value in state.values()]
     assert len(optimized([optimizer])) == 2 + len(kept) == 8
+
+
+def sources_of(*tensors: torch.Tensor) -> Sources:
+    sources = Sources()
+    for tensor in tensors:
+        sources.add(tensor.data_ptr(), tensor.nbytes, tensor)
+    return sources
+
+
+@pytest.mark.parametrize("as_leaf", [True, False])
+def test_what_is_lazy_is_remembered_until_the_tensors_are_others(as_leaf: bool) -> None:
+    weight, moment, buffer = torch.nn.Parameter(torch.zeros(8)), torch.zeros(8), torch.zeros(8)
+    leaves = [weight.detach(), moment if as_leaf else moment.detach(), buffer]
+    sources, known = sources_of(*leaves), LazySources()
+
+    def among(*tensors: torch.Tensor) -> list[bool]:
+        found = known.among(sources, leaves, list(tensors))
+        assert found.tolist() == LazyMemory(tensors).covers(sources).tolist()
+        return list(map(bool, found))
+
+    assert among(weight, moment) == among(weight, moment) == [True, True, False]
+    first = known.among(sources, leaves, [weight, moment])
+    assert known.among(sources, leaves, [weight, moment]) is first
+    assert among(moment, weight) == [True, True, False]
+    assert among(weight) == [True, False, False]
+    assert among(weight, buffer) == among(weight, buffer) == [True, False, True]
+    assert among(weight, moment) == among(weight, moment) == [True, True, False]
+    assert among(weight, moment[:4]) == [True, False, False]
+    assert among(weight, moment[:4]) == [True, False, False]
+    assert among(weight, moment) == among(weight, moment) == [True, True, False]
+    with torch.no_grad():
+        weight.data = torch.zeros(8)  # the leaf stays where it is, and nobody guards it any more
+    assert among(weight, moment) == [False, True, False]
+
+
+def test_other_addresses_are_looked_at_anew() -> None:
+    known, tensor = LazySources(), torch.zeros(8)
+    for _ in range(3):
+        assert known.among(sources_of(tensor), [tensor], [tensor]).tolist() == [True]
+        other = torch.zeros(8)
+        assert known.among(sources_of(other), [other], [tensor]).tolist() == [False]
+
+
+def test_modules_are_walked_again_where_they_are_others() -> None:
+    modules, parameters = [torch.nn.Linear(2, 2).requires_grad_(False) for _ in range(2)], ModuleParameters()
+    flat = take_apart({"m": modules[0]})
+    for module in modules:
+        parameters.look([module], flat.outline)
+        assert {*map(id, parameters.frozen())} == {*map(id, module.parameters())}
+
+
+def test_an_embedding_may_begin_to_renormalise() -> None:
+    embedding, parameters = torch.nn.Embedding(3, 2), ModuleParameters()
+    flat = take_apart({"m": embedding})
+    parameters.look([embedding], flat.outline)
+    assert not parameters.changed_by_forward()
+    embedding.max_norm = 1.0
+    parameters.look([embedding], flat.outline)
+    assert [*map(id, parameters.changed_by_forward())] == [id(embedding.weight)]

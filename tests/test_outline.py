@@ -298,3 +298,19 @@ def test_plain_values_without_arrays_are_not_kept() -> None:
     assert (
         take_apart({"table": {str(n): {"n": n} for n in range(100)}, "list": [[n] for n in range(100)]}).outline is None
     )
+
+
+def test_plain_values_that_differ_are_no_other_outline() -> None:
+    def state(step: int) -> dict[str, Any]:
+        return {"step": step, "o": {"group": [{"lr": step / 7, "params": [0, step]}], "state": {0: {"m": TENSOR}}}}
+
+    first = take_apart(state(1)).outline
+    assert first is not None
+    for step in (2, 1, 3):
+        found = take_apart(state(step), first)
+        assert found.outline is first
+        assert not difference(take_apart(state(step)), found)
+    assert take_apart(state(1) | {"more": TENSOR}, first).outline is not first
+
+
+TENSOR = torch.zeros(3)

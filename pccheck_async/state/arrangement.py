@@ -3,14 +3,14 @@
 A layout depends on what each leaf is (type, dtype, shape, strides, where in its storage it begins) and on how their
 memory relates: which leaves view one storage, and whether storages overlap. It does not depend on the addresses. So
 all of that is compared at every save, with every address and size read anew, and where nothing differs only the
-sources are made again. Whatever differs, or cannot be told quickly, leads to a full :func:`lay_out`.
+sources are made again. Whatever differs, or cannot be told quickly, leads to a full :func:`lay_out`. Where every
+storage is where it was and as large as it was, as in everyday training, how they relate need not be worked out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -91,9 +91,9 @@ class Arrangement:
         self._blocks = [Forms(tensors[start : start + _BLOCK]) for start in range(0, len(tensors), _BLOCK)]
         self._array_forms = [*self._forms_of_arrays(leaves, views)]
         spans = [span for block in self._blocks for span in block.spans] + [*map(_span, views)]
-        self._relations = _Relations(
-            _Memory.of_tensors(tensors).and_arrays(views).bases, np.array(spans, np.int64).reshape(-1, 3)
-        )
+        bases = _Memory.of_tensors(tensors).and_arrays(views).bases
+        self._relations = _Relations(np.array(bases, np.int64), np.array(spans, np.int64).reshape(-1, 3))
+        self._place: _Place | None = None
 
     def again(self, leaves: Leaves) -> Layout | None:
         """Return the layout of ``leaves``, None where they do not lie as they did."""
@@ -102,19 +102,23 @@ class Arrangement:
         tensors, views = self._split(leaves)
         if [*self._forms_of_arrays(leaves, views)] != self._array_forms:
             return None
-        found = []
+        memory = _Memory([], [], [])
         for number, forms in enumerate(self._blocks):
             block = tensors[number * _BLOCK : (number + 1) * _BLOCK]
             try:
                 if not forms.same(block):
                     return None
-                found.append(_Memory.of_tensors(block))
+                memory.add_tensors(block)
             except RuntimeError:  # of a tensor without strides or without a storage
                 return None
-        memory = _Memory.joined(found).and_arrays(views)
-        if not self._relations.hold(memory):
-            return None
-        return self._layout.filled(self._sources(leaves, memory))
+        memory.and_arrays(views)
+        place = self._place
+        if place is None or memory.bases != place.bases or memory.sizes != place.sizes:
+            bases = np.array(memory.bases, np.int64)
+            if not self._relations.hold(bases, np.array(memory.sizes, np.int64)):
+                return None
+            place = self._place = _Place(memory.bases, memory.sizes, self._addresses(bases))
+        return self._layout.filled(self._sources(leaves, place.addresses, memory.owners))
 
     def _split(self, leaves: Leaves) -> tuple[list[Any], list[View | None]]:
         values = leaves.values
@@ -132,49 +136,56 @@ class Arrangement:
                 places = (view.low, view.high, view.first)
                 yield form, view.stride, view.lazy, *(place - view.memory[1] for place in places)
 
-    def _sources(self, leaves: Leaves, memory: _Memory) -> Sources:
-        if self._in_order:
-            addresses, owners = memory.bases + self._shifts, memory.owners
-        else:
-            addresses = memory.bases[self._places] + self._shifts
-            owners = [*map(memory.owners.__getitem__, self._places)]
+    def _addresses(self, bases: _Numbers) -> npt.NDArray[np.uint64]:
+        addresses = (bases if self._in_order else bases[self._places]) + self._shifts
+        addresses[[*self._packings]] = 0
+        found = addresses.view(np.uint64)
+        found.flags.writeable = False  # several saves have it
+        return found
+
+    def _sources(self, leaves: Leaves, addresses: npt.NDArray[np.uint64], owners: list[Any]) -> Sources:
+        if not self._in_order:
+            owners = [*map(owners.__getitem__, self._places)]
         for number, pack in self._packings.items():
-            source = pack(leaves.values[self._order[self._places[number]]], owners[number])
-            addresses[number], owners[number] = 0, source
-        return self._sources_then.again(addresses.view(np.uint64), owners)
+            owners[number] = pack(leaves.values[self._order[self._places[number]]], owners[number])
+        return self._sources_then.again(addresses, owners)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Memory:
     """Of each leaf: where its storage begins, how many bytes it has, and what keeps it."""
 
-    bases: _Numbers
-    sizes: _Numbers
+    bases: list[int]
+    sizes: list[int]
     owners: list[Any]
 
     @classmethod
     def of_tensors(cls, tensors: Sequence[torch.Tensor]) -> _Memory:
-        owners: list[Any] = [*map(_untyped_storage, tensors)]
-        bases = np.fromiter(map(_address, owners), np.int64, len(owners))
-        return cls(bases, np.fromiter(map(_nbytes, owners), np.int64, len(owners)), owners)
+        found = cls([], [], [])
+        found.add_tensors(tensors)
+        return found
 
-    @classmethod
-    def joined(cls, parts: Sequence[_Memory]) -> _Memory:
-        if not parts:
-            return cls.of_tensors(())
-        return cls(
-            np.concatenate([part.bases for part in parts]),
-            np.concatenate([part.sizes for part in parts]),
-            [*chain.from_iterable(part.owners for part in parts)],
-        )
+    def add_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        owners: list[Any] = [*map(_untyped_storage, tensors)]
+        self.bases += map(_address, owners)
+        self.sizes += map(_nbytes, owners)
+        self.owners += owners
 
     def and_arrays(self, views: Sequence[View | None]) -> _Memory:
-        if not views:
-            return self
-        bases = np.array([view.memory[1] if view is not None else 0 for view in views], np.int64)
-        sizes = np.array([_span(view)[1] for view in views], np.int64)
-        owners = [view.owner if view is not None else None for view in views]
-        return _Memory.joined((self, _Memory(bases, sizes, owners)))
+        for view in views:
+            self.bases.append(view.memory[1] if view is not None else 0)
+            self.sizes.append(_span(view)[1])
+            self.owners.append(view.owner if view is not None else None)
+        return self
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Place:
+    """Where all storages were, and the addresses of the sources that follow from that."""
+
+    bases: list[int]
+    sizes: list[int]
+    addresses: npt.NDArray[np.uint64]
 
 
 def _span(view: View | None) -> tuple[int, int, int]:
@@ -204,10 +215,9 @@ class _Relations:
         np.minimum.at(self._starts, storage, lows[self._members])
         np.maximum.at(self._ends, storage, highs[self._members])
 
-    def hold(self, memory: _Memory) -> bool:
+    def hold(self, bases: _Numbers, sizes: _Numbers) -> bool:
         """Whether all storages are large enough, shared by the leaves that shared them, and apart from each other."""
-        bases = memory.bases
-        if not bases[self._with_bytes].all() or (memory.sizes[self._with_bytes] < self._reaches).any():
+        if not bases[self._with_bytes].all() or (sizes[self._with_bytes] < self._reaches).any():
             return False  # freed or shrunk
         if not np.array_equal(bases[self._members], bases[self._twins]):
             return False

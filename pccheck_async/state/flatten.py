@@ -215,8 +215,8 @@ class _Flattener:
         with noting("state_dict", path, value):
             state = value.state_dict()
         child, below = self.met(state, path, depth + 1, known.below if known is not None else None)
-        if known is not None and child is known.node.child and below is known.below:
-            return known.node, known
+        if known is not None and below is known.below:
+            return (known.node if child is known.node.child else StatefulNode(child)), known
         node = StatefulNode(child)
         return node, ObjectOutline(node, below) if below is not None else None
 
@@ -269,8 +269,8 @@ class _Flattener:
                 met = self.node(item, prefix + name, depth + 1, known)
             nodes.append(met[0])
             below.append(met[1])
-        if same_objects(nodes, last.nodes) and same_objects(below, last.below):
-            return last.nodes, last
+        if same_objects(below, last.below):  # plain values may differ
+            return (last.nodes if same_objects(nodes, last.nodes) else nodes), last
         return nodes, Branches(nodes, below)
 
     def each(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
-from typing import Any, Final
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +16,9 @@ import torch
 from pccheck_async.state.outline import Outline
 from pccheck_async.state.sources import Sources
 
-__all__ = ["LazyMemory", "ModuleParameters", "optimized"]
+__all__ = ["LazyMemory", "LazySources", "ModuleParameters", "optimized"]
+
+_Which: TypeAlias = npt.NDArray[np.bool_]
 
 _address: Final = torch.Tensor.data_ptr
 _is_contiguous: Final = torch.Tensor.is_contiguous
@@ -27,46 +31,59 @@ def optimized(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             found += group["params"]
-        for kept in optimizer.state.values():
-            if isinstance(kept, dict):
-                found += [value for value in kept.values() if isinstance(value, torch.Tensor)]
+        kept = [each for each in optimizer.state.values() if isinstance(each, dict)]
+        found += [value for value in chain.from_iterable(map(dict.values, kept)) if isinstance(value, torch.Tensor)]
     return found
 
 
 class ModuleParameters:
     """What the modules of a state tell of their parameters.
 
-    Modules are walked only where the state's outline is another one: a parameter that was put in the place of one of
-    them meanwhile is not known, and so captured eagerly.
+    Modules are walked only where they, or the state's outline, are others: a parameter that was put in the place of one
+    of them meanwhile is not known, and so captured eagerly.
     """
 
     def __init__(self) -> None:
         self._outline: Outline | None = None
-        self._all: list[weakref.ref[torch.nn.Parameter]] = []
-        self._normed: list[weakref.ref[torch.Tensor]] = []
+        self._modules: list[weakref.ref[torch.nn.Module]] = []
+        self._others: list[weakref.ref[torch.nn.Parameter]] = []
+        self._embeddings: list[weakref.ref[torch.nn.Embedding | torch.nn.EmbeddingBag]] = []
 
-    def look(self, objects: Iterable[Any], outline: Outline | None) -> None:
-        """Look at the modules among ``objects``."""
-        if outline is not None and outline is self._outline:
+    def look(self, objects: Iterable[Any], outline: Outline | None, known: Iterable[torch.Tensor] = ()) -> None:
+        """Look at the modules among ``objects``; parameters that are ``known`` to be optimized are of no interest."""
+        modules = [each for each in objects if isinstance(each, torch.nn.Module)]
+        if (
+            outline is not None
+            and outline is self._outline
+            and len(modules) == len(self._modules)
+            and all(module is then() for module, then in zip(modules, self._modules, strict=True))
+        ):
             return
         self._outline = outline
-        modules = [each for each in objects if isinstance(each, torch.nn.Module)]
-        self._all = [weakref.ref(parameter) for module in modules for parameter in module.parameters()]
-        self._normed = [
-            weakref.ref(part.weight)
+        self._modules = [*map(weakref.ref, modules)]
+        optimized = set(map(id, known))
+        self._others = [
+            weakref.ref(parameter)
+            for module in modules
+            for parameter in module.parameters()
+            if id(parameter) not in optimized
+        ]
+        self._embeddings = [
+            weakref.ref(part)
             for module in modules
             for part in module.modules()
-            if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.max_norm is not None
+            if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag))
         ]
 
     def frozen(self) -> list[torch.Tensor]:
-        """Return those that no optimizer changes (``requires_grad=False``)."""
-        alive = (reference() for reference in self._all)
+        """Return those among the others that no optimizer changes (``requires_grad=False``)."""
+        alive = (reference() for reference in self._others)
         return [parameter for parameter in alive if parameter is not None and not parameter.requires_grad]
 
     def changed_by_forward(self) -> list[torch.Tensor]:
         """Return those that change in the forward pass: the weights of embeddings with ``max_norm``."""
-        return [weight for reference in self._normed if (weight := reference()) is not None]
+        alive = (reference() for reference in self._embeddings)
+        return [part.weight for part in alive if part is not None and part.max_norm is not None]
 
 
 class LazyMemory:
@@ -97,6 +114,79 @@ class LazyMemory:
             return np.zeros(len(lows), np.bool_)
         at = np.searchsorted(self._lows, lows, side="right") - 1
         return (at >= 0) & (highs <= self._highs[at])
+
+
+class LazySources:
+    """Which sources lie in lazy memory, remembered for as long as neither they nor that memory change."""
+
+    def __init__(self) -> None:
+        self._addresses: npt.NDArray[np.uint64] | None = None
+        self._last: _Known | None = None
+
+    def among(self, sources: Sources, values: Sequence[Any], tensors: list[torch.Tensor]) -> _Which:
+        """Return which of ``sources`` lie in the memory of ``tensors`` (see :class:`LazyMemory`). Not to be changed.
+
+        Args:
+            sources: Where they are; the very table of addresses that it was, where all leaves lie as they did.
+            values: The leaves, some of which may be among ``tensors`` themselves: where the leaves lie as they did,
+                those need no look.
+            tensors: Whose memory.
+        """
+        addresses, last = sources.addresses, self._last
+        if last is not None and addresses is last.addresses and last.holds(values, tensors):
+            return last.which
+        which = LazyMemory(tensors).covers(sources)
+        # States that move at every save are not worth remembering.
+        self._last = _Known.of(addresses, which, values, tensors) if addresses is self._addresses else None
+        self._addresses = addresses
+        return which
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Known:
+    """What was found out, and what about: holds no tensor."""
+
+    addresses: npt.NDArray[np.uint64]
+    which: _Which
+    leaves: list[int]
+    """Numbers of the leaves that are among the tensors, in the order of those."""
+    same: list[int]
+    """The numbers of those tensors."""
+    others: list[int]
+    """And of the other ones."""
+    forms: tuple[Any, ...]
+    """Of the other ones."""
+
+    @classmethod
+    def of(
+        cls, addresses: npt.NDArray[np.uint64], which: _Which, values: Sequence[Any], tensors: list[torch.Tensor]
+    ) -> _Known | None:
+        number_of = dict(zip(map(id, values), range(len(values)), strict=True))
+        found = [number_of.get(id(tensor), -1) for tensor in tensors]
+        same = [number for number, leaf in enumerate(found) if leaf >= 0]
+        others = [number for number, leaf in enumerate(found) if leaf < 0]
+        forms = _forms([tensors[number] for number in others])
+        return cls(addresses, which, [found[n] for n in same], same, others, forms) if forms is not None else None
+
+    def holds(self, values: Sequence[Any], tensors: list[torch.Tensor]) -> bool:
+        """Whether this says it of ``tensors``, of leaves that lie as they did."""
+        if len(tensors) != len(self.same) + len(self.others):
+            return False
+        if self.same:
+            if not all(map(is_, map(values.__getitem__, self.leaves), map(tensors.__getitem__, self.same))):
+                return False
+            tensors = [*map(tensors.__getitem__, self.others)]
+        return _forms(tensors) == self.forms
+
+
+def _forms(tensors: list[torch.Tensor]) -> tuple[Any, ...] | None:
+    """Addresses and sizes of tensors without holes; None where one has some, or no plain memory."""
+    try:
+        if all(map(_is_contiguous, tensors)):
+            return [*map(_address, tensors)], [*map(_nbytes, tensors)]
+    except RuntimeError:
+        pass
+    return None
 
 
 def _ranges(tensors: list[torch.Tensor]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -137,6 +137,7 @@ class Sources(Sequence[Source]):
 
     def pack_devices(self) -> None:
         """Make packed sources of device memory, for those who cannot copy it by address."""
+        self.addresses = self.addresses.copy()
         for index, device in self._placed.items():
             address, nbytes = int(self.addresses[index]), self.nbytes[index]
             self._owners[index] = PackedSource(device_bytes(address, nbytes, self._owners[index], device))
@@ -150,12 +151,12 @@ class Sources(Sequence[Source]):
         What is moved is owned by the engine from then on; the memory that it came from is let go.
         """
         new = Sources()
-        new._addresses, new.nbytes, new._owners = self.addresses.tolist(), self.nbytes.copy(), self._owners.copy()
+        new.addresses, new.nbytes, new._owners = self.addresses.copy(), self.nbytes, self._owners.copy()
+        new.addresses[index] = addresses
         new._placed, new.devices, new.packed_devices = self._placed, self.devices, self.packed_devices
         new.owned = np.zeros(len(self), np.bool_) if self.owned is None else self.owned.copy()
         new.owned[index] = True
-        for number, address in zip(index.tolist(), addresses.tolist(), strict=True):
-            new._addresses[number] = address
+        for number in index.tolist():
             new._owners[number] = owner
         return new
 

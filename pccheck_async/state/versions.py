@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 
-__all__ = ["Versions"]
+__all__ = ["StorageMemory", "Versions"]
+
+StorageMemory: TypeAlias = tuple[list[int], list[int]]
+"""Addresses and sizes of storages."""
 
 _version: Final = attrgetter("_version")
 _storage: Final = torch.Tensor.untyped_storage
@@ -26,31 +29,35 @@ class Versions:
     Args:
         paths: How they are called.
         tensors: The tensors; held, and with them their memory.
+        memory: Where their storages are and how large, where that is known.
     """
 
-    def __init__(self, paths: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, paths: Sequence[str], tensors: Sequence[torch.Tensor], memory: StorageMemory | None = None
+    ) -> None:
         self._paths = paths
         self._tensors = tensors
-        self._then = self._now()
+        self._counts_then = self._counts()
+        self.memory: Final = self._memory() if memory is None else memory
 
     def changed(self) -> str | None:
         """Return the path of one that changed since, None where none is known to have."""
-        now = self._now()
-        if now == self._then:
+        counts, memory = self._counts(), self._memory()
+        if counts == self._counts_then and memory == self.memory:
             return None
-        then_each, now_each = zip(*self._then, strict=True), zip(*now, strict=True)
-        pairs = zip(self._paths, then_each, now_each, strict=True)
+        then_each = zip(self._counts_then, *self.memory, strict=True)
+        pairs = zip(self._paths, then_each, zip(counts, *memory, strict=True), strict=True)
         return next(path for path, before, after in pairs if before != after)
 
     def path_of(self, others: Iterable[torch.Tensor]) -> str | None:
         """Return the path of the first tensor that lies in the memory of one of ``others``, None where none does."""
         storages = {other.untyped_storage().data_ptr() for other in others}
-        pairs = zip(self._paths, self._then[1], strict=True)
+        pairs = zip(self._paths, self.memory[0], strict=True)
         return next((path for path, address in pairs if address in storages), None)
 
-    def _now(self) -> tuple[list[int], list[int], list[int]]:
+    def _memory(self) -> StorageMemory:
         storages: list[Any] = [*map(_storage, self._tensors)]
-        return self._counts(), [*map(_address, storages)], [*map(_nbytes, storages)]
+        return [*map(_address, storages)], [*map(_nbytes, storages)]
 
     def _counts(self) -> list[int]:
         try:
