@@ -91,6 +91,9 @@ def _why_not() -> str | None:
     if find_spec("deepspeed") is None:
         return "deepspeed: not installed (pip install deepspeed, and libaio's headers)"
     built = [_library(name) for name in ("utils", "async_io", "pin_memory")]
+    for path in built:
+        if (lock := path.with_name("lock")).exists():  # and torch would wait for it, for ever
+            return f"deepspeed: its operators are being compiled, or that was interrupted: delete {lock} then"
     if all(path.exists() for path in built):
         return None
     from deepspeed.ops.op_builder import AsyncIOBuilder
