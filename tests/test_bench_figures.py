@@ -70,6 +70,21 @@ COST = {"torch_save_safe": 4.0, "gpm": 2.4, "checkfreq": 1.6, "pccheck": 1.05, "
 PLAIN = 15.7
 
 
+ALL = ("torch_save_safe", "gpm", "pccheck")
+SIZES = {
+    **dict.fromkeys(("durable", "stall", "step_stall", "restore"), ("s", ALL, ("",))),
+    "processor": ("s/GiB", ALL, ("",)),
+    "memory": ("MiB", ALL, ("",)),
+    "small": ("ms", ALL, ("",)),
+    "growth_bytes": ("s/GiB", ("pccheck",), ("durable", "restore")),
+    "growth_tensors": ("µs", ("pccheck",), ("durable", "restore")),
+    "growth_checkpoints": ("ms", ("pccheck",), ("durable",)),
+    "growth_memory": ("MiB", ("pccheck",), ("",)),
+    "growth_descriptors": ("open", ("pccheck",), ("",)),
+}
+"""Figures by the size of something: the unit, the methods, the series."""
+
+
 def throughput(method: str, _: str, x: float) -> float:
     return x / (x / PLAIN + COST[method])
 
@@ -152,6 +167,17 @@ def rows_of(figure: str) -> list[Row]:
         unit = "%" if figure == "adaptive" else "steps"
         return measured(
             figure, unit, lambda _, __, x: 10 + x, xs=(1, 2, 3, 4), methods=("Adaptive", "YoungDaly"), floor=floor
+        )
+    if figure in SIZES:
+        unit, methods, series = SIZES[figure]
+        return measured(
+            figure,
+            unit,
+            lambda method, own, x: (2 if own == "restore" else 1) * COST[method] * x / 1e9,
+            xs=(2.0**20, 2.0**29, 2.0**30),
+            methods=methods,
+            series=series,
+            floor=(lambda x: x / 4e9) if unit != "s/GiB" else None,
         )
     assert figure in ("hpec-kmeans", "hpec-gmm")
     costs = {"savez_compressed": 20.0, "savez_durable": 6.0, "savez": 3.0, "shelf": 1.2, "shelf_in_place": 0.6}

@@ -41,6 +41,7 @@ SPAWNING = {"dcp.async_save process", "torch_checkpointing"}
 KILLS, KILLS_OF_SPAWNING, MOST_KILLS = 8, 3, 150
 """How often a method that is atomic is killed, and at most one that is not, until it left nothing whole."""
 IMPORTED = {
+    "DeepSpeed": "deepspeed.io",
     "Lightning": "lightning.pytorch.plugins.io",
     "dcp.async_save": "torch.distributed.checkpoint.state_dict_saver",
     "safetensors": "safetensors.torch",

@@ -89,6 +89,21 @@ def test_a_mismatch_after_a_damaged_newer_one_says_what_may_have_happened(tmp_pa
         assert any("may hold parts" in note for note in mismatch.value.__notes__)
 
 
+def test_a_restore_touches_a_few_buffers(tmp_path: Path) -> None:
+    """After a restart staging memory is new, and every page of it has to be zeroed by the kernel first."""
+    chunks, chunk_bytes = 40, 8192
+    state = {"tensor": torch.arange(chunks * chunk_bytes // 8)}
+    saved = state["tensor"].clone()
+    with SyncCheckpointEngine(tmp_path, chunk_bytes=chunk_bytes) as engine:
+        engine.checkpoint(state, step=1).result()
+    state["tensor"].zero_()
+    with SyncCheckpointEngine(tmp_path, chunk_bytes=chunk_bytes) as engine:
+        assert engine.restore(state) is not None
+        assert torch.equal(state["tensor"], saved)
+        assert engine.statistics().decisions.host_memory >= chunks * chunk_bytes
+        assert 1 < engine.statistics().pool_peak <= 8
+
+
 def test_keys_are_checked_before_anything_is_read(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.checkpoint(state_of(1), step=1)

@@ -6,7 +6,6 @@ Run: ``python -m tests.campaign.latency [--folder DIR] [--kib 64] [--pairs 200] 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import tempfile
 import time
@@ -16,29 +15,7 @@ import torch
 
 from pccheck_async import SyncCheckpointEngine
 from pccheck_async.bench.medians import summary
-from pccheck_async.memory import aligned_buffer
-
-RECORD = 4096
-
-
-class Sequence:
-    """The least that any crash-consistent save does, blocking, on files of its own."""
-
-    def __init__(self, folder: Path, nbytes: int) -> None:
-        self._data = aligned_buffer(nbytes)
-        self._record = aligned_buffer(RECORD)
-        self._files = [os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_DIRECT) for name in ("data", "record")]
-        for fd, view in zip(self._files, (self._data, self._record), strict=True):
-            os.posix_fallocate(fd, 0, len(view))
-
-    def seconds(self) -> float:
-        data, record = self._files
-        start = time.perf_counter()
-        os.pwrite(data, self._data, 0)
-        os.fdatasync(data)
-        os.pwrite(record, self._record, 0)
-        os.fdatasync(record)
-        return time.perf_counter() - start
+from pccheck_async.bench.raw_disk import BareSequence
 
 
 def main() -> None:
@@ -53,8 +30,8 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory(dir=args.folder) as folder,
         SyncCheckpointEngine(Path(folder) / "store", max_in_flight=1, io=args.io) as engine,
+        BareSequence(Path(folder), args.kib << 10) as sequence,
     ):
-        sequence = Sequence(Path(folder), args.kib << 10)
         for step in range(args.pairs + 10):
             for tensor in state.values():
                 tensor.add_(1)

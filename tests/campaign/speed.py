@@ -23,9 +23,8 @@ import torch
 
 from pccheck_async import SyncCheckpointEngine
 from pccheck_async.bench.medians import summary
+from pccheck_async.bench.raw_disk import RawDisk, Way, slot_file, ways
 from pccheck_async.bench.usage import busy_seconds
-from pccheck_async.layout import COMMIT_NAME, IDENTITY_NAME, decode_identity, newest_record, slot_name
-from tests.campaign.disk import RawDisk, Way, ways
 
 
 def build(nbytes: int, tensors: int) -> dict[str, torch.Tensor]:
@@ -45,15 +44,6 @@ def reset_peak_rss() -> None:
 def change(state: dict[str, torch.Tensor], step: int) -> None:
     for tensor in state.values():
         tensor.add_(step + 1)
-
-
-def slot(store: Path, *, committed: bool) -> Path:
-    """The slot of a store of two that the newest record names, or the one that the next save will write."""
-    identity = decode_identity((store / IDENTITY_NAME).read_bytes())
-    record = newest_record((store / COMMIT_NAME).read_bytes(), identity.id_bytes)
-    assert record is not None
-    named = {slot_name(entry.slot) for entry in record.entries}
-    return next(path for path in sorted(store.glob("slot-*")) if (path.name in named) is committed)
 
 
 class Pairs:
@@ -120,8 +110,8 @@ def main() -> None:
             engine.restore(state)
             return time.perf_counter() - start
 
-        writes = Pairs(lambda way: disk.write_seconds(slot(store, committed=False), way))
-        reads = Pairs(lambda way: disk.read_seconds(slot(store, committed=True), way))
+        writes = Pairs(lambda way: disk.write_seconds(slot_file(store, committed=False), way))
+        reads = Pairs(lambda way: disk.read_seconds(slot_file(store, committed=True), way))
         for _ in range(args.pairs):
             writes.measure(save)
         saved = peak_rss() - base

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from pccheck_async.bench.course import check_restore, one_thread, train
 from pccheck_async.bench.experiments.base import Experiment, Findings, Settings
-from pccheck_async.bench.limit import raw_write_seconds
 from pccheck_async.bench.measure import measure
 from pccheck_async.bench.methods import find_method
 from pccheck_async.bench.table import Row
@@ -56,8 +55,8 @@ class GH(Experiment):
 
 
 def _single(findings: Findings, settings: Settings, methods: Sequence[str], workload: Sleeping) -> None:
-    limit = raw_write_seconds(settings.folder, workload.nbytes)
-    result = measure(methods, workload, settings.folder, settings.rounds(3), progress=settings.progress)
+    result = measure(methods, workload, settings.folder, settings.rounds(3), limits=True, progress=settings.progress)
+    limits = result.limits.get("durable", [])
     for row in result.rows:
         if row.problem:
             findings.notes.append(f"Figure gh5, {row.method} at {workload.nbytes / 1e6:g} MB: {row.problem}")
@@ -65,7 +64,7 @@ def _single(findings: Findings, settings: Settings, methods: Sequence[str], work
         for repetition, sample in enumerate(row.samples):
             assert sample.step_stall is not None
             for panel, value, floor in (
-                ("until it is saved", sample.durable, limit),
+                ("until it is saved", sample.durable, limits[repetition] if limits else None),
                 ("that training waits", sample.step_stall, None),
             ):
                 findings.rows.append(

@@ -24,6 +24,13 @@ def _bytes(x: float) -> str:
     return f"{x:g} B"
 
 
+def _binary(x: float) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if x >= 0.499 * size:  # tensors of equal size leave a few bytes out
+            return f"{x / size:.3g} {unit}"
+    return f"{x:g} B"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FigureSpec:
     """What is drawn, and how.
@@ -146,6 +153,60 @@ CATALOGUE: dict[str, FigureSpec] = {
         x_text=_bytes,
         floor_label="without checkpoints",
     ),
+    **{
+        figure: FigureSpec(
+            title=title, x_label="size of the state", y_label=label, kind="bars", log_y=log_y, x_text=_binary
+        )
+        for figure, title, label, log_y in (
+            ("durable", "Time until a checkpoint is saved", "time until saved", True),
+            ("processor", "Processor time of a save, writing back included", "processor time", False),
+            ("stall", "Stall of a save with nothing to do meanwhile", "stall", True),
+            ("step_stall", "Stall of a save beside a training step", "stall", True),
+            ("restore", "Restore with a cold page cache", "time of a restore", False),
+            ("memory", "Memory that saving takes beyond the state", "memory", False),
+        )
+    },
+    "small": FigureSpec(
+        title="Time of one save of a small state",
+        x_label="size of the state",
+        y_label="time until durable",
+        kind="bars",
+        floor_label="write, flush, record, flush",
+        x_text=_binary,
+    ),
+    "growth_bytes": FigureSpec(
+        title="Time for each byte as a state grows",
+        x_label="size of the state",
+        y_label="time for each byte",
+        kind="lines",
+        panel_by_series=True,
+        even=False,
+        log_x=True,
+        log_y=True,
+        from_zero=False,
+        x_text=_binary,
+    ),
+    "growth_tensors": FigureSpec(
+        title="Time for each tensor of 64 MiB in ever more of them",
+        x_label="tensors",
+        y_label="time for each tensor",
+        kind="lines",
+        colour_by="series",
+        even=False,
+        log_x=True,
+        log_y=True,
+        from_zero=False,
+    ),
+    **{
+        figure: FigureSpec(
+            title=title, x_label="checkpoints so far", y_label=label, kind="lines", even=False, log_x=True
+        )
+        for figure, title, label in (
+            ("growth_checkpoints", "Time of one save as their number grows", "time until durable"),
+            ("growth_memory", "Resident memory as the number of checkpoints grows", "resident memory"),
+            ("growth_descriptors", "Open descriptors as the number of checkpoints grows", "descriptors"),
+        )
+    },
     "checkfreq": FigureSpec(
         title="Overhead of checkpointing",
         x_label=_INTERVAL,

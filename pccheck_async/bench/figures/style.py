@@ -66,8 +66,16 @@ _METHODS = {
     "shelf": Style("shelf, reassigned", "#56B4E9", "D"),
     "shelf_in_place": Style("shelf, in place", "#0072B2", "o"),
 }
-_OTHERS = ("#F0E442", "#661100", "#332288", "#44AA99", "#AA4499")
-_OTHER_MARKERS = "<>*ph"
+_METHODS |= {  # as the methods of bench.methods are called
+    "pccheck overlapped": Style("pccheck_async, overlapped", "#0072B2", "s", "///"),
+    "torch.save": _METHODS["torch_save"],
+    "torch.save + fsync": _METHODS["torch_save_fsync"],
+    "torch.save + fsync + rename": _METHODS["torch_save_safe"],
+    "CheckFreq": _METHODS["checkfreq"],
+    "GPM": _METHODS["gpm"],
+}
+_OTHERS = ("#F0E442", "#661100", "#332288", "#44AA99", "#AA4499", "#999933", "#DDCC77", "#88CCEE", "#CC6677", "#117733")
+_OTHER_MARKERS = "<>*ph8HX1d"
 _SEQUENCE_MARKERS = "os^Dv<>P"
 
 RC: Any = {

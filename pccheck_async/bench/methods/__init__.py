@@ -3,6 +3,7 @@
 from pccheck_async.bench.methods.base import Handle, Method, State, UnsupportedError
 from pccheck_async.bench.methods.checkfreq import CheckFreq
 from pccheck_async.bench.methods.dcp import DcpAsyncProcess, DcpAsyncThread, DcpSave
+from pccheck_async.bench.methods.deepspeed import DeepSpeedFast
 from pccheck_async.bench.methods.gpm import GPM
 from pccheck_async.bench.methods.lightning import LightningAsync
 from pccheck_async.bench.methods.pccheck import PCcheck, PCcheckOverlapped
@@ -31,6 +32,7 @@ METHODS: dict[str, type[Method]] = {
         TorchSnapshotAsync,
         Safetensors,
         LightningAsync,
+        DeepSpeedFast,
     )
 }
 """Every method by its name, whether it can run here or not."""
