@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from concurrent import futures
 
@@ -14,8 +13,6 @@ from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.scheduler import Scheduler
 
 __all__ = ["Aborts"]
-
-_log = logging.getLogger("pccheck_async")
 
 
 class Aborts:
@@ -57,8 +54,9 @@ class Aborts:
     def take_back(self, pending: PendingCheckpoint) -> None:
         """End a checkpoint that its caller does not get to know, whether the engine heard of it or not."""
         self.abort_blocking(pending)
-        if self._admissions.withdraw(pending):
-            pending.set_failed(CheckpointError(f"the checkpoint of step {pending.step} was interrupted"))
+        error = CheckpointError(f"the checkpoint of step {pending.step} was interrupted")
+        if self._admissions.withdraw(pending, error):
+            pending.set_failed(error)
 
     def abandon(self, pending: PendingCheckpoint, max_stall: float | None) -> None:
         """Give a capture up that holds training up for too long; returns once nothing reads the live state."""
@@ -67,12 +65,11 @@ class Aborts:
             f"max_stall = {max_stall} s"
         )
         try:
-            abandoned = self._loop.call(self._scheduler.abandon(pending, error))
+            abandoned = self._loop.call(self._scheduler.abandon(pending, error, max_stall))
         except ClosedError:
             return  # closing ended it
         if abandoned:
             self._admissions.counts.abandoned += 1
-            _log.warning("%s", error)
 
     def _start(self, pending: PendingCheckpoint) -> futures.Future[bool] | None:
         try:

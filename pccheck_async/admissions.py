@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import warnings
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pccheck_async.config import EngineConfig
+from pccheck_async.errors import CheckpointError
+from pccheck_async.events import Admitted, Durable, Event, Failed, Skipped, Superseded
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.policy import SaveReport
+from pccheck_async.statistics import Spread
 
 __all__ = ["Admissions", "Counts"]
 
-_log = logging.getLogger("pccheck_async")
 _MOST_REPORTS = 64
 
 
@@ -36,18 +38,25 @@ class Admissions:
 
     Args:
         config: How many may be in flight, and what to do with those beyond and with failures.
+        tell: Called with what happens.
 
     Attributes:
         lock: Held while a checkpoint is admitted. A signal handler may checkpoint, too.
         counter: The largest that was given away.
         counts: What became of them.
+        newest: The one that was admitted last, None before the first.
+        save_seconds: What those that became durable took.
+        capture_seconds: What they took until they were captured.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, tell: Callable[[Event], None]) -> None:
         self._config = config
+        self._tell = tell
         self.lock = threading.RLock()
         self.counter = -1
         self.counts = Counts()
+        self.newest: PendingCheckpoint | None = None
+        self.save_seconds, self.capture_seconds = Spread(), Spread()
         self._in_flight: dict[PendingCheckpoint, None] = {}
         self._failed: list[tuple[PendingCheckpoint, Exception]] = []
         self._reports: deque[SaveReport] = deque(maxlen=_MOST_REPORTS)
@@ -64,16 +73,19 @@ class Admissions:
         pending = PendingCheckpoint(self.counter if step is None else step, self.counter)
         self.counts.admitted += 1
         self._in_flight[pending] = None
+        self.newest = pending
+        self._tell(Admitted(step=pending.step, counter=pending.counter))
         return pending
 
-    def withdraw(self, pending: PendingCheckpoint) -> bool:
+    def withdraw(self, pending: PendingCheckpoint, error: CheckpointError) -> bool:
         """Forget one that the engine did not take; False where it did, and has seen it captured or ended it."""
         with self.lock:
             if pending.is_captured or pending not in self._in_flight:
                 return False
             del self._in_flight[pending]
             self.counts.admitted -= 1
-            return True
+        self._tell(Failed(step=pending.step, counter=pending.counter, error=error))
+        return True
 
     def skip(self, step: int | None) -> PendingCheckpoint | None:
         """Return what stands for a checkpoint that is skipped, None where there is room for it or it may wait."""
@@ -84,32 +96,47 @@ class Admissions:
                 return None
             newest = next(reversed(self._in_flight))
             self.counts.skipped += 1
-        _log.warning("skipped the checkpoint of step %s: %d are in flight", step, self._config.max_in_flight)
+        self._tell(Skipped(step=step, counter=newest.counter, in_flight=self._config.max_in_flight))
         return PendingCheckpoint.standing_for(newest, newest.step if step is None else step)
 
     def note_end(self, pending: PendingCheckpoint, error: Exception | None, superseded: bool, nbytes: int) -> None:
         """Note what became of a checkpoint, before anyone is told."""
         now = time.monotonic()
+        step, counter, seconds = pending.step, pending.counter, now - pending.admitted_at
+        captured = max(0.0, pending.captured_at - pending.admitted_at)
+        event: Event
         with self.lock:
             self._in_flight.pop(pending, None)  # one that was withdrawn may end later
             if error is not None:
                 self.counts.failed += 1
                 self._failed.append((pending, error))
-                return
-            if superseded:
+                event = Failed(step=step, counter=counter, error=error)
+            elif superseded:  # when it ended says nothing about how long one takes
                 self.counts.superseded += 1
-                return  # when it ended says nothing about how long one takes
-            self.counts.durable += 1
-            self._reports.append(
-                SaveReport(
-                    step=pending.step,
-                    now=now,
-                    seconds=now - pending.admitted_at,
-                    capture_seconds=max(0.0, pending.captured_at - pending.admitted_at),
-                    stall=pending.stall,
-                    nbytes=nbytes,
+                event = Superseded(step=step, counter=counter, seconds=seconds)
+            else:
+                self.counts.durable += 1
+                self.save_seconds.add(seconds)
+                self.capture_seconds.add(captured)
+                self._reports.append(
+                    SaveReport(
+                        step=step,
+                        now=now,
+                        seconds=seconds,
+                        capture_seconds=captured,
+                        stall=pending.stall,
+                        nbytes=nbytes,
+                    )
                 )
-            )
+                event = Durable(
+                    step=step,
+                    counter=counter,
+                    nbytes=nbytes,
+                    seconds=seconds,
+                    capture_seconds=captured,
+                    stall=pending.stall,
+                )
+        self._tell(event)
 
     def take_reports(self) -> list[SaveReport]:
         """Return the reports of those that became durable since the last call."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -22,9 +21,11 @@ from pccheck_async.errors import (
     ClosedError,
     NoCheckpointError,
 )
+from pccheck_async.events import Opened, Waited
 from pccheck_async.info import CheckpointInfo, Metadata, check_step
 from pccheck_async.layout import check_metadata
 from pccheck_async.lifetime import forget, remember
+from pccheck_async.logs import about
 from pccheck_async.loop import EngineLoop
 from pccheck_async.machine import available_cores, available_memory
 from pccheck_async.manifest import MIN_BLOCK
@@ -34,12 +35,16 @@ from pccheck_async.plan import Planner
 from pccheck_async.policy import make_policy
 from pccheck_async.pool import BufferPool
 from pccheck_async.preemption import Preemption
+from pccheck_async.progress import ReadProgress
+from pccheck_async.published import Status
+from pccheck_async.publisher import Publisher, make_status
+from pccheck_async.reporter import Reporter
 from pccheck_async.restorer import Restorer
 from pccheck_async.retention import SpaceNeeded
 from pccheck_async.scheduler import Job, Scheduler
 from pccheck_async.scratch import free_bytes, slot_bytes
 from pccheck_async.session import IO, Session, check_io, open_session
-from pccheck_async.statistics import EngineStatistics, StageClock
+from pccheck_async.statistics import EngineStatistics, Spread, StageClock
 from pccheck_async.steps import Steps, block_on, run
 from pccheck_async.store import Store
 from pccheck_async.tracing import Sink, Span
@@ -47,7 +52,8 @@ from pccheck_async.training import TrainingStep, TrainingSteps
 
 __all__ = ["EngineCore"]
 
-_log = logging.getLogger("pccheck_async")
+_HOOKS_SECONDS = 1.0
+"""What hooks get to hear of the end."""
 
 
 class EngineCore:
@@ -64,12 +70,17 @@ class EngineCore:
         self.io = io
         self._pid = os.getpid()
         self._state = "new"
-        self.admissions = Admissions(config)
+        self.reporter = Reporter(self.path)
+        # Doubles and writers of users' own: what their folder is, only they know.
+        self._publisher = Publisher(self.path, self._status) if isinstance(io, str) else None
+        self._opened_at = 0.0
+        self.admissions = Admissions(config, self.reporter.tell)
         self.guard = Guard(config.max_stall, self._abandon, self._note_guard)
         self.steps = TrainingSteps(make_policy(config.interval, config.max_in_flight), self.admissions, self.guard)
         self.preemption = Preemption(self)
         self.stall = self._last_stall = self._state_seconds = self._guard_seconds = 0.0
         self._clock = StageClock("capture", "commit", "restore")
+        self._stalls = {"checkpoint": Spread(), "optimizer": Spread()}
         self.trace: Sink | None = None
         self._snapshots = Snapshots()
         self.loop: EngineLoop
@@ -110,10 +121,15 @@ class EngineCore:
             if self._session is not None:  # opened, and then the caller was cancelled before it got to know
                 self.loop.call(self._session.close())
             self.loop.stop()
+            self.reporter.hooks.close(_HOOKS_SECONDS)
             raise
         self._state = "open"
+        self._opened_at = time.time()
+        infos = self.infos
+        self.reporter.tell(Opened(checkpoints=len(infos), step=self.newest_step, io=self.statistics().io))
 
     async def _open(self) -> None:
+        about.set({"store": self.path})
         config = self.config
         cores, memory = available_cores(), available_memory()
         first = decide(config, block_bytes=MIN_BLOCK, cores=cores, memory=memory)
@@ -138,6 +154,8 @@ class EngineCore:
                 max_in_flight=config.max_in_flight,
                 clock=self._clock,
                 ended=self.admissions.note_end,
+                tell=self.reporter.tell,
+                path=self.path,
             )
             self.aborts = Aborts(self.loop, self._scheduler, self.admissions, lambda: self.preemption.patience)
             self._restorer = Restorer(
@@ -147,6 +165,7 @@ class EngineCore:
                 pool=self._pool,
                 clock=self._clock,
                 post=self.loop.post,
+                tell=self.reporter.tell,
             )
             self.admissions.counter = self._store.largest_counter
         except BaseException:
@@ -173,6 +192,7 @@ class EngineCore:
             forget(self)
             if not left:
                 self.loop.stop()
+            self._report_end(0.0 if left else _HOOKS_SECONDS)
         if left:
             steps = ", ".join(str(pending.step) for pending in left)
             when = "at the deadline of a preemption" if self.preemption.asked else f"after {deadline} s"
@@ -189,6 +209,8 @@ class EngineCore:
         try:
             left = await self._scheduler.drain(deadline, last=True)
         finally:
+            if self._publisher is not None:
+                self._publisher.close(0.1 if left else 5.0)  # while the store is locked
             if left:
                 self._scheduler.give_up(left)  # what they still had to capture may change from now on
             else:
@@ -198,6 +220,17 @@ class EngineCore:
                 self._backend.close()
                 self._pool.close()
         return left
+
+    def _report_end(self, hooks_seconds: float) -> None:
+        counts = self.admissions.counts
+        self.reporter.closed(
+            durable=counts.durable,
+            superseded=counts.superseded,
+            failed=counts.failed,
+            skipped=counts.skipped,
+            stall=self.stall,
+        )
+        self.reporter.hooks.close(hooks_seconds)
 
     def close_at_exit(self) -> str:
         """Drain with a deadline because the interpreter exits; return what to tell the user. Never raises."""
@@ -215,6 +248,8 @@ class EngineCore:
         self._state = "closed"
         if self._session is not None:
             self._session.writer.abandon()
+        if self._publisher is not None:
+            self._publisher.abandon()
 
     def check_alive(self) -> None:
         """Raise ClosedError unless the engine is open, here, in this process."""
@@ -270,6 +305,8 @@ class EngineCore:
                     return skipped, start
                 # Before the engine hears of it: an interrupt must not give it away twice.
                 pending = self.admissions.add(step)
+                if self._publisher is not None:
+                    self._publisher.start()
                 job = Job(pending, snapshot, plain, trace=self.trace)
                 if snapshot.lazy is not None:
                     job.overlapped = Overlapped(pending, snapshot.lazy.versions)
@@ -337,18 +374,20 @@ class EngineCore:
     def note_stall(self, pending: PendingCheckpoint, start: float) -> None:
         """Count the time since ``start`` as time that a caller of ``checkpoint()`` was kept waiting."""
         self._last_stall = time.perf_counter() - start
-        self._add_stall(pending, self._last_stall)
+        self._add_stall(pending, self._last_stall, "checkpoint")
 
     def _abandon(self, pending: PendingCheckpoint) -> None:
         self.aborts.abandon(pending, self.config.max_stall)
 
     def _note_guard(self, pending: PendingCheckpoint, seconds: float) -> None:
         self._guard_seconds += seconds
-        self._add_stall(pending, seconds)
+        self._add_stall(pending, seconds, "optimizer")
 
-    def _add_stall(self, pending: PendingCheckpoint, seconds: float) -> None:
+    def _add_stall(self, pending: PendingCheckpoint, seconds: float, where: Literal["checkpoint", "optimizer"]) -> None:
         pending.stall += seconds
         self.stall += seconds
+        self._stalls[where].add(seconds)
+        self.reporter.tell(Waited(step=pending.step, counter=pending.counter, seconds=seconds, where=where))
         if self.trace is not None:
             end = time.perf_counter()
             self.trace(Span(name="stall", start=end - seconds, end=end, step=pending.step, counter=pending.counter))
@@ -386,7 +425,7 @@ class EngineCore:
         available = free_bytes(folder) + slot_bytes(folder)
         return self.config.retention.space_needed(nbytes, self.config.max_in_flight, available)
 
-    def restore(self, state: Mapping[str, Any], step: int | None) -> Steps:
+    def restore(self, state: Mapping[str, Any], step: int | None, progress: ReadProgress | None = None) -> Steps:
         """Restore the newest checkpoint (or that of ``step``) into ``state``, falling back where one is damaged."""
         self.check_alive()
         self.admissions.raise_untold()
@@ -394,7 +433,7 @@ class EngineCore:
         for pending in self.admissions.in_flight:
             yield pending.out_of_reach()  # what is restored would tear its capture
         self.guard.wait()
-        info: CheckpointInfo | None = yield from self._restorer.restore(state, step)
+        info: CheckpointInfo | None = yield from self._restorer.restore(state, step, progress)
         if info is None and step is not None:
             raise NoCheckpointError(f"{self.path} has no checkpoint of step {step}")
         return info
@@ -436,4 +475,23 @@ class EngineCore:
                 slot_bytes=store.slot_bytes,
                 plan_hits=self._planner.hits,
                 plan_misses=self._planner.misses,
+                latest=next(iter(self.infos), None),
+                durable_bytes=self.reporter.nbytes,
+                save_seconds=self.admissions.save_seconds.distribution(),
+                capture_seconds=self.admissions.capture_seconds.distribution(),
+                stalls={where: spread.distribution() for where, spread in self._stalls.items()},
+                pool_in_use_bytes=pool.in_use * pool.buffer_bytes,
+                events_dropped=self.reporter.hooks.dropped,
             )
+
+    def _status(self) -> Status:
+        """What other processes may know, called on the publisher's thread."""
+        return make_status(
+            self.statistics(),
+            started=self._opened_at,
+            in_flight=self.admissions.in_flight,
+            committed=self.infos,
+            newest=self.admissions.newest,
+            report=self.steps.last,
+            failure=self._store.failure,
+        )

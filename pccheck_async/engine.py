@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from types import TracebackType
@@ -14,9 +14,12 @@ import torch
 
 from pccheck_async.config import Auto, EngineConfig
 from pccheck_async.core import EngineCore
+from pccheck_async.hooks import Hook
 from pccheck_async.info import CheckpointInfo, Metadata
+from pccheck_async.metrics import openmetrics, scalars
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.policy import Policy
+from pccheck_async.progress import ReadProgress
 from pccheck_async.retention import SpaceNeeded
 from pccheck_async.session import IO
 from pccheck_async.statistics import EngineStatistics
@@ -278,7 +281,9 @@ class CheckpointEngine:
             self._core.note_stall(pending, start)
         return pending
 
-    async def restore(self, state: Mapping[str, Any], *, step: int | None = None) -> CheckpointInfo | None:
+    async def restore(
+        self, state: Mapping[str, Any], *, step: int | None = None, progress: ReadProgress | None = None
+    ) -> CheckpointInfo | None:
         """Restore the newest checkpoint into ``state``, in place; every checksum is verified.
 
         Live tensors are filled where they are, Stateful objects get ``load_state_dict``, and a plain value is a
@@ -288,6 +293,8 @@ class CheckpointEngine:
         Args:
             state: Shaped like the state that was saved.
             step: Restore this step instead (the newest of it); damage then raises.
+            progress: Called on the engine's thread with the bytes done and all bytes, after each chunk (from the start
+                again where a damaged checkpoint is passed over); quick.
 
         Returns:
             What was restored, None where the store is empty.
@@ -301,7 +308,7 @@ class CheckpointEngine:
             Exception: what a ``load_state_dict`` raised, with a note that names the object.
             NoCheckpointError: there is none of ``step``.
         """
-        info: CheckpointInfo | None = await self._core.run(self._core.restore(state, step))
+        info: CheckpointInfo | None = await self._core.run(self._core.restore(state, step, progress))
         return info
 
     async def pin(self, step: int) -> CheckpointInfo:
@@ -398,6 +405,18 @@ class CheckpointEngine:
             progress=progress,
         )
 
+    def on_event(self, hook: Hook) -> Callable[[], None]:
+        """Call ``hook`` with every event of :mod:`pccheck_async.events` from now on, before or after opening.
+
+        Hooks are called in order, one event after the other, on one thread of their own; they may use the engine. What
+        a hook raises is logged once. While one takes long, up to 1024 events wait for it, further ones are dropped and
+        counted (``statistics().events_dropped``). Closing the engine waits a second at most for those that wait.
+
+        Returns:
+            A function that ends it.
+        """
+        return self._core.reporter.hooks.add(hook)
+
     def wait_captured(self) -> None:
         """Block this thread until no capture reads the live state any more: it may be changed by any code now."""
         self._core.wait_captured()
@@ -414,3 +433,16 @@ class CheckpointEngine:
     def statistics(self) -> EngineStatistics:
         """Return counts, times and decisions so far."""
         return self._core.statistics()
+
+    def metrics(self) -> str:
+        """Return the statistics in the text format of OpenMetrics (see :mod:`pccheck_async.metrics`)."""
+        return openmetrics({self.path: self.statistics()})
+
+    def scalars(self) -> dict[str, float]:
+        """Return the statistics as numbers by name (see :func:`pccheck_async.metrics.scalars`)."""
+        return scalars(self.statistics())
+
+    @property
+    def path(self) -> str:
+        """Folder of the store."""
+        return self._core.path

@@ -19,6 +19,7 @@ from pccheck_async.loop import EngineLoop
 from pccheck_async.machine import available_cores, available_memory
 from pccheck_async.manifest import MIN_BLOCK
 from pccheck_async.pool import BufferPool
+from pccheck_async.progress import ReadProgress, reading_progress
 from pccheck_async.reading import choose, pool_for, warn_damaged
 from pccheck_async.records import read_identity, read_record
 from pccheck_async.restore import read_manifest, read_payload
@@ -41,6 +42,7 @@ async def load(
     device: str | torch.device = "cpu",
     host_memory: int | Auto = "auto",
     io: IO = "auto",
+    progress: ReadProgress | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint into new tensors. Works while a writer of another process commits.
 
@@ -52,6 +54,7 @@ async def load(
         device: Where the tensors go.
         host_memory: Most staging memory in bytes.
         io: As for :class:`pccheck_async.CheckpointEngine`.
+        progress: Called from another thread with the bytes done and all bytes, after each chunk; quick.
 
     Returns:
         The app state as nested dicts, lists and values of the types that were saved; ``Stateful`` objects as their
@@ -65,7 +68,7 @@ async def load(
         ReadError: the device failed.
     """
     with _Reading() as loop:
-        state: dict[str, Any] = await loop.run(_load(path, step, keys, device, host_memory, io))
+        state: dict[str, Any] = await loop.run(_load(path, step, keys, device, host_memory, io, progress))
         return state
 
 
@@ -77,10 +80,11 @@ def load_sync(
     device: str | torch.device = "cpu",
     host_memory: int | Auto = "auto",
     io: IO = "auto",
+    progress: ReadProgress | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint, blocking (see :func:`load`)."""
     with _Reading() as loop:
-        return loop.call(_load(path, step, keys, device, host_memory, io))
+        return loop.call(_load(path, step, keys, device, host_memory, io, progress))
 
 
 def list_checkpoints(path: str | os.PathLike[str], *, io: IO = "python") -> list[CheckpointInfo]:
@@ -183,6 +187,7 @@ async def _load(
     device: str | torch.device,
     host_memory: int | Auto,
     io: IO,
+    progress: ReadProgress | None,
 ) -> dict[str, Any]:
     config = EngineConfig(host_memory=host_memory)
     step = check_step(step)
@@ -204,7 +209,7 @@ async def _load(
                 )
             entry, file = locked
             try:
-                return await _read(reader, entry, file, pool, keys, device)
+                return await _read(reader, entry, file, pool, keys, device, progress)
             except (CorruptStoreError, ReadError) as error:
                 unreadable.add(entry.counter)
                 older = choose((await reader.record()).entries, step, unreadable)
@@ -230,6 +235,7 @@ async def _read(
     pool: BufferPool,
     keys: Sequence[str] | None,
     device: str | torch.device,
+    progress: ReadProgress | None,
 ) -> dict[str, Any]:
     if file is None:
         raise CorruptStoreError(f"{slot_name(entry.slot)}, which the newest record names, is missing")
@@ -237,6 +243,7 @@ async def _read(
     manifest = await read_manifest(writer, file, entry, reader.identity.block_bytes)
     loading = allocate(manifest, keys, torch.device(device))
     backend = HostCopy(reader.session.operations)
-    await read_payload(writer, backend, pool_for(manifest, pool), file, manifest, loading.targets)
+    advance = reading_progress(progress, sum(chunk.nbytes for chunk in manifest.chunks))
+    await read_payload(writer, backend, pool_for(manifest, pool), file, manifest, loading.targets, advance=advance)
     state: dict[str, Any] = loading.finish()
     return state

@@ -6,12 +6,31 @@ import concurrent.futures
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from pccheck_async.info import CheckpointInfo
 from pccheck_async.loop import finish, wait_for
 
-__all__ = ["PendingCheckpoint"]
+__all__ = ["CheckpointProgress", "PendingCheckpoint"]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointProgress:
+    """How far a checkpoint is.
+
+    Attributes:
+        phase: "waiting" for its turn, "capturing", "writing" (all captured), "committing" (all written: manifest, flush
+            and record); or what became of it.
+        nbytes: Its bytes, 0 while it waits.
+        captured: Those captured.
+        written: Those written.
+    """
+
+    phase: Literal["waiting", "capturing", "writing", "committing", "durable", "superseded", "skipped", "failed"]
+    nbytes: int
+    captured: int
+    written: int
 
 
 class PendingCheckpoint:
@@ -23,6 +42,9 @@ class PendingCheckpoint:
         superseded: Newer checkpoints became durable first and made this one pointless; it was dropped on purpose.
         skipped: All places were in flight and ``on_busy="skip"``; nothing was captured, and this stands for the newest
         one.
+        nbytes: Its bytes, None until it is its turn.
+        captured_nbytes: Those captured.
+        written_nbytes: Those written.
     """
 
     def __init__(self, step: int, counter: int) -> None:
@@ -32,6 +54,8 @@ class PendingCheckpoint:
         self.skipped = False
         self.admitted_at = self.captured_at = time.monotonic()
         self.stall = 0.0
+        self.nbytes: int | None = None
+        self.captured_nbytes = self.written_nbytes = 0
         self._settle: Callable[[], None] | None = None
         self._held: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._captured: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -99,6 +123,20 @@ class PendingCheckpoint:
     def done(self) -> bool:
         """Whether it is durable, superseded or failed."""
         return self._target._durable.done()
+
+    @property
+    def progress(self) -> CheckpointProgress:
+        """How far it is; of a skipped one, the one it stands for. Never blocks."""
+        target = self._target
+        nbytes, captured, written = target.nbytes, target.captured_nbytes, target.written_nbytes
+        if self.done():
+            failed = target._durable.exception() is not None
+            phase: Any = "failed" if failed else "superseded" if target.superseded else "durable"
+        elif nbytes is None:
+            phase = "waiting"
+        else:
+            phase = "committing" if written >= nbytes else "writing" if target.is_captured else "capturing"
+        return CheckpointProgress("skipped" if self.skipped else phase, nbytes or 0, captured, written)
 
     @contextmanager
     def _waiting(self, future: concurrent.futures.Future[Any]) -> Iterator[None]:

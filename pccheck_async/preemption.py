@@ -18,9 +18,9 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Protocol
 
-__all__ = ["Preemption"]
+from pccheck_async.logs import write
 
-_log = logging.getLogger("pccheck_async")
+__all__ = ["Preemption"]
 
 _SAME_SECONDS = 1.0
 """Signals so soon after the first are the same one: launchers pass on what the whole process group got anyway."""
@@ -174,7 +174,9 @@ class _Signals:
 
     def _watch_time(self, request: _Request) -> None:
         name = _name(request.signum)
-        _log.warning(
+        write(
+            logging.WARNING,
+            "preemption",
             "got %s: saving once more after this training step, then the process goes, in %g s at the latest",
             name,
             request.seconds,
@@ -188,7 +190,7 @@ class _Signals:
             each.limit(time.monotonic())
         why = f"{name} came again" if request.again else f"{request.seconds:g} s after {name}"
         for each in [each for each in request.asked if each.in_use and not each.settled] or request.asked:
-            _log.warning("%s: the process goes now; nothing newer than %s", why, each.newest)
+            each.write("%s: the process goes now; nothing newer than %s", why, each.newest)
         self._wake_main(request)
 
     def _wake_main(self, request: _Request) -> None:
@@ -336,9 +338,9 @@ class Preemption:
             return
         name = _name(request.signum)
         if failure is not None:
-            _log.warning("%s: gave up: %s; nothing newer than %s", name, failure, self.newest)
+            self.write("%s: gave up: %s; nothing newer than %s", name, failure, self.newest)
         elif not self.settled:
-            _log.warning("%s: the engine was closed; %s; the process goes", name, self.newest)
+            self.write("%s: the engine was closed; %s; the process goes", name, self.newest)
         _signals.let_go(request)
 
     def _others(self, request: _Request) -> bool:
@@ -349,7 +351,11 @@ class Preemption:
     def say(self, message: str, *arguments: Any) -> None:
         """Log what became of the last checkpoint."""
         if self.request is not None:
-            _log.warning(f"%s: {message}", _name(self.request.signum), *arguments)
+            self.write(f"%s: {message}", _name(self.request.signum), *arguments)
+
+    def write(self, message: str, *arguments: Any) -> None:
+        """Log what becomes of this engine."""
+        write(logging.WARNING, "preemption", message, *arguments, store=self._engine.path)
 
 
 def _name(signum: int) -> str:

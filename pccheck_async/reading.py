@@ -7,12 +7,11 @@ import warnings
 from collections.abc import Collection, Sequence
 
 from pccheck_async.layout import Entry
+from pccheck_async.logs import write
 from pccheck_async.manifest import Manifest
 from pccheck_async.pool import BufferPool
 
 __all__ = ["choose", "pool_for", "warn_damaged"]
-
-_log = logging.getLogger("pccheck_async")
 
 
 def choose(entries: Sequence[Entry], step: int | None, unreadable: Collection[int] = ()) -> Entry | None:
@@ -32,5 +31,5 @@ def pool_for(manifest: Manifest, pool: BufferPool) -> BufferPool:
 def warn_damaged(entry: Entry, older: Entry, error: Exception) -> None:
     """Say that a checkpoint is passed over for the next older one."""
     text = f"checkpoint of step {entry.step} cannot be read ({error}); falling back to step {older.step}"
-    _log.warning(text)
+    write(logging.WARNING, "fell_back", "%s", text, step=entry.step, counter=entry.counter, error=str(error))
     warnings.warn(text, RuntimeWarning, stacklevel=4)

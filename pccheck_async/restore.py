@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from collections.abc import Callable
 from typing import Any
 
 from pccheck_async.checksum import crc32
@@ -58,11 +59,13 @@ async def read_payload(
     manifest: Manifest,
     targets: Targets,
     admission: Any = None,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Fill ``targets`` from the chunks that hold them; no other chunk is read.
 
     The pool's buffers hold at least the manifest's largest chunk. Targets on a device are filled behind what the
-    backend admitted there, and are whole when this returns, for any stream.
+    backend admitted there, and are whole when this returns, for any stream. ``advance`` is called with the bytes of
+    each chunk that was read, or need not be.
 
     Cancellation: ends once every read and copy ended. The targets are then partly filled.
 
@@ -78,14 +81,20 @@ async def read_payload(
         lease.release()
         turns.release()
 
+    async def read(index: int, chunk: ChunkEntry, segments: Segments, buffer: memoryview) -> None:
+        await _read_chunk(writer, backend, file, index, chunk, segments, buffer, targets)
+        advance(chunk.nbytes)
+
     try:
         async with asyncio.TaskGroup() as group:
             for index, chunk in enumerate(manifest.chunks):
                 segments = scatter_segments(chunk.offset, chunk.nbytes, targets)
-                if segments:
+                if not segments:
+                    advance(chunk.nbytes)
+                else:
                     await turns.acquire()
                     lease = await pool.lease()
-                    reading = _read_chunk(writer, backend, file, index, chunk, segments, lease.view, targets)
+                    reading = read(index, chunk, segments, lease.view)
                     # The lease outlives the task, also one that is cancelled before it ran at all.
                     group.create_task(reading).add_done_callback(lambda _, lease=lease: end(lease))  # type: ignore[misc]
     except BaseExceptionGroup as errors:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from pccheck_async.copying import CopyBackend
 from pccheck_async.errors import CorruptStoreError, ReadError, StateMismatchError
+from pccheck_async.events import Event, Restored
 from pccheck_async.info import CheckpointInfo
 from pccheck_async.layout import Entry
 from pccheck_async.manifest import Manifest
 from pccheck_async.pool import BufferPool
+from pccheck_async.progress import ReadProgress, reading_progress
 from pccheck_async.read_lease import DroppedMeanwhileError, ReadLease
 from pccheck_async.reading import choose, pool_for, warn_damaged
 from pccheck_async.restore import read_manifest, read_payload
@@ -23,8 +24,6 @@ from pccheck_async.store import Store
 from pccheck_async.writer import Writer
 
 __all__ = ["Restorer"]
-
-_log = logging.getLogger("pccheck_async")
 
 
 class Restorer:
@@ -37,6 +36,7 @@ class Restorer:
         pool: Staging buffers.
         clock: Stage times.
         post: Calls a function on the engine's loop.
+        tell: Called with what happens.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class Restorer:
         pool: BufferPool,
         clock: StageClock,
         post: Callable[..., Any],
+        tell: Callable[[Event], None],
     ) -> None:
         self._store = store
         self._writer = writer
@@ -55,8 +56,9 @@ class Restorer:
         self._pool = pool
         self._clock = clock
         self._post = post
+        self._tell = tell
 
-    def restore(self, state: Mapping[str, Any], step: int | None) -> Steps:
+    def restore(self, state: Mapping[str, Any], step: int | None, progress: ReadProgress | None = None) -> Steps:
         """Restore the newest checkpoint (or that of ``step``), falling back where one is damaged; None: there is none.
 
         Returns:
@@ -66,7 +68,7 @@ class Restorer:
         unreadable: set[int] = set()
         while (entry := choose(self._store.entries, step, unreadable)) is not None:
             try:
-                info: CheckpointInfo = yield from self._restore(state, entry)
+                info: CheckpointInfo = yield from self._restore(state, entry, progress)
             except DroppedMeanwhileError:
                 continue  # newer ones were committed
             except (CorruptStoreError, ReadError) as error:
@@ -82,11 +84,12 @@ class Restorer:
                     error.add_note("a newer, damaged checkpoint was tried before: the state may hold parts of it")
                 raise
             else:
-                _log.info("restored step %d in %.3f s", entry.step, time.perf_counter() - start)
+                seconds = time.perf_counter() - start
+                self._tell(Restored(step=entry.step, counter=entry.counter, nbytes=entry.nbytes, seconds=seconds))
                 return info
         return None
 
-    def _restore(self, state: Mapping[str, Any], entry: Entry) -> Steps:
+    def _restore(self, state: Mapping[str, Any], entry: Entry, progress: ReadProgress | None) -> Steps:
         lease = ReadLease(self._store, entry)
         try:
             file = yield lease.take()
@@ -94,8 +97,11 @@ class Restorer:
             restoration: Restoration = match(state, manifest, lambda: self._backend.by_address)
             admission = self._backend.admit(restoration.targets.devices)
             pool = pool_for(manifest, self._pool)
+            advance = reading_progress(progress, sum(chunk.nbytes for chunk in manifest.chunks))
             with self._clock.timed("restore", manifest.payload_nbytes):
-                yield read_payload(self._writer, self._backend, pool, file, manifest, restoration.targets, admission)
+                yield read_payload(
+                    self._writer, self._backend, pool, file, manifest, restoration.targets, admission, advance
+                )
         finally:
             self._post(lease.give_back)
         restoration.finish()

@@ -8,20 +8,22 @@ concurrently, at most ``max_in_flight`` of them (PCcheck, section 3.1), admitted
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from pccheck_async.capture import Capture, Snapshot
 from pccheck_async.checksum import crc32
 from pccheck_async.copying import CopyBackend
 from pccheck_async.errors import CheckpointError
+from pccheck_async.events import Abandoned, Captured, Event
 from pccheck_async.failures import first_failure
 from pccheck_async.info import CheckpointInfo
 from pccheck_async.layout import Entry, align
 from pccheck_async.limiter import Limiter
+from pccheck_async.logs import about
 from pccheck_async.manifest import VERSION, ChunkEntry, Manifest, ManifestEncoder
 from pccheck_async.overlap import Overlapped
 from pccheck_async.pending import PendingCheckpoint
@@ -34,7 +36,6 @@ from pccheck_async.writer import Writer
 
 __all__ = ["Job", "Scheduler"]
 
-_log = logging.getLogger("pccheck_async")
 _LARGEST_CHECKSUM = 0xFFFFFFFF
 _CHUNKS_AT_ONCE = 8
 
@@ -69,6 +70,8 @@ class Scheduler:
         clock: Stage times.
         ended: Called with every checkpoint that ended, its error, whether it was superseded, and its bytes, before
             anyone is told.
+        tell: Called with what happens before that.
+        path: Of the store, for the log.
     """
 
     def __init__(
@@ -82,6 +85,8 @@ class Scheduler:
         max_in_flight: int,
         clock: StageClock,
         ended: Callable[[PendingCheckpoint, Exception | None, bool, int], None],
+        tell: Callable[[Event], None],
+        path: str,
     ) -> None:
         self._store = store
         self._writer = writer
@@ -90,6 +95,8 @@ class Scheduler:
         self._planner = planner
         self._clock = clock
         self._ended = ended
+        self._tell = tell
+        self._path = path
         self._limiter = Limiter(max_in_flight)
         self._manifests = ManifestEncoder()
         self._tasks: dict[PendingCheckpoint, asyncio.Task[None]] = {}
@@ -116,7 +123,7 @@ class Scheduler:
         await asyncio.wait((task,))
         return True
 
-    async def abandon(self, pending: PendingCheckpoint, error: CheckpointError) -> bool:
+    async def abandon(self, pending: PendingCheckpoint, error: CheckpointError, max_stall: float | None) -> bool:
         """Fail a checkpoint with ``error`` before its capture ended; return once nothing reads the live state any more.
 
         Its writes may take longer: buffers, slot and permit go back when they ended (I9).
@@ -128,6 +135,7 @@ class Scheduler:
         if task is None or pending.is_captured:
             return False
         capture = self._captures.get(pending)
+        self._tell(Abandoned(step=pending.step, counter=pending.counter, seconds=max_stall))
         task.cancel()
         if capture is not None:
             await capture.stop()
@@ -185,6 +193,7 @@ class Scheduler:
 
     async def _run(self, job: Job) -> None:
         pending = job.pending
+        about.set({"store": self._path, "step": pending.step, "counter": pending.counter})
         if job.trace is not None:
             traced.set(Traced(job.trace, pending.step, pending.counter))
         try:
@@ -198,7 +207,6 @@ class Scheduler:
             self._ended(pending, error, False, 0)
             pending.set_failed(error)
         except Exception as error:  # noqa: BLE001 - it belongs to whoever awaits the checkpoint
-            _log.debug("checkpoint %d failed: %r", pending.counter, error)
             self._ended(pending, error, False, 0)
             pending.set_failed(error)
         else:
@@ -212,7 +220,9 @@ class Scheduler:
         plan = self._planner.plan(job.snapshot.layout)
         pending = job.pending
         fenced = None if job.overlapped is None else job.overlapped.set_fence
-        capture = Capture(job.snapshot, plan, self._backend, pending.set_captured, pending.set_held_captured, fenced)
+        pending.nbytes = plan.payload_nbytes
+        captured = partial(self._captured, pending)
+        capture = Capture(job.snapshot, plan, self._backend, captured, pending.set_held_captured, fenced)
         self._captures[pending] = capture
         try:
             await capture.begin()
@@ -223,6 +233,13 @@ class Scheduler:
         with self._clock.timed("commit"):
             committed = await self._store.commit(lease, entry)
         return (entry.info, False) if committed else (self._store.entries[0].info, True)
+
+    def _captured(self, pending: PendingCheckpoint) -> None:
+        seconds = time.monotonic() - pending.admitted_at
+        self._tell(
+            Captured(step=pending.step, counter=pending.counter, nbytes=pending.nbytes or 0, seconds=max(0.0, seconds))
+        )
+        pending.set_captured()
 
     async def _copy_and_write(self, job: Job, capture: Capture, plan: Plan) -> tuple[SlotLease, Entry]:
         """Capture a state into a slot, manifest included; when this returns every write has ended."""
@@ -238,7 +255,7 @@ class Scheduler:
                         # The last buffer is for those that have their slot: else two would wait for each other.
                         await asyncio.wait((reserving,))
                     lease = await self._pool.lease()
-                    saving = self._save_chunk(capture, index, chunk, reserving, lease.view)
+                    saving = self._save_chunk(job.pending, capture, index, chunk, reserving, lease.view)
                     # The lease outlives the task, also one that is cancelled before it ran at all (I9).
                     group.create_task(saving).add_done_callback(lambda _, lease=lease: lease.release())  # type: ignore[misc]
                     if index % _CHUNKS_AT_ONCE == 0:
@@ -261,14 +278,22 @@ class Scheduler:
         return await self._store.reserve(align(plan.payload_nbytes, block) + bound + block)
 
     async def _save_chunk(
-        self, capture: Capture, index: int, chunk: Chunk, reserving: asyncio.Task[SlotLease], buffer: memoryview
+        self,
+        pending: PendingCheckpoint,
+        capture: Capture,
+        index: int,
+        chunk: Chunk,
+        reserving: asyncio.Task[SlotLease],
+        buffer: memoryview,
     ) -> None:
         view = buffer[: chunk.nbytes]
         enter_chunk(index)
         with self._clock.timed("capture", chunk.nbytes):
             await capture.chunk(index, chunk, view)
+        pending.captured_nbytes += chunk.nbytes
         slot = await asyncio.shield(reserving)
         await self._writer.write(slot.file, chunk.offset, view)
+        pending.written_nbytes += chunk.nbytes
 
     async def _save_manifest(self, job: Job, capture: Capture, plan: Plan, reserving: asyncio.Task[SlotLease]) -> Entry:
         """Write the manifest beside the last chunks, as soon as the checksums of all are known."""

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 from pccheck_async.config import Decisions
+from pccheck_async.info import CheckpointInfo
 from pccheck_async.policy import Decision
 from pccheck_async.tracing import tell, traced
 
-__all__ = ["EngineStatistics", "Stage", "StageClock"]
+__all__ = ["Distribution", "EngineStatistics", "Spread", "Stage", "StageClock"]
+
+_BOUNDS = tuple(digit * 10.0**power for power in range(-3, 3) for digit in (1, 2.5, 5))
+"""Seconds: 1 ms to 500 s, three to a decade."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +27,39 @@ class Stage:
     count: int = 0
     nbytes: int = 0
     seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """How long something took, each time.
+
+    Attributes:
+        count: How often.
+        seconds: Their sum.
+        up_to: How many took at most so many seconds, by that bound, growing; longer ones are in ``count`` only.
+    """
+
+    count: int = 0
+    seconds: float = 0.0
+    up_to: Mapping[float, int] = field(default_factory=lambda: dict.fromkeys(_BOUNDS, 0))
+
+
+class Spread:
+    """Counts times by their bounds."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(_BOUNDS) + 1)
+        self._seconds = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count one."""
+        self._counts[bisect_left(_BOUNDS, seconds)] += 1
+        self._seconds += seconds
+
+    def distribution(self) -> Distribution:
+        """Return what was counted so far."""
+        *up_to, count = accumulate(self._counts)
+        return Distribution(count, self._seconds, dict(zip(_BOUNDS, up_to, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +95,13 @@ class EngineStatistics:
         slot_bytes: Their bytes.
         plan_hits: Saves that reused the plan of the save before.
         plan_misses: Saves whose structure was new.
+        latest: The newest durable checkpoint.
+        durable_bytes: Bytes of all that committed.
+        save_seconds: What they took from admission to durable.
+        capture_seconds: What they took until they were captured.
+        stalls: What training was kept waiting, each time: in calls of "checkpoint", in steps of an "optimizer".
+        pool_in_use_bytes: Staging memory that is in use now.
+        events_dropped: Events that no hook of ``on_event`` got, because one was too slow.
     """
 
     admitted: int
@@ -85,6 +131,13 @@ class EngineStatistics:
     slot_bytes: int
     plan_hits: int
     plan_misses: int
+    latest: CheckpointInfo | None = None
+    durable_bytes: int = 0
+    save_seconds: Distribution = field(default_factory=Distribution)
+    capture_seconds: Distribution = field(default_factory=Distribution)
+    stalls: Mapping[str, Distribution] = field(default_factory=dict)
+    pool_in_use_bytes: int = 0
+    events_dropped: int = 0
 
 
 class StageClock:

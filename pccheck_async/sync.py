@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
@@ -13,9 +13,12 @@ import torch
 
 from pccheck_async.config import Auto, EngineConfig
 from pccheck_async.core import EngineCore
+from pccheck_async.hooks import Hook
 from pccheck_async.info import CheckpointInfo, Metadata
+from pccheck_async.metrics import openmetrics, scalars
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.policy import Policy
+from pccheck_async.progress import ReadProgress
 from pccheck_async.retention import SpaceNeeded
 from pccheck_async.session import IO
 from pccheck_async.statistics import EngineStatistics
@@ -152,9 +155,11 @@ class SyncCheckpointEngine:
             self._core.note_stall(pending, start)
         return pending
 
-    def restore(self, state: Mapping[str, Any], *, step: int | None = None) -> CheckpointInfo | None:
+    def restore(
+        self, state: Mapping[str, Any], *, step: int | None = None, progress: ReadProgress | None = None
+    ) -> CheckpointInfo | None:
         """Restore into ``state``, in place (see :meth:`pccheck_async.CheckpointEngine.restore`)."""
-        info: CheckpointInfo | None = self._core.block_on(self._core.restore(state, step))
+        info: CheckpointInfo | None = self._core.block_on(self._core.restore(state, step, progress))
         return info
 
     def pin(self, step: int) -> CheckpointInfo:
@@ -201,6 +206,10 @@ class SyncCheckpointEngine:
             progress=progress,
         )
 
+    def on_event(self, hook: Hook) -> Callable[[], None]:
+        """Call ``hook`` with every event (see :meth:`pccheck_async.CheckpointEngine.on_event`)."""
+        return self._core.reporter.hooks.add(hook)
+
     def wait_captured(self) -> None:
         """Block until no capture reads the live state any more."""
         self._core.wait_captured()
@@ -217,3 +226,16 @@ class SyncCheckpointEngine:
     def statistics(self) -> EngineStatistics:
         """Return counts, times and decisions so far."""
         return self._core.statistics()
+
+    def metrics(self) -> str:
+        """Return the statistics in the text format of OpenMetrics (see :mod:`pccheck_async.metrics`)."""
+        return openmetrics({self.path: self.statistics()})
+
+    def scalars(self) -> dict[str, float]:
+        """Return the statistics as numbers by name (see :func:`pccheck_async.metrics.scalars`)."""
+        return scalars(self.statistics())
+
+    @property
+    def path(self) -> str:
+        """Folder of the store."""
+        return self._core.path

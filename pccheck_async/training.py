@@ -9,13 +9,12 @@ from typing import Any
 
 from pccheck_async.admissions import Admissions
 from pccheck_async.info import Metadata
+from pccheck_async.logs import write
 from pccheck_async.overlap import Guard
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.policy import Decision, Policy, StepReport
 
 __all__ = ["TrainingStep", "TrainingSteps"]
-
-_log = logging.getLogger("pccheck_async")
 
 
 class TrainingStep:
@@ -66,6 +65,11 @@ class TrainingSteps:
         """What the policy has decided, and why."""
         return self._policy.decision()
 
+    @property
+    def last(self) -> StepReport | None:
+        """The last step that went well."""
+        return self._last
+
     def begin(self, this: TrainingStep, stall: float) -> None:
         """Note the beginning of a step; ``stall`` is the engine's so far."""
         this.stall_then = stall
@@ -104,4 +108,5 @@ class TrainingSteps:
         decision = self._policy.decision()
         if decision != self._said:
             self._said = decision
-            _log.info("%s", decision.reason)
+            steps, seconds = decision.interval, decision.seconds
+            write(logging.INFO, "interval", "%s", decision.reason, interval=steps, seconds=seconds)

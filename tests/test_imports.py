@@ -13,15 +13,16 @@ ROOT = Path(pccheck_async.__file__).parent
 LAYERS = [
     {  # pure: no await, no file descriptor
         "errors", "info", "checksum", "layout", "config", "statistics", "slots", "retention", "manifest", "plan",
-        "segments", "state", "failures", "tracing", "tuning", "policy", "_ext",
+        "segments", "state", "failures", "tracing", "tuning", "policy", "logs", "events", "metrics", "_ext",
     },
     {  # resources
-        "memory", "machine", "limiter", "pool", "operations", "writer", "copying", "uninterrupted", "session",
+        "memory", "machine", "limiter", "pool", "operations", "writer", "copying", "uninterrupted", "session", "hooks",
+        "published",
     },
     {  # engine
         "loop", "lifetime", "pending", "records", "reading", "capture", "slot_files", "store", "restore", "scheduler",
-        "read_lease", "steps", "restorer", "admissions", "overlap", "preemption", "training",
-        "aborts", "core", "scratch", "trials", "tuned", "tuner", "engine", "sync", "loading", "data",
+        "read_lease", "steps", "restorer", "admissions", "overlap", "preemption", "training", "reporter", "publisher",
+        "progress", "aborts", "core", "scratch", "trials", "tuned", "tuner", "engine", "sync", "loading", "data",
     },
     {"", "bench", "cli", "testing", "examples", "__main__"},  # edge
 ]  # fmt: skip

@@ -1,0 +1,70 @@
+"""The log: one logger, ``pccheck_async``, whose records carry fields.
+
+No handler is installed. Every record has the attributes of :data:`FIELDS` (None where they do not apply), so a
+formatter that writes JSON, or one with ``%(event)s %(step)s`` in its format, gets them; events add fields of their own.
+A run that goes well writes a line when it opens, one for every interval that the policy decides on, a summary every ten
+minutes and one when it closes. Checkpoints write a line each at DEBUG, and at WARNING when they fail.
+
+==================  =======  ===========================================================================================
+event               level    when, and fields of its own
+==================  =======  ===========================================================================================
+opened              INFO     a store was opened: checkpoints, io; step is that of the newest
+closed              INFO     an engine was closed: durable, superseded, failed, skipped, stall; nbytes and seconds are
+                             those of all durable checkpoints and of the engine's life
+durable             DEBUG    a checkpoint was committed: stall, capture_seconds
+superseded          DEBUG    newer ones made a checkpoint pointless
+superseded_burst    WARNING  most of the last checkpoints were: more are in flight than the storage can take; once,
+                             until that is over
+failed              WARNING  a checkpoint failed: error
+skipped             WARNING  ``on_busy="skip"`` and all places in flight; counter is that of the newest in flight
+abandoned           WARNING  a capture held an optimizer's step up for longer than ``max_stall``, which seconds is
+held_up             WARNING  training waited for longer than a second: where; at most once in ten minutes
+summary             INFO     every ten minutes in which checkpoints ended: durable, superseded, failed, stall;
+                             nbytes and seconds since the last summary
+interval            INFO     the policy has decided: interval (steps)
+restored            INFO     a checkpoint was restored
+fell_back           WARNING  a damaged checkpoint was passed over: error; step and counter are those of the damaged one
+preemption          WARNING  a signal asked the process to go, and what became of that
+event_hook          WARNING  a hook of ``on_event`` raised (once for each hook), or was so slow that events were dropped
+status              WARNING  the status file for ``pccheck watch`` cannot be written; once
+progress            WARNING  a progress callback raised, and is not called any more
+note                any      all else: fallbacks of I/O and of devices, waits for readers, failures of the store
+==================  =======  ===========================================================================================
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import Any
+
+__all__ = ["FIELDS", "about", "log", "write"]
+
+FIELDS = ("event", "store", "step", "counter", "nbytes", "seconds")
+"""Name of the event, path of the store, the user's and the engine's number of the checkpoint, its bytes, and time."""
+
+about: ContextVar[Mapping[str, Any]] = ContextVar("about", default={})  # noqa: B039 - nobody changes it
+"""Fields of what the current task works for, and inherited by the tasks that it starts: modules below need not know."""
+
+log = logging.getLogger("pccheck_async")
+
+
+def write(level: int, event: str, message: str, *arguments: Any, **fields: Any) -> None:
+    """Write a record of an event, with these fields."""
+    if log.isEnabledFor(level):
+        log.log(level, message, *arguments, extra={"event": event, **fields}, stacklevel=2)
+
+
+class _Fields(logging.Filter):
+    """Completes records; lets all of them pass."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        known = about.get()
+        for name in FIELDS:
+            if getattr(record, name, None) is None:
+                setattr(record, name, "note" if name == "event" else known.get(name))
+        return True
+
+
+log.addFilter(_Fields("pccheck_async"))
