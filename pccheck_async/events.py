@@ -53,7 +53,7 @@ class Opened(Event):
 
     name = "opened"
     level = logging.INFO
-    text = "opened %(store)s: %(checkpoints)d checkpoint(s), the newest of step %(step)s; %(io)s"
+    text = "opened %(store)s with %(checkpoints)d checkpoint(s); %(io)s"
     checkpoints: int
     step: int | None
     io: str

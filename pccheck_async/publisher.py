@@ -31,6 +31,9 @@ __all__ = ["Publisher", "make_status"]
 _SECONDS = 0.5
 _MOST_COMMITTED = 8
 _MODE = 0o666  # the user's umask decides
+_FORK_SECONDS = 1.0
+_making = threading.Lock()
+"""Held while a file is made: a child that is forked meanwhile would keep it, and its lock, unknown."""
 
 
 class Publisher:
@@ -89,7 +92,8 @@ class Publisher:
     def _publish(self) -> None:
         data = encode_status(self._collect())
         if self._fd < 0:
-            self._fd = self._create()
+            with _making:
+                self._fd = self._create()
         if not self._locked:  # a reader may have been quicker, for a moment
             with suppress(BlockingIOError):
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -196,3 +200,18 @@ def _in_flight(pending: PendingCheckpoint, clock: float) -> InFlight:
         written=progress.written,
         seconds=clock - pending.admitted_at,
     )
+
+
+_held_by_fork = threading.local()
+
+
+def _before_fork() -> None:
+    _held_by_fork.it = _making.acquire(timeout=_FORK_SECONDS)
+
+
+def _after_fork() -> None:
+    if _held_by_fork.it:
+        _making.release()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

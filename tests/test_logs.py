@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import ast
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pccheck_async
+from pccheck_async import SyncCheckpointEngine, WriteError, events, logs
+from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter
+
+ROOT = Path(pccheck_async.__file__).parent
+
+
+class JSONLines(logging.Handler):
+    """What a user's formatter makes of the records: every attribute that is not logging's own."""
+
+    STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "taskName"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[dict[str, Any]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        extra = {key: value for key, value in vars(record).items() if key not in self.STANDARD}
+        line = {"level": record.levelname, "message": record.getMessage(), **extra}
+        self.lines.append(json.loads(json.dumps(line)))
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        return [line for line in self.lines if line["event"] == event]
+
+
+@pytest.fixture
+def lines() -> Any:
+    handler = JSONLines()
+    logger = logging.getLogger("pccheck_async")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel("DEBUG")
+    yield handler
+    logger.setLevel(before)
+    logger.removeHandler(handler)
+
+
+def test_the_library_installs_no_handler() -> None:
+    assert logging.getLogger("pccheck_async").handlers == []
+
+
+def test_a_run_as_json(tmp_path: Path, lines: JSONLines) -> None:
+    state = {"weights": torch.arange(10_000.0)}
+    with SyncCheckpointEngine(tmp_path) as engine:
+        for step in range(3):
+            info = engine.checkpoint(state, step=step).result()
+        engine.restore(state)
+    store = str(tmp_path)
+    (opened,) = lines.of("opened")
+    assert (opened["level"], opened["store"], opened["step"], opened["checkpoints"]) == ("INFO", store, None, 0)
+    durable = lines.of("durable")
+    assert [(line["level"], line["step"], line["counter"]) for line in durable] == [
+        ("DEBUG", step, step) for step in range(3)
+    ]
+    assert all(line["nbytes"] == info.nbytes and line["seconds"] >= line["capture_seconds"] >= 0 for line in durable)
+    (restored,) = lines.of("restored")
+    assert (restored["level"], restored["step"], restored["counter"]) == ("INFO", 2, 2)
+    (closed,) = lines.of("closed")
+    assert (closed["level"], closed["durable"], closed["nbytes"]) == ("INFO", 3, 3 * info.nbytes)
+    assert all(set(logs.FIELDS) <= set(line) for line in lines.lines)
+    assert {line["store"] for line in lines.lines} == {store}
+    # At INFO a run says nothing about each checkpoint.
+    assert {line["event"] for line in lines.lines if line["level"] != "DEBUG"} <= {"opened", "restored", "closed"}
+
+
+def test_nothing_is_formatted_that_nobody_wants(tmp_path: Path, lines: JSONLines) -> None:
+    logging.getLogger("pccheck_async").setLevel("ERROR")
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.checkpoint({"weights": torch.zeros(10)}, step=1).result()
+    assert lines.lines == []
+
+
+def test_failures_are_warnings_and_say_why(lines: JSONLines) -> None:
+    disk = CrashDisk()
+    with SyncCheckpointEngine("store", io=CrashWriter(disk)) as engine:
+        engine.checkpoint({"weights": torch.zeros(10)}, step=1).result()
+    failing = FailingWriter(CrashWriter(disk), fail_at=1, kinds=("write",))
+    with SyncCheckpointEngine("store", io=failing) as engine, pytest.raises(WriteError):
+        engine.checkpoint({"weights": torch.zeros(10)}, step=7).result()
+    (failed,) = lines.of("failed")
+    assert (failed["level"], failed["step"], failed["counter"], failed["store"]) == ("WARNING", 7, 1, "store")
+    assert failed["error"].startswith("WriteError: ")
+
+
+def test_records_of_modules_below_know_what_they_are_about(tmp_path: Path, lines: JSONLines) -> None:
+    token = logs.about.set({"store": str(tmp_path), "step": 3, "counter": 4})
+    try:
+        logging.getLogger("pccheck_async").warning("a checkpoint waits for %d reader(s)", 1)
+    finally:
+        logs.about.reset(token)
+    (line,) = lines.lines
+    assert (line["event"], line["store"], line["step"], line["counter"]) == ("note", str(tmp_path), 3, 4)
+
+
+def test_the_table_holds_every_event_and_its_level() -> None:
+    table = dict(re.findall(r"^(\w+) +(INFO|DEBUG|WARNING|any) ", logs.__doc__ or "", re.M))
+    kinds = [getattr(events, name) for name in events.__all__]
+    declared = {kind.name: logging.getLevelName(kind.level) for kind in kinds if kind.level is not None}
+    written = {}
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and len(node.args) >= 2:
+                level, name = node.args[:2]
+                if (
+                    isinstance(level, ast.Attribute)
+                    and level.attr in logging.getLevelNamesMapping()
+                    and isinstance(name, ast.Constant)
+                ):
+                    written[name.value] = level.attr
+    assert written.keys() >= {"preemption", "fell_back", "summary", "superseded_burst", "held_up"}
+    assert table == {**declared, **written, "note": "any"}
