@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     )
     from pccheck_async.info import CheckpointInfo
     from pccheck_async.loading import list_checkpoints, load, load_sync
-    from pccheck_async.pending import PendingCheckpoint
+    from pccheck_async.pending import CheckpointProgress, PendingCheckpoint
     from pccheck_async.policy import (
         Adaptive,
         CheckFreqInterval,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         YoungDaly,
     )
     from pccheck_async.state import RNGState, Stateful
-    from pccheck_async.statistics import EngineStatistics, Stage
+    from pccheck_async.statistics import Distribution, EngineStatistics, Stage
     from pccheck_async.sync import SyncCheckpointEngine
     from pccheck_async.training import TrainingStep
     from pccheck_async.tuned import Measurement, TunedSettings, Tuning, read_tuning
@@ -53,9 +53,11 @@ __all__ = [
     "CheckpointEngine",
     "CheckpointError",
     "CheckpointInfo",
+    "CheckpointProgress",
     "ClosedError",
     "CorruptStoreError",
     "Decisions",
+    "Distribution",
     "EngineStatistics",
     "EverySeconds",
     "EverySteps",
@@ -102,7 +104,9 @@ _HOMES = {
     ),
     "CheckpointEngine": "engine",
     "CheckpointInfo": "info",
+    "CheckpointProgress": "pending",
     "Decisions": "config",
+    "Distribution": "statistics",
     "EngineStatistics": "statistics",
     "Measurement": "tuned",
     "PendingCheckpoint": "pending",

@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client import CollectorRegistry, Metric, start_http_server
+from prometheus_client.openmetrics import parser
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from pccheck_async import SyncCheckpointEngine, metrics
 from pccheck_async.metrics import EngineCollector, families, openmetrics, scalars
 from pccheck_async.statistics import Distribution, Spread
+
+
+def parse_openmetrics(text: str) -> list[Metric]:
+    return list(parser.text_string_to_metric_families(text))  # type: ignore[no-untyped-call]
 
 
 def trained(folder: Path, saves: int) -> SyncCheckpointEngine:
@@ -73,9 +77,8 @@ def test_units_types_and_the_table_agree(tmp_path: Path) -> None:
     for family in parse_openmetrics(engine.metrics()):
         assert (family.type, family.unit) == (found[family.name].kind, found[family.name].unit)
         assert family.documentation == found[family.name].help
-        assert found[family.name].unit == next(
-            (unit for unit in ("seconds", "bytes") if family.name.endswith(unit)), ""
-        )
+        unit = next((unit for unit in ("seconds", "bytes") if family.name.endswith(unit)), "")
+        assert family.unit == unit
     table = re.findall(r"^``(\w+)`` +(counter|gauge|histogram|info) ", metrics.__doc__ or "", re.M)
     optional = {("interval_seconds", "gauge")}  # of policies that go by time
     assert {(name.removeprefix("pccheck_"), family.kind) for name, family in found.items()} == set(table) - optional
@@ -146,7 +149,8 @@ def test_a_spread_counts_what_is_at_most_a_bound() -> None:
     for seconds in (0.0, 0.001, 0.0011, 0.3, 500.0, 501.0):
         spread.add(seconds)
     found = spread.distribution()
-    assert (found.count, found.seconds) == (6, pytest.approx(1001.3021))
+    assert found.count == 6
+    assert found.seconds == pytest.approx(1001.3021)
     assert found.up_to[0.001] == 2
     assert found.up_to[0.0025] == 3
     assert found.up_to[0.25] == 3
