@@ -71,8 +71,7 @@ class EngineCore:
         self._pid = os.getpid()
         self._state = "new"
         self.reporter = Reporter(self.path)
-        # Doubles and writers of users' own: what their folder is, only they know.
-        self._publisher = Publisher(self.path, self._status) if isinstance(io, str) else None
+        self._publisher: Publisher | None = None
         self._opened_at = 0.0
         self.admissions = Admissions(config, self.reporter.tell)
         self.guard = Guard(config.max_stall, self._abandon, self._note_guard)
@@ -168,6 +167,8 @@ class EngineCore:
                 tell=self.reporter.tell,
             )
             self.admissions.counter = self._store.largest_counter
+            if isinstance(self.io, str):  # of other writers' folders only they know what and where they are
+                self._publisher = Publisher(self.path, self._status)
         except BaseException:
             session, self._session = self._session, None
             await session.close()

@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeAlias
 
 from pccheck_async.events import Event
@@ -71,8 +72,10 @@ class Hooks:
     def _start(self) -> None:
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._deliver, name="pccheck-events", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._deliver, name="pccheck-events", daemon=True)
+                with suppress(RuntimeError):  # no thread can be started any more, while the interpreter exits
+                    thread.start()
+                    self._thread = thread
 
     def _deliver(self) -> None:
         while (event := self._queue.get()) is not None:

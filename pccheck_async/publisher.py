@@ -48,7 +48,7 @@ class Publisher:
     """
 
     def __init__(self, store: str, collect: Callable[[], Status]) -> None:
-        self._path = Path(store) / STATUS_NAME
+        self._path = Path(store).absolute() / STATUS_NAME  # the process may change its folder before the first one
         self._store = store
         self._collect = collect
         self._fd = -1
@@ -60,8 +60,10 @@ class Publisher:
     def start(self) -> None:
         """Publish from now on. Called with the engine's lock held, at every checkpoint: only the first one costs."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="pccheck-status", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="pccheck-status", daemon=True)
+            with suppress(RuntimeError):  # no thread can be started any more, while the interpreter exits
+                thread.start()
+                self._thread = thread
 
     def close(self, timeout: float) -> None:
         """Remove the file and end the thread, or leave that to the thread if it takes longer than ``timeout`` seconds.

@@ -6,13 +6,18 @@ import logging
 import threading
 import time
 from collections import deque
-from typing import Any
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, TypeAlias
 
 from pccheck_async.events import Closed, Durable, Event, Failed, Superseded, Waited
 from pccheck_async.hooks import Hooks
 from pccheck_async.logs import log, write
 
 __all__ = ["Reporter"]
+
+_Line: TypeAlias = tuple[int, str, str, dict[str, Any]]
+"""Level, name of the event, text and fields of a record."""
 
 _SUMMARY_SECONDS = 600.0
 _LONG_SECONDS = 1.0
@@ -44,16 +49,8 @@ class Reporter:
 
     def tell(self, event: Event) -> None:
         """Note an event."""
-        if event.level is not None and log.isEnabledFor(event.level):
-            fields = event.fields()
-            if isinstance(event, Failed):
-                fields["error"] = f"{type(event.error).__name__}: {event.error}"
-            self._write(event.level, event.name, event.text, fields)
-        with self._lock:
-            if isinstance(event, (Durable, Superseded, Failed)):
-                self._count(event)
-            elif isinstance(event, Waited):
-                self._count_waiting(event)
+        with suppress(Exception):  # of a handler of the log; nobody who tells of an event expects it
+            self._note(event)
         self.hooks.put(event)
 
     def closed(self, *, durable: int, superseded: int, failed: int, skipped: int, stall: float) -> None:
@@ -70,11 +67,23 @@ class Reporter:
             )
         )
 
-    def _write(self, level: int, name: str, text: str, fields: dict[str, Any]) -> None:
-        fields["store"] = self._store
-        write(level, name, text, fields, **fields)
+    def _note(self, event: Event) -> None:
+        lines: list[_Line] = []
+        if event.level is not None and log.isEnabledFor(event.level):
+            fields = event.fields()
+            if isinstance(event, Failed):
+                fields["error"] = f"{type(event.error).__name__}: {event.error}"
+            lines.append((event.level, event.name, event.text, fields))
+        with self._lock:
+            if isinstance(event, (Durable, Superseded, Failed)):
+                lines += self._count(event)
+            elif isinstance(event, Waited):
+                lines += self._count_waiting(event)
+        for level, name, text, fields in lines:  # not under the lock: handlers of the log have locks of their own
+            fields["store"] = self._store
+            write(level, name, text, fields, **fields)
 
-    def _count(self, event: Durable | Superseded | Failed) -> None:
+    def _count(self, event: Durable | Superseded | Failed) -> Iterator[_Line]:
         sums = self._since
         if isinstance(event, Durable):
             self.nbytes += event.nbytes
@@ -86,13 +95,13 @@ class Reporter:
             sums.failed += 1
         if not isinstance(event, Failed):
             self._last.append(isinstance(event, Superseded))
-            self._look_for_burst()
+            yield from self._look_for_burst()
         now = time.monotonic()
         if now - sums.began >= _SUMMARY_SECONDS:
             self._since = _Sums(now)
-            self._write(logging.INFO, "summary", _Sums.TEXT, sums.fields(now))
+            yield logging.INFO, "summary", _Sums.TEXT, sums.fields(now)
 
-    def _look_for_burst(self) -> None:
+    def _look_for_burst(self) -> Iterator[_Line]:
         superseded = sum(self._last)
         if self._burst:
             self._burst = superseded > _LAST // 4
@@ -102,9 +111,9 @@ class Reporter:
                 "%(count)d of the last %(last)d checkpoints were superseded: more are in flight than the storage of "
                 "%(store)s can take; checkpoint less often, or lower max_in_flight"
             )
-            self._write(logging.WARNING, "superseded_burst", text, {"count": superseded, "last": len(self._last)})
+            yield logging.WARNING, "superseded_burst", text, {"count": superseded, "last": len(self._last)}
 
-    def _count_waiting(self, event: Waited) -> None:
+    def _count_waiting(self, event: Waited) -> Iterator[_Line]:
         self._since.stall += event.seconds
         now = time.monotonic()
         if event.seconds > _LONG_SECONDS and (self._held_up is None or now - self._held_up >= _SUMMARY_SECONDS):
@@ -113,7 +122,7 @@ class Reporter:
                 "training was kept waiting for %(seconds).3f s by the checkpoint of step %(step)d (in %(where)s); "
                 "not said again for ten minutes"
             )
-            self._write(logging.WARNING, "held_up", text, event.fields())
+            yield logging.WARNING, "held_up", text, event.fields()
 
 
 class _Sums:

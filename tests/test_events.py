@@ -65,7 +65,7 @@ def test_the_life_of_a_checkpoint_in_order(tmp_path: Path) -> None:
         assert (event.step, event.counter) == (5, 0)
     assert captured.nbytes == durable.nbytes == restored.nbytes == info.nbytes == closed.nbytes
     assert 0 <= captured.seconds <= durable.seconds
-    assert [event.time for event in events] == sorted(event.time for event in events)
+    assert [event.time for event in told] == sorted(event.time for event in told)
     (waited,) = [event for event in events if isinstance(event, Waited)]
     assert (waited.step, waited.where) == (5, "checkpoint")
     assert threads == {"pccheck-events"}
@@ -209,3 +209,23 @@ def test_a_hook_may_be_removed_and_may_use_the_engine(tmp_path: Path) -> None:
 
 def test_hooks_of_an_engine_that_never_opened_leave_no_thread(tmp_path: Path) -> None:
     SyncCheckpointEngine(tmp_path).on_event(print)
+
+
+class Broken(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        raise ValueError("no")
+
+
+def test_a_handler_of_the_log_that_raises_harms_nothing(tmp_path: Path) -> None:
+    logger, handler = logging.getLogger("pccheck_async"), Broken()
+    before = logger.level
+    with SyncCheckpointEngine(tmp_path) as engine:
+        logger.addHandler(handler)
+        logger.setLevel("DEBUG")
+        try:
+            assert engine.checkpoint(state(), step=1).result().step == 1
+            engine.drain()
+        finally:
+            logger.setLevel(before)
+            logger.removeHandler(handler)
+    assert engine.statistics().durable_bytes > 0

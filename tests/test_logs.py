@@ -111,13 +111,11 @@ def test_the_table_holds_every_event_and_its_level() -> None:
     written = {}
     for path in ROOT.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and len(node.args) >= 2:
-                level, name = node.args[:2]
-                if (
-                    isinstance(level, ast.Attribute)
-                    and level.attr in logging.getLevelNamesMapping()
-                    and isinstance(name, ast.Constant)
-                ):
-                    written[name.value] = level.attr
+            match node:  # what write() is called with, and lines that are yielded to it
+                case (
+                    ast.Call(args=[ast.Attribute(attr=level), ast.Constant(value=name), *_])
+                    | ast.Tuple(elts=[ast.Attribute(attr=level), ast.Constant(value=name), *_])
+                ) if level in logging.getLevelNamesMapping():
+                    written[name] = level
     assert written.keys() >= {"preemption", "fell_back", "summary", "superseded_burst", "held_up"}
     assert table == {**declared, **written, "note": "any"}

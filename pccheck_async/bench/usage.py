@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from pccheck_async.published import STATUS_NAME
+
 __all__ = ["PeakMemory", "busy_seconds", "dirty_bytes", "evict", "stored_bytes"]
 
 _CACHESTAT = 451  # from Linux 6.5 on, the same number on every architecture but alpha
@@ -111,4 +113,5 @@ def _family(process: int) -> Iterator[int]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file())
+    """All but what an engine of ours publishes about itself, which is no part of what it saves."""
+    return (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != STATUS_NAME)
