@@ -15,7 +15,6 @@ from pccheck_async.bench.course import DiffersError, SlowCourse, check_restore, 
 from pccheck_async.bench.experiments import EXPERIMENTS, Findings, Settings
 from pccheck_async.bench.experiments.hpec import clustering
 from pccheck_async.bench.figures import draw_rows
-from pccheck_async.bench.limit import raw_write_seconds
 from pccheck_async.bench.methods import Method, State, UnsupportedError
 from pccheck_async.bench.methods.pccheck import PCcheck, PCcheckOverlapped
 from pccheck_async.bench.methods.savez import Savez, SavezCompressed, SavezCompressedDurable, SavezDurable
@@ -166,12 +165,6 @@ def test_the_engine_is_opened_as_it_was_asked_for(tmp_path: Path) -> None:
         assert isinstance(method, PCcheckOverlapped)
         decisions = method.engine.statistics().decisions
     assert (decisions.chunk_bytes, decisions.host_memory, decisions.writers) == (MIB, 2 * MIB, 2)
-
-
-@pytest.mark.slow
-def test_the_raw_limit_leaves_nothing(tmp_path: Path) -> None:
-    assert raw_write_seconds(tmp_path, 3 * MIB + 17, rounds=1) > 0
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
