@@ -96,9 +96,9 @@ def test_hpec(tmp_path: Path) -> None:
     names = ("savez", "savez_durable", SAFE, "pccheck")
     findings = found_by("hpec", tmp_path, names)
     panels = {row.workload for row in findings.rows if row.figure == "hpec-kmeans"}
-    names += ("pccheck until captured",)
-    assert places(findings.rows, "hpec-kmeans") == {(m, "", k): len(panels) for m in names for k in (2, 6, 10)}
-    assert places(findings.rows, "hpec-gmm") == {(m, "", k): len(panels) for m in names for k in (2, 4)}
+    drawn = (*names, "pccheck until captured")
+    assert places(findings.rows, "hpec-kmeans") == {(m, "", k): len(panels) for m in drawn for k in (2, 6, 10)}
+    assert places(findings.rows, "hpec-gmm") == {(m, "", k): len(panels) for m in drawn for k in (2, 4)}
     assert ("KMeans, tmpfs (emulation of persistent memory)" in panels) != any("disk only" in n for n in findings.notes)
 
 
