@@ -597,8 +597,8 @@ if native.available():
         yield queue
         queue.close()
 
-    def reap(queue: _ext.Queue, count: int) -> dict[int, tuple[int, int | None]]:
-        ended: dict[int, tuple[int, int | None]] = {}
+    def reap(queue: _ext.Queue, count: int) -> dict[int, tuple[int, Any]]:
+        ended: dict[int, tuple[int, Any]] = {}
         while len(ended) < count:
             select.select([queue], [], [])
             ended |= {token: (result, found) for token, result, found in queue.reap()}

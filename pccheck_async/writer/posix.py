@@ -164,13 +164,13 @@ class PosixWriter(Writer):
                 ended = await self._chain(file, pieces)
         except OSError as error:  # nothing of it happened
             raise self._mapped(error, self._folder / file.name) from error
-        error = ended[-1].error
-        if error is None:
+        failure = ended[-1].error
+        if failure is None:
             return
-        mapped = self._mapped(error, self._folder / file.name)
+        mapped = self._mapped(failure, self._folder / file.name)
         if len(ended) > len(pieces):
             unflushed(mapped)
-        raise mapped from error
+        raise mapped from failure
 
     async def close(self) -> None:
         self._closed = True
