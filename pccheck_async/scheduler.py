@@ -249,7 +249,7 @@ class Scheduler:
     async def _finish(
         self, job: Job, slot: SlotLease, entry: Entry, rest: Sequence[Piece] = ()
     ) -> tuple[CheckpointInfo, bool]:
-        """Write the rest of a captured checkpoint and commit it: what is durable then, and whether it is a newer one."""
+        """Write the rest of a captured checkpoint and commit it: what is durable then, and whether that is newer."""
         with self._clock.timed("commit"):
             try:
                 await self._store.persist(slot, rest)
