@@ -232,14 +232,17 @@ class Capture:
         Cancellation: ends once what was started ended.
         """
         live = self._sources
-        fenced = None if (_alive(live) & _on_host(live)).any() else self._fenced
+        fenced = self._fenced
+        if fenced is not None and (_alive(live) & _on_host(live)).any():
+            fenced = None
         self._sources = await self._backend.begin(self._admission, live, fenced)
         if self._sources is not live:
             live.release()
         alive = _alive(self._sources)
         self._live = self._chunks_of(alive)
         self._unfenced = self._live.copy()
-        self._by_host = self._chunks_of(alive & _on_host(self._sources))
+        if self._fenced is not None:
+            self._by_host = self._chunks_of(alive & _on_host(self._sources))
         if self._lazy is not None:
             self._held = self._chunks_of(alive & self._lazy.held)
             if not self._held:

@@ -9,7 +9,7 @@ import pytest
 from tests.crash_harness import Findings, Scenario, explore, explore_damage
 
 STATES = 900
-"""Distinct crash states in each of the six scenarios: more than 5,000 together."""
+"""Distinct crash states in each scenario: more than 5,000 together."""
 
 pytestmark = pytest.mark.slow
 
@@ -36,8 +36,10 @@ def judged(record_property: Callable[[str, object], None]) -> Callable[[Findings
         Scenario(2, 3, seed=4, states=STATES, bursts=2, deaths=2),
         Scenario(4, 1, seed=5, states=STATES, bursts=1, deaths=1),
         Scenario(4, 3, seed=6, states=STATES, bursts=1, deaths=1),
+        Scenario(1, 1, seed=9, states=STATES, bursts=4, deaths=3, chunk_blocks=16, buffers=4),
+        Scenario(2, 3, seed=10, states=STATES, bursts=2, deaths=2, chunk_blocks=16, buffers=4),
     ],
-    ids=lambda s: f"{s.max_in_flight} in flight, {s.keep_last} kept",
+    ids=lambda s: f"{s.max_in_flight} in flight, {s.keep_last} kept, {s.chunk_blocks} blocks a chunk",
 )
 def test_no_crash_breaks_a_promise(scenario: Scenario, judged: Callable[[Findings], Findings]) -> None:
     findings = judged(explore(scenario))
