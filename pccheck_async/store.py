@@ -178,8 +178,13 @@ class Store:
         await self._writer.write(self._commit, 0, view)
         await self._writer.flush(self._commit)  # crash: store.json without a first record behind it
         await self._writer.sync_folder()  # crash: store.json without a commit file beside it
-        await self._writer.write_small(IDENTITY_NAME + ".tmp", encode_identity(identity))
-        await self._writer.rename(IDENTITY_NAME + ".tmp", IDENTITY_NAME)
+        passing = IDENTITY_NAME + ".tmp"
+        if passing in await self._writer.names():
+            await self._writer.unlink(
+                passing
+            )  # crash: what its killed writer had queued lands in ours, with another id
+        await self._writer.write_small(passing, encode_identity(identity))
+        await self._writer.rename(passing, IDENTITY_NAME)
         await self._writer.sync_folder()  # crash: checkpoints acknowledged in a folder that is no store
         return identity
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import pytest
 
+from pccheck_async import CheckpointEngine, load_sync
+from pccheck_async.testing import CrashDisk, CrashWriter, Snapshot
 from tests.crash_harness import Findings, Scenario, explore, explore_damage
 
 STATES = 900
@@ -71,3 +74,20 @@ def test_damage_never_yields_another_state(keep_last: int, judged: Callable[[Fin
 @pytest.mark.parametrize("max_in_flight", [1, 2, 4])
 def test_campaign(max_in_flight: int, keep_last: int, seed: int, judged: Callable[[Findings], Findings]) -> None:
     judged(explore(Scenario(max_in_flight, keep_last, seed=seed, bursts=6, deaths=6, images=40, subsets=6)))
+
+
+def test_a_creator_that_is_killed_cannot_reach_into_the_next_ones_store() -> None:
+    """What it had queued for store.json, with another id, lands when that of the next process has its name."""
+    history: list[Snapshot] = []
+
+    async def save(disk: CrashDisk, step: int) -> None:
+        async with CheckpointEngine("memory", io=CrashWriter(disk, turns=0)) as engine:
+            await (await engine.checkpoint({"step": step}, step=step)).durable()
+
+    asyncio.run(save(CrashDisk(observer=history.append), 1))
+    moment = next(s for s in history if s.boundary == "write_small store.json.tmp submitted")
+    for operations in range(1, 40):
+        disk = CrashDisk.after_process_death(moment, lingering=operations)
+        asyncio.run(save(disk, 2))
+        disk = CrashDisk.after_process_death(disk.snapshot())
+        assert load_sync("memory", io=CrashWriter(disk, turns=0, read_only=True)) == {"step": 2}, operations
