@@ -122,8 +122,7 @@ class Snapshots:
         compare: bool,
         fenced: bool,
     ) -> tuple[Layout, Lazy]:
-        modules = self._modules
-        modules.look(flat.objects, flat.outline)
+        modules = self._modules.look(flat.objects, flat.outline)
         unchanged = chain(optimized(optimizers), modules.frozen())
         later = LazyMemory(unchanged, without=modules.changed_by_forward()).covers(layout.sources)
         sources, held = set_aside(layout.sources, ~later)
@@ -132,11 +131,11 @@ class Snapshots:
             if sources.owned is not None:
                 later &= ~sources.owned
         source_of = np.array(layout.source_of, np.intp)
-        members = np.flatnonzero((source_of >= 0) & later[source_of]) if len(later) else source_of[:0]
-        tensors: list[Any] = [flat.leaves.values[number] for number in members.tolist()]
-        paths = [flat.leaves.paths[number] for number in members.tolist()]
-        versions = Versions(paths, tensors)
-        where = dict(zip(source_of[members].tolist(), paths, strict=True))
+        members = (np.flatnonzero((source_of >= 0) & later[source_of]) if len(later) else source_of[:0]).tolist()
+        paths, values = flat.leaves.paths, flat.leaves.values
+        tensors = [number for number in members if isinstance(values[number], torch.Tensor)]  # arrays count no changes
+        versions = Versions([paths[number] for number in tensors], [values[number] for number in tensors])
+        where = dict(zip(source_of[members].tolist(), [paths[number] for number in members], strict=True))
         reference = Reference(sources, later, where) if compare else None
         return layout.filled(sources), Lazy(held, versions, reference)
 

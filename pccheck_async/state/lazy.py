@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, Final
 
 import numpy as np
@@ -34,39 +34,64 @@ def optimized(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]
 
 
 class ModuleParameters:
-    """What the modules of a state tell of their parameters.
+    """What the modules of a state tell of their parameters. May be used from several threads.
 
-    Modules are walked only where the state's outline is another one: a parameter that was put in the place of one of
-    them meanwhile is not known, and so captured eagerly.
+    Parameters are looked up only where the state's outline is another one, or other modules are in it: a parameter that
+    was put in the place of one of them meanwhile is not known, and so captured eagerly.
     """
 
     def __init__(self) -> None:
-        self._outline: Outline | None = None
-        self._all: list[weakref.ref[torch.nn.Parameter]] = []
-        self._normed: list[weakref.ref[torch.Tensor]] = []
+        self._last: tuple[Outline | None, _Modules] = (None, _Modules([]))
 
-    def look(self, objects: Iterable[Any], outline: Outline | None) -> None:
-        """Look at the modules among ``objects``."""
-        if outline is not None and outline is self._outline:
-            return
-        self._outline = outline
+    def look(self, objects: Iterable[Any], outline: Outline | None) -> _Modules:
+        """Return what the modules among ``objects`` are now."""
         modules = [each for each in objects if isinstance(each, torch.nn.Module)]
-        self._all = [weakref.ref(parameter) for module in modules for parameter in module.parameters()]
-        self._normed = [
-            weakref.ref(part.weight)
-            for module in modules
-            for part in module.modules()
-            if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.max_norm is not None
-        ]
+        known, last = self._last
+        if outline is None or outline is not known or not last.are(modules):
+            last = _Modules(modules)
+            self._last = outline, last
+        return last
+
+
+class _Modules:
+    """Modules and all in them. They are not held."""
+
+    def __init__(self, roots: Sequence[torch.nn.Module]) -> None:
+        parts = [part for root in roots for part in root.modules()]
+        self._roots = [weakref.ref(root) for root in roots]
+        self._parts = [weakref.ref(part) for part in parts]
+        self._children = [weakref.ref(child) for part in parts for child in _children(part)]
+        self._all = [weakref.ref(parameter) for root in roots for parameter in root.parameters()]
+        tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+        self._tables = [weakref.ref(part) for part in parts if isinstance(part, tables)]
+
+    def are(self, roots: Sequence[torch.nn.Module]) -> bool:
+        """Whether these are the same modules with the same modules in them."""
+        if len(roots) != len(self._roots) or not all(map(is_, roots, map(_alive, self._roots))):
+            return False
+        parts = [*map(_alive, self._parts)]
+        if None in parts:
+            return False
+        children = [child for part in parts for child in _children(part)]
+        return len(children) == len(self._children) and all(map(is_, children, map(_alive, self._children)))
 
     def frozen(self) -> list[torch.Tensor]:
-        """Return those that no optimizer changes (``requires_grad=False``)."""
-        alive = (reference() for reference in self._all)
+        """Return those parameters that no optimizer changes (``requires_grad=False``)."""
+        alive = map(_alive, self._all)
         return [parameter for parameter in alive if parameter is not None and not parameter.requires_grad]
 
     def changed_by_forward(self) -> list[torch.Tensor]:
         """Return those that change in the forward pass: the weights of embeddings with ``max_norm``."""
-        return [weight for reference in self._normed if (weight := reference()) is not None]
+        alive = map(_alive, self._tables)
+        return [table.weight for table in alive if table is not None and table.max_norm is not None]
+
+
+def _alive(reference: weakref.ref[Any]) -> Any:
+    return reference()
+
+
+def _children(module: Any) -> list[Any]:
+    return [child for child in module._modules.values() if child is not None]
 
 
 class LazyMemory:
