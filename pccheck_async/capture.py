@@ -133,9 +133,9 @@ class Snapshots:
         compare: bool,
         fenced: bool,
     ) -> tuple[Layout, Lazy]:
-        modules, values, paths = self._modules, flat.leaves.values, flat.leaves.paths
+        values, paths = flat.leaves.values, flat.leaves.paths
         unchanged = optimized(optimizers)
-        modules.look(flat.objects, flat.outline, unchanged)
+        modules = self._modules.look(flat.objects, flat.outline, unchanged)
         unchanged += modules.frozen()
         if changing := set(map(id, modules.changed_by_forward())):
             unchanged = [tensor for tensor in unchanged if id(tensor) not in changing]
@@ -154,13 +154,17 @@ class Snapshots:
         tensors: list[Any] = values
         if part.members is not None:
             tensors, paths = [values[n] for n in part.members], [paths[n] for n in part.members]
-        versions = Versions(paths, tensors, part.memory)
-        part.memory = versions.memory  # the same for as long as it is this part: then nothing moved
         reference = None
         if compare:
             leaves = range(len(values)) if part.members is None else part.members
             source_of = map(layout.source_of.__getitem__, leaves)
             reference = Reference(sources, later, dict(zip(source_of, paths, strict=True)))
+        if np.ndarray in set(map(type, tensors)):  # arrays count no changes
+            counting = [number for number, each in enumerate(tensors) if isinstance(each, torch.Tensor)]
+            versions = Versions([paths[n] for n in counting], [tensors[n] for n in counting])
+        else:
+            versions = Versions(paths, tensors, part.memory)
+            part.memory = versions.memory  # the same for as long as it is this part: then nothing moved
         return layout if sources is layout.sources else layout.filled(sources), Lazy(held, versions, reference)
 
 
