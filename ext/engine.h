@@ -9,8 +9,8 @@
 
 struct queue;
 
-enum op_kind { OP_WRITE, OP_READ, OP_FLUSH, OP_GATHER, OP_SCATTER, OP_CHECKSUM };
-#define OP_KINDS 6
+enum op_kind { OP_WRITE, OP_READ, OP_FLUSH, OP_GATHER, OP_SCATTER, OP_CHECKSUM, OP_CHAIN };
+#define OP_KINDS 7
 
 /* One operation. Whoever submits it owns the memory, and leaves that and all it points to alone until it is reaped. */
 struct op {
@@ -24,13 +24,16 @@ struct op {
     const void *segments;  /* gather, scatter: a checked table of struct copy_segment */
     size_t segment_count;
     uint32_t checksum;     /* scatter: what to expect; gather, checksum: what was found */
+    struct op *steps;      /* chain: writes and flushes by `next`, each performed once the one before it succeeded */
+    size_t steps_ended;    /* chain: how many were performed; where it failed, the last of them did */
+    int64_t ended_at;      /* step of a chain: nanoseconds of CLOCK_MONOTONIC */
     int64_t result;        /* bytes moved, or 0, or -errno */
 };
 
 /* Whether it goes to storage; else it stays in memory. */
 static inline bool op_is_io(const struct op *op)
 {
-    return op->kind == OP_WRITE || op->kind == OP_READ || op->kind == OP_FLUSH;
+    return op->kind == OP_WRITE || op->kind == OP_READ || op->kind == OP_FLUSH || op->kind == OP_CHAIN;
 }
 
 /* First in, first out. */
@@ -102,7 +105,7 @@ static inline struct op *op_list_remove(struct op_list *list, uint64_t token)
 
 /* 1 to ENGINE_MOST_THREADS each. What goes to storage never waits behind what stays in memory, nor the other way. */
 struct engine_options {
-    unsigned io_threads;   /* for write, read and flush; io_uring: writes and reads in the kernel at a time */
+    unsigned io_threads;   /* for write, read, flush and chain; io_uring: writes and reads in the kernel at a time */
     unsigned copy_threads; /* for gather, scatter and checksum */
 };
 

@@ -40,6 +40,10 @@ typedef struct {
 
 static void request_free(struct request *request)
 {
+    for (struct op *step = request->op.steps, *next; step; step = next) {
+        next = step->next;
+        request_free((struct request *)step);
+    }
     if (request->view.obj)
         PyBuffer_Release(&request->view);
     Py_XDECREF(request->segments);
@@ -124,10 +128,38 @@ static int request_set_segments(struct request *request, PyObject *segments, PyO
     return 0;
 }
 
+static int request_parse(struct request *request, PyObject *item);
+
+/* Let the request own the operations of a chain. */
+static int request_set_steps(struct request *request, PyObject *items)
+{
+    struct op **last = &request->op.steps;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items); i++) {
+        struct request *step = PyMem_Calloc(1, sizeof *step);
+        if (!step) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        *last = &step->op;
+        last = &step->op.next;
+        if (request_parse(step, PyTuple_GET_ITEM(items, i)) < 0)
+            return -1;
+        if (step->op.kind != OP_WRITE && step->op.kind != OP_FLUSH) {
+            PyErr_SetString(PyExc_ValueError, "a chain is made of writes and flushes");
+            return -1;
+        }
+    }
+    if (!request->op.steps) {
+        PyErr_SetString(PyExc_ValueError, "a chain has at least one step");
+        return -1;
+    }
+    return 0;
+}
+
 static int request_parse(struct request *request, PyObject *item)
 {
     struct op *op = &request->op;
-    PyObject *data = NULL, *segments = NULL, *keepalive = NULL;
+    PyObject *data = NULL, *segments = NULL, *keepalive = NULL, *steps = NULL;
     long number;
     int kind;
     bool parsed = false;
@@ -158,6 +190,9 @@ static int request_parse(struct request *request, PyObject *item)
     case OP_CHECKSUM:
         parsed = PyArg_ParseTuple(item, "O&iO:checksum", as_unsigned, &op->token, &kind, &data);
         break;
+    case OP_CHAIN:
+        parsed = PyArg_ParseTuple(item, "O&iO!:chain", as_unsigned, &op->token, &kind, &PyTuple_Type, &steps);
+        break;
     default:
         PyErr_Format(PyExc_ValueError, "no kind of operation has the number %ld", number);
     }
@@ -176,6 +211,8 @@ static int request_parse(struct request *request, PyObject *item)
         PyErr_Format(PyExc_ValueError, "no file reaches to offset %llu", (unsigned long long)op->offset);
         return -1;
     }
+    if (steps)
+        return request_set_steps(request, steps);
     return segments ? request_set_segments(request, segments, keepalive) : 0;
 }
 
@@ -272,12 +309,31 @@ fail:
     return NULL;
 }
 
+/* How each step that was performed ended: a list of (result, seconds of the monotonic clock). */
+static PyObject *steps_of(const struct op *chain)
+{
+    PyObject *list = PyList_New((Py_ssize_t)chain->steps_ended);
+    const struct op *step = chain->steps;
+    for (Py_ssize_t i = 0; list && i < PyList_GET_SIZE(list); i++, step = step->next) {
+        PyObject *entry = Py_BuildValue("Ld", (long long)step->result, (double)step->ended_at * 1e-9);
+        if (!entry)
+            Py_CLEAR(list);
+        else
+            PyList_SET_ITEM(list, i, entry);
+    }
+    return list;
+}
+
 static PyObject *completion(const struct op *op)
 {
     const unsigned long long token = op->token;
     const long long result = op->result;
     if (op->result >= 0 && (op->kind == OP_GATHER || op->kind == OP_CHECKSUM))
         return Py_BuildValue("KLk", token, result, (unsigned long)op->checksum);
+    if (op->steps_ended > 0) {
+        PyObject *steps = steps_of(op);
+        return steps ? Py_BuildValue("KLN", token, result, steps) : NULL;
+    }
     return Py_BuildValue("KLO", token, result, Py_None);
 }
 
@@ -351,6 +407,8 @@ static int queue_traverse(QueueObject *self, visitproc visit, void *arg)
     for (struct request *request = self->live; request; request = request->after) {
         Py_VISIT(request->view.obj);
         Py_VISIT(request->keepalive);
+        for (struct op *step = request->op.steps; step; step = step->next)
+            Py_VISIT(((struct request *)step)->view.obj);
     }
     return 0;
 }
@@ -453,6 +511,32 @@ static PyObject *ext_crc32(PyObject *Py_UNUSED(module), PyObject *args)
     return PyLong_FromUnsignedLong(value);
 }
 
+static PyObject *ext_gather(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    struct request request = {.op.kind = OP_GATHER};
+    PyObject *segments;
+    PyObject *checksum = NULL;
+
+    if (!PyArg_ParseTuple(args, "Sw*:gather", &segments, &request.view))
+        return NULL;
+    request.op.size = (uint64_t)request.view.len;
+    if (request_set_segments(&request, segments, Py_None) == 0) {
+        const struct op *op = &request.op;
+        if (request.view.len < GIL_WORTHY_BYTES) {
+            copy_gather(op->segments, op->segment_count, request.view.buf, op->size, &request.op.checksum);
+        } else {
+            Py_BEGIN_ALLOW_THREADS
+            copy_gather(op->segments, op->segment_count, request.view.buf, op->size, &request.op.checksum);
+            Py_END_ALLOW_THREADS
+        }
+        checksum = PyLong_FromUnsignedLong(request.op.checksum);
+    }
+    PyBuffer_Release(&request.view);
+    Py_DECREF(request.segments);
+    Py_DECREF(request.keepalive);
+    return checksum;
+}
+
 static PyObject *ext_dio_alignment(PyObject *Py_UNUSED(module), PyObject *argument)
 {
     uint32_t memory = 0, offset = 0;
@@ -547,6 +631,7 @@ end:
 
 static PyMethodDef ext_methods[] = {
     {"crc32", ext_crc32, METH_VARARGS, NULL},
+    {"gather", ext_gather, METH_VARARGS, NULL},
     {"dlpack_forms", ext_dlpack_forms, METH_VARARGS, NULL},
     {"dio_alignment", ext_dio_alignment, METH_O, NULL},
     {NULL, NULL, 0, NULL},
@@ -559,7 +644,7 @@ static int ext_exec(PyObject *module)
         int kind;
     } kinds[OP_KINDS] = {
         {"WRITE", OP_WRITE},   {"READ", OP_READ},       {"FLUSH", OP_FLUSH},
-        {"GATHER", OP_GATHER}, {"SCATTER", OP_SCATTER}, {"CHECKSUM", OP_CHECKSUM},
+        {"GATHER", OP_GATHER}, {"SCATTER", OP_SCATTER}, {"CHECKSUM", OP_CHECKSUM}, {"CHAIN", OP_CHAIN},
     };
     PyObject *type = PyType_FromModuleAndSpec(module, &queue_spec, NULL);
     if (!type || PyModule_AddType(module, (PyTypeObject *)type) < 0)

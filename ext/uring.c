@@ -1,4 +1,6 @@
-/* The engine on io_uring: the kernel does what goes to storage, a lane of threads what stays in memory.
+/* The engine on io_uring: the kernel does what goes to storage, a lane of threads what stays in memory. Chains have a
+ * lane of their own: they are short and many wait for them, and a thread is through with one before the pilot would
+ * have been woken up for each of its steps.
  *
  * One thread, the pilot, is all that touches the ring. So what waits for room in the kernel follows at once, however
  * long the thread that reaps (an event loop in Python) has to wait for its turn; and requests do not end with the
@@ -36,6 +38,7 @@ struct flight {
 struct uring {
     struct queue *queue;
     struct lane copy;
+    struct lane chains;
     struct op_list staged[CLASSES]; /* taken, and not committed; touched by the submitting thread only */
     pthread_t pilot;
     int wake; /* an eventfd: a reason to look other than a completion */
@@ -224,8 +227,8 @@ static void wake_up(struct uring *uring)
 static void uring_submit(void *state, struct op *op)
 {
     struct uring *uring = state;
-    if (!op_is_io(op)) {
-        lane_stage(&uring->copy, op);
+    if (!op_is_io(op) || op->kind == OP_CHAIN) {
+        lane_stage(op_is_io(op) ? &uring->chains : &uring->copy, op);
         return;
     }
     if (op->kind != OP_FLUSH) {
@@ -246,6 +249,7 @@ static void uring_commit(void *state)
 {
     struct uring *uring = state;
     lane_commit(&uring->copy);
+    lane_commit(&uring->chains);
     if (!uring->staged[TRANSFER].first && !uring->staged[FLUSH].first)
         return;
     pthread_mutex_lock(&uring->mutex);
@@ -280,7 +284,7 @@ static bool uring_cancel(void *state, uint64_t token)
         mark_unwanted(uring, token);
     pthread_mutex_unlock(&uring->mutex);
     if (!op)
-        return lane_cancel(&uring->copy, token);
+        return lane_cancel(&uring->copy, token) || lane_cancel(&uring->chains, token);
     queue_complete_cancelled(uring->queue, op);
     return true;
 }
@@ -301,6 +305,7 @@ static void uring_close(void *state)
         queue_complete_cancelled(uring->queue, op);
     pthread_join(uring->pilot, NULL);
     lane_stop(&uring->copy);
+    lane_stop(&uring->chains);
     ring_close(&uring->ring);
     close_fd(&uring->wake);
     pthread_mutex_destroy(&uring->mutex);
@@ -333,7 +338,10 @@ static int uring_open(struct queue *queue, const struct engine_options *options,
         goto fail_wake;
     error = lane_start(&uring->copy, queue, "mem", options->copy_threads);
     if (error < 0)
-        goto fail_lane;
+        goto fail_copy;
+    error = lane_start(&uring->chains, queue, "io", options->io_threads);
+    if (error < 0)
+        goto fail_chains;
     pthread_mutex_init(&uring->mutex, NULL);
     error = lane_thread(&uring->pilot, "ring", 0, fly, uring);
     if (error < 0)
@@ -343,7 +351,9 @@ static int uring_open(struct queue *queue, const struct engine_options *options,
 
 fail_pilot:
     pthread_mutex_destroy(&uring->mutex);
-fail_lane:
+fail_chains:
+    lane_stop(&uring->chains);
+fail_copy:
     lane_stop(&uring->copy);
     ring_close(&uring->ring);
 fail_wake:

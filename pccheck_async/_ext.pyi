@@ -14,6 +14,7 @@ FLUSH: Final[int]
 GATHER: Final[int]
 SCATTER: Final[int]
 CHECKSUM: Final[int]
+CHAIN: Final[int]
 
 _Operation = (
     # (token, WRITE, fd, offset, data): write all of data. Result: its size.
@@ -27,6 +28,9 @@ _Operation = (
     | tuple[int, int, Buffer, int, bytes, Any]
     # (token, CHECKSUM, data). Checksum: of all of data.
     | tuple[int, int, Buffer]
+    # (token, CHAIN, steps): writes and flushes, each once the one before it succeeded; their tokens mean nothing.
+    # Result: 0, or that of the step that failed; further ones do not happen.
+    | tuple[int, int, tuple[Any, ...]]
 )
 """Tokens, of 64 bits, are the caller's and need only be unique among the operations it may want to cancel.
 
@@ -39,11 +43,12 @@ class Queue:
     """Operations, submitted in batches, finished on one eventfd, reaped in batches.
 
     Operations run in no order to each other. A queue keeps the buffers and ``keepalive`` of an operation until it is
-    reaped, whatever becomes of it. Write, read and flush share ``io_threads``; gather, scatter and checksum share
-    ``copy_threads`` (1 to 256 each). A queue that is collected unclosed is closed, with a ResourceWarning.
+    reaped, whatever becomes of it. Write, read, flush and chain share ``io_threads``; gather, scatter and checksum
+    share ``copy_threads`` (1 to 256 each). A queue that is collected unclosed is closed, with a ResourceWarning.
 
     The engine is "threads", or "io_uring": then ``io_threads`` is how many writes and reads are in the kernel at a
-    time, beside which flushes go. Opening it raises OSError where the kernel refuses it: EPERM (a seccomp filter, the
+    time, beside which flushes go, and chains on as many threads.
+    Opening it raises OSError where the kernel refuses it: EPERM (a seccomp filter, the
     sysctl kernel.io_uring_disabled), ENOSYS (older than Linux 5.6), ENOMEM.
 
     A forked child cannot use it: all but ``running`` and :meth:`close`, which then only closes the child's copies of
@@ -57,11 +62,13 @@ class Queue:
     def submit(self, batch: Sequence[_Operation], /) -> None:
         """Start a batch: all of it, or nothing where one is malformed (ValueError, TypeError, BufferError)."""
 
-    def reap(self) -> list[tuple[int, int, int | None]]:
+    def reap(self) -> list[tuple[int, int, int | list[tuple[int, float]] | None]]:
         """Take all completions, and let go of their buffers. Never waits; works on a closed queue too.
 
         Returns:
-            (token, result or -errno, checksum where the kind computes one and succeeded).
+            (token, result or -errno, checksum where the kind computes one and succeeded). A chain that was performed
+            has instead of a checksum, for each step up to the one that failed, its result and when it ended (seconds of
+            ``time.perf_counter``).
         """
 
     def cancel(self, token: int, /) -> bool:
@@ -79,6 +86,9 @@ class Queue:
 
 def crc32(data: Buffer, value: int = 0, /) -> int:
     """Return the CRC-32 of ``data``, continuing from ``value``: what ``zlib.crc32`` returns."""
+
+def gather(segments: bytes, into: Buffer, /) -> int:
+    """Do what GATHER does, now and on this thread; return the checksum. Raises ValueError for an impossible table."""
 
 def dio_alignment(fd: int, /) -> tuple[int, int] | None:
     """Ask ``statx`` what direct I/O on ``fd`` needs.

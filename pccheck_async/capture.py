@@ -28,6 +28,9 @@ from pccheck_async.state.versions import StorageMemory, Versions
 
 __all__ = ["Capture", "Snapshot", "Snapshots"]
 
+_FEW = 64
+"""Sources that are copied at once at the most: each takes a microsecond of the interpreter."""
+
 
 @dataclass(slots=True, eq=False)
 class Snapshot:
@@ -38,6 +41,7 @@ class Snapshot:
         layout: Where the tensors' bytes lie; holds their storages alive.
         admission: What the backend has to wait for before it copies.
         lazy: What of it is captured while training goes on; None where the caller waits for all of it.
+        owned: Whether nothing of the live state is read any more: it was small, and was copied at once.
         time: Seconds since the epoch.
     """
 
@@ -45,6 +49,7 @@ class Snapshot:
     layout: Layout
     admission: Any
     lazy: Lazy | None = None
+    owned: bool = False
     time: float = field(default_factory=time.time)
 
     def release(self) -> None:
@@ -84,6 +89,7 @@ class Snapshots:
         optimizers: Iterable[torch.optim.Optimizer] | None = None,
         *,
         compare: bool = False,
+        at_once: int = 0,
     ) -> Snapshot:
         """Read a state on the caller's thread: calls every ``state_dict()``, copies plain values, copies no tensor.
 
@@ -96,6 +102,7 @@ class Snapshots:
             optimizers: Those that will wait for the capture before they change anything: what belongs to them is left
                 to it. Small parts of all else are copied here and now. None: the caller waits for everything.
             compare: Keep a copy of what is left to the capture, to compare it with.
+            at_once: Without ``optimizers``, copy a state in host memory here and now that has at most so many bytes.
 
         Raises:
             UnsupportedStateError: naming the path of what cannot be saved.
@@ -107,12 +114,15 @@ class Snapshots:
         sources = layout.sources
         if sources.devices and not backend.by_address:
             sources.pack_devices()
-        lazy = None
+        lazy, owned = None, False
         if optimizers is not None:
             layout, lazy = self._split(
                 flat, layout, optimizers, compare=compare, fenced=bool(sources.devices) and backend.by_address
             )
-        return Snapshot(flat.skeleton, layout, backend.admit(sources.devices), lazy)
+        elif not sources.devices and len(sources.lengths) <= _FEW and int(sources.lengths.sum()) <= at_once:
+            # To have it done, and to be told of it, takes several times as long as to do it.
+            layout, owned = layout.filled(set_aside(sources, np.ones(len(sources.lengths), bool))[0]), True
+        return Snapshot(flat.skeleton, layout, backend.admit(sources.devices), lazy, owned)
 
     def _split(
         self,
@@ -123,9 +133,9 @@ class Snapshots:
         compare: bool,
         fenced: bool,
     ) -> tuple[Layout, Lazy]:
-        modules, values, paths = self._modules, flat.leaves.values, flat.leaves.paths
+        values, paths = flat.leaves.values, flat.leaves.paths
         unchanged = optimized(optimizers)
-        modules.look(flat.objects, flat.outline, unchanged)
+        modules = self._modules.look(flat.objects, flat.outline, unchanged)
         unchanged += modules.frozen()
         if changing := set(map(id, modules.changed_by_forward())):
             unchanged = [tensor for tensor in unchanged if id(tensor) not in changing]
@@ -144,13 +154,17 @@ class Snapshots:
         tensors: list[Any] = values
         if part.members is not None:
             tensors, paths = [values[n] for n in part.members], [paths[n] for n in part.members]
-        versions = Versions(paths, tensors, part.memory)
-        part.memory = versions.memory  # the same for as long as it is this part: then nothing moved
         reference = None
         if compare:
             leaves = range(len(values)) if part.members is None else part.members
             source_of = map(layout.source_of.__getitem__, leaves)
             reference = Reference(sources, later, dict(zip(source_of, paths, strict=True)))
+        if np.ndarray in set(map(type, tensors)):  # arrays count no changes
+            counting = [number for number, each in enumerate(tensors) if isinstance(each, torch.Tensor)]
+            versions = Versions([paths[n] for n in counting], [tensors[n] for n in counting])
+        else:
+            versions = Versions(paths, tensors, part.memory)
+            part.memory = versions.memory  # the same for as long as it is this part: then nothing moved
         return layout if sources is layout.sources else layout.filled(sources), Lazy(held, versions, reference)
 
 
@@ -232,14 +246,17 @@ class Capture:
         Cancellation: ends once what was started ended.
         """
         live = self._sources
-        fenced = None if (_alive(live) & _on_host(live)).any() else self._fenced
+        fenced = self._fenced
+        if fenced is not None and (_alive(live) & _on_host(live)).any():
+            fenced = None
         self._sources = await self._backend.begin(self._admission, live, fenced)
         if self._sources is not live:
             live.release()
         alive = _alive(self._sources)
         self._live = self._chunks_of(alive)
         self._unfenced = self._live.copy()
-        self._by_host = self._chunks_of(alive & _on_host(self._sources))
+        if self._fenced is not None:
+            self._by_host = self._chunks_of(alive & _on_host(self._sources))
         if self._lazy is not None:
             self._held = self._chunks_of(alive & self._lazy.held)
             if not self._held:

@@ -52,6 +52,8 @@ from pccheck_async.training import TrainingStep, TrainingSteps
 
 __all__ = ["EngineCore"]
 
+_AT_ONCE = 256 << 10
+"""Bytes of a state that is captured before the engine's thread hears of it."""
 _HOOKS_SECONDS = 1.0
 """What hooks get to hear of the end."""
 
@@ -295,7 +297,8 @@ class EngineCore:
             return skipped, start
         optimizers = self.guard.optimizers if overlap else None
         compare = self.config.check_captures
-        snapshot = self._snapshots.take(state, self._backend, optimizers, compare=compare)
+        at_once = min(_AT_ONCE, self._decisions.chunk_bytes)
+        snapshot = self._snapshots.take(state, self._backend, optimizers, compare=compare, at_once=at_once)
         self._state_seconds += time.perf_counter() - start
         pending: PendingCheckpoint | None = None
         try:
@@ -304,6 +307,8 @@ class EngineCore:
                 skipped = None if last else self.admissions.skip(step)  # others may have been admitted meanwhile
                 if skipped is not None:
                     return skipped, start
+                # One that waits for its turn keeps its caller waiting, too: else they would pile up.
+                captured = snapshot.owned and len(self.admissions.in_flight) < self.config.max_in_flight
                 # Before the engine hears of it: an interrupt must not give it away twice.
                 pending = self.admissions.add(step)
                 if self._publisher is not None:
@@ -317,6 +322,8 @@ class EngineCore:
                         pending.set_held_captured()
                 if not self.loop.post(self._scheduler.start, job):
                     raise ClosedError(f"the engine of {self.path} is closed")
+                if captured:
+                    pending.set_captured()
         except BaseException:  # KeyboardInterrupt: nobody will wait for it before changing the state
             if pending is not None:
                 self.aborts.take_back(pending)

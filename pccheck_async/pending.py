@@ -216,9 +216,10 @@ class PendingCheckpoint:
 
     def set_captured(self) -> None:
         """Note the end of the capture."""
+        if self._captured.done():
+            return
         self.set_held_captured()
-        if not self._captured.done():
-            self.captured_at = time.monotonic()
+        self.captured_at = time.monotonic()
         with suppress(concurrent.futures.InvalidStateError):
             self._captured.set_result(None)
 

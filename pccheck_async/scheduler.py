@@ -1,15 +1,16 @@
 """The scheduler: the one place that knows the order of things.
 
 A checkpoint is a task graph: one coroutine per chunk leases a staging buffer, copies, writes, and returns the buffer;
-another one writes the manifest as soon as the last chunk is copied; when all ended, the store commits. Checkpoints run
-concurrently, at most ``max_in_flight`` of them (PCcheck, section 3.1), admitted in the order of their counters.
+another one writes the manifest as soon as the last chunk is copied; when all ended, the store commits. One that fits
+into a single buffer is written in one piece, and is not worth a coroutine for each part. Checkpoints run concurrently,
+at most ``max_in_flight`` of them (PCcheck, section 3.1), admitted in the order of their counters.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,7 @@ from pccheck_async.layout import Entry, align
 from pccheck_async.limiter import Limiter
 from pccheck_async.logs import about
 from pccheck_async.manifest import VERSION, ChunkEntry, Manifest, ManifestEncoder
+from pccheck_async.memory import aligned_buffer
 from pccheck_async.overlap import Overlapped
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.plan import Chunk, Plan, Planner
@@ -32,7 +34,7 @@ from pccheck_async.pool import BufferPool
 from pccheck_async.statistics import StageClock
 from pccheck_async.store import SlotLease, Store
 from pccheck_async.tracing import Sink, Traced, enter_chunk, traced
-from pccheck_async.writer import Writer
+from pccheck_async.writer import Piece, Writer
 
 __all__ = ["Job", "Scheduler"]
 
@@ -226,19 +228,55 @@ class Scheduler:
         self._captures[pending] = capture
         try:
             await capture.begin()
-            lease, entry = await self._copy_and_write(job, capture, plan)
+            # The last buffer is for those that have their slot: else two would wait for each other.
+            if len(plan.chunks) == 1 and self._pool.available > 1:
+                return await self._save_at_once(job, capture, plan)
+            slot, entry = await self._copy_and_write(job, capture, plan)
+            return await self._finish(job, slot, entry)
         finally:
             del self._captures[pending]
             capture.release()  # an error that somebody keeps would keep the state, too
+
+    async def _save_at_once(self, job: Job, capture: Capture, plan: Plan) -> tuple[CheckpointInfo, bool]:
+        """Capture a state into one buffer and write that in one piece, with the manifest in it where there is room."""
+        buffer = await self._pool.lease()
+        try:
+            await self._capture_chunk(capture, 0, plan.chunks[0], buffer.view)
+            job.pending.captured_nbytes = plan.payload_nbytes
+            enter_chunk(None)
+            data = self._encode(job, plan, capture.entries())
+            slot = await self._store.reserve(self._nbytes(plan, len(data)))
+            entry = self._entry(job, plan, slot, data)
+            padded = align(len(data), self._store.block_bytes)
+            end = entry.manifest_offset + padded
+            rest = [(0, buffer.view[:end])]
+            if end > len(buffer.view):
+                rest = [(0, buffer.view[: entry.manifest_offset]), (entry.manifest_offset, aligned_buffer(padded))]
+            rest[-1][1][-padded:] = data.ljust(padded, b"\0")
+            return await self._finish(job, slot, entry, rest)
+        finally:
+            buffer.release()
+
+    async def _finish(
+        self, job: Job, slot: SlotLease, entry: Entry, rest: Sequence[Piece] = ()
+    ) -> tuple[CheckpointInfo, bool]:
+        """Write the rest of a captured checkpoint and commit it: what is durable then, and whether that is newer."""
         with self._clock.timed("commit"):
-            committed = await self._store.commit(lease, entry)
+            try:
+                await self._store.persist(slot, rest)
+                job.pending.written_nbytes = entry.nbytes
+                if job.overlapped is not None:
+                    job.overlapped.check()
+            except BaseException:
+                await self._store.release(slot)  # every operation on it has ended
+                raise
+            committed = await self._store.commit(slot, entry)
         return (entry.info, False) if committed else (self._store.entries[0].info, True)
 
     def _captured(self, pending: PendingCheckpoint) -> None:
-        seconds = time.monotonic() - pending.admitted_at
-        self._tell(
-            Captured(step=pending.step, counter=pending.counter, nbytes=pending.nbytes or 0, seconds=max(0.0, seconds))
-        )
+        at = pending.captured_at if pending.is_captured else time.monotonic()  # a small one before it came here
+        seconds = max(0.0, at - pending.admitted_at)
+        self._tell(Captured(step=pending.step, counter=pending.counter, nbytes=pending.nbytes or 0, seconds=seconds))
         pending.set_captured()
 
     async def _copy_and_write(self, job: Job, capture: Capture, plan: Plan) -> tuple[SlotLease, Entry]:
@@ -260,8 +298,6 @@ class Scheduler:
                     group.create_task(saving).add_done_callback(lambda _, lease=lease: lease.release())  # type: ignore[misc]
                     if index % _CHUNKS_AT_ONCE == 0:
                         await asyncio.sleep(0)  # those begin while the others are still being made
-            if job.overlapped is not None:
-                job.overlapped.check()
         except BaseException as error:  # noqa: BLE001 - raised again below, out of its group
             if reserving is not None and not reserving.cancelled() and reserving.exception() is None:
                 await self._store.release(reserving.result())  # every operation on it has ended
@@ -272,10 +308,12 @@ class Scheduler:
     async def _reserve(self, job: Job, plan: Plan) -> SlotLease:
         await asyncio.sleep(0)  # the copies first: many tensors take a while to encode
         largest = tuple(ChunkEntry(c.offset, c.nbytes, _LARGEST_CHECKSUM) for c in plan.chunks)
+        return await self._store.reserve(self._nbytes(plan, len(self._encode(job, plan, largest))))
+
+    def _nbytes(self, plan: Plan, manifest_nbytes: int) -> int:
+        """Bytes of a slot; one block to spare: the next checkpoint's step and plain values may take a few more."""
         block = self._store.block_bytes
-        bound = align(len(self._encode(job, plan, largest)), block)
-        # A block to spare: the next checkpoint's step and plain values may take a few bytes more.
-        return await self._store.reserve(align(plan.payload_nbytes, block) + bound + block)
+        return align(plan.payload_nbytes, block) + align(manifest_nbytes, block) + block
 
     async def _save_chunk(
         self,
@@ -286,29 +324,34 @@ class Scheduler:
         reserving: asyncio.Task[SlotLease],
         buffer: memoryview,
     ) -> None:
-        view = buffer[: chunk.nbytes]
-        enter_chunk(index)
-        with self._clock.timed("capture", chunk.nbytes):
-            await capture.chunk(index, chunk, view)
+        await self._capture_chunk(capture, index, chunk, buffer)
         pending.captured_nbytes += chunk.nbytes
         slot = await asyncio.shield(reserving)
-        await self._writer.write(slot.file, chunk.offset, view)
+        await self._writer.write(slot.file, chunk.offset, buffer[: chunk.nbytes])
         pending.written_nbytes += chunk.nbytes
+
+    async def _capture_chunk(self, capture: Capture, index: int, chunk: Chunk, buffer: memoryview) -> None:
+        enter_chunk(index)
+        with self._clock.timed("capture", chunk.nbytes):
+            await capture.chunk(index, chunk, buffer[: chunk.nbytes])
 
     async def _save_manifest(self, job: Job, capture: Capture, plan: Plan, reserving: asyncio.Task[SlotLease]) -> Entry:
         """Write the manifest beside the last chunks, as soon as the checksums of all are known."""
         await capture.copied.wait()
         slot = await asyncio.shield(reserving)
         data = self._encode(job, plan, capture.entries())
-        offset = align(plan.payload_nbytes, self._store.block_bytes)
-        await self._write_staged(slot, offset, data)
+        entry = self._entry(job, plan, slot, data)
+        await self._write_staged(slot, entry.manifest_offset, data)
+        return entry
+
+    def _entry(self, job: Job, plan: Plan, slot: SlotLease, data: bytes) -> Entry:
         return Entry(
             counter=job.pending.counter,
             step=job.pending.step,
             time=job.snapshot.time,
             nbytes=plan.payload_nbytes,
             slot=slot.slot,
-            manifest_offset=offset,
+            manifest_offset=align(plan.payload_nbytes, self._store.block_bytes),
             manifest_nbytes=len(data),
             manifest_checksum=crc32(data),
             pinned=False,

@@ -153,11 +153,14 @@ class StageClock:
         try:
             yield
         finally:
-            end = time.perf_counter()
-            stage = self._stages[name]
-            self._stages[name] = Stage(stage.count + 1, stage.nbytes + nbytes, stage.seconds + end - start)
-            if (now := traced.get()) is not None:
-                tell(now, name, start, end, nbytes)
+            self.note(name, start, time.perf_counter(), nbytes)
+
+    def note(self, name: str, start: float, end: float, nbytes: int = 0) -> None:
+        """Count an operation of a stage that ran from ``start`` to ``end`` (of ``time.perf_counter()``)."""
+        stage = self._stages[name]
+        self._stages[name] = Stage(stage.count + 1, stage.nbytes + nbytes, stage.seconds + end - start)
+        if (now := traced.get()) is not None:
+            tell(now, name, start, end, nbytes)
 
     def stages(self) -> dict[str, Stage]:
         """Return the sums so far."""

@@ -20,7 +20,7 @@ class Span:
     Attributes:
         name: "step" and "stall" on the training thread ("stall": it was kept waiting); of a checkpoint "capture" (copy
             and checksum of a chunk), "write", "flush", and "commit", which holds its slot's flush, the record's writes
-            and the record's flush.
+            and the record's flush, and of a small checkpoint the write of all that it is, too.
         start: When it began, of ``time.perf_counter()``: for copies and writes when they were handed over, so
             that waiting for a free thread is part of them.
         end: When it ended, failed or not.
@@ -57,8 +57,8 @@ traced: ContextVar[Traced | None] = ContextVar("traced", default=None)
 """Set in the task of a checkpoint that is recorded, and inherited by the tasks that it starts."""
 
 
-def enter_chunk(index: int) -> None:
-    """Note that the current task works for one chunk."""
+def enter_chunk(index: int | None) -> None:
+    """Note that the current task works for one chunk, or no longer for one."""
     if (now := traced.get()) is not None:
         traced.set(replace(now, chunk=index))
 

@@ -86,6 +86,8 @@ class Scenario:
         subsets: and all subsets of what was not flushed, where it is at most so many changes.
         trouble: Share of the checkpoints that are cancelled; a quarter of it is that of the slot writes that fail.
         record_trouble: Share of the writes and flushes of records that fail.
+        chunk_blocks: Blocks of a chunk: 2 make several of most states, 16 hold any of them with its manifest.
+        buffers: Chunks that are in memory at a time.
         wrap: Makes the engine's writer of the disk's: where a regression is planted.
         dying: Boundaries at which the process may die.
         enough: Violations after which to look no further.
@@ -101,6 +103,8 @@ class Scenario:
     subsets: int = 4
     trouble: float = 0.1
     record_trouble: float = 0.0
+    chunk_blocks: int = 2
+    buffers: int = 2
     wrap: Callable[[Writer], Writer] = lambda writer: writer
     dying: Callable[[Snapshot], bool] = lambda snapshot: True
     enough: int = 10
@@ -290,8 +294,8 @@ class Exploration:
             "memory",
             max_in_flight=scenario.max_in_flight,
             keep_last=scenario.keep_last,
-            chunk_bytes=2 * BLOCK,
-            host_memory=4 * BLOCK,
+            chunk_bytes=scenario.chunk_blocks * BLOCK,
+            host_memory=scenario.buffers * scenario.chunk_blocks * BLOCK,
             io=scenario.wrap(Unsteady(writer, scenario, self._rng)),
         )
         try:

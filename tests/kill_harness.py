@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-PHASES = ("capture", "write", "flush", "record", "record flush", "recovery", "between")
+PHASES = ("capture", "write", "flush", "record", "recovery", "between")
 _RESTORED, _ACKNOWLEDGED, _WRONG = 0, 1, 2
 _MESSAGE = struct.Struct("=Bq")
 
@@ -157,9 +157,8 @@ class _Child:
         for owner, name, phase in (
             (HostCopy, "gather", "capture"),
             (PosixWriter, "write", "write"),
-            (Store, "_flush_slot", "flush"),
-            (Store, "_write_record", "record"),
-            (Store, "_flush_record", "record flush"),
+            (Store, "_persist_slot", "flush"),
+            (Store, "_persist_record", "record"),
             (EngineCore, "_open", "recovery"),
         ):
             setattr(owner, name, self._marked(getattr(owner, name), PHASES.index(phase)))

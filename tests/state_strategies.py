@@ -59,8 +59,9 @@ def _difference(one: Any, other: Any, path: str) -> str:
 def _mapping_difference(one: Mapping[Any, Any], other: Mapping[Any, Any], path: str) -> str:
     if [_bits(key) for key in one] != [_bits(key) for key in other]:
         return f"{path}: keys {list(one)} became {list(other)}"
-    if getattr(one, "_metadata", None) != getattr(other, "_metadata", None):
-        return f"{path}: _metadata differs"
+    metadata = _difference(getattr(one, "_metadata", None), getattr(other, "_metadata", None), f"{path}._metadata")
+    if metadata:
+        return metadata
     found = (_difference(a, b, f"{path}[{key!r}]") for key, a, b in zip(one, one.values(), other.values(), strict=True))
     return next(filter(None, found), "")
 

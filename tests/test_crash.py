@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import pytest
 
+from pccheck_async import CheckpointEngine, load_sync
+from pccheck_async.testing import CrashDisk, CrashWriter, Snapshot
 from tests.crash_harness import Findings, Scenario, explore, explore_damage
 
 STATES = 900
-"""Distinct crash states in each of the six scenarios: more than 5,000 together."""
+"""Distinct crash states in each scenario: more than 5,000 together."""
 
 pytestmark = pytest.mark.slow
 
@@ -36,8 +39,10 @@ def judged(record_property: Callable[[str, object], None]) -> Callable[[Findings
         Scenario(2, 3, seed=4, states=STATES, bursts=2, deaths=2),
         Scenario(4, 1, seed=5, states=STATES, bursts=1, deaths=1),
         Scenario(4, 3, seed=6, states=STATES, bursts=1, deaths=1),
+        Scenario(1, 1, seed=9, states=STATES, bursts=4, deaths=3, chunk_blocks=16, buffers=4),
+        Scenario(2, 3, seed=10, states=STATES, bursts=2, deaths=2, chunk_blocks=16, buffers=4),
     ],
-    ids=lambda s: f"{s.max_in_flight} in flight, {s.keep_last} kept",
+    ids=lambda s: f"{s.max_in_flight} in flight, {s.keep_last} kept, {s.chunk_blocks} blocks a chunk",
 )
 def test_no_crash_breaks_a_promise(scenario: Scenario, judged: Callable[[Findings], Findings]) -> None:
     findings = judged(explore(scenario))
@@ -69,3 +74,20 @@ def test_damage_never_yields_another_state(keep_last: int, judged: Callable[[Fin
 @pytest.mark.parametrize("max_in_flight", [1, 2, 4])
 def test_campaign(max_in_flight: int, keep_last: int, seed: int, judged: Callable[[Findings], Findings]) -> None:
     judged(explore(Scenario(max_in_flight, keep_last, seed=seed, bursts=6, deaths=6, images=40, subsets=6)))
+
+
+def test_a_creator_that_is_killed_cannot_reach_into_the_next_ones_store() -> None:
+    """What it had queued for store.json, with another id, lands when that of the next process has its name."""
+    history: list[Snapshot] = []
+
+    async def save(disk: CrashDisk, step: int) -> None:
+        async with CheckpointEngine("memory", io=CrashWriter(disk, turns=0)) as engine:
+            await (await engine.checkpoint({"step": step}, step=step)).durable()
+
+    asyncio.run(save(CrashDisk(observer=history.append), 1))
+    moment = next(s for s in history if s.boundary == "write_small store.json.tmp submitted")
+    for operations in range(1, 40):
+        disk = CrashDisk.after_process_death(moment, lingering=operations)
+        asyncio.run(save(disk, 2))
+        disk = CrashDisk.after_process_death(disk.snapshot())
+        assert load_sync("memory", io=CrashWriter(disk, turns=0, read_only=True)) == {"step": 2}, operations

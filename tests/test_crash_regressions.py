@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from pccheck_async.operations.base import Operations
 from pccheck_async.records import read_record
 from pccheck_async.store import Store
 from pccheck_async.testing import Snapshot, WrappingWriter
-from pccheck_async.writer import File, Writer
+from pccheck_async.writer import File, Piece, Writer
 from tests.crash_harness import BLOCK, Findings, Scenario, explore, explore_damage
 
 pytestmark = pytest.mark.slow
@@ -51,31 +52,55 @@ def test_nothing_is_found_where_nothing_is_planted() -> None:
 
 
 def test_slot_freed_before_the_record_is_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    write_record = Store._write_record
+    persist_record = Store._persist_record
 
     async def free_first(store: Store, record: Record) -> None:
         store._slots.committed(entry.slot for entry in record.entries)
-        await write_record(store, record)
+        await persist_record(store, record)
 
-    monkeypatch.setattr(Store, "_write_record", free_first)
+    monkeypatch.setattr(Store, "_persist_record", free_first)
     found(dataclasses.replace(SCENARIO, max_in_flight=4, bursts=3, deaths=0, images=8, wrap=SlowRecords))
 
 
 def test_record_written_before_the_payload_is_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    flush_slot, flush_record = Store._flush_slot, Store._flush_record
+    persist_slot, persist_record = Store._persist_slot, Store._persist_record
     late: list[File] = []
 
-    async def flush_later(store: Store, file: File) -> None:
+    async def flush_later(store: Store, file: File, rest: Sequence[Piece]) -> None:
+        for offset, data in rest:
+            await store._writer.write(file, offset, data)
         late.append(file)
 
-    async def flush_both(store: Store) -> None:
-        await flush_record(store)
+    async def flush_both(store: Store, record: Record) -> None:
+        await persist_record(store, record)
         while late:
-            await flush_slot(store, late.pop())
+            await persist_slot(store, late.pop(), ())
 
-    monkeypatch.setattr(Store, "_flush_slot", flush_later)
-    monkeypatch.setattr(Store, "_flush_record", flush_both)
+    monkeypatch.setattr(Store, "_persist_slot", flush_later)
+    monkeypatch.setattr(Store, "_persist_record", flush_both)
     found()
+
+
+class FlushFirst(WrappingWriter):
+    """Flushes what is persisted before it is written."""
+
+    def __init__(self, inner: Writer, name: str) -> None:
+        super().__init__(inner)
+        self._name = name
+
+    async def persist(self, file: File, pieces: Sequence[Piece], unflushed: Callable[[OSError], None]) -> None:
+        if not file.name.startswith(self._name):
+            await super().persist(file, pieces, unflushed)
+            return
+        await self.flush(file)
+        for offset, data in pieces:
+            await self.write(file, offset, data)
+
+
+@pytest.mark.parametrize("name", ["slot-", layout.COMMIT_NAME])
+def test_what_is_persisted_is_flushed_before_it_is_written(name: str) -> None:
+    """Of small checkpoints all goes through there: they are explored with states of one chunk only."""
+    found(dataclasses.replace(SCENARIO, chunk_blocks=16, buffers=4, wrap=lambda writer: FlushFirst(writer, name)))
 
 
 class FlushOneBlockShort(WrappingWriter):

@@ -24,6 +24,15 @@ def test_killed_in_every_phase(tmp_path: Path, io: str) -> None:
     assert outcome.acknowledged >= 0
 
 
+@pytest.mark.slow
+def test_killed_while_a_state_is_written_in_one_piece(tmp_path: Path, io: str) -> None:
+    campaign = Campaign(tmp_path, io=io, elements=5_000, seed=4)
+    for phase in ("flush", "record", "between") * 3:
+        campaign.live(phase)
+    campaign.live(None)
+    assert campaign.outcome.restored[-1] >= campaign.outcome.acknowledged >= 0
+
+
 @pytest.mark.campaign
 def test_two_hundred_kills(tmp_path: Path, io: str) -> None:
     outcome = Campaign(tmp_path, io=io, elements=500_000, seed=2).run(210)
@@ -34,7 +43,7 @@ def test_two_hundred_kills(tmp_path: Path, io: str) -> None:
 @pytest.mark.slow
 def test_killed_twice_without_a_commit_in_between(tmp_path: Path, io: str) -> None:
     campaign = Campaign(tmp_path, io=io, elements=50_000, seed=3)
-    campaign.live("record flush")
+    campaign.live("record")
     for _ in range(3):
         campaign.live("recovery")
     campaign.live(None)

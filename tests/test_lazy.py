@@ -131,15 +131,14 @@ def test_modules_are_walked_again_where_they_are_others() -> None:
     modules, parameters = [torch.nn.Linear(2, 2).requires_grad_(False) for _ in range(2)], ModuleParameters()
     flat = take_apart({"m": modules[0]})
     for module in modules:
-        parameters.look([module], flat.outline)
-        assert {*map(id, parameters.frozen())} == {*map(id, module.parameters())}
+        found = parameters.look([module], flat.outline)
+        assert {*map(id, found.frozen())} == {*map(id, module.parameters())}
 
 
 def test_an_embedding_may_begin_to_renormalise() -> None:
     embedding, parameters = torch.nn.Embedding(3, 2), ModuleParameters()
     flat = take_apart({"m": embedding})
-    parameters.look([embedding], flat.outline)
-    assert not parameters.changed_by_forward()
+    assert not parameters.look([embedding], flat.outline).changed_by_forward()
     embedding.max_norm = 1.0
-    parameters.look([embedding], flat.outline)
-    assert [*map(id, parameters.changed_by_forward())] == [id(embedding.weight)]
+    found = parameters.look([embedding], flat.outline)
+    assert [*map(id, found.changed_by_forward())] == [id(embedding.weight)]

@@ -17,6 +17,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import warnings
 import weakref
 import zlib
@@ -32,7 +33,7 @@ from hypothesis import strategies as st
 
 from pccheck_async import checksum
 from pccheck_async.operations import native
-from pccheck_async.operations.base import Operations
+from pccheck_async.operations.base import Flush, Operations, Write
 from pccheck_async.operations.threads import WorkerThreads
 from tests.conftest import ENGINES, need
 
@@ -163,6 +164,61 @@ def fds_now() -> int:
 async def let_others_run() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
+
+
+# ---- Chains
+
+
+@on_loop
+async def test_a_chain_performs_its_steps_in_order(runner: asyncio.Runner, operations: Operations, fd: int) -> None:
+    before = time.perf_counter()
+    ended = await operations.chain(
+        [
+            Write(fd, 0, memoryview(b"aaaa")),
+            Write(fd, 2, memoryview(b"bbbb")),
+            Flush(fd),
+            Write(fd, 4, memoryview(b"c")),
+        ]
+    )
+    assert [step.error for step in ended] == [None] * 4
+    times = [before, *(step.ended for step in ended), time.perf_counter()]
+    assert times == sorted(times)
+    assert os.pread(fd, 10, 0) == b"aabbcb"
+
+
+@on_loop
+async def test_nothing_of_a_chain_follows_a_failure(runner: asyncio.Runner, operations: Operations, fd: int) -> None:
+    reader, writer = os.pipe()
+    try:
+        after = Write(fd, 0, memoryview(b"after"))
+        for failing in (Flush(writer), Write(writer, 0, memoryview(b"x"))):  # EINVAL, ESPIPE: pipes have neither
+            first, second = await operations.chain([Write(fd, 8, memoryview(b"before")), failing, after])
+            assert first.error is None
+            assert second.error is not None
+            assert second.error.errno in (errno.EINVAL, errno.ESPIPE)
+        assert os.pread(fd, 20, 0) == bytes(8) + b"before"
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+@on_loop
+async def test_a_refused_chain_does_nothing(runner: asyncio.Runner, operations: Operations, fd: int) -> None:
+    with pytest.raises((ValueError, OSError)):
+        await operations.chain([Write(fd, -1, memoryview(b"x")), Write(fd, 0, memoryview(b"y"))])
+    assert os.fstat(fd).st_size == 0
+
+
+@on_loop
+async def test_gather_at_once_does_what_gather_does(runner: asyncio.Runner, operations: Operations) -> None:
+    source = bytearray(os.urandom(200_000))
+    segments = table((address_of(source), 100, 150_000), (address_of(source) + 150_000, 150_200, 50_000))
+    one, other = bytearray(b"x" * 210_000), bytearray(b"y" * 210_000)
+    checksum = operations.gather_at_once(segments, memoryview(one))
+    assert checksum == await operations.gather(segments, memoryview(other)) == zlib.crc32(one)
+    assert one == other
+    with pytest.raises(ValueError, match="outside"):
+        operations.gather_at_once(segments, memoryview(bytearray(200_000)))
 
 
 # ---- Transfers
@@ -541,8 +597,8 @@ if native.available():
         yield queue
         queue.close()
 
-    def reap(queue: _ext.Queue, count: int) -> dict[int, tuple[int, int | None]]:
-        ended: dict[int, tuple[int, int | None]] = {}
+    def reap(queue: _ext.Queue, count: int) -> dict[int, tuple[int, Any]]:
+        ended: dict[int, tuple[int, Any]] = {}
         while len(ended) < count:
             select.select([queue], [], [])
             ended |= {token: (result, found) for token, result, found in queue.reap()}

@@ -564,6 +564,43 @@ def test_weights_that_the_forward_pass_renormalises_are_not_left_to_the_guard(
     assert equal(saved(tmp_path)["model"], want["model"])
 
 
+@pytest.mark.parametrize("how", ["another module", "another table", "another setting"])
+def test_tables_that_are_renormalised_since_the_last_checkpoint_are_not_left_to_the_guard(
+    tmp_path: Path, how: str
+) -> None:
+    """The state is made as it was: only the modules tell."""
+    model = nn.Sequential(nn.Embedding(400, 100), nn.Linear(100, 100))
+    with SyncCheckpointEngine(tmp_path, **SMALL) as engine:
+        engine.attach(optimizer := torch.optim.SGD(model.parameters(), lr=0.1))
+        engine.checkpoint({"model": model}, overlap=True).result()
+        if how == "another module":
+            model = copy.deepcopy(model)
+        if how == "another table":
+            model[0] = nn.Embedding(400, 100, max_norm=0.5)
+        model[0].max_norm = 0.5  # type: ignore[assignment]
+        if how != "another setting":
+            engine.attach(optimizer := torch.optim.SGD(model.parameters(), lr=0.1))
+        want = snapshot({"model": model})
+        pending = engine.checkpoint({"model": model}, overlap=True)
+        model(torch.arange(400).reshape(2, 200))
+        pending.result()
+        optimizer.step()
+    assert not equal(want["model"], model.state_dict())
+    assert equal(saved(tmp_path)["model"], want["model"])
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_an_array_in_the_memory_of_a_parameter(tmp_path: Path, beside: bool) -> None:
+    model = nn.Linear(300, 300)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state: dict[str, Any] = {"array": model.weight.detach().numpy()} | ({"model": model} if beside else {})
+    with SyncCheckpointEngine(tmp_path, **SMALL) as engine:
+        engine.attach(optimizer)
+        want = snapshot(state)
+        engine.checkpoint(state, overlap=True).result()
+    assert equal(saved(tmp_path), want)
+
+
 # -- other changes
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from pccheck_async.errors import ReadError, StoreFullError, WriteError
 from pccheck_async.memory import PAGE_BYTES, map_memory
+from pccheck_async.writer import File
 from pccheck_async.writer.posix import PosixWriter
 from tests.conftest import ENGINES
 
@@ -68,6 +69,38 @@ def test_write_flush_read(tmp_path: Path, on_disk: OnDisk) -> None:
         assert await writer.read(file, 4 * PAGE_BYTES, into) == 0
         io = writer.statistics()
         assert (io.write.nbytes, io.read.count, io.flush.count) == (PAGE_BYTES, 2, 1)
+
+    on_disk(tmp_path, test)
+
+
+def test_persist_writes_then_flushes_and_counts_each(tmp_path: Path, on_disk: OnDisk) -> None:
+    async def test(writer: PosixWriter) -> None:
+        file = await writer.create("slot-000", 4 * PAGE_BYTES)
+        failed: list[OSError] = []
+        await writer.persist(file, [(0, block(b"one")), (2 * PAGE_BYTES, block(b"two"))], failed.append)
+        await writer.persist(file, (), failed.append)
+        written = (tmp_path / "slot-000").read_bytes()
+        assert (written[:4], written[2 * PAGE_BYTES :][:4]) == (b"one\0", b"two\0")
+        io = writer.statistics()
+        assert (io.write.count, io.write.nbytes, io.flush.count) == (2, 2 * PAGE_BYTES, 2)
+        assert not failed
+
+    on_disk(tmp_path, test)
+
+
+def test_persist_tells_a_failed_flush_from_a_failed_write(tmp_path: Path, on_disk: OnDisk) -> None:
+    async def test(writer: PosixWriter) -> None:
+        failed: list[OSError] = []
+        (tmp_path / "slot-000").write_bytes(bytes(PAGE_BYTES))
+        unwritable = await writer.open("slot-000", writable=False)
+        with pytest.raises(WriteError) as told:
+            await writer.persist(unwritable, [(0, block())], failed.append)
+        assert (told.value.errno, failed) == (errno.EBADF, [])
+        assert writer.statistics().flush.count == 0
+        missing = File("slot-001", 0, fd=1_000_000)  # nobody has as many
+        with pytest.raises(WriteError) as told:
+            await writer.persist(missing, (), failed.append)
+        assert failed == [told.value]
 
     on_disk(tmp_path, test)
 

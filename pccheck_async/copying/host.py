@@ -15,6 +15,9 @@ from pccheck_async.state.sources import Sources
 
 __all__ = ["HostCopy"]
 
+_AT_ONCE = 256 << 10
+"""Bytes up to which a chunk is copied on the calling thread: waking another one up, and being woken, takes longer."""
+
 
 class HostCopy:
     """Copies host memory by address; packed pieces go through torch on a helper thread.
@@ -47,7 +50,10 @@ class HostCopy:
         self, segments: Segments, into: memoryview, keepalive: Any = None, fenced: Fenced | None = None
     ) -> int:
         """Fill a staging buffer and return its CRC-32 (see :class:`CopyBackend`)."""
-        checksum = await self._operations.gather(segments.host, into, keepalive)
+        if len(into) <= _AT_ONCE:
+            checksum = self._operations.gather_at_once(segments.host, into)
+        else:
+            checksum = await self._operations.gather(segments.host, into, keepalive)
         if not segments.packed:
             return checksum
         await self._operations.call(_copy_packed, segments.packed, into)

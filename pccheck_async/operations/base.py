@@ -1,4 +1,4 @@
-"""Operations on bytes: write, read, flush, gather, scatter, checksum; submitted in batches, awaited one by one.
+"""Operations on bytes: write, read, flush, gather, scatter, checksum, and chains of them; submitted in batches.
 
 An :class:`Operations` belongs to one event loop. Awaiting an operation puts it into the batch of the current loop
 iteration; the batch is handed to the engine behind it in one call. A cancelled operation is asked to stop and then
@@ -15,11 +15,23 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pccheck_async.operations.threads import WorkerThreads
 
-__all__ = ["Call", "Checksum", "Flush", "Gather", "Operation", "Operations", "Read", "Scatter", "Write"]
+__all__ = [
+    "Call",
+    "Chain",
+    "Checksum",
+    "Flush",
+    "Gather",
+    "Operation",
+    "Operations",
+    "Read",
+    "Scatter",
+    "Step",
+    "Write",
+]
 
 T = TypeVar("T")
 
@@ -84,6 +96,24 @@ class Checksum:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Chain:
+    """Perform steps on one thread, each once the one before it succeeded. Result: a :class:`Step` for each performed.
+
+    For what is short and waited for: every operation of its own wakes up a thread and then the loop, which takes longer
+    than a small write. Not empty. Once it has begun it goes on until it ended, cancelled or not.
+    """
+
+    steps: Sequence[Write | Flush]
+
+
+class Step(NamedTuple):
+    """How a step of a chain ended: its error (the chain ended with it), and when (of ``time.perf_counter()``)."""
+
+    error: OSError | None
+    ended: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Call:
     """Call a blocking function (a metadata system call, a copy by torch) on a helper thread. Result: its own."""
 
@@ -91,7 +121,7 @@ class Call:
     arguments: tuple[Any, ...]
 
 
-Operation = Write | Read | Flush | Gather | Scatter | Checksum | Call
+Operation = Write | Read | Flush | Gather | Scatter | Checksum | Chain | Call
 
 
 class _Completion(asyncio.Future[Any]):
@@ -150,6 +180,15 @@ class Operations(abc.ABC):
     async def checksum(self, data: memoryview) -> int:
         """Return the CRC-32 of ``data``."""
         result: int = await self._perform(Checksum(data))
+        return result
+
+    async def chain(self, steps: Sequence[Write | Flush]) -> list[Step]:
+        """Perform ``steps``, each once the one before it succeeded (see :class:`Chain`).
+
+        Returns:
+            How each step ended, up to the one that failed, if one did: nothing after that happened.
+        """
+        result: list[Step] = await self._perform(Chain(steps))
         return result
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -224,6 +263,10 @@ class Operations(abc.ABC):
             future.set_result(result)
         else:
             future.set_exception(error)
+
+    @abc.abstractmethod
+    def gather_at_once(self, segments: bytes, into: memoryview) -> int:
+        """Do what :meth:`gather` does, now and on this thread: for what is copied faster than a thread is woken up."""
 
     @abc.abstractmethod
     def _submit(self, batch: Sequence[tuple[int, Operation]]) -> None:

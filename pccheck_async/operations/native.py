@@ -8,7 +8,19 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pccheck_async.operations.base import Call, Checksum, Flush, Gather, Operation, Operations, Read, Scatter, Write
+from pccheck_async.operations.base import (
+    Call,
+    Chain,
+    Checksum,
+    Flush,
+    Gather,
+    Operation,
+    Operations,
+    Read,
+    Scatter,
+    Step,
+    Write,
+)
 
 _why_not: ImportError | None = None
 try:
@@ -50,7 +62,8 @@ class NativeOperations(Operations):
     """Operations on threads of the extension, or (what goes to storage) in the kernel by io_uring.
 
     Args:
-        io_threads: Threads for write, read and flush; on io_uring, writes and reads in the kernel at a time.
+        io_threads: Threads for write, read, flush and chain; on io_uring, writes and reads in the kernel at a time, and
+            threads for chains.
         copy_threads: Threads for gather, scatter and checksum.
         engine: What performs them; copies and checksums are done by threads in either case.
 
@@ -75,6 +88,10 @@ class NativeOperations(Operations):
         self._fd: int = self._queue.fileno()
         self._loop.add_reader(self._fd, self._reap)
 
+    def gather_at_once(self, segments: bytes, into: memoryview) -> int:
+        """Gather on this thread (see :class:`Operations`)."""
+        return _ext.gather(segments, into)
+
     def _submit(self, batch: Sequence[tuple[int, Operation]]) -> None:
         self._queue.submit([_packed(token, operation) for token, operation in batch])
 
@@ -90,11 +107,13 @@ class NativeOperations(Operations):
         self._queue.close()
 
     def _reap(self) -> None:
-        for token, result, checksum in self._queue.reap():
-            if result < 0:
+        for token, result, found in self._queue.reap():
+            if isinstance(found, list):
+                self._complete(token, [Step(_error(-one) if one < 0 else None, ended) for one, ended in found], None)
+            elif result < 0:
                 self._complete(token, None, _error(-result))
             else:
-                self._complete(token, result if checksum is None else checksum, None)
+                self._complete(token, result if found is None else found, None)
 
 
 def _packed(token: int, operation: Operation) -> tuple[Any, ...]:
@@ -111,6 +130,8 @@ def _packed(token: int, operation: Operation) -> tuple[Any, ...]:
             return token, _ext.SCATTER, source, checksum, segments, keepalive
         case Checksum(data):
             return token, _ext.CHECKSUM, data
+        case Chain(steps):
+            return token, _ext.CHAIN, tuple([_packed(0, step) for step in steps])
         case Call():
             raise TypeError("calls run on helper threads, not in the extension")
 

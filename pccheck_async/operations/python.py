@@ -6,17 +6,31 @@ import ctypes
 import errno
 import os
 import struct
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from pccheck_async.checksum import crc32
-from pccheck_async.operations.base import Call, Checksum, Flush, Gather, Operation, Operations, Read, Scatter, Write
+from pccheck_async.operations.base import (
+    Call,
+    Chain,
+    Checksum,
+    Flush,
+    Gather,
+    Operation,
+    Operations,
+    Read,
+    Scatter,
+    Step,
+    Write,
+)
 from pccheck_async.operations.threads import WorkerThreads
 
 __all__ = ["PythonOperations"]
 
+_IO = (Write, Read, Flush, Chain)
 _SEGMENT = struct.Struct("=QQQ")
 _LAST_ADDRESS = ctypes.c_size_t(-1).value
 _SMALLEST_SECTOR = 512
@@ -29,7 +43,7 @@ class PythonOperations(Operations):
     """Operations on Python threads; system calls, ``memmove`` and ``zlib.crc32`` all release the GIL.
 
     Args:
-        io_threads: Threads for write, read and flush.
+        io_threads: Threads for write, read, flush and chain.
         copy_threads: Threads for gather, scatter and checksum.
     """
 
@@ -40,10 +54,14 @@ class PythonOperations(Operations):
         self._io = WorkerThreads(self._loop, self._complete, count=io_threads, name="pccheck-io")
         self._copy = WorkerThreads(self._loop, self._complete, count=copy_threads, name="pccheck-copy")
 
+    def gather_at_once(self, segments: bytes, into: memoryview) -> int:
+        """Gather on this thread (see :class:`Operations`)."""
+        return gather(segments, into)
+
     def _submit(self, batch: Sequence[tuple[int, Operation]]) -> None:
         # The operation itself goes along as the argument: it holds the buffers and the keepalive until it ended.
-        io = [(token, _perform, (op,)) for token, op in batch if isinstance(op, (Write, Read, Flush))]
-        memory = [(token, _perform, (op,)) for token, op in batch if not isinstance(op, (Write, Read, Flush))]
+        io = [(token, _perform, (op,)) for token, op in batch if isinstance(op, _IO)]
+        memory = [(token, _perform, (op,)) for token, op in batch if not isinstance(op, _IO)]
         if io:
             self._io.submit(io)
         if memory:
@@ -72,8 +90,25 @@ def _perform(operation: Operation) -> Any:
             return scatter(source, checksum, segments)
         case Checksum(data):
             return crc32(data)
+        case Chain(steps):
+            return chain(steps)
         case Call(function, arguments):
             return function(*arguments)
+
+
+def chain(steps: Sequence[Write | Flush]) -> list[Step]:
+    """Perform ``steps`` until one fails."""
+    ended: list[Step] = []
+    for step in steps:
+        error = None
+        try:
+            _perform(step)
+        except OSError as raised:
+            error = raised
+        ended.append(Step(error, time.perf_counter()))
+        if error is not None:
+            break
+    return ended
 
 
 def write_all(fd: int, offset: int, data: memoryview) -> None:

@@ -37,53 +37,71 @@ def optimized(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]
 
 
 class ModuleParameters:
-    """What the modules of a state tell of their parameters.
+    """What the modules of a state tell of their parameters. May be used from several threads.
 
-    Modules are walked only where they, or the state's outline, are others: a parameter that was put in the place of one
-    of them meanwhile is not known, and so captured eagerly.
+    Parameters are looked up only where the state's outline is another one, or other modules are in it: a parameter that
+    was put in the place of one of them meanwhile is not known, and so captured eagerly.
     """
 
     def __init__(self) -> None:
-        self._outline: Outline | None = None
-        self._modules: list[weakref.ref[torch.nn.Module]] = []
-        self._others: list[weakref.ref[torch.nn.Parameter]] = []
-        self._embeddings: list[weakref.ref[torch.nn.Embedding | torch.nn.EmbeddingBag]] = []
+        self._last: tuple[Outline | None, _Modules] = (None, _Modules([], []))
 
-    def look(self, objects: Iterable[Any], outline: Outline | None, known: Iterable[torch.Tensor] = ()) -> None:
-        """Look at the modules among ``objects``; parameters that are ``known`` to be optimized are of no interest."""
+    def look(self, objects: Iterable[Any], outline: Outline | None, known: Iterable[torch.Tensor] = ()) -> _Modules:
+        """Return what the modules among ``objects`` are now.
+
+        Args:
+            objects: What was asked for its ``state_dict()``.
+            outline: What it made the state of.
+            known: Parameters known to be optimized: of no interest here.
+        """
         modules = [each for each in objects if isinstance(each, torch.nn.Module)]
-        if (
-            outline is not None
-            and outline is self._outline
-            and len(modules) == len(self._modules)
-            and all(module is then() for module, then in zip(modules, self._modules, strict=True))
-        ):
-            return
-        self._outline = outline
-        self._modules = [*map(weakref.ref, modules)]
+        then, last = self._last
+        if outline is None or outline is not then or not last.are(modules):
+            last = _Modules(modules, known)
+            self._last = outline, last
+        return last
+
+
+class _Modules:
+    """Modules and all in them. They are not held."""
+
+    def __init__(self, roots: Sequence[torch.nn.Module], known: Iterable[torch.Tensor]) -> None:
+        parts = [part for root in roots for part in root.modules()]
         optimized = set(map(id, known))
-        self._others = [
-            weakref.ref(parameter)
-            for module in modules
-            for parameter in module.parameters()
-            if id(parameter) not in optimized
-        ]
-        self._embeddings = [
-            weakref.ref(part)
-            for module in modules
-            for part in module.modules()
-            if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag))
-        ]
+        tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+        self._roots = [*map(weakref.ref, roots)]
+        self._parts = [*map(weakref.ref, parts)]
+        self._children = [weakref.ref(child) for part in parts for child in _children(part)]
+        self._others = [weakref.ref(p) for root in roots for p in root.parameters() if id(p) not in optimized]
+        self._tables = [weakref.ref(part) for part in parts if isinstance(part, tables)]
+
+    def are(self, roots: Sequence[torch.nn.Module]) -> bool:
+        """Whether these are the same modules with the same modules in them."""
+        if len(roots) != len(self._roots) or not all(map(is_, roots, map(_alive, self._roots))):
+            return False
+        parts = [*map(_alive, self._parts)]
+        if None in parts:
+            return False
+        children = [child for part in parts for child in _children(part)]
+        return len(children) == len(self._children) and all(map(is_, children, map(_alive, self._children)))
 
     def frozen(self) -> list[torch.Tensor]:
-        """Return those among the others that no optimizer changes (``requires_grad=False``)."""
-        alive = (reference() for reference in self._others)
+        """Return those parameters among the others that no optimizer changes (``requires_grad=False``)."""
+        alive = map(_alive, self._others)
         return [parameter for parameter in alive if parameter is not None and not parameter.requires_grad]
 
     def changed_by_forward(self) -> list[torch.Tensor]:
         """Return those that change in the forward pass: the weights of embeddings with ``max_norm``."""
-        alive = (reference() for reference in self._embeddings)
-        return [part.weight for part in alive if part is not None and part.max_norm is not None]
+        alive = map(_alive, self._tables)
+        return [table.weight for table in alive if table is not None and table.max_norm is not None]
+
+
+def _alive(reference: weakref.ref[Any]) -> Any:
+    return reference()
+
+
+def _children(module: Any) -> list[Any]:
+    return [child for child in module._modules.values() if child is not None]
 
 
 class LazyMemory:

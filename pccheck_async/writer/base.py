@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from pccheck_async.statistics import Stage
 
-__all__ = ["File", "FileSystemFacts", "Writer", "WriterStatistics"]
+__all__ = ["File", "FileSystemFacts", "Piece", "Writer", "WriterStatistics"]
 
 _NONE = Stage()
+
+Piece: TypeAlias = tuple[int, memoryview]
+"""Bytes, and where in a file they go."""
 
 
 @dataclass(slots=True, eq=False)
@@ -136,6 +141,25 @@ class Writer(abc.ABC):
     @abc.abstractmethod
     async def flush(self, file: File) -> None:
         """Make everything written to ``file``, and its size, durable."""
+
+    async def persist(self, file: File, pieces: Sequence[Piece], unflushed: Callable[[OSError], None]) -> None:
+        """Write pieces one after the other, and then flush the file: :meth:`write` and :meth:`flush`, in one go.
+
+        A writer may do that in less time than one by one; those that count, delay or fail single operations need not.
+
+        Args:
+            file: What to write to.
+            pieces: Aligned as for :meth:`write`; none: it is only flushed.
+            unflushed: Called before the error of a failed flush is raised, where all was written. After a failed write
+                nothing is flushed.
+        """
+        for offset, data in pieces:
+            await self.write(file, offset, data)
+        try:
+            await self.flush(file)
+        except OSError as error:
+            unflushed(error)
+            raise
 
     @abc.abstractmethod
     async def close(self) -> None:

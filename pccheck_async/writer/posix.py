@@ -6,8 +6,9 @@ import errno
 import fcntl
 import logging
 import os
+import time
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -17,10 +18,10 @@ import aiofiles
 from pccheck_async.errors import ClosedError, StoreFullError, read_error, write_error
 from pccheck_async.layout import COMMIT_NAME, REGION_NBYTES
 from pccheck_async.memory import PAGE_BYTES, map_memory
-from pccheck_async.operations.base import Operations
+from pccheck_async.operations.base import Flush, Operations, Step, Write
 from pccheck_async.statistics import StageClock
 from pccheck_async.uninterrupted import uninterrupted
-from pccheck_async.writer.base import File, FileSystemFacts, Writer, WriterStatistics
+from pccheck_async.writer.base import File, FileSystemFacts, Piece, Writer, WriterStatistics
 from pccheck_async.writer.filesystem import IN_MEMORY, WEAK_RESERVATION, direct_alignment, filesystem_type
 
 __all__ = ["PosixWriter"]
@@ -154,6 +155,23 @@ class PosixWriter(Writer):
         except OSError as error:
             raise self._mapped(error, self._folder / file.name) from error
 
+    async def persist(self, file: File, pieces: Sequence[Piece], unflushed: Callable[[OSError], None]) -> None:
+        was_direct = file.direct
+        try:
+            ended = await self._chain(file, pieces)
+            if was_direct and _refused(ended, pieces):
+                self._give_up_direct(file)
+                ended = await self._chain(file, pieces)
+        except OSError as error:  # nothing of it happened
+            raise self._mapped(error, self._folder / file.name) from error
+        failure = ended[-1].error
+        if failure is None:
+            return
+        mapped = self._mapped(failure, self._folder / file.name)
+        if len(ended) > len(pieces):
+            unflushed(mapped)
+        raise mapped from failure
+
     async def close(self) -> None:
         self._closed = True
         for file in list(self._files):
@@ -209,6 +227,20 @@ class PosixWriter(Writer):
             self._give_up_direct(file)
             return await move(file.fd, offset, data)
 
+    async def _chain(self, file: File, pieces: Sequence[Piece]) -> list[Step]:
+        """Write and flush on one thread of the engine, and count what happened as if each were an operation."""
+        start = time.perf_counter()
+        ended = await self._operations.chain(
+            [*(Write(file.fd, offset, data) for offset, data in pieces), Flush(file.fd)]
+        )
+        for number, step in enumerate(ended):
+            if number < len(pieces):
+                self._clock.note("write", start, step.ended, len(pieces[number][1]))
+            else:
+                self._clock.note("flush", start, step.ended)
+            start = step.ended
+        return ended
+
     def _give_up_direct(self, file: File) -> None:
         """Turn direct I/O off where a filesystem accepted the flag and then refuses the transfer."""
         if not file.direct or self._facts is None:
@@ -231,6 +263,12 @@ class PosixWriter(Writer):
         if error.errno in _NO_SPACE:
             return StoreFullError(error.errno, f"{error.strerror}; the last checkpoint is untouched", os.fspath(path))
         return write_error(error, path)
+
+
+def _refused(ended: Sequence[Step], pieces: Sequence[Piece]) -> bool:
+    """Whether a write failed in the way in which direct ones are refused."""
+    error = ended[-1].error
+    return error is not None and error.errno == errno.EINVAL and len(ended) <= len(pieces)
 
 
 def _open_plainly(path: str, flags: int) -> int:

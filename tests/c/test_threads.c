@@ -147,6 +147,48 @@ static void test_close_cancels_and_waits(void)
     queue_free(queue);
 }
 
+/* Steps run one after the other, what follows a failure does not, and the chain is told of once. */
+static void test_a_chain_ends_with_its_first_failure(void)
+{
+    struct queue *queue = open_queue(2, 1);
+    struct op steps[] = {{.kind = OP_WRITE, .size = 7}, {.kind = OP_FLUSH}, {.kind = OP_FLUSH, .fd = -1}, {.kind = OP_FLUSH}};
+    struct op chain = {.token = 1, .kind = OP_CHAIN, .steps = steps};
+    for (size_t i = 0; i + 1 < sizeof steps / sizeof *steps; i++)
+        steps[i].next = &steps[i + 1];
+    submit(queue, &chain, 1);
+    sem_wait(&began);
+    CHECK(!queue_cancel(queue, 1) && queue_reap(queue).count == 0); /* it goes on: a thread has it */
+    sem_post(&may_end);
+    reap(queue, 1);
+    CHECK(chain.result == -EBADF && chain.steps_ended == 3);
+    CHECK(steps[0].result == 7 && steps[1].result == 0 && steps[2].result == -EBADF && steps[3].ended_at == 0);
+    CHECK(0 < steps[0].ended_at && steps[0].ended_at <= steps[1].ended_at && steps[1].ended_at <= steps[2].ended_at);
+
+    struct op whole = {.token = 2, .kind = OP_CHAIN, .steps = &steps[3]};
+    submit(queue, &whole, 1);
+    reap(queue, 1);
+    CHECK(whole.result == 0 && whole.steps_ended == 1);
+    queue_close(queue);
+    queue_free(queue);
+}
+
+static void test_a_chain_that_has_not_started_is_cancelled_whole(void)
+{
+    struct queue *queue = open_queue(1, 1);
+    struct op write = {.token = 1, .kind = OP_WRITE, .size = 1}, step = {.kind = OP_FLUSH};
+    struct op chain = {.token = 2, .kind = OP_CHAIN, .steps = &step};
+    submit(queue, &write, 1);
+    sem_wait(&began);
+    submit(queue, &chain, 1);
+    CHECK(queue_cancel(queue, 2));
+    reap(queue, 1);
+    CHECK(chain.result == -ECANCELED && chain.steps_ended == 0);
+    sem_post(&may_end);
+    reap(queue, 1);
+    queue_close(queue);
+    queue_free(queue);
+}
+
 /* Several threads submit and cancel while one reaps: for the thread sanitizer. */
 enum { SUBMITTERS = 3, ROUNDS = 60, BATCH = 8 };
 
@@ -199,6 +241,8 @@ int main(void)
     sem_init(&may_end, 0, 0);
     test_memory_does_not_wait_behind_storage();
     test_cancel_spares_what_runs();
+    test_a_chain_ends_with_its_first_failure();
+    test_a_chain_that_has_not_started_is_cancelled_whole();
     test_close_cancels_and_waits();
     test_many_threads_on_one_queue();
     return 0;

@@ -49,7 +49,8 @@ class Sizes(Experiment):
                 ]
         findings.notes.append(
             f"Figure 11: {_TENSORS} equal float32 tensors, all changed before every save, and nothing trained beside "
-            "it; every restore was compared bit by bit. The limit is the best of several ways of direct writing, flush included."
+            "it; every restore was compared bit by bit. The limit is the best of several ways of direct writing, flush "
+            "included."
         )
         return findings
 

@@ -45,7 +45,8 @@ _METHODS = {
     "torch_save": Style("torch.save", "#BBBBBB", "P"),
     "torch_save_fsync": Style("torch.save, fsync", "#888888", "X", "///"),
     "torch_save_safe": Style("torch.save, crash-safe", "#555555", "d", "\\\\\\"),
-    "pccheck overlapped": Style("pccheck_async, overlapped", "#56B4E9", "h"),
+    "pccheck overlapped": Style("pccheck_async, overlapped", "#0072B2", "s", "///"),
+    "pccheck until captured": Style("pccheck_async, until captured", "#56B4E9", "o", "..."),
     "CheckFreq": Style("CheckFreq", "#009E73", "^", "\\\\\\"),
     "GPM": Style("GPM", "#CC79A7", "s", "xxx"),
     "torch.save": Style("torch.save", "#BBBBBB", "P"),
@@ -65,14 +66,6 @@ _METHODS = {
     "savez_compressed_durable": Style("savez_compressed, durable", "#CC79A7", "s", "xxx"),
     "shelf": Style("shelf, reassigned", "#56B4E9", "D"),
     "shelf_in_place": Style("shelf, in place", "#0072B2", "o"),
-}
-_METHODS |= {  # as the methods of bench.methods are called
-    "pccheck overlapped": Style("pccheck_async, overlapped", "#0072B2", "s", "///"),
-    "torch.save": _METHODS["torch_save"],
-    "torch.save + fsync": _METHODS["torch_save_fsync"],
-    "torch.save + fsync + rename": _METHODS["torch_save_safe"],
-    "CheckFreq": _METHODS["checkfreq"],
-    "GPM": _METHODS["gpm"],
 }
 _OTHERS = ("#F0E442", "#661100", "#332288", "#44AA99", "#AA4499", "#999933", "#DDCC77", "#88CCEE", "#CC6677", "#117733")
 _OTHER_MARKERS = "<>*ph8HX1d"
