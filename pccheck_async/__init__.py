@@ -46,21 +46,43 @@ if TYPE_CHECKING:
     from pccheck_async.training import TrainingStep
     from pccheck_async.tuned import Measurement, TunedSettings, Tuning, read_tuning
     from pccheck_async.tuning import Point
+    from pccheck_async.upkeep import (
+        CheckedCheckpoint,
+        Comparison,
+        Damage,
+        Description,
+        LeafDifference,
+        Recovery,
+        Removal,
+        Verification,
+        compare_checkpoints,
+        copy_checkpoint,
+        describe_checkpoint,
+        pin_checkpoint,
+        recover_store,
+        remove_checkpoints,
+        verify_checkpoints,
+    )
 
 __all__ = [
     "Adaptive",
     "CheckFreqInterval",
+    "CheckedCheckpoint",
     "CheckpointEngine",
     "CheckpointError",
     "CheckpointInfo",
     "ClosedError",
+    "Comparison",
     "CorruptStoreError",
+    "Damage",
     "Decisions",
+    "Description",
     "EngineStatistics",
     "EverySeconds",
     "EverySteps",
     "InfeasibleError",
     "InvalidTuningError",
+    "LeafDifference",
     "Measurement",
     "NoCheckpointError",
     "PCcheckInterval",
@@ -69,6 +91,8 @@ __all__ = [
     "Policy",
     "RNGState",
     "ReadError",
+    "Recovery",
+    "Removal",
     "ResumableLoader",
     "ResumableSampler",
     "SpaceNeeded",
@@ -85,12 +109,20 @@ __all__ = [
     "TunedSettings",
     "Tuning",
     "UnsupportedStateError",
+    "Verification",
     "WriteError",
     "YoungDaly",
+    "compare_checkpoints",
+    "copy_checkpoint",
+    "describe_checkpoint",
     "list_checkpoints",
     "load",
     "load_sync",
+    "pin_checkpoint",
     "read_tuning",
+    "recover_store",
+    "remove_checkpoints",
+    "verify_checkpoints",
 ]
 
 __version__ = "0.1.0"
@@ -99,6 +131,14 @@ _HOMES = {
     **dict.fromkeys(
         ("Adaptive", "CheckFreqInterval", "EverySeconds", "EverySteps", "PCcheckInterval", "Policy", "YoungDaly"),
         "policy",
+    ),
+    **dict.fromkeys(
+        (
+            *("CheckedCheckpoint", "Comparison", "Damage", "Description", "LeafDifference", "Recovery", "Removal"),
+            *("Verification", "compare_checkpoints", "copy_checkpoint", "describe_checkpoint", "pin_checkpoint"),
+            *("recover_store", "remove_checkpoints", "verify_checkpoints"),
+        ),
+        "upkeep",
     ),
     "CheckpointEngine": "engine",
     "CheckpointInfo": "info",
