@@ -104,7 +104,8 @@ def _facts(description: Description) -> list[str]:
         f"{arrays} tensors and arrays of {size(description.array_nbytes)}, {description.aliases} of them aliases; "
         f"{values} plain values.",
         f"Stored: {size(info.nbytes)} in {pieces}, at the beginning of {description.slot} "
-        f"({size(description.slot_nbytes)}); the manifest at byte {description.manifest_offset}, {size(description.manifest_nbytes)}.",
+        f"({size(description.slot_nbytes)}); the manifest at byte {description.manifest_offset}, "
+        f"{size(description.manifest_nbytes)}.",
         f"Counter {info.counter}, captured {created(info)} UTC{', pinned' if info.pinned else ''}."
         + (f" Metadata: {printable(facts)}." if facts else ""),
     ]

@@ -92,7 +92,7 @@ class StoredLeaf:
         try:
             text = repr(rebuild(node, lambda _: None))
         except ValueError:  # Python refuses to print very long ints in decimal
-            text = f"<{self.kind}>"
+            text = f"<{self.kind} too long to show>"
         return text if len(text) <= most else text[: most - 3] + "..."
 
     def same_value(self, other: StoredLeaf) -> bool:

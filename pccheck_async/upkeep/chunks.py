@@ -18,8 +18,8 @@ from pccheck_async.writer import File
 __all__ = ["Progress", "Run", "check_chunks", "make_pool", "runs"]
 
 _RUN_BYTES = 16 << 20
-_BUFFERS = 12
-"""Four are being read, one is checked, the others are ready for whoever is waited for."""
+_BUFFERS = 6
+"""Four are being read, one is checked. More take longer to be touched for the first time than they save."""
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Told on another thread how many bytes are done, and of how many."""
@@ -54,7 +54,7 @@ def runs(chunks: Sequence[ChunkEntry], most: int) -> Iterator[Run]:
 
 
 def make_pool(manifest: Manifest) -> BufferPool:
-    """Return buffers for the chunks of a checkpoint, 192 MiB where chunks have at most 16 MiB and memory is not scarce.
+    """Return buffers for the chunks of a checkpoint, 96 MiB where chunks have at most 16 MiB and memory is not scarce.
 
     Raises MemoryError where not even one fits into memory: a damaged manifest may claim any size.
     """
