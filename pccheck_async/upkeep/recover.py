@@ -88,10 +88,11 @@ def recover_store(
     """Find out what a damaged store still holds, and make it a store again.
 
     A record that is valid decides, also where ``store.json`` is lost. Without one the slots are searched: a checkpoint
-    counts as whole where its manifest decodes and every chunk has the checksum listed there. That proves that its bytes
-    are those that were written, not that it had been committed: the newest one may be one that the engine was about to
-    commit, or one that it gave up because the state changed while it was captured (``TornCaptureError``). What was
-    pinned is not known any more.
+    counts as whole where its manifest decodes and every chunk has the checksum listed there. That proves that the bytes
+    of its tensors are those that were written. It does not prove that it had been committed: the newest one may be one
+    that the engine was about to commit, or one that it gave up because the state changed while it was captured
+    (``TornCaptureError``). Nor does it prove that no bit of the manifest flipped, for only the record has its checksum:
+    look at steps and plain values (:func:`describe_checkpoint`). What was pinned is not known any more.
 
     Args:
         path: Folder of the store.

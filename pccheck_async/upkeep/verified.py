@@ -48,17 +48,17 @@ class VerifiedPayload:
         self._chunks.clear()
 
     async def _chunk(self, index: int) -> memoryview:
-        for wanted in (index, index + 1):
-            if wanted not in self._chunks and wanted < len(self._starts):
-                await self._make_room()
-                self._chunks[wanted] = asyncio.create_task(self._load(wanted))
-        self._chunks[index] = task = self._chunks.pop(index)  # used last
+        task = self._chunks.pop(index, None)
+        self._chunks[index] = task = task or await self._start(index)  # the last one to make room for others
+        if index + 1 < len(self._starts) and index + 1 not in self._chunks:
+            self._chunks[index + 1] = await self._start(index + 1)
         return await task
 
-    async def _make_room(self) -> None:
+    async def _start(self, index: int) -> asyncio.Task[memoryview]:
         while len(self._chunks) >= _KEPT:
             oldest = self._chunks.pop(next(iter(self._chunks)))
             await asyncio.gather(oldest, return_exceptions=True)  # damage in a chunk that nobody wanted is no news
+        return asyncio.create_task(self._load(index))
 
     async def _load(self, index: int) -> memoryview:
         chunk = self._held.manifest.chunks[index]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pccheck_async.config import EngineConfig
 from pccheck_async.errors import CorruptStoreError, NoCheckpointError, ReadError
 from pccheck_async.info import CheckpointInfo, check_step
-from pccheck_async.layout import COMMIT_NAME, COMMIT_NBYTES, Entry, Record, newest_record, slot_name
+from pccheck_async.layout import COMMIT_NBYTES, Entry, Record, newest_record, slot_name
 from pccheck_async.manifest import Manifest
 from pccheck_async.memory import aligned_buffer
 from pccheck_async.reading import choose
@@ -165,10 +165,7 @@ async def _records(reader: StoreReader) -> tuple[tuple[RecordCopy, ...], Record]
         await asyncio.sleep(_LOOK_SECONDS)
     record = newest_record(image, reader.identity.id_bytes)
     if record is None:
-        raise CorruptStoreError(
-            f"no copy of a commit record in {COMMIT_NAME!r} is valid; `pccheck recover` shows what can be salvaged: "
-            "keep the folder and do not write to it"
-        )
+        record = await reader.record()  # raises, unless a writer was at work all the time
     return copies, record
 
 
