@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -14,24 +12,18 @@ from pccheck_async.config import Auto, EngineConfig, decide
 from pccheck_async.copying import HostCopy
 from pccheck_async.errors import CorruptStoreError, NoCheckpointError, ReadError
 from pccheck_async.info import CheckpointInfo, check_step
-from pccheck_async.layout import COMMIT_NAME, Entry, Identity, Record, slot_name
-from pccheck_async.loop import EngineLoop
+from pccheck_async.layout import Entry, slot_name
 from pccheck_async.machine import available_cores, available_memory
-from pccheck_async.manifest import MIN_BLOCK
 from pccheck_async.pool import BufferPool
 from pccheck_async.progress import ReadProgress, reading_progress
 from pccheck_async.reading import choose, pool_for, warn_damaged
-from pccheck_async.records import read_identity, read_record
 from pccheck_async.restore import read_manifest, read_payload
-from pccheck_async.session import IO, Session, open_session
+from pccheck_async.session import IO, Session
 from pccheck_async.state.match import allocate
+from pccheck_async.store_reader import OneLoop, StoreReader, with_session
 from pccheck_async.writer import File
 
 __all__ = ["list_checkpoints", "load", "load_sync"]
-
-T = TypeVar("T")
-_POLL_SECONDS = 0.001
-_LOCK_SECONDS = 30.0
 
 
 async def load(
@@ -67,7 +59,7 @@ async def load(
         CorruptStoreError: damaged, and nothing older to fall back to (or ``step`` was given).
         ReadError: the device failed.
     """
-    with _Reading() as loop:
+    with OneLoop() as loop:
         state: dict[str, Any] = await loop.run(_load(path, step, keys, device, host_memory, io, progress))
         return state
 
@@ -83,7 +75,7 @@ def load_sync(
     progress: ReadProgress | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint, blocking (see :func:`load`)."""
-    with _Reading() as loop:
+    with OneLoop() as loop:
         return loop.call(_load(path, step, keys, device, host_memory, io, progress))
 
 
@@ -96,88 +88,16 @@ def list_checkpoints(path: str | os.PathLike[str], *, io: IO = "python") -> list
         CorruptStoreError: there is a store, but no valid record.
         ReadError: the device failed.
     """
-    with _Reading() as loop:
+    with OneLoop() as loop:
         return loop.call(_list(path, io))
-
-
-class _Reading:
-    """A loop for the length of one call."""
-
-    def __enter__(self) -> EngineLoop:
-        self._loop = EngineLoop("pccheck-read")
-        return self._loop
-
-    def __exit__(self, *_: object) -> None:
-        self._loop.stop()
-
-
-@dataclass(slots=True)
-class _Reader:
-    """An open store, read-only."""
-
-    session: Session
-    identity: Identity
-    commit: File
-
-    @classmethod
-    async def open(cls, session: Session) -> _Reader | None:
-        identity = await read_identity(session.writer)
-        if identity is None:
-            return None
-        await session.writer.prepare(create=False)
-        try:
-            commit = await session.writer.open(COMMIT_NAME, writable=False)
-        except FileNotFoundError:
-            raise CorruptStoreError(f"the store has no {COMMIT_NAME!r} file") from None
-        return cls(session, identity, commit)
-
-    async def record(self) -> Record:
-        return await read_record(self.session.writer, self.commit, self.identity)
-
-    async def lock(self, pick: Callable[[Record], Entry | None]) -> tuple[Entry, File | None] | None:
-        """Lock the picked checkpoint's slot against reuse; no file where it is missing.
-
-        A slot that is locked shared, and that a record read *after* locking still names, keeps its bytes: writers take
-        only free slots, and pass over locked ones. Otherwise the record has moved on: start over.
-        """
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + _LOCK_SECONDS
-        writer = self.session.writer
-        while True:
-            entry = pick(await self.record())
-            if entry is None:
-                return None
-            try:
-                file = await writer.open(slot_name(entry.slot), writable=False)
-            except FileNotFoundError:
-                if _names(await self.record(), entry):
-                    return entry, None
-            else:
-                if await writer.try_lock(file, shared=True) and _names(await self.record(), entry):
-                    return entry, file
-                await writer.close_file(file)
-            if clock() > deadline:
-                raise ReadError(f"the checkpoints change faster than they can be locked ({_LOCK_SECONDS} s)")
-            await asyncio.sleep(_POLL_SECONDS)
-
-
-async def _with_session(
-    path: str | os.PathLike[str], io: IO, work: Callable[[Session], Coroutine[Any, Any, T]], config: EngineConfig
-) -> T:
-    decided = decide(config, block_bytes=MIN_BLOCK, cores=available_cores(), memory=available_memory())
-    session = await open_session(path, io, writers=decided.writers, copiers=decided.copiers)
-    try:
-        return await work(session)
-    finally:
-        await session.close()
 
 
 async def _list(path: str | os.PathLike[str], io: IO) -> list[CheckpointInfo]:
     async def work(session: Session) -> list[CheckpointInfo]:
-        reader = await _Reader.open(session)
+        reader = await StoreReader.open(session)
         return [entry.info for entry in (await reader.record()).entries] if reader else []
 
-    return await _with_session(path, io, work, EngineConfig(writers=1))
+    return await with_session(path, io, work, EngineConfig(writers=1))
 
 
 async def _load(
@@ -193,7 +113,7 @@ async def _load(
     step = check_step(step)
 
     async def work(session: Session) -> dict[str, Any]:
-        reader = await _Reader.open(session)
+        reader = await StoreReader.open(session)
         if reader is None:
             raise NoCheckpointError(f"{os.fspath(path)} holds no store")
         decided = decide(
@@ -220,16 +140,11 @@ async def _load(
                 if file is not None:
                     await session.writer.close_file(file)
 
-    return await _with_session(path, io, work, config)
-
-
-def _names(record: Record, entry: Entry) -> bool:
-    """Whether a record still names this checkpoint; its metadata may hold NaN, which equals nothing."""
-    return any((found.counter, found.slot) == (entry.counter, entry.slot) for found in record.entries)
+    return await with_session(path, io, work, config)
 
 
 async def _read(
-    reader: _Reader,
+    reader: StoreReader,
     entry: Entry,
     file: File | None,
     pool: BufferPool,

@@ -36,6 +36,6 @@ async def read_record(writer: Writer, commit: File, identity: Identity) -> Recor
     if record is None:
         raise CorruptStoreError(
             f"no copy of a commit record in {COMMIT_NAME!r} is valid; the checkpoints themselves may be whole: "
-            "keep the folder and do not write to it"
+            "`pccheck recover` looks for them; keep the folder and do not write to it"
         )
     return record

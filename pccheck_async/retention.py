@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from pccheck_async.errors import NoCheckpointError, StoreFullError
 from pccheck_async.layout import MOST_ENTRIES, Entry
 
-__all__ = ["Best", "Kept", "Retention", "SpaceNeeded", "make_best"]
+__all__ = ["Best", "KeepAll", "Kept", "Retention", "SpaceNeeded", "make_best"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +156,22 @@ class Retention:
         return SpaceNeeded(slot_bytes, slots, self.keep_every, available_bytes)
 
 
+class KeepAll(Retention):
+    """Drops nothing: for those who change a store whose rules they do not know."""
+
+    @property
+    def reserved(self) -> int:
+        """None: no slot is reserved beyond those that are committed."""
+        return 0
+
+    def retain(self, committed: Sequence[Entry], new: Entry, damaged: Collection[int] = ()) -> Kept:
+        """Return all that is not known to be damaged. Raises StoreFullError where a record cannot name as many."""
+        kept = sorted((entry for entry in (*committed, new) if entry.counter not in damaged), key=_by_counter)
+        if len(kept) > MOST_ENTRIES:
+            raise StoreFullError(errno.ENOSPC, f"a commit record names {MOST_ENTRIES} checkpoints: remove some first")
+        return Kept(kept, [])
+
+
 @dataclass(frozen=True, slots=True)
 class SpaceNeeded:
     """The storage that a store takes.
@@ -199,6 +215,10 @@ def make_best(best: object) -> Best:
     if found.mode not in ("min", "max"):
         raise ValueError(f"keep_best ends with 'min' or 'max', not {found.mode!r}")
     return found
+
+
+def _by_counter(entry: Entry) -> int:
+    return -entry.counter
 
 
 def _check_count(name: str, value: object) -> None:

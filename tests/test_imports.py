@@ -23,6 +23,7 @@ LAYERS = [
         "loop", "lifetime", "pending", "records", "reading", "capture", "slot_files", "store", "restore", "scheduler",
         "read_lease", "steps", "restorer", "admissions", "overlap", "preemption", "training", "reporter", "publisher",
         "progress", "aborts", "core", "scratch", "trials", "tuned", "tuner", "engine", "sync", "loading", "data",
+        "store_reader", "upkeep",
     },
     {"", "bench", "cli", "testing", "examples", "__main__"},  # edge
 ]  # fmt: skip

@@ -140,6 +140,149 @@ def run_watch(
     raise typer.Exit(run(path, interval=interval, once=once, json=json))
 
 
+_Store = Annotated[Path, typer.Argument(help="Folder of the store.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+_Step = Annotated[int | None, typer.Option(help="The newest checkpoint of this step (default: the newest of all).")]
+
+
+@app.command("show")
+def run_show(path: _Store, step: _Step = None, json: _Json = False) -> None:
+    """Show the tree of a checkpoint: leaves with dtype, shape and size, aliases, plain values, chunks, the manifest.
+
+    Reads no tensor and writes nothing. Safe while a trainer writes to the store.
+
+    Exit status: 0 shown, 1 it cannot be read, 2 wrong usage, 3 there is no such checkpoint.
+    """
+    from pccheck_async.cli.tree import run
+
+    raise typer.Exit(run(path, step=step, json=json))
+
+
+@app.command("verify")
+def run_verify(
+    path: _Store,
+    step: _Step = None,
+    every: Annotated[bool, typer.Option("--all", help="Check all committed checkpoints.")] = False,
+    json: _Json = False,
+) -> None:
+    """Check every checksum: all copies of the commit records, the manifest, and every chunk. Names what is damaged.
+
+    Writes nothing. Safe while a trainer writes to the store.
+
+    Exit status: 0 every byte is what was written, 1 the store cannot be read, 2 wrong usage, 3 there is no such
+    checkpoint, 4 something is damaged.
+    """
+    from pccheck_async.cli.verify import run
+
+    if every and step is not None:
+        raise typer.BadParameter("--all and --step exclude each other")
+    raise typer.Exit(run(path, step=step, every=every, json=json))
+
+
+@app.command("diff")
+def run_diff(
+    one: Annotated[str, typer.Argument(metavar="PATH[@STEP]", help="The first checkpoint.")],
+    other: Annotated[str, typer.Argument(metavar="PATH[@STEP]", help="The second one; @STEP: in the same store.")],
+    json: _Json = False,
+) -> None:
+    """Compare two checkpoints leaf by leaf: which differ, in how many elements, and by how much. NaN equals NaN.
+
+    Verifies what it reads and writes nothing. Safe while a trainer writes to the store, which may need a slot more.
+
+    Exit status: 0 all leaves are equal in every bit, 1 one cannot be read, 2 wrong usage, 3 there is no such
+    checkpoint, 4 they differ.
+    """
+    from pccheck_async.cli.diff import run
+
+    raise typer.Exit(run(one, other, json=json))
+
+
+@app.command("copy")
+def run_copy(
+    source: Annotated[Path, typer.Argument(help="Store that has the checkpoint.")],
+    target: Annotated[Path, typer.Argument(help="Store that gets it; made where there is none.")],
+    step: _Step = None,
+    pin: Annotated[
+        bool | None, typer.Option("--pin/--no-pin", help="Pin the copy, or do not (default: as in SOURCE).")
+    ] = None,
+    json: _Json = False,
+) -> None:
+    """Copy a checkpoint into another store, verified on the way; it becomes the newest one there, others stay.
+
+    A trainer may write to SOURCE meanwhile, not to TARGET.
+
+    Exit status: 0 the copy is durable, 1 it failed and nothing was committed, 2 wrong usage, 3 there is no such
+    checkpoint.
+    """
+    from pccheck_async.cli.copy import run
+
+    raise typer.Exit(run(source, target, step=step, pinned=pin, json=json))
+
+
+@app.command("rm")
+def run_rm(
+    path: _Store,
+    steps: Annotated[list[int], typer.Argument(help="Steps to remove, pinned or not.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also where no checkpoint is left then.")] = False,
+) -> None:
+    """Remove checkpoints, all of these steps or none, in one commit, and free their space. No trainer has PATH open.
+
+    Exit status: 0 removed, 1 nothing was removed, 2 wrong usage, 3 there is no checkpoint of one of the steps.
+    """
+    from pccheck_async.cli.change import run_rm as run
+
+    raise typer.Exit(run(path, steps, yes=yes, force=force))
+
+
+@app.command("pin")
+def run_pin(path: _Store, step: Annotated[int, typer.Argument(help="Step of the checkpoint.")]) -> None:
+    """Keep the newest checkpoint of a step whatever a trainer's rules say. No trainer has PATH open.
+
+    Exit status: 0 pinned, 1 it failed, 2 wrong usage, 3 there is no such checkpoint.
+    """
+    from pccheck_async.cli.change import run_pin as run
+
+    raise typer.Exit(run(path, step, pinned=True))
+
+
+@app.command("unpin")
+def run_unpin(path: _Store, step: Annotated[int, typer.Argument(help="Step of the checkpoint.")]) -> None:
+    """Leave a pinned checkpoint to a trainer's rules again. No trainer has PATH open.
+
+    Exit status: 0 unpinned, 1 it failed, 2 wrong usage, 3 there is no such checkpoint.
+    """
+    from pccheck_async.cli.change import run_pin as run
+
+    raise typer.Exit(run(path, step, pinned=False))
+
+
+@app.command("recover")
+def run_recover(
+    path: _Store,
+    write: Annotated[
+        bool, typer.Option("--write", help="Write a new commit record, and store.json where it is lost.")
+    ] = False,
+    search: Annotated[
+        bool, typer.Option("--search", help="Search the slots also where a commit record is valid.")
+    ] = False,
+    slots: Annotated[
+        list[int] | None, typer.Option("--slot", help="Name only the checkpoint in this slot; may be repeated.")
+    ] = None,
+    json: _Json = False,
+) -> None:
+    """Find what can be salvaged where the commit records or store.json are lost: checkpoints of which every byte holds.
+
+    Writes nothing unless told to. Never changes a slot, and keeps the files that it replaces under other names.
+
+    Exit status: 0 the store is in order, or written, 1 it failed, 2 wrong usage, 3 nothing whole was found, 4 there is
+    something to write.
+    """
+    from pccheck_async.cli.recover import run
+
+    raise typer.Exit(run(path, write=write, search=search, slots=slots, json=json))
+
+
 def main() -> None:
     """Run the ``pccheck`` command."""
     app()

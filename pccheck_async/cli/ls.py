@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json as jsonlib
-import math
 import sys
 from pathlib import Path
-from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -14,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pccheck_async import CheckpointError, CheckpointInfo, list_checkpoints
+from pccheck_async.cli.output import as_json, created
 from pccheck_async.cli.show import complain, size
 
 __all__ = ["EMPTY", "UNREADABLE", "run"]
@@ -30,7 +29,7 @@ def run(path: Path, *, json: bool) -> int:
         complain(error)
         return UNREADABLE
     if json:
-        print(jsonlib.dumps([_as_json(info) for info in infos], indent=2, allow_nan=False))
+        print(jsonlib.dumps([as_json(info) for info in infos], indent=2, allow_nan=False))
     elif infos:
         console = Console(width=None if sys.stdout.isatty() else 200)
         console.print(_table(infos))
@@ -38,23 +37,6 @@ def run(path: Path, *, json: bool) -> int:
         complain(f"no committed checkpoint in {path}")
         return EMPTY
     return 0
-
-
-def _as_json(info: CheckpointInfo) -> dict[str, Any]:
-    return {
-        "step": info.step,
-        "counter": info.counter,
-        "nbytes": info.nbytes,
-        "time": info.time,
-        "created": info.created.isoformat(),
-        "pinned": info.pinned,
-        "metadata": {key: _json_value(value) for key, value in info.metadata.items()},
-    }
-
-
-def _json_value(value: str | int | float | bool | None) -> str | int | float | bool | None:
-    """JSON has no NaN and no infinities: they become the strings "nan", "inf" and "-inf"."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _table(infos: list[CheckpointInfo]) -> Table:
@@ -70,7 +52,7 @@ def _table(infos: list[CheckpointInfo]) -> Table:
             str(info.step),
             str(info.counter),
             size(info.nbytes),
-            f"{info.created:%Y-%m-%d %H:%M:%S}",
+            created(info) or "",
             "yes" if info.pinned else "no",
             Text(facts),  # not markup
         )

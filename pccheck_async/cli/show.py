@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["complain", "size"]
+__all__ = ["complain", "printable", "size"]
 
 
 def complain(problem: str | Exception) -> None:
     """Print one line on stderr; of an error its name and message, no traceback."""
     name = f"{type(problem).__name__}: " if isinstance(problem, Exception) else ""
-    print(f"pccheck: {name}{problem}", file=sys.stderr)
+    print(f"pccheck: {name}{printable(str(problem))}", file=sys.stderr)
+
+
+def printable(text: str) -> str:
+    """Return a string from a checkpoint so that it reaches a terminal as text, never as a control sequence."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def size(nbytes: int) -> str:

@@ -1,0 +1,111 @@
+"""What the operator's commands print alike: JSON, tables, a progress bar."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from pccheck_async import CheckpointInfo, NoCheckpointError
+from pccheck_async.cli.show import complain, printable
+
+__all__ = [
+    "DIFFERENT",
+    "FAILED",
+    "NOTHING",
+    "as_json",
+    "console",
+    "created",
+    "dump",
+    "json_value",
+    "progress_bar",
+    "refuse",
+    "table",
+]
+
+FAILED = 1
+NOTHING = 3
+DIFFERENT = 4
+"""Exit statuses: it could not be done; there is nothing to do it with; it was done, and the answer is bad news."""
+
+_MOST_JSON_BITS = 4096
+
+
+def refuse(error: Exception) -> int:
+    """Print an error and return the exit status for it."""
+    complain(error)
+    return NOTHING if isinstance(error, NoCheckpointError) else FAILED
+
+
+def table(*headings: str, right: int = 0) -> Table:
+    """Return a table; the first ``right`` columns hold numbers, the last one folds."""
+    made = Table(box=SIMPLE, pad_edge=False)
+    for number, heading in enumerate(headings):
+        last = number == len(headings) - 1
+        made.add_column(
+            heading,
+            justify="right" if number < right else "left",
+            no_wrap=not last,
+            overflow="fold" if last else "ellipsis",
+        )
+    return made
+
+
+def json_value(value: object) -> str | int | float | bool | None:
+    """Return a value for JSON, which has no NaN, no infinities and no bytes: those become strings."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, int) and value.bit_length() > _MOST_JSON_BITS:
+        return hex(value)  # Python refuses to write very long ints in decimal
+    return value if value is None or isinstance(value, str | int | float | bool) else printable(repr(value))
+
+
+def as_json(info: CheckpointInfo) -> dict[str, Any]:
+    """Return a checkpoint as ``pccheck ls --json`` shows it."""
+    return {
+        "step": info.step,
+        "counter": info.counter,
+        "nbytes": info.nbytes,
+        "time": json_value(info.time),
+        "created": created(info, iso=True),
+        "pinned": info.pinned,
+        "metadata": {key: json_value(value) for key, value in info.metadata.items()},
+    }
+
+
+def created(info: CheckpointInfo, *, iso: bool = False) -> str | None:
+    """Return when a checkpoint was captured; a damaged store may claim any time, also one that no calendar has."""
+    try:
+        return info.created.isoformat() if iso else f"{info.created:%Y-%m-%d %H:%M:%S}"
+    except (OverflowError, ValueError, OSError):
+        return None if iso else "?"
+
+
+def dump(value: Any) -> None:
+    """Print JSON on stdout."""
+    print(jsonlib.dumps(value, indent=2, allow_nan=False))
+
+
+def console() -> Console:
+    """Return stdout for tables; wide where it is no terminal."""
+    return Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function that takes bytes done and bytes in all, and shows them on stderr where that is a terminal."""
+    screen = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(
+        *columns, TimeRemainingColumn(), console=screen, transient=True, disable=not screen.is_terminal
+    ) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

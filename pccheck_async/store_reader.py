@@ -1,0 +1,111 @@
+"""A store opened for reading, also beside a running writer of another process. Nothing here writes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pccheck_async.config import EngineConfig, decide
+from pccheck_async.errors import CorruptStoreError, ReadError
+from pccheck_async.layout import COMMIT_NAME, Entry, Identity, Record, slot_name
+from pccheck_async.loop import EngineLoop
+from pccheck_async.machine import available_cores, available_memory
+from pccheck_async.manifest import MIN_BLOCK
+from pccheck_async.records import read_identity, read_record
+from pccheck_async.session import IO, Session, open_session
+from pccheck_async.writer import File
+
+__all__ = ["OneLoop", "StoreReader", "with_session"]
+
+T = TypeVar("T")
+_POLL_SECONDS = 0.001
+_LOCK_SECONDS = 30.0
+
+
+class OneLoop:
+    """A loop for the length of one call."""
+
+    def __enter__(self) -> EngineLoop:
+        self._loop = EngineLoop("pccheck-read")
+        return self._loop
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.stop()
+
+
+@dataclass(slots=True)
+class StoreReader:
+    """An open store, read-only.
+
+    Attributes:
+        session: Moves the bytes.
+        identity: What ``store.json`` says.
+        commit: The file of the records.
+    """
+
+    session: Session
+    identity: Identity
+    commit: File
+
+    @classmethod
+    async def open(cls, session: Session) -> StoreReader | None:
+        """Open the store of ``session``; None where there is no (complete) one. Raises CorruptStoreError."""
+        identity = await read_identity(session.writer)
+        if identity is None:
+            return None
+        await session.writer.prepare(create=False)
+        try:
+            commit = await session.writer.open(COMMIT_NAME, writable=False)
+        except FileNotFoundError:
+            raise CorruptStoreError(f"the store has no {COMMIT_NAME!r} file") from None
+        return cls(session, identity, commit)
+
+    async def record(self) -> Record:
+        """Return the newest record as it is now. Raises CorruptStoreError where there is none."""
+        return await read_record(self.session.writer, self.commit, self.identity)
+
+    async def lock(self, pick: Callable[[Record], Entry | None]) -> tuple[Entry, File | None] | None:
+        """Lock the picked checkpoint's slot against reuse; no file where it is missing, None where nothing is picked.
+
+        A slot that is locked shared, and that a record read *after* locking still names, keeps its bytes: writers take
+        only free slots, and pass over locked ones. Otherwise the record has moved on: start over.
+        """
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + _LOCK_SECONDS
+        writer = self.session.writer
+        while True:
+            entry = pick(await self.record())
+            if entry is None:
+                return None
+            try:
+                file = await writer.open(slot_name(entry.slot), writable=False)
+            except FileNotFoundError:
+                if _names(await self.record(), entry):
+                    return entry, None
+            else:
+                if await writer.try_lock(file, shared=True) and _names(await self.record(), entry):
+                    return entry, file
+                await writer.close_file(file)
+            if clock() > deadline:
+                raise ReadError(f"the checkpoints change faster than they can be locked ({_LOCK_SECONDS} s)")
+            await asyncio.sleep(_POLL_SECONDS)
+
+
+async def with_session(
+    path: str | os.PathLike[str], io: IO, work: Callable[[Session], Coroutine[Any, Any, T]], config: EngineConfig
+) -> T:
+    """Call ``work`` with what moves bytes of one folder; its files are closed when it ended."""
+    decided = decide(config, block_bytes=MIN_BLOCK, cores=available_cores(), memory=available_memory())
+    session = await open_session(path, io, writers=decided.writers, copiers=decided.copiers)
+    try:
+        return await work(session)
+    finally:
+        await session.close()
+
+
+def _names(record: Record, entry: Entry) -> bool:
+    """Whether a record still names this checkpoint; its metadata may hold NaN, which equals nothing."""
+    return any((found.counter, found.slot) == (entry.counter, entry.slot) for found in record.entries)

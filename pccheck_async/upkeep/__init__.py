@@ -1,0 +1,30 @@
+"""Looking after stores: what a checkpoint holds, whether it is whole, how two differ; copy, drop, pin, recover.
+
+The functions block; call them from asyncio code with ``asyncio.to_thread``. Those that only read open everything
+read-only, write nothing, and work while a trainer writes to the store.
+"""
+
+from pccheck_async.upkeep.change import Removal, pin_checkpoint, remove_checkpoints
+from pccheck_async.upkeep.compare import Comparison, LeafDifference, compare_checkpoints
+from pccheck_async.upkeep.copy import copy_checkpoint
+from pccheck_async.upkeep.describe import Description, describe_checkpoint
+from pccheck_async.upkeep.recover import Recovery, recover_store
+from pccheck_async.upkeep.verify import CheckedCheckpoint, Damage, Verification, verify_checkpoints
+
+__all__ = [
+    "CheckedCheckpoint",
+    "Comparison",
+    "Damage",
+    "Description",
+    "LeafDifference",
+    "Recovery",
+    "Removal",
+    "Verification",
+    "compare_checkpoints",
+    "copy_checkpoint",
+    "describe_checkpoint",
+    "pin_checkpoint",
+    "recover_store",
+    "remove_checkpoints",
+    "verify_checkpoints",
+]

@@ -1,0 +1,127 @@
+"""Dropping and pinning checkpoints of a store that no trainer has open."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pccheck_async.config import EngineConfig
+from pccheck_async.errors import NoCheckpointError, StoreError, StoreLockedError
+from pccheck_async.info import CheckpointInfo, check_step
+from pccheck_async.layout import Entry, slot_number
+from pccheck_async.retention import KeepAll
+from pccheck_async.scratch import slot_bytes
+from pccheck_async.session import IO, Session
+from pccheck_async.store import Store
+from pccheck_async.store_reader import OneLoop, with_session
+from pccheck_async.upkeep.held import open_reader
+
+__all__ = ["Removal", "pin_checkpoint", "remove_checkpoints"]
+
+T = TypeVar("T")
+_LOCK_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """What was dropped.
+
+    Attributes:
+        removed: The checkpoints, newest first.
+        freed_nbytes: Space on storage that came free; what a reader holds comes free with the next commit.
+    """
+
+    removed: tuple[CheckpointInfo, ...]
+    freed_nbytes: int
+
+
+def remove_checkpoints(
+    path: str | os.PathLike[str], steps: Collection[int], *, force: bool = False, io: IO = "auto"
+) -> Removal:
+    """Drop every checkpoint of these steps, pinned or not, in one commit; as many slots are removed.
+
+    Durability: when this returns they are gone also after a power failure.
+
+    Args:
+        path: Folder of a store.
+        steps: All of them are there, or nothing is dropped.
+        force: Drop them also where no checkpoint is left then.
+        io: As for :class:`pccheck_async.CheckpointEngine`.
+
+    Raises:
+        NoCheckpointError: there is no checkpoint of one of the steps.
+        StoreError: no checkpoint would be left.
+        StoreLockedError: a trainer has the store open.
+        StoreFailedError: the record could not be written; which of the two a restart finds is unknown.
+    """
+    wanted = {check_step(step) for step in steps}
+    removed: list[Entry] = []
+
+    def change(entries: tuple[Entry, ...]) -> list[Entry]:
+        missing = wanted - {entry.step for entry in entries}
+        if missing:
+            raise NoCheckpointError(
+                f"{os.fspath(path)} holds no checkpoint of step {', '.join(map(str, sorted(missing, key=str)))}; "
+                "nothing was removed"
+            )
+        kept = [entry for entry in entries if entry.step not in wanted]
+        if not kept and not force:
+            raise StoreError("no checkpoint would be left; nothing was removed (--force, force=True: remove them)")
+        removed[:] = [entry for entry in entries if entry.step in wanted]
+        return kept
+
+    async def drop(store: Store) -> None:
+        await store.amend(change)
+        await store.remove_surplus()
+
+    before = slot_bytes(Path(path))
+    _with_store(path, io, drop)
+    return Removal(tuple(entry.info for entry in removed), max(0, before - slot_bytes(Path(path))))
+
+
+def pin_checkpoint(path: str | os.PathLike[str], step: int, *, pinned: bool = True, io: IO = "auto") -> CheckpointInfo:
+    """Keep the newest checkpoint of ``step`` whatever a trainer's rules say, or leave it to them again.
+
+    Durability: when this returns the change survives power loss. Does nothing where it was so already.
+
+    Raises:
+        NoCheckpointError: there is none of that step.
+        StoreLockedError: a trainer has the store open: use its ``engine.pin`` and ``engine.unpin``.
+        StoreFailedError: the record could not be written.
+    """
+    number = check_step(step)
+    if number is None:
+        raise TypeError("step is a whole number, not None")
+
+    async def pin(store: Store) -> CheckpointInfo:
+        return (await store.pin(number, pinned)).info
+
+    return _with_store(path, io, pin)
+
+
+def _with_store(path: str | os.PathLike[str], io: IO, work: Callable[[Store], Coroutine[Any, Any, T]]) -> T:
+    """Open an existing store for writing, and never make one."""
+
+    async def look(session: Session) -> int:
+        reader = await open_reader(session, path)
+        return len((await reader.record()).entries)
+
+    async def change(session: Session) -> T:
+        slots = sum(1 for name in await session.writer.names() if slot_number(name) is not None)
+        # As many slots stay free as there are: the trainer reserved them.
+        store = Store(session.writer, retention=KeepAll(), max_in_flight=max(0, slots - committed))
+        try:
+            await store.open(_LOCK_SECONDS)
+        except StoreLockedError as error:
+            raise StoreLockedError(
+                f"{error}. A trainer that has it open pins with engine.pin(step) and engine.unpin(step); what none of "
+                "its rules keeps goes with its next commit"
+            ) from None
+        return await work(store)
+
+    with OneLoop() as loop:
+        committed = loop.call(with_session(path, io, look, EngineConfig(writers=1)))
+        return loop.call(with_session(path, io, change, EngineConfig(writers=1)))

@@ -1,0 +1,78 @@
+"""Checkpoints held for reading: their slots are locked shared, so that no writer reuses them meanwhile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from pccheck_async.errors import CorruptStoreError, NoCheckpointError
+from pccheck_async.layout import Entry, Record, slot_name
+from pccheck_async.manifest import Manifest
+from pccheck_async.reading import choose
+from pccheck_async.restore import read_manifest
+from pccheck_async.session import Session
+from pccheck_async.store_reader import StoreReader
+from pccheck_async.writer import File
+
+__all__ = ["Held", "hold", "hold_slot", "open_reader"]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A committed checkpoint, held for reading.
+
+    Attributes:
+        reader: Its store.
+        entry: What the record says of it.
+        file: Its slot.
+        manifest: What it holds.
+    """
+
+    reader: StoreReader
+    entry: Entry
+    file: File
+    manifest: Manifest
+
+
+async def open_reader(session: Session, path: str | os.PathLike[str]) -> StoreReader:
+    """Open a store for reading. Raises NoCheckpointError where there is none, CorruptStoreError."""
+    reader = await StoreReader.open(session)
+    if reader is None:
+        raise NoCheckpointError(f"{os.fspath(path)} holds no store")
+    return reader
+
+
+@asynccontextmanager
+async def hold(reader: StoreReader, path: str | os.PathLike[str], step: int | None) -> AsyncIterator[Held]:
+    """Hold the newest checkpoint, or the newest of ``step``, until the context is left.
+
+    Raises:
+        NoCheckpointError: there is none.
+        CorruptStoreError: its slot is missing, or its manifest damaged.
+        ReadError: the device failed.
+    """
+    async with hold_slot(reader, lambda record: choose(record.entries, step)) as held:
+        if held is None:
+            raise NoCheckpointError(
+                f"{os.fspath(path)} holds no checkpoint" + ("" if step is None else f" of step {step}")
+            )
+        entry, file = held
+        if file is None:
+            raise CorruptStoreError(f"{slot_name(entry.slot)}, which the newest record names, is missing")
+        manifest = await read_manifest(reader.session.writer, file, entry, reader.identity.block_bytes)
+        yield Held(reader, entry, file, manifest)
+
+
+@asynccontextmanager
+async def hold_slot(
+    reader: StoreReader, pick: Callable[[Record], Entry | None]
+) -> AsyncIterator[tuple[Entry, File | None] | None]:
+    """Hold the slot of the picked checkpoint (see :meth:`StoreReader.lock`) until the context is left."""
+    held = await reader.lock(pick)
+    try:
+        yield held
+    finally:
+        if held is not None and held[1] is not None:
+            await reader.session.writer.close_file(held[1])

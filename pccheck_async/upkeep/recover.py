@@ -1,0 +1,290 @@
+"""Recovering a store whose records or ``store.json`` are lost. Slots are only read, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pccheck_async import checksum
+from pccheck_async.config import EngineConfig
+from pccheck_async.errors import CorruptStoreError, NoCheckpointError, StoreError, StoreLockedError
+from pccheck_async.info import CheckpointInfo
+from pccheck_async.layout import (
+    COMMIT_NAME,
+    COMMIT_NBYTES,
+    FORMAT_VERSION,
+    HEADER,
+    IDENTITY_NAME,
+    REGION_NBYTES,
+    Entry,
+    Identity,
+    Record,
+    decode_record,
+    encode_identity,
+    encode_record,
+    newest_record,
+    region_offsets,
+    slot_name,
+    slot_number,
+)
+from pccheck_async.manifest import MIN_BLOCK
+from pccheck_async.memory import PAGE_BYTES, aligned_buffer
+from pccheck_async.records import read_identity
+from pccheck_async.session import IO, Session
+from pccheck_async.store_reader import OneLoop, with_session
+from pccheck_async.upkeep.chunks import Progress
+from pccheck_async.upkeep.salvage import FoundCheckpoint, arrange, search_slot
+from pccheck_async.writer import Writer
+
+__all__ = ["Recovery", "recover_store"]
+
+_LOCK_SECONDS = 5.0
+_POLL_SECONDS = 0.01
+_NEW = ".recovered"
+_BUSY = "being written by another process"
+
+FileState = Literal["valid", "missing", "damaged"]
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What was found, and done.
+
+    Attributes:
+        identity: State of ``store.json``.
+        record: State of the commit records: ``valid`` where any of the four copies is.
+        found: What each slot holds; empty where the slots were not searched, because a record is valid.
+        named: What the record names, or would name, newest first.
+        written: Names of the files that were written.
+        kept: Names that the files which they replace have now.
+    """
+
+    identity: FileState
+    record: FileState
+    found: tuple[FoundCheckpoint, ...]
+    named: tuple[CheckpointInfo, ...]
+    written: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+
+    @property
+    def needed(self) -> bool:
+        """Whether a trainer could not open the store as it was found."""
+        return self.identity != "valid" or self.record != "valid"
+
+
+def recover_store(
+    path: str | os.PathLike[str],
+    *,
+    write: bool = False,
+    search: bool = False,
+    slots: Collection[int] | None = None,
+    progress: Progress = lambda done, total: None,
+    io: IO = "auto",
+) -> Recovery:
+    """Find out what a damaged store still holds, and make it a store again.
+
+    A record that is valid decides, also where ``store.json`` is lost. Without one the slots are searched: a checkpoint
+    counts as whole where its manifest decodes and every chunk has the checksum listed there. That proves that the bytes
+    of its tensors are those that were written. It does not prove that it had been committed: the newest one may be one
+    that the engine was about to commit, or one that it gave up because the state changed while it was captured
+    (``TornCaptureError``). Nor does it prove that no bit of the manifest flipped, for only the record has its checksum:
+    look at steps and plain values (:func:`describe_checkpoint`). What was pinned is not known any more.
+
+    Args:
+        path: Folder of the store.
+        write: Write a new commit record, and ``store.json`` where it is not valid. The files that they replace stay
+            under other names. Else nothing is written.
+        search: Search the slots also where a record is valid, and write one that names what was found.
+        slots: Name only the checkpoints in these; by default all that are whole.
+        progress: Told bytes searched, of one slot after another.
+        io: As for :class:`pccheck_async.CheckpointEngine`.
+
+    Durability: what is written survives power loss when this returns. A crash in between leaves a store that can be
+    recovered by another call.
+
+    Raises:
+        NoCheckpointError: there is nothing here that could be recovered.
+        StoreError: ``write`` where nothing is missing or damaged.
+        StoreLockedError: ``write`` while a trainer has the store open.
+        ReadError, WriteError: the device failed.
+    """
+
+    async def work(session: Session) -> Recovery:
+        return await _recover(session, path, write, search, slots, progress)
+
+    with OneLoop() as loop:
+        return loop.call(with_session(path, io, work, EngineConfig()))
+
+
+async def _recover(
+    session: Session,
+    path: str | os.PathLike[str],
+    write: bool,
+    search: bool,
+    slots: Collection[int] | None,
+    progress: Progress,
+) -> Recovery:
+    writer = session.writer
+    names = await writer.names()
+    numbers = [number for name in names if (number := slot_number(name)) is not None]
+    if not numbers and COMMIT_NAME not in names:
+        raise NoCheckpointError(f"{os.fspath(path)} holds no store, nor parts of one")
+    facts = await writer.prepare(create=False)
+    if write and COMMIT_NAME in names:
+        await _lock(writer)
+    identity_state, identity = await _identity(writer)
+    commit = await _commit_bytes(writer) if COMMIT_NAME in names else None
+    record, store_id = _record(commit, identity)
+    record_state: FileState = "valid" if record else "missing" if commit is None else "damaged"
+    found: list[FoundCheckpoint] = []
+    if record is None or search:
+        for number in numbers:
+            block_bytes = identity.block_bytes if identity else MIN_BLOCK
+            found.append(await _search(session, number, block_bytes, progress, keep=write))
+        if write and any(one.note == _BUSY for one in found):
+            raise StoreLockedError(f"another process writes to a slot of {os.fspath(path)}: nothing was written")
+        found = [_unasked(one) if slots is not None and one.slot not in slots else one for one in found]
+        entries, notes = arrange(found)
+        found = [replace(one, note=notes.get(one.slot, one.note)) for one in found]
+    else:
+        entries = list(record.entries)
+    recovery = Recovery(identity_state, record_state, tuple(found), tuple(entry.info for entry in entries), (), ())
+    if not write:
+        return recovery
+    if not recovery.needed and not search:
+        raise StoreError(
+            f"{os.fspath(path)} is in order: nothing was written (`pccheck verify` checks its checkpoints)"
+        )
+    if found and not entries:
+        raise NoCheckpointError(f"no slot of {os.fspath(path)} holds a whole checkpoint: nothing was written")
+    if identity is None:
+        block = _block(max(facts.block_bytes, PAGE_BYTES), entries)
+        identity = Identity(
+            format=FORMAT_VERSION, store_id=store_id or secrets.token_hex(16), checksum=checksum.NAME, block_bytes=block
+        )
+    writing = _Writing(writer, names)
+    if record is None or search:
+        await writing.commit(identity, entries)
+    if identity_state != "valid":
+        await writing.identity(identity)
+    return replace(recovery, written=tuple(writing.written), kept=tuple(writing.kept))
+
+
+def _unasked(one: FoundCheckpoint) -> FoundCheckpoint:
+    return replace(one, entry=None, note=one.note or "not asked for")
+
+
+async def _lock(writer: Writer) -> None:
+    """Hold the writer's lock until the session ends."""
+    file = await writer.open(COMMIT_NAME, writable=True)
+    deadline = asyncio.get_running_loop().time() + _LOCK_SECONDS
+    while not await writer.try_lock(file):
+        if asyncio.get_running_loop().time() >= deadline:
+            raise StoreLockedError("another process has this store open for writing: close it first")
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+async def _identity(writer: Writer) -> tuple[FileState, Identity | None]:
+    try:
+        identity = await read_identity(writer)
+    except CorruptStoreError:
+        return "damaged", None
+    return ("missing", None) if identity is None else ("valid", identity)
+
+
+async def _commit_bytes(writer: Writer) -> memoryview:
+    file = await writer.open(COMMIT_NAME, writable=False)
+    view = aligned_buffer(COMMIT_NBYTES)
+    got = await writer.read(file, 0, view)
+    await writer.close_file(file)
+    return view[:got]
+
+
+def _record(commit: memoryview | None, identity: Identity | None) -> tuple[Record | None, str | None]:
+    """Return the newest valid record, and the store id that it names; without ``store.json`` of whatever store."""
+    if commit is None:
+        return None, None
+    if identity is not None:
+        return newest_record(commit, identity.id_bytes), identity.store_id
+    found: list[tuple[Record, str]] = []
+    for start in range(0, len(commit) - HEADER.size, REGION_NBYTES):
+        store_id = HEADER.unpack_from(commit, start)[3]
+        record = decode_record(commit[start : start + REGION_NBYTES], store_id)
+        if record is not None:
+            found.append((record, store_id.hex()))
+    return max(found, key=lambda one: one[0].generation, default=(None, None))
+
+
+async def _search(
+    session: Session, number: int, block_bytes: int, progress: Progress, *, keep: bool
+) -> FoundCheckpoint:
+    """Search a slot; it stays locked until the session ends where what was found is going to be named."""
+    name = slot_name(number)
+    file = await session.writer.open(name, writable=False)
+    try:
+        if not await session.writer.try_lock(file, shared=True):
+            keep = False
+            return FoundCheckpoint(number, name, None, 0, (), None, _BUSY)
+        return await search_slot(session, file, block_bytes, progress)
+    finally:
+        if not keep:
+            await session.writer.close_file(file)
+
+
+def _block(block: int, entries: Sequence[Entry]) -> int:
+    """Return the largest block size up to ``block`` that every checkpoint keeps."""
+    while block > MIN_BLOCK and any(entry.manifest_offset % block for entry in entries):
+        block //= 2
+    return block
+
+
+class _Writing:
+    """Replaces files of a store; what they replace stays under another name.
+
+    Attributes:
+        written: Names of the new files.
+        kept: Names that the old ones have now.
+    """
+
+    def __init__(self, writer: Writer, names: Sequence[str]) -> None:
+        self._writer = writer
+        self._names = set(names)
+        self.written: list[str] = []
+        self.kept: list[str] = []
+
+    async def commit(self, identity: Identity, entries: Sequence[Entry]) -> None:
+        """Write a commit file both of whose records name ``entries``: four copies of it."""
+        new = COMMIT_NAME + _NEW
+        if new in self._names:  # left by a crash
+            await self._writer.unlink(new)
+        file = await self._writer.create(new, COMMIT_NBYTES)
+        image = aligned_buffer(COMMIT_NBYTES)
+        for generation in (0, 1):
+            data = encode_record(Record(generation, tuple(entries)), identity.id_bytes, identity.block_bytes)
+            for offset in region_offsets(generation):
+                image[offset : offset + len(data)] = data
+        await self._writer.write(file, 0, image)
+        await self._writer.flush(file)  # crash: a commit file under its name without its records
+        await self._replace(new, COMMIT_NAME)
+
+    async def identity(self, identity: Identity) -> None:
+        """Write ``store.json``; it comes last, and names the store whose records are there by then."""
+        new = IDENTITY_NAME + _NEW
+        await self._writer.write_small(new, encode_identity(identity))
+        await self._replace(new, IDENTITY_NAME)
+
+    async def _replace(self, new: str, name: str) -> None:
+        if name in self._names:
+            number = 0
+            while (aside := f"{name}.damaged-{number}") in self._names:
+                number += 1
+            await self._writer.rename(name, aside)
+            self._names.add(aside)
+            self.kept.append(aside)
+        await self._writer.rename(new, name)
+        await self._writer.sync_folder()  # crash: acknowledged, and the old name back
+        self.written.append(name)

@@ -1,0 +1,187 @@
+"""Checkpoints found in slots that no record names: by their manifests, and whole only if every checksum holds."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from pccheck_async.checksum import crc32
+from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
+from pccheck_async.info import CheckpointInfo, Metadata
+from pccheck_async.layout import MOST_ENTRIES, Entry, check_metadata, slot_number
+from pccheck_async.manifest import Manifest
+from pccheck_async.memory import aligned_buffer
+from pccheck_async.session import Session
+from pccheck_async.state.listing import Listing, list_leaves
+from pccheck_async.upkeep.candidates import find_signatures, manifest_at
+from pccheck_async.upkeep.chunks import Progress
+from pccheck_async.upkeep.verify import Damage, check_payload
+from pccheck_async.writer import File
+
+__all__ = ["FoundCheckpoint", "arrange", "search_slot"]
+
+_WINDOW_BYTES = 16 << 20
+_FIRST_LOOK_BYTES = 1 << 20
+_MOST_MANIFEST_NBYTES = 1 << 30
+_MOST_CANDIDATES = 16
+"""Manifests in one slot whose payloads are read: a slot has one, or leftovers of some earlier ones."""
+_BASE = 64 * 1024
+"""A multiple of every block size: reads begin at one, so that direct I/O works where the block size is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundCheckpoint:
+    """What a slot holds.
+
+    Attributes:
+        slot: Its number.
+        file: Its name.
+        info: What the manifest says; None where there is none.
+        chunks: Pieces of its payload.
+        damage: Those that are not what the manifest says: another checkpoint was written over it, or bytes rotted.
+        entry: How a record would name it; None unless it is whole.
+        note: Why it is not offered; empty where it is.
+    """
+
+    slot: int
+    file: str
+    info: CheckpointInfo | None
+    chunks: int
+    damage: tuple[Damage, ...]
+    entry: Entry | None
+    note: str
+
+    @property
+    def whole(self) -> bool:
+        """Whether every checksum holds."""
+        return self.entry is not None
+
+
+async def search_slot(session: Session, file: File, block_bytes: int, progress: Progress) -> FoundCheckpoint:
+    """Look for a whole checkpoint in a slot, from its end.
+
+    What matters is the manifest with the highest offset whose whole payload, from the beginning of the slot up to it at
+    most, has the checksums that it lists. A newer checkpoint that was being written over an older one changes chunks of
+    that; a manifest inside the payload of a whole checkpoint is part of somebody's tensors. Without a whole one, the
+    one with the latest time is described, and what is damaged of it.
+    """
+    best: FoundCheckpoint | None = None
+    tried = 0
+    async for offset in _signatures(session, file, block_bytes, progress):
+        try:
+            candidate = await _read_candidate(session, file, offset)
+        except CorruptStoreError:
+            continue
+        tried += 1
+        if tried > _MOST_CANDIDATES:
+            break
+        found = await _examine(session, file, candidate)
+        if found.whole:
+            return found
+        if best is None or best.info is None or (found.info and found.info.time > best.info.time):
+            best = found
+    return best or FoundCheckpoint(_number(file), file.name, None, 0, (), None, "no manifest")
+
+
+def arrange(found: Sequence[FoundCheckpoint]) -> tuple[list[Entry], dict[int, str]]:
+    """Return what a new record names, newest first, and notes on slots.
+
+    Counters order them, as in every record. Of two with one counter the later one counts: the other was written before
+    a crash, never committed, and its counter given again.
+    """
+    whole = sorted((one.entry for one in found if one.entry is not None), key=_rank, reverse=True)
+    kept: list[Entry] = []
+    notes: dict[int, str] = {}
+    for entry in whole:
+        if kept and kept[-1].counter == entry.counter:
+            notes[entry.slot] = f"counter {entry.counter} again, captured earlier: never committed"
+        elif len(kept) == MOST_ENTRIES:
+            notes[entry.slot] = f"a record names {MOST_ENTRIES}"
+        else:
+            if kept and entry.time > kept[-1].time:
+                notes[kept[-1].slot] = f"captured before counter {entry.counter}: copied here, or never committed"
+            kept.append(entry)
+    return kept, notes
+
+
+def _rank(entry: Entry) -> tuple[int, float]:
+    return entry.counter, entry.time
+
+
+async def _signatures(session: Session, file: File, step: int, progress: Progress) -> AsyncIterator[int]:
+    """Yield the offsets at which a manifest may begin, the last one first."""
+    buffer = aligned_buffer(_WINDOW_BYTES)
+    for start in range((file.nbytes - 1) // _WINDOW_BYTES * _WINDOW_BYTES, -1, -_WINDOW_BYTES):
+        got = await session.writer.read(file, start, buffer)
+        for offset in await session.operations.call(find_signatures, buffer[: got // step * step], step):
+            yield start + offset
+        progress(file.nbytes - start, file.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    offset: int
+    nbytes: int
+    checksum: int
+    manifest: Manifest
+    listing: Listing
+
+
+async def _read_candidate(session: Session, file: File, offset: int) -> _Candidate:
+    """Read the manifest at ``offset``, whose length nothing tells. Raises CorruptStoreError where there is none."""
+    base = offset // _BASE * _BASE
+    most = min(file.nbytes - base, _MOST_MANIFEST_NBYTES)
+    size = _FIRST_LOOK_BYTES
+    while True:
+        buffer = aligned_buffer(size)
+        got = await session.writer.read(file, base, buffer)
+        data = buffer[offset - base : got]
+        found = await session.operations.call(manifest_at, data, offset)
+        if found is not None:
+            manifest, length = found
+            return _Candidate(offset, length, crc32(data[:length]), manifest, list_leaves(manifest))
+        if size >= most:
+            raise CorruptStoreError("no manifest: it does not end inside the slot")
+        size = min(4 * size, -(-most // _BASE) * _BASE)
+
+
+async def _examine(session: Session, file: File, candidate: _Candidate) -> FoundCheckpoint:
+    manifest = candidate.manifest
+    damage = await check_payload(session, file, manifest, candidate.listing)
+    metadata = _metadata(manifest)
+    info = CheckpointInfo(
+        step=manifest.step,
+        counter=manifest.counter,
+        nbytes=manifest.payload_nbytes,
+        time=manifest.time,
+        metadata=metadata,
+    )
+    entry = None
+    if not damage:
+        entry = Entry(
+            counter=manifest.counter,
+            step=manifest.step,
+            time=manifest.time,
+            nbytes=manifest.payload_nbytes,
+            slot=_number(file),
+            manifest_offset=candidate.offset,
+            manifest_nbytes=candidate.nbytes,
+            manifest_checksum=candidate.checksum,
+            pinned=False,
+            metadata=dict(metadata),
+        )
+    note = "" if entry else f"{len(damage)} of {len(manifest.chunks)} chunks damaged or overwritten"
+    return FoundCheckpoint(_number(file), file.name, info, len(manifest.chunks), damage, entry, note)
+
+
+def _metadata(manifest: Manifest) -> Metadata:
+    try:
+        return check_metadata(manifest.metadata)
+    except UnsupportedStateError:
+        return {}  # larger than a record takes: no engine wrote it
+
+
+def _number(file: File) -> int:
+    number = slot_number(file.name)
+    assert number is not None
+    return number

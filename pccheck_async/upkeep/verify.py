@@ -1,0 +1,221 @@
+"""Verifying a store: every checksum of it, at the speed of the disk. Nothing is copied anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pccheck_async.config import EngineConfig
+from pccheck_async.errors import CorruptStoreError, NoCheckpointError, ReadError
+from pccheck_async.info import CheckpointInfo, check_step
+from pccheck_async.layout import COMMIT_NBYTES, Entry, Record, newest_record, slot_name
+from pccheck_async.manifest import Manifest
+from pccheck_async.memory import aligned_buffer
+from pccheck_async.reading import choose
+from pccheck_async.restore import read_manifest
+from pccheck_async.session import IO, Session
+from pccheck_async.state.listing import Listing, list_leaves
+from pccheck_async.store_reader import OneLoop, StoreReader, with_session
+from pccheck_async.upkeep.chunks import Progress, check_chunks, make_pool
+from pccheck_async.upkeep.copies import RecordCopy, examine
+from pccheck_async.upkeep.held import hold_slot, open_reader
+from pccheck_async.writer import File
+
+__all__ = ["CheckedCheckpoint", "Damage", "Verification", "check_payload", "verify_checkpoints"]
+
+_LOOKS = 20
+_LOOK_SECONDS = 0.025
+"""A running writer may be in the middle of a record: only what stays as it is for half a second is damage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Bytes that are not what was written.
+
+    Attributes:
+        file: The file's name.
+        what: ``chunk 3``, ``manifest``, or ``slot`` where all of it is missing.
+        offset: First byte in the file.
+        nbytes: So many of them.
+        reason: What was found.
+        leaves: Paths of the tensors and arrays that have bytes there; of a manifest all are lost, and none is known.
+    """
+
+    file: str
+    what: str
+    offset: int
+    nbytes: int
+    reason: str
+    leaves: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedCheckpoint:
+    """A committed checkpoint that was read from its first to its last byte.
+
+    Attributes:
+        info: What the record says of it.
+        slot: Its file.
+        chunks: So many were checked.
+        nbytes: Of payload and manifest.
+        damage: Empty where it is whole.
+    """
+
+    info: CheckpointInfo
+    slot: str
+    chunks: int
+    nbytes: int
+    damage: tuple[Damage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What was found.
+
+    Attributes:
+        records: The copies of both commit records.
+        checkpoints: Those that were checked, newest first.
+        nbytes: Bytes of checkpoints that were read.
+        seconds: The time that reading and checking them took.
+        direct: Whether they came from the device, past the page cache.
+    """
+
+    records: tuple[RecordCopy, ...]
+    checkpoints: tuple[CheckedCheckpoint, ...]
+    nbytes: int
+    seconds: float
+    direct: bool
+
+    @property
+    def whole(self) -> bool:
+        """Whether every byte is what was written."""
+        return not any(copy.state == "damaged" for copy in self.records) and not any(
+            checkpoint.damage for checkpoint in self.checkpoints
+        )
+
+
+def verify_checkpoints(
+    path: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    every: bool = False,
+    progress: Progress = lambda done, total: None,
+    io: IO = "auto",
+) -> Verification:
+    """Check ``store.json``, all copies of both commit records, and the manifest and every chunk of checkpoints.
+
+    Args:
+        path: Folder of a store.
+        step: Check the newest checkpoint of this step; by default the newest of all.
+        every: Check all committed checkpoints. Those that a running writer drops meanwhile are left out.
+        progress: See :data:`Progress`.
+        io: As for :class:`pccheck_async.CheckpointEngine`.
+
+    Raises:
+        NoCheckpointError: there is none to check.
+        CorruptStoreError: ``store.json`` is damaged, or no record is valid: see :func:`recover_store`.
+        ReadError: the device failed where the records lie.
+    """
+    step = check_step(step)
+
+    async def work(session: Session) -> Verification:
+        reader = await open_reader(session, path)
+        copies, record = await _records(reader)
+        wanted = list(record.entries) if every else [entry] if (entry := choose(record.entries, step)) else []
+        if not wanted:
+            raise NoCheckpointError(
+                f"{os.fspath(path)} holds no checkpoint" + ("" if step is None else f" of step {step}")
+            )
+        start = time.perf_counter()
+        count = _Count(progress, sum(entry.manifest_nbytes + entry.nbytes for entry in wanted))
+        found = [checked for entry in wanted if (checked := await _check(reader, entry, count))]
+        while not found:  # a running writer dropped them before they could be held
+            found = [checked] if (checked := await _check(reader, None, count, step)) else []
+        seconds = time.perf_counter() - start
+        return Verification(copies, tuple(found), count.done, seconds, session.writer.statistics().direct)
+
+    with OneLoop() as loop:
+        return loop.call(with_session(path, io, work, EngineConfig()))
+
+
+class _Count:
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress = progress
+        self._total = total
+        self.done = 0
+
+    def add(self, nbytes: int) -> None:
+        self.done += nbytes
+        self._progress(min(self.done, self._total), self._total)
+
+
+async def _records(reader: StoreReader) -> tuple[tuple[RecordCopy, ...], Record]:
+    """Look at the commit file until it is whole, or stays as it is."""
+    view = aligned_buffer(COMMIT_NBYTES)
+    last, same = b"", 0
+    for _ in range(10 * _LOOKS):
+        image = view[: await reader.session.writer.read(reader.commit, 0, view)]
+        copies = examine(image, reader.identity.id_bytes)
+        same, last = same + 1 if last == bytes(image) else 0, bytes(image)
+        if all(copy.state != "damaged" for copy in copies) or same >= _LOOKS:
+            break
+        await asyncio.sleep(_LOOK_SECONDS)
+    record = newest_record(image, reader.identity.id_bytes)
+    if record is None:
+        record = await reader.record()  # raises, unless a writer was at work all the time
+    return copies, record
+
+
+async def _check(
+    reader: StoreReader, entry: Entry | None, count: _Count, step: int | None = None
+) -> CheckedCheckpoint | None:
+    """Check one checkpoint; None where it was dropped meanwhile. Without an entry, the newest (of ``step``)."""
+
+    def pick(record: Record) -> Entry | None:
+        if entry is None:
+            return choose(record.entries, step)
+        return next((one for one in record.entries if (one.counter, one.slot) == (entry.counter, entry.slot)), None)
+
+    async with hold_slot(reader, pick) as held:
+        if held is None:
+            if entry is None:
+                raise NoCheckpointError("the store holds no such checkpoint any more")
+            return None
+        found, file = held
+        name = slot_name(found.slot)
+        if file is None:
+            missing = Damage(name, "slot", 0, found.manifest_offset + found.manifest_nbytes, "the file is missing")
+            return CheckedCheckpoint(found.info, name, 0, 0, (missing,))
+        try:
+            manifest = await read_manifest(reader.session.writer, file, found, reader.identity.block_bytes)
+            listing = list_leaves(manifest)
+        except (CorruptStoreError, ReadError) as error:
+            damage = Damage(name, "manifest", found.manifest_offset, found.manifest_nbytes, str(error))
+            count.add(found.manifest_nbytes)
+            return CheckedCheckpoint(found.info, name, 0, found.manifest_nbytes, (damage,))
+        count.add(found.manifest_nbytes)
+        damages = await check_payload(reader.session, file, manifest, listing, count.add)
+        nbytes = manifest.payload_nbytes + found.manifest_nbytes
+        return CheckedCheckpoint(found.info, name, len(manifest.chunks), nbytes, damages)
+
+
+async def check_payload(
+    session: Session, file: File, manifest: Manifest, listing: Listing, read: Callable[[int], None] = lambda _: None
+) -> tuple[Damage, ...]:
+    """Read every chunk of a checkpoint and return what is damaged, in the order of the file."""
+    damages: dict[int, Damage] = {}
+
+    def damaged(index: int, reason: str) -> None:
+        chunk = manifest.chunks[index]
+        leaves = tuple(listing.within(chunk.offset, chunk.offset + chunk.nbytes))
+        damages[index] = Damage(file.name, f"chunk {index}", chunk.offset, chunk.nbytes, reason, leaves)
+
+    pool = make_pool(manifest)
+    try:
+        await check_chunks(session, file, manifest.chunks, pool, damaged=damaged, read=read)
+    finally:
+        pool.close()
+    return tuple(damages[index] for index in sorted(damages))

@@ -1,0 +1,344 @@
+"""The operator's commands: what they print, and how they end."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from pccheck_async import CheckpointInfo, SyncCheckpointEngine, describe_checkpoint, list_checkpoints
+from pccheck_async.cli import app
+from pccheck_async.cli.diff import Place, parse_place
+from pccheck_async.cli.output import as_json, created, json_value
+from pccheck_async.cli.show import printable
+
+EVIL = "e\x1b[31mv[red]i\nl\u202e\udc80"
+runner = CliRunner()
+
+
+def pccheck(*arguments: object, input: str | None = None) -> Result:  # noqa: A002
+    result = runner.invoke(app, [str(argument) for argument in arguments], input=input)
+    assert "Traceback" not in result.output, result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    assert "\x1b" not in result.output
+    assert "\u202e" not in result.output
+    return result
+
+
+def parsed(*arguments: object, status: int = 0) -> Any:
+    result = pccheck(*arguments, "--json")
+    assert result.exit_code == status, result.output
+    return json.loads(result.stdout)
+
+
+def state_of(step: int) -> dict[str, Any]:
+    weights = torch.arange(3000.0) + step
+    return {"model": {"weights": weights, "tied": weights}, EVIL: EVIL, "step": step, "[bold]": torch.ones(2)}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of steps 1, 2 and 3 that nobody changes."""
+    path = tmp_path_factory.mktemp("made") / "store"
+    save(path, 1, 2, 3)
+    return path
+
+
+def save(path: Path, *steps: int) -> None:
+    with SyncCheckpointEngine(path, keep_last=5, max_in_flight=1, chunk_bytes=4096) as engine:
+        for step in steps:
+            metadata = {"loss": math.nan if step == 3 else 1.0, "note": EVIL[:-1]}
+            engine.checkpoint(state_of(step), step=step, metadata=metadata).result(60)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """One that may be changed."""
+    save(tmp_path / "store", 1, 2, 3)
+    return tmp_path / "store"
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def test_show(made: Path) -> None:
+    result = pccheck("show", made)
+    assert result.exit_code == 0
+    assert "weights  float32 [3000]  12.0 kB" in result.stdout
+    assert r"tied  float32 [3000]  12.0 kB  = model.weights, stored once" in result.stdout
+    assert r"e\x1b[31mv[red]i\nl\u202e\udc80 = 'e\x1b[31mv[red]i\nl\u202e\udc80'" in result.stdout
+    assert "[bold]  float32 [2]  8 B" in result.stdout
+    assert "step = 3" in result.stdout
+    assert "3 tensors and arrays of 24.0 kB, 1 of them aliases; 2 plain values." in result.stdout
+    assert "the manifest at byte 12288," in result.stdout
+
+
+def test_show_json(made: Path) -> None:
+    found = parsed("show", made, "--step=2")
+    assert (found["step"], found["store_id"], found["manifest"]["offset"]) == (
+        2,
+        describe_checkpoint(made).store_id,
+        12288,
+    )
+    leaves = {leaf["path"]: leaf for leaf in found["leaves"]}
+    assert leaves["model.tied"]["alias_of"] == "model.weights"
+    assert leaves["model.weights"]["shape"] == [3000]
+    assert leaves["model.weights"]["payload"] == [0, 12000]
+    assert leaves["step"] == {"path": "step", "kind": "int", "value": 2}
+    assert leaves[EVIL]["value"] == EVIL
+    assert [chunk["offset"] for chunk in found["chunks"]] == [0, 4096, 8192]
+    assert parsed("show", made)["metadata"] == {"loss": "nan", "note": EVIL[:-1]}
+
+
+def test_verify(made: Path) -> None:
+    result = pccheck("verify", made, "--all")
+    assert result.exit_code == 0
+    assert result.stdout.count("whole") == 3
+    assert "Every checksum holds." in result.stdout
+    found = parsed("verify", made)
+    assert found["whole"]
+    assert [each["step"] for each in found["checkpoints"]] == [3]
+    assert [copy["state"] for copy in found["records"]] == ["valid"] * 4
+
+
+def test_verify_names_the_damage(store: Path) -> None:
+    described = describe_checkpoint(store)
+    flip(store / described.slot, 5000)
+    flip(store / "commit", 70)
+    result = pccheck("verify", store, "--all")
+    assert result.exit_code == 4
+    assert f"{described.slot}: chunk 1 (bytes 4096 to 8192): checksum mismatch; it holds model.weights, model.tied" in (
+        result.stdout
+    )
+    assert "commit: copy A0 of a record, at byte 0, is damaged" in result.stdout
+    assert "DAMAGED." in result.stdout
+    found = parsed("verify", store, status=4)
+    assert not found["whole"]
+    (damage,) = found["checkpoints"][0]["damage"]
+    assert damage["leaves"] == ["model.weights", "model.tied"]
+    assert parsed("verify", store, "--step=2", status=4)["checkpoints"][0]["whole"]  # the record's copy is damaged
+
+
+def test_diff(made: Path) -> None:
+    result = pccheck("diff", f"{made}@1", "@3")
+    assert result.exit_code == 4
+    rows = [line.split() for line in result.stdout.splitlines() if "elements" in line]
+    assert [row[:3] + row[-1:] for row in rows] == [
+        ["3000", "3000", "2", name] for name in ("model.weights", "model.tied")
+    ]
+    assert "value: int 1 -> int 3" in result.stdout
+    assert "2 of 5 leaves are equal in every bit." in result.stdout
+    found = parsed("diff", f"{made}@1", made, status=4)
+    assert (found["one"]["step"], found["other"]["step"], found["leaves"]) == (1, 3, 5)
+    by_path = {each["path"]: each for each in found["differences"]}
+    assert by_path["model.weights"]["max_absolute"] == 2.0
+    assert by_path["step"] == {"path": "step", "change": "value", "one": "int 1", "other": "int 3"}
+    result = pccheck("diff", made, "@3")
+    assert result.exit_code == 0
+    assert "All 5 leaves are equal in every bit." in result.stdout
+    assert parsed("diff", made, made)["equal"]
+
+
+def test_diff_of_hostile_names_and_forms(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path, keep_last=2) as engine:
+        engine.checkpoint({EVIL: EVIL, "x": torch.ones(2), "y" + EVIL: torch.ones(2)}, step=1).result(60)
+        engine.checkpoint({EVIL: EVIL * 2, "x": torch.ones(3), "[/]": torch.tensor(math.inf)}, step=2).result(60)
+    result = pccheck("diff", f"{tmp_path}@1", "@2")
+    assert result.exit_code == 4
+    assert "shape: tensor float32 [2] -> tensor float32 [3]" in result.stdout
+    assert "[/]  tensor float32 []" in result.stdout
+    assert {each["change"] for each in parsed("diff", f"{tmp_path}@1", "@2", status=4)["differences"]} == {
+        "value",
+        "shape",
+        "removed",
+        "added",
+    }
+
+
+def test_places(tmp_path: Path) -> None:
+    (tmp_path / "run@7").mkdir()
+    assert parse_place(f"{tmp_path}/run@7") == Place(tmp_path / "run@7", None)
+    assert parse_place(f"{tmp_path}/run@7@8") == Place(tmp_path / "run@7", 8)
+    assert parse_place("a@b@-3") == Place(Path("a@b"), -3)
+    assert parse_place("@12") == Place(None, 12)
+    assert parse_place("a@b") == Place(Path("a@b"), None)
+
+
+def test_copy(made: Path, tmp_path: Path) -> None:
+    result = pccheck("copy", made, tmp_path / "new", "--step=3")
+    assert result.exit_code == 0
+    assert "Step 3 (12.3 kB) copied and verified" in result.stdout
+    result = pccheck("copy", made, tmp_path / "new", "--step=1", "--pin")
+    assert "Older there now: step 3. A trainer resumes from step 1." in result.stdout
+    found = parsed("copy", made, tmp_path / "new", "--step=2")
+    assert found == as_json(list_checkpoints(tmp_path / "new")[0])
+    assert [(info.step, info.pinned) for info in list_checkpoints(tmp_path / "new")] == [
+        (2, False),
+        (1, True),
+        (3, False),
+    ]
+    assert pccheck("diff", f"{made}@2", tmp_path / "new").exit_code == 0
+    assert pccheck("verify", tmp_path / "new", "--all").exit_code == 0
+    assert pccheck("copy", made, made).exit_code == 1
+
+
+def test_rm_asks(store: Path) -> None:
+    result = pccheck("rm", store, 1, 2, input="n\n")
+    assert result.exit_code == 1
+    assert "Remove step 2, 1 (24.6 kB) from" in result.stderr
+    assert pccheck("rm", store, 1, input="").exit_code == 1
+    assert len(list_checkpoints(store)) == 3
+    assert pccheck("rm", store, 1, input="y\n").exit_code == 0
+    assert [info.step for info in list_checkpoints(store)] == [3, 2]
+
+
+def test_rm_pin_unpin(store: Path) -> None:
+    assert pccheck("pin", store, 1).exit_code == 0
+    result = pccheck("rm", store, 9, "--yes")
+    assert result.exit_code == 3
+    assert "no checkpoint of step 9" in result.stderr
+    result = pccheck("rm", store, 1, 2, 3, "-y")
+    assert result.exit_code == 1
+    assert "no checkpoint would be left" in result.stderr
+    assert [info.pinned for info in list_checkpoints(store)] == [False, False, True]
+    assert pccheck("unpin", store, 1).exit_code == 0
+    assert not any(info.pinned for info in list_checkpoints(store))
+    slots = len(list(store.glob("slot-*")))
+    result = pccheck("rm", store, 1, 2, 3, "-y", "--force")
+    assert result.exit_code == 0
+    assert "Removed step 3, 2, 1;" in result.stdout
+    assert list_checkpoints(store) == []
+    assert len(list(store.glob("slot-*"))) == slots - 3
+    assert pccheck("pin", store, 1).exit_code == 3
+
+
+def test_commands_beside_a_trainer(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with SyncCheckpointEngine(path, keep_last=2) as engine:
+        for step in (1, 2):
+            engine.checkpoint(state_of(step), step=step).result(60)
+        for arguments in (
+            ["show", path],
+            ["verify", path, "--all"],
+            ["copy", path, tmp_path / "new"],
+            ["recover", path],
+        ):
+            assert pccheck(*arguments).exit_code == 0
+        assert pccheck("diff", f"{path}@1", path).exit_code == 4
+        for arguments in (["pin", path, 1], ["unpin", path, 1], ["rm", path, 1, "-y"]):
+            result = pccheck(*arguments)
+            assert result.exit_code == 1
+            assert result.stderr.startswith("pccheck: StoreLockedError: ")
+            assert "engine.pin(step)" in result.stderr
+        engine.checkpoint(state_of(3), step=3).result(60)
+    assert [info.step for info in list_checkpoints(path)] == [3, 2]
+
+
+def test_recover(store: Path) -> None:
+    result = pccheck("recover", store)
+    assert result.exit_code == 0
+    assert "Nothing is missing" in result.stdout
+    assert pccheck("recover", store, "--write").exit_code == 1
+    described = describe_checkpoint(store)
+    flip(store / described.slot, 100)
+    (store / "commit").write_bytes(os.urandom(1 << 18))
+    result = pccheck("recover", store)
+    assert result.exit_code == 4
+    rows = [line.split() for line in result.stdout.splitlines() if line.lstrip().startswith("slot-")]
+    assert len(rows) == 4
+    assert {row[1]: row[7] for row in rows if len(row) > 7} == {"1": "yes", "2": "yes", "3": "no"}
+    assert "1 of 3 chunks damaged or overwritten" in result.stdout
+    assert "With --write the store names step 2, 1, newest first." in result.stdout
+    found = parsed("recover", store, status=4)
+    assert [info["step"] for info in found["names"]] == [2, 1]
+    assert found["written"] == []
+    result = pccheck("recover", store, "--write")
+    assert result.exit_code == 0
+    assert "Written: commit; what was there is commit.damaged-0 now." in result.stdout
+    assert [info.step for info in list_checkpoints(store)] == [2, 1]
+    assert pccheck("verify", store, "--all").exit_code == 0
+
+
+def test_nothing_whole_is_3(tmp_path: Path) -> None:
+    (tmp_path / "slot-000").write_bytes(bytes(5000))
+    result = pccheck("recover", tmp_path)
+    assert result.exit_code == 3
+    assert "No slot holds a whole checkpoint" in result.stdout
+    assert pccheck("recover", tmp_path, "--write").exit_code == 3
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["show"], ["verify"], ["verify", "--all"], ["diff"], ["copy"], ["rm"], ["pin"], ["unpin"], ["recover"]],
+)
+def test_nothing_there_is_3(tmp_path: Path, arguments: list[str]) -> None:
+    command, *options = arguments
+    more: dict[str, list[object]] = {
+        "diff": [tmp_path],
+        "copy": [tmp_path / "new"],
+        "rm": [1, "-y"],
+        "pin": [1],
+        "unpin": [1],
+    }
+    for path in (tmp_path, tmp_path / "missing"):
+        result = pccheck(command, path, *more.get(command, []), *options)
+        assert result.exit_code == 3, result.output
+        assert result.stderr.startswith("pccheck: NoCheckpointError: ")
+        assert result.stdout == ""
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "arguments", [["show"], ["verify"], ["diff", "@1"], ["copy", "new"], ["rm", "1", "-y"], ["pin", "1"]]
+)
+def test_a_store_that_cannot_be_read_is_1(store: Path, tmp_path: Path, arguments: list[str]) -> None:
+    (store / "commit").write_bytes(os.urandom(1 << 18))
+    command, *rest = (str(tmp_path / "new") if word == "new" else word for word in arguments)
+    result = pccheck(command, store, *rest)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("pccheck: CorruptStoreError: ")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["show"],
+        ["verify", "x", "--all", "--step=1"],
+        ["verify", "x", "--step=one"],
+        ["diff", "x"],
+        ["diff", "@1", "x"],
+        ["copy", "x"],
+        ["rm", "x"],
+        ["rm", "x", "one"],
+        ["pin", "x"],
+        ["unpin", "x"],
+        ["recover"],
+        ["recover", "x", "--slot=one"],
+    ],
+)
+def test_wrong_usage_is_2(arguments: list[str]) -> None:
+    assert pccheck(*arguments).exit_code == 2
+
+
+def test_every_command_says_how_it_ends() -> None:
+    for command in ("show", "verify", "diff", "copy", "rm", "pin", "unpin", "recover"):
+        assert "Exit status: 0 " in " ".join(runner.invoke(app, [command, "--help"]).output.replace("│", "").split())
+
+
+def test_what_reaches_the_terminal() -> None:
+    assert printable("plain ü") == "plain ü"
+    assert printable("\x1b[2J\u202e\udc80\x07") == r"\x1b[2J\u202e\udc80\x07"
+    assert json_value(math.inf) == "inf"
+    assert json_value(10**5000) == hex(10**5000)
+    info = CheckpointInfo(step=1, counter=1, nbytes=1, time=1e300)
+    assert created(info) == "?"
+    json.dumps(as_json(info), allow_nan=False)
