@@ -28,8 +28,9 @@ if TYPE_CHECKING:
         UnsupportedStateError,
         WriteError,
     )
-    from pccheck_async.info import CheckpointInfo
+    from pccheck_async.info import CheckpointInfo, Restored
     from pccheck_async.loading import list_checkpoints, load, load_sync
+    from pccheck_async.opened import OpenCheckpoint, StoredState, StoredTensor, open_checkpoint
     from pccheck_async.pending import PendingCheckpoint
     from pccheck_async.policy import (
         Adaptive,
@@ -63,12 +64,14 @@ __all__ = [
     "InvalidTuningError",
     "Measurement",
     "NoCheckpointError",
+    "OpenCheckpoint",
     "PCcheckInterval",
     "PendingCheckpoint",
     "Point",
     "Policy",
     "RNGState",
     "ReadError",
+    "Restored",
     "ResumableLoader",
     "ResumableSampler",
     "SpaceNeeded",
@@ -79,6 +82,8 @@ __all__ = [
     "StoreFailedError",
     "StoreFullError",
     "StoreLockedError",
+    "StoredState",
+    "StoredTensor",
     "SyncCheckpointEngine",
     "TornCaptureError",
     "TrainingStep",
@@ -90,6 +95,7 @@ __all__ = [
     "list_checkpoints",
     "load",
     "load_sync",
+    "open_checkpoint",
     "read_tuning",
 ]
 
@@ -105,14 +111,18 @@ _HOMES = {
     "Decisions": "config",
     "EngineStatistics": "statistics",
     "Measurement": "tuned",
+    "OpenCheckpoint": "opened",
     "PendingCheckpoint": "pending",
     "Point": "tuning",
     "RNGState": "state",
+    "Restored": "info",
     "ResumableLoader": "data",
     "ResumableSampler": "data",
     "SpaceNeeded": "retention",
     "Stage": "statistics",
     "Stateful": "state",
+    "StoredState": "opened",
+    "StoredTensor": "opened",
     "SyncCheckpointEngine": "sync",
     "TrainingStep": "training",
     "TunedSettings": "tuned",
@@ -120,6 +130,7 @@ _HOMES = {
     "list_checkpoints": "loading",
     "load": "loading",
     "load_sync": "loading",
+    "open_checkpoint": "opened",
     "read_tuning": "tuned",
 }
 

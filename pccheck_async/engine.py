@@ -14,7 +14,7 @@ import torch
 
 from pccheck_async.config import Auto, EngineConfig
 from pccheck_async.core import EngineCore
-from pccheck_async.info import CheckpointInfo, Metadata
+from pccheck_async.info import CheckpointInfo, Metadata, Restored
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.policy import Policy
 from pccheck_async.retention import SpaceNeeded
@@ -278,7 +278,9 @@ class CheckpointEngine:
             self._core.note_stall(pending, start)
         return pending
 
-    async def restore(self, state: Mapping[str, Any], *, step: int | None = None) -> CheckpointInfo | None:
+    async def restore(
+        self, state: Mapping[str, Any], *, step: int | None = None, strict: bool = True
+    ) -> Restored | None:
         """Restore the newest checkpoint into ``state``, in place; every checksum is verified.
 
         Live tensors are filled where they are, Stateful objects get ``load_state_dict``, and a plain value is a
@@ -288,6 +290,10 @@ class CheckpointEngine:
         Args:
             state: Shaped like the state that was saved.
             step: Restore this step instead (the newest of it); damage then raises.
+            strict: With False, restore what both have: what only the state has stays as it is, what only the checkpoint
+                has is not read, and the result names both (``missing``, ``unexpected``). Modules load their own state
+                with the stored part put in its place; other objects get what they saved. Another shape, dtype or type,
+                or an optimizer of other parameters, still raises; leave such an object out of ``state``.
 
         Returns:
             What was restored, None where the store is empty.
@@ -301,8 +307,8 @@ class CheckpointEngine:
             Exception: what a ``load_state_dict`` raised, with a note that names the object.
             NoCheckpointError: there is none of ``step``.
         """
-        info: CheckpointInfo | None = await self._core.run(self._core.restore(state, step))
-        return info
+        restored: Restored | None = await self._core.run(self._core.restore(state, step, strict=strict))
+        return restored
 
     async def pin(self, step: int) -> CheckpointInfo:
         """Keep the newest checkpoint of ``step`` until :meth:`unpin`, whatever ``keep_last`` and its like say.

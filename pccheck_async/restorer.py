@@ -9,7 +9,7 @@ from typing import Any
 
 from pccheck_async.copying import CopyBackend
 from pccheck_async.errors import CorruptStoreError, ReadError, StateMismatchError
-from pccheck_async.info import CheckpointInfo
+from pccheck_async.info import Restored
 from pccheck_async.layout import Entry
 from pccheck_async.manifest import Manifest
 from pccheck_async.pool import BufferPool
@@ -56,17 +56,17 @@ class Restorer:
         self._clock = clock
         self._post = post
 
-    def restore(self, state: Mapping[str, Any], step: int | None) -> Steps:
+    def restore(self, state: Mapping[str, Any], step: int | None, *, strict: bool = True) -> Steps:
         """Restore the newest checkpoint (or that of ``step``), falling back where one is damaged; None: there is none.
 
         Returns:
-            Steps that end with its :class:`CheckpointInfo`, or None.
+            Steps that end with a :class:`Restored`, or None.
         """
         start = time.perf_counter()
         unreadable: set[int] = set()
         while (entry := choose(self._store.entries, step, unreadable)) is not None:
             try:
-                info: CheckpointInfo = yield from self._restore(state, entry)
+                restored: Restored = yield from self._restore(state, entry, strict)
             except DroppedMeanwhileError:
                 continue  # newer ones were committed
             except (CorruptStoreError, ReadError) as error:
@@ -83,15 +83,18 @@ class Restorer:
                 raise
             else:
                 _log.info("restored step %d in %.3f s", entry.step, time.perf_counter() - start)
-                return info
+                if restored.missing or restored.unexpected:
+                    found = len(restored.missing), len(restored.unexpected)
+                    _log.warning("restored step %d in part: %d paths missing, %d unexpected", entry.step, *found)
+                return restored
         return None
 
-    def _restore(self, state: Mapping[str, Any], entry: Entry) -> Steps:
+    def _restore(self, state: Mapping[str, Any], entry: Entry, strict: bool) -> Steps:
         lease = ReadLease(self._store, entry)
         try:
             file = yield lease.take()
             manifest: Manifest = yield read_manifest(self._writer, file, entry, self._store.block_bytes)
-            restoration: Restoration = match(state, manifest, lambda: self._backend.by_address)
+            restoration: Restoration = match(state, manifest, lambda: self._backend.by_address, strict=strict)
             admission = self._backend.admit(restoration.targets.devices)
             pool = pool_for(manifest, self._pool)
             with self._clock.timed("restore", manifest.payload_nbytes):
@@ -99,4 +102,4 @@ class Restorer:
         finally:
             self._post(lease.give_back)
         restoration.finish()
-        return entry.info
+        return Restored.of(entry.info, restoration.missing, restoration.unexpected)

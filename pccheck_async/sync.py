@@ -13,7 +13,7 @@ import torch
 
 from pccheck_async.config import Auto, EngineConfig
 from pccheck_async.core import EngineCore
-from pccheck_async.info import CheckpointInfo, Metadata
+from pccheck_async.info import CheckpointInfo, Metadata, Restored
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.policy import Policy
 from pccheck_async.retention import SpaceNeeded
@@ -152,10 +152,10 @@ class SyncCheckpointEngine:
             self._core.note_stall(pending, start)
         return pending
 
-    def restore(self, state: Mapping[str, Any], *, step: int | None = None) -> CheckpointInfo | None:
+    def restore(self, state: Mapping[str, Any], *, step: int | None = None, strict: bool = True) -> Restored | None:
         """Restore into ``state``, in place (see :meth:`pccheck_async.CheckpointEngine.restore`)."""
-        info: CheckpointInfo | None = self._core.block_on(self._core.restore(state, step))
-        return info
+        restored: Restored | None = self._core.block_on(self._core.restore(state, step, strict=strict))
+        return restored
 
     def pin(self, step: int) -> CheckpointInfo:
         """Keep the newest checkpoint of ``step`` (see :meth:`pccheck_async.CheckpointEngine.pin`)."""

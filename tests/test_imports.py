@@ -22,6 +22,7 @@ LAYERS = [
         "loop", "lifetime", "pending", "records", "reading", "capture", "slot_files", "store", "restore", "scheduler",
         "read_lease", "steps", "restorer", "admissions", "overlap", "preemption", "training",
         "aborts", "core", "scratch", "trials", "tuned", "tuner", "engine", "sync", "loading", "data",
+        "reader", "verified", "opened",
     },
     {"", "bench", "cli", "testing", "examples", "__main__"},  # edge
 ]  # fmt: skip

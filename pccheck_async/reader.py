@@ -1,0 +1,128 @@
+"""An open store, read-only, beside a writer of this or another process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pccheck_async.errors import CorruptStoreError, NoCheckpointError, ReadError
+from pccheck_async.layout import COMMIT_NAME, Entry, Identity, Record, slot_name
+from pccheck_async.manifest import Manifest
+from pccheck_async.reading import choose, warn_damaged
+from pccheck_async.records import read_identity, read_record
+from pccheck_async.restore import read_manifest
+from pccheck_async.session import Session
+from pccheck_async.writer import File
+
+__all__ = ["Reader"]
+
+T = TypeVar("T")
+_POLL_SECONDS = 0.001
+_LOCK_SECONDS = 30.0
+
+
+@dataclass(slots=True)
+class Reader:
+    """The records of one store, and locks on its slots."""
+
+    session: Session
+    identity: Identity
+    commit: File
+
+    @classmethod
+    async def open(cls, session: Session) -> Reader | None:
+        """Open the store of a session; None where there is none. Raises CorruptStoreError, ReadError."""
+        identity = await read_identity(session.writer)
+        if identity is None:
+            return None
+        await session.writer.prepare(create=False)
+        try:
+            commit = await session.writer.open(COMMIT_NAME, writable=False)
+        except FileNotFoundError:
+            raise CorruptStoreError(f"the store has no {COMMIT_NAME!r} file") from None
+        return cls(session, identity, commit)
+
+    async def record(self) -> Record:
+        """Read the newest record. Raises CorruptStoreError, ReadError."""
+        return await read_record(self.session.writer, self.commit, self.identity)
+
+    async def lock(self, pick: Callable[[Record], Entry | None]) -> tuple[Entry, File | None] | None:
+        """Lock the picked checkpoint's slot against reuse; no file where it is missing.
+
+        A slot that is locked shared, and that a record read *after* locking still names, keeps its bytes: writers take
+        only free slots, and pass over locked ones. Otherwise the record has moved on: start over.
+        """
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + _LOCK_SECONDS
+        writer = self.session.writer
+        while True:
+            entry = pick(await self.record())
+            if entry is None:
+                return None
+            try:
+                file = await writer.open(slot_name(entry.slot), writable=False)
+            except FileNotFoundError:
+                if _names(await self.record(), entry):
+                    return entry, None
+            else:
+                if await writer.try_lock(file, shared=True) and _names(await self.record(), entry):
+                    return entry, file
+                await writer.close_file(file)
+            if clock() > deadline:
+                raise ReadError(f"the checkpoints change faster than they can be locked ({_LOCK_SECONDS} s)")
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def read(
+        self,
+        path: str | os.PathLike[str],
+        step: int | None,
+        use: Callable[[Entry, File, Manifest], Awaitable[T]],
+        *,
+        keep: bool = False,
+    ) -> T:
+        """Lock the newest checkpoint (or that of ``step``) and use it; the next older one where it is damaged.
+
+        Args:
+            path: Folder of the store, for messages.
+            step: The user's step; then damage raises.
+            use: What to do with its entry, its slot and its manifest.
+            keep: Leave the slot open and locked where ``use`` returned.
+
+        Raises:
+            NoCheckpointError: there is none, or none of ``step``.
+            CorruptStoreError: damaged, and nothing older to fall back to.
+            ReadError: the device failed, and nothing older to fall back to.
+        """
+        unreadable: set[int] = set()
+        while True:
+            locked = await self.lock(lambda record: choose(record.entries, step, unreadable))
+            if locked is None:
+                raise NoCheckpointError(
+                    f"{os.fspath(path)} holds no checkpoint" + ("" if step is None else f" of step {step}")
+                )
+            entry, file = locked
+            used = False
+            try:
+                if file is None:
+                    raise CorruptStoreError(f"{slot_name(entry.slot)}, which the newest record names, is missing")
+                manifest = await read_manifest(self.session.writer, file, entry, self.identity.block_bytes)
+                result = await use(entry, file, manifest)
+                used = True
+                return result
+            except (CorruptStoreError, ReadError) as error:
+                unreadable.add(entry.counter)
+                older = choose((await self.record()).entries, step, unreadable)
+                if step is not None or older is None:
+                    raise
+                warn_damaged(entry, older, error)
+            finally:
+                if file is not None and not (used and keep):
+                    await self.session.writer.close_file(file)
+
+
+def _names(record: Record, entry: Entry) -> bool:
+    """Whether a record still names this checkpoint; its metadata may hold NaN, which equals nothing."""
+    return any((found.counter, found.slot) == (entry.counter, entry.slot) for found in record.entries)
