@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pccheck_async.config import Decisions
+    from pccheck_async.converting import Exported, export_checkpoint, import_checkpoint
     from pccheck_async.data import ResumableLoader, ResumableSampler
     from pccheck_async.engine import CheckpointEngine
     from pccheck_async.errors import (
@@ -60,6 +61,7 @@ __all__ = [
     "EngineStatistics",
     "EverySeconds",
     "EverySteps",
+    "Exported",
     "InfeasibleError",
     "InvalidTuningError",
     "Measurement",
@@ -92,6 +94,8 @@ __all__ = [
     "UnsupportedStateError",
     "WriteError",
     "YoungDaly",
+    "export_checkpoint",
+    "import_checkpoint",
     "list_checkpoints",
     "load",
     "load_sync",
@@ -110,6 +114,7 @@ _HOMES = {
     "CheckpointInfo": "info",
     "Decisions": "config",
     "EngineStatistics": "statistics",
+    "Exported": "converting",
     "Measurement": "tuned",
     "OpenCheckpoint": "opened",
     "PendingCheckpoint": "pending",
@@ -127,6 +132,8 @@ _HOMES = {
     "TrainingStep": "training",
     "TunedSettings": "tuned",
     "Tuning": "tuned",
+    "export_checkpoint": "converting",
+    "import_checkpoint": "converting",
     "list_checkpoints": "loading",
     "load": "loading",
     "load_sync": "loading",
