@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pccheck_async.config import Decisions
+    from pccheck_async.converting import Exported, export_checkpoint, import_checkpoint
     from pccheck_async.data import ResumableLoader, ResumableSampler
     from pccheck_async.engine import CheckpointEngine
     from pccheck_async.errors import (
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
         UnsupportedStateError,
         WriteError,
     )
-    from pccheck_async.info import CheckpointInfo
+    from pccheck_async.info import CheckpointInfo, Restored
     from pccheck_async.loading import list_checkpoints, load, load_sync
+    from pccheck_async.opened import OpenCheckpoint, StoredState, StoredTensor, open_checkpoint
     from pccheck_async.pending import CheckpointProgress, PendingCheckpoint
     from pccheck_async.policy import (
         Adaptive,
@@ -82,11 +84,13 @@ __all__ = [
     "EngineStatistics",
     "EverySeconds",
     "EverySteps",
+    "Exported",
     "InfeasibleError",
     "InvalidTuningError",
     "LeafDifference",
     "Measurement",
     "NoCheckpointError",
+    "OpenCheckpoint",
     "PCcheckInterval",
     "PendingCheckpoint",
     "Point",
@@ -95,6 +99,7 @@ __all__ = [
     "ReadError",
     "Recovery",
     "Removal",
+    "Restored",
     "ResumableLoader",
     "ResumableSampler",
     "SpaceNeeded",
@@ -105,6 +110,8 @@ __all__ = [
     "StoreFailedError",
     "StoreFullError",
     "StoreLockedError",
+    "StoredState",
+    "StoredTensor",
     "SyncCheckpointEngine",
     "TornCaptureError",
     "TrainingStep",
@@ -117,9 +124,12 @@ __all__ = [
     "compare_checkpoints",
     "copy_checkpoint",
     "describe_checkpoint",
+    "export_checkpoint",
+    "import_checkpoint",
     "list_checkpoints",
     "load",
     "load_sync",
+    "open_checkpoint",
     "pin_checkpoint",
     "read_tuning",
     "recover_store",
@@ -148,22 +158,30 @@ _HOMES = {
     "Decisions": "config",
     "Distribution": "statistics",
     "EngineStatistics": "statistics",
+    "Exported": "converting",
     "Measurement": "tuned",
+    "OpenCheckpoint": "opened",
     "PendingCheckpoint": "pending",
     "Point": "tuning",
     "RNGState": "state",
+    "Restored": "info",
     "ResumableLoader": "data",
     "ResumableSampler": "data",
     "SpaceNeeded": "retention",
     "Stage": "statistics",
     "Stateful": "state",
+    "StoredState": "opened",
+    "StoredTensor": "opened",
     "SyncCheckpointEngine": "sync",
     "TrainingStep": "training",
     "TunedSettings": "tuned",
     "Tuning": "tuned",
+    "export_checkpoint": "converting",
+    "import_checkpoint": "converting",
     "list_checkpoints": "loading",
     "load": "loading",
     "load_sync": "loading",
+    "open_checkpoint": "opened",
     "read_tuning": "tuned",
 }
 

@@ -22,7 +22,7 @@ from pccheck_async.errors import (
     NoCheckpointError,
 )
 from pccheck_async.events import Opened, Waited
-from pccheck_async.info import CheckpointInfo, Metadata, check_step
+from pccheck_async.info import CheckpointInfo, Metadata, Restored, check_step
 from pccheck_async.layout import check_metadata
 from pccheck_async.lifetime import forget, remember
 from pccheck_async.logs import about
@@ -433,7 +433,14 @@ class EngineCore:
         available = free_bytes(folder) + slot_bytes(folder)
         return self.config.retention.space_needed(nbytes, self.config.max_in_flight, available)
 
-    def restore(self, state: Mapping[str, Any], step: int | None, progress: ReadProgress | None = None) -> Steps:
+    def restore(
+        self,
+        state: Mapping[str, Any],
+        step: int | None,
+        progress: ReadProgress | None = None,
+        *,
+        strict: bool = True,
+    ) -> Steps:
         """Restore the newest checkpoint (or that of ``step``) into ``state``, falling back where one is damaged."""
         self.check_alive()
         self.admissions.raise_untold()
@@ -441,10 +448,10 @@ class EngineCore:
         for pending in self.admissions.in_flight:
             yield pending.out_of_reach()  # what is restored would tear its capture
         self.guard.wait()
-        info: CheckpointInfo | None = yield from self._restorer.restore(state, step, progress)
-        if info is None and step is not None:
+        restored: Restored | None = yield from self._restorer.restore(state, step, progress, strict=strict)
+        if restored is None and step is not None:
             raise NoCheckpointError(f"{self.path} has no checkpoint of step {step}")
-        return info
+        return restored
 
     # -- statistics
 

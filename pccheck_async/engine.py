@@ -15,7 +15,7 @@ import torch
 from pccheck_async.config import Auto, EngineConfig
 from pccheck_async.core import EngineCore
 from pccheck_async.hooks import Hook
-from pccheck_async.info import CheckpointInfo, Metadata
+from pccheck_async.info import CheckpointInfo, Metadata, Restored
 from pccheck_async.metrics import openmetrics, scalars
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.policy import Policy
@@ -282,8 +282,13 @@ class CheckpointEngine:
         return pending
 
     async def restore(
-        self, state: Mapping[str, Any], *, step: int | None = None, progress: ReadProgress | None = None
-    ) -> CheckpointInfo | None:
+        self,
+        state: Mapping[str, Any],
+        *,
+        step: int | None = None,
+        strict: bool = True,
+        progress: ReadProgress | None = None,
+    ) -> Restored | None:
         """Restore the newest checkpoint into ``state``, in place; every checksum is verified.
 
         Live tensors are filled where they are, Stateful objects get ``load_state_dict``, and a plain value is a
@@ -293,6 +298,10 @@ class CheckpointEngine:
         Args:
             state: Shaped like the state that was saved.
             step: Restore this step instead (the newest of it); damage then raises.
+            strict: With False, restore what both have: what only the state has stays as it is, what only the checkpoint
+                has is not read, and the result names both (``missing``, ``unexpected``). Modules load their own state
+                with the stored part put in its place; other objects get what they saved. Another shape, dtype or type,
+                or an optimizer of other parameters, still raises; leave such an object out of ``state``.
             progress: Called on the engine's thread with the bytes done and all bytes, after each chunk (from the start
                 again where a damaged checkpoint is passed over); quick.
 
@@ -308,8 +317,8 @@ class CheckpointEngine:
             Exception: what a ``load_state_dict`` raised, with a note that names the object.
             NoCheckpointError: there is none of ``step``.
         """
-        info: CheckpointInfo | None = await self._core.run(self._core.restore(state, step, progress))
-        return info
+        restored: Restored | None = await self._core.run(self._core.restore(state, step, progress, strict=strict))
+        return restored
 
     async def pin(self, step: int) -> CheckpointInfo:
         """Keep the newest checkpoint of ``step`` until :meth:`unpin`, whatever ``keep_last`` and its like say.

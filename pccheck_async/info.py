@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from types import MappingProxyType
 
-__all__ = ["CheckpointInfo", "Metadata", "check_step"]
+__all__ = ["CheckpointInfo", "Metadata", "Restored", "check_step"]
 
 Metadata = Mapping[str, str | int | float | bool | None]
 
@@ -37,6 +37,35 @@ class CheckpointInfo:
     def created(self) -> datetime:
         """The capture time as an aware datetime in UTC."""
         return datetime.fromtimestamp(self.time, UTC)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Restored(CheckpointInfo):
+    """The checkpoint that was restored, and what of it and of the state did not fit together (``strict=False``).
+
+    It equals the :class:`CheckpointInfo` of that checkpoint.
+
+    Attributes:
+        missing: Paths that the state has and the checkpoint lacks: they stayed as they were. Of a part that lacks as a
+            whole, its path alone.
+        unexpected: Paths that the checkpoint has and the state lacks: they were not read.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, info: CheckpointInfo, missing: tuple[str, ...], unexpected: tuple[str, ...]) -> Restored:
+        """Return ``info`` with what did not fit."""
+        facts = {name.name: getattr(info, name.name) for name in fields(CheckpointInfo)}
+        return cls(**facts, missing=missing, unexpected=unexpected)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, CheckpointInfo):
+            return NotImplemented
+        return all(getattr(self, name.name) == getattr(other, name.name) for name in fields(CheckpointInfo))
+
+    __hash__ = CheckpointInfo.__hash__
 
 
 def check_step(step: object) -> int | None:

@@ -10,14 +10,15 @@ import torch
 
 from pccheck_async.config import Auto, EngineConfig, decide
 from pccheck_async.copying import HostCopy
-from pccheck_async.errors import CorruptStoreError, NoCheckpointError, ReadError
+from pccheck_async.errors import NoCheckpointError
 from pccheck_async.info import CheckpointInfo, check_step
-from pccheck_async.layout import Entry, slot_name
+from pccheck_async.layout import Entry
 from pccheck_async.machine import available_cores, available_memory
+from pccheck_async.manifest import Manifest
 from pccheck_async.pool import BufferPool
 from pccheck_async.progress import ReadProgress, reading_progress
-from pccheck_async.reading import choose, pool_for, warn_damaged
-from pccheck_async.restore import read_manifest, read_payload
+from pccheck_async.reading import pool_for
+from pccheck_async.restore import read_payload
 from pccheck_async.session import IO, Session
 from pccheck_async.state.match import allocate
 from pccheck_async.store_reader import OneLoop, StoreReader, with_session
@@ -120,45 +121,16 @@ async def _load(
             config, block_bytes=reader.identity.block_bytes, cores=available_cores(), memory=available_memory()
         )
         pool = BufferPool(decided.host_memory, decided.chunk_bytes)
-        unreadable: set[int] = set()
-        while True:
-            locked = await reader.lock(lambda record: choose(record.entries, step, unreadable))
-            if locked is None:
-                raise NoCheckpointError(
-                    f"{os.fspath(path)} holds no checkpoint" + ("" if step is None else f" of step {step}")
-                )
-            entry, file = locked
-            try:
-                return await _read(reader, entry, file, pool, keys, device, progress)
-            except (CorruptStoreError, ReadError) as error:
-                unreadable.add(entry.counter)
-                older = choose((await reader.record()).entries, step, unreadable)
-                if step is not None or older is None:
-                    raise
-                warn_damaged(entry, older, error)
-            finally:
-                if file is not None:
-                    await session.writer.close_file(file)
+        backend = HostCopy(session.operations)
+
+        async def read(_: Entry, file: File, manifest: Manifest) -> dict[str, Any]:
+            loading = allocate(manifest, keys, torch.device(device))
+            advance = reading_progress(progress, sum(chunk.nbytes for chunk in manifest.chunks))
+            buffers = pool_for(manifest, pool)
+            await read_payload(session.writer, backend, buffers, file, manifest, loading.targets, advance=advance)
+            state: dict[str, Any] = loading.finish()
+            return state
+
+        return await reader.read(path, step, read)
 
     return await with_session(path, io, work, config)
-
-
-async def _read(
-    reader: StoreReader,
-    entry: Entry,
-    file: File | None,
-    pool: BufferPool,
-    keys: Sequence[str] | None,
-    device: str | torch.device,
-    progress: ReadProgress | None,
-) -> dict[str, Any]:
-    if file is None:
-        raise CorruptStoreError(f"{slot_name(entry.slot)}, which the newest record names, is missing")
-    writer = reader.session.writer
-    manifest = await read_manifest(writer, file, entry, reader.identity.block_bytes)
-    loading = allocate(manifest, keys, torch.device(device))
-    backend = HostCopy(reader.session.operations)
-    advance = reading_progress(progress, sum(chunk.nbytes for chunk in manifest.chunks))
-    await read_payload(writer, backend, pool_for(manifest, pool), file, manifest, loading.targets, advance=advance)
-    state: dict[str, Any] = loading.finish()
-    return state

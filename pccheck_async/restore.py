@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,7 @@ from pccheck_async.segments import Segments
 from pccheck_async.state.targets import Targets
 from pccheck_async.writer import File, Writer
 
-__all__ = ["read_manifest", "read_payload"]
+__all__ = ["chunks_between", "read_chunk", "read_manifest", "read_payload"]
 
 _MOST_CHUNKS = 8
 """Read and verified at a time. They keep a disk busy; more would only be memory that nothing has touched yet, which a
@@ -49,6 +50,13 @@ async def read_manifest(writer: Writer, file: File, entry: Entry, block_bytes: i
     if manifest.counter != entry.counter or manifest.payload_nbytes > entry.manifest_offset:
         raise CorruptStoreError(f"{file.name}: the manifest is not that of checkpoint {entry.counter}")
     return manifest
+
+
+def chunks_between(manifest: Manifest, low: int, high: int) -> range:
+    """Return the indices of the chunks that hold any of the payload's bytes from ``low`` to before ``high``."""
+    chunks = manifest.chunks
+    first = bisect_right(chunks, low, key=lambda chunk: chunk.offset) - 1
+    return range(max(0, first), bisect_left(chunks, high, key=lambda chunk: chunk.offset)) if low < high else range(0)
 
 
 async def read_payload(
@@ -82,12 +90,13 @@ async def read_payload(
         turns.release()
 
     async def read(index: int, chunk: ChunkEntry, segments: Segments, buffer: memoryview) -> None:
-        await _read_chunk(writer, backend, file, index, chunk, segments, buffer, targets)
+        await read_chunk(writer, backend, file, index, chunk, segments, buffer, targets)
         advance(chunk.nbytes)
 
     try:
         async with asyncio.TaskGroup() as group:
-            for index, chunk in enumerate(manifest.chunks):
+            for index in chunks_between(manifest, *targets.span):
+                chunk = manifest.chunks[index]
                 segments = scatter_segments(chunk.offset, chunk.nbytes, targets)
                 if not segments:
                     advance(chunk.nbytes)
@@ -102,7 +111,7 @@ async def read_payload(
         raise failure from failure.__cause__
 
 
-async def _read_chunk(
+async def read_chunk(
     writer: Writer,
     backend: CopyBackend,
     file: File,
@@ -112,6 +121,12 @@ async def _read_chunk(
     buffer: memoryview,
     keepalive: Any,
 ) -> None:
+    """Read a chunk into a staging buffer, verify it, and only then copy segments of it to their places.
+
+    Raises:
+        CorruptStoreError: the checksum does not hold, or the file ends too early.
+        ReadError: the device failed.
+    """
     view = buffer[: chunk.nbytes]
     try:
         if await writer.read(file, chunk.offset, view) != chunk.nbytes:

@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pccheck_async import events
 from pccheck_async.copying import CopyBackend
 from pccheck_async.errors import CorruptStoreError, ReadError, StateMismatchError
-from pccheck_async.events import Event, Restored
-from pccheck_async.info import CheckpointInfo
+from pccheck_async.events import Event
+from pccheck_async.info import Restored
 from pccheck_async.layout import Entry
+from pccheck_async.logs import log
 from pccheck_async.manifest import Manifest
 from pccheck_async.pool import BufferPool
 from pccheck_async.progress import ReadProgress, reading_progress
@@ -58,17 +60,24 @@ class Restorer:
         self._post = post
         self._tell = tell
 
-    def restore(self, state: Mapping[str, Any], step: int | None, progress: ReadProgress | None = None) -> Steps:
+    def restore(
+        self,
+        state: Mapping[str, Any],
+        step: int | None,
+        progress: ReadProgress | None = None,
+        *,
+        strict: bool = True,
+    ) -> Steps:
         """Restore the newest checkpoint (or that of ``step``), falling back where one is damaged; None: there is none.
 
         Returns:
-            Steps that end with its :class:`CheckpointInfo`, or None.
+            Steps that end with a :class:`Restored`, or None.
         """
         start = time.perf_counter()
         unreadable: set[int] = set()
         while (entry := choose(self._store.entries, step, unreadable)) is not None:
             try:
-                info: CheckpointInfo = yield from self._restore(state, entry, progress)
+                restored: Restored = yield from self._restore(state, entry, progress, strict)
             except DroppedMeanwhileError:
                 continue  # newer ones were committed
             except (CorruptStoreError, ReadError) as error:
@@ -85,16 +94,21 @@ class Restorer:
                 raise
             else:
                 seconds = time.perf_counter() - start
-                self._tell(Restored(step=entry.step, counter=entry.counter, nbytes=entry.nbytes, seconds=seconds))
-                return info
+                self._tell(
+                    events.Restored(step=entry.step, counter=entry.counter, nbytes=entry.nbytes, seconds=seconds)
+                )
+                if restored.missing or restored.unexpected:
+                    found = len(restored.missing), len(restored.unexpected)
+                    log.warning("restored step %d in part: %d paths missing, %d unexpected", entry.step, *found)
+                return restored
         return None
 
-    def _restore(self, state: Mapping[str, Any], entry: Entry, progress: ReadProgress | None) -> Steps:
+    def _restore(self, state: Mapping[str, Any], entry: Entry, progress: ReadProgress | None, strict: bool) -> Steps:
         lease = ReadLease(self._store, entry)
         try:
             file = yield lease.take()
             manifest: Manifest = yield read_manifest(self._writer, file, entry, self._store.block_bytes)
-            restoration: Restoration = match(state, manifest, lambda: self._backend.by_address)
+            restoration: Restoration = match(state, manifest, lambda: self._backend.by_address, strict=strict)
             admission = self._backend.admit(restoration.targets.devices)
             pool = pool_for(manifest, self._pool)
             advance = reading_progress(progress, sum(chunk.nbytes for chunk in manifest.chunks))
@@ -105,4 +119,4 @@ class Restorer:
         finally:
             self._post(lease.give_back)
         restoration.finish()
-        return entry.info
+        return Restored.of(entry.info, restoration.missing, restoration.unexpected)

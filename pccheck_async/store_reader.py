@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pccheck_async.config import EngineConfig, decide
-from pccheck_async.errors import CorruptStoreError, ReadError
+from pccheck_async.errors import CorruptStoreError, NoCheckpointError, ReadError
 from pccheck_async.layout import COMMIT_NAME, Entry, Identity, Record, slot_name
 from pccheck_async.loop import EngineLoop
 from pccheck_async.machine import available_cores, available_memory
-from pccheck_async.manifest import MIN_BLOCK
+from pccheck_async.manifest import MIN_BLOCK, Manifest
+from pccheck_async.reading import choose, warn_damaged
 from pccheck_async.records import read_identity, read_record
+from pccheck_async.restore import read_manifest
 from pccheck_async.session import IO, Session, open_session
 from pccheck_async.writer import File
 
@@ -92,6 +94,53 @@ class StoreReader:
             if clock() > deadline:
                 raise ReadError(f"the checkpoints change faster than they can be locked ({_LOCK_SECONDS} s)")
             await asyncio.sleep(_POLL_SECONDS)
+
+    async def read(
+        self,
+        path: str | os.PathLike[str],
+        step: int | None,
+        use: Callable[[Entry, File, Manifest], Awaitable[T]],
+        *,
+        keep: bool = False,
+    ) -> T:
+        """Lock the newest checkpoint (or that of ``step``) and use it; the next older one where it is damaged.
+
+        Args:
+            path: Folder of the store, for messages.
+            step: The user's step; then damage raises.
+            use: What to do with its entry, its slot and its manifest.
+            keep: Leave the slot open and locked where ``use`` returned.
+
+        Raises:
+            NoCheckpointError: there is none, or none of ``step``.
+            CorruptStoreError: damaged, and nothing older to fall back to.
+            ReadError: the device failed, and nothing older to fall back to.
+        """
+        unreadable: set[int] = set()
+        while True:
+            locked = await self.lock(lambda record: choose(record.entries, step, unreadable))
+            if locked is None:
+                raise NoCheckpointError(
+                    f"{os.fspath(path)} holds no checkpoint" + ("" if step is None else f" of step {step}")
+                )
+            entry, file = locked
+            used = False
+            try:
+                if file is None:
+                    raise CorruptStoreError(f"{slot_name(entry.slot)}, which the newest record names, is missing")
+                manifest = await read_manifest(self.session.writer, file, entry, self.identity.block_bytes)
+                result = await use(entry, file, manifest)
+                used = True
+                return result
+            except (CorruptStoreError, ReadError) as error:
+                unreadable.add(entry.counter)
+                older = choose((await self.record()).entries, step, unreadable)
+                if step is not None or older is None:
+                    raise
+                warn_damaged(entry, older, error)
+            finally:
+                if file is not None and not (used and keep):
+                    await self.session.writer.close_file(file)
 
 
 async def with_session(

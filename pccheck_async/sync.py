@@ -14,7 +14,7 @@ import torch
 from pccheck_async.config import Auto, EngineConfig
 from pccheck_async.core import EngineCore
 from pccheck_async.hooks import Hook
-from pccheck_async.info import CheckpointInfo, Metadata
+from pccheck_async.info import CheckpointInfo, Metadata, Restored
 from pccheck_async.metrics import openmetrics, scalars
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.policy import Policy
@@ -156,11 +156,16 @@ class SyncCheckpointEngine:
         return pending
 
     def restore(
-        self, state: Mapping[str, Any], *, step: int | None = None, progress: ReadProgress | None = None
-    ) -> CheckpointInfo | None:
+        self,
+        state: Mapping[str, Any],
+        *,
+        step: int | None = None,
+        strict: bool = True,
+        progress: ReadProgress | None = None,
+    ) -> Restored | None:
         """Restore into ``state``, in place (see :meth:`pccheck_async.CheckpointEngine.restore`)."""
-        info: CheckpointInfo | None = self._core.block_on(self._core.restore(state, step, progress))
-        return info
+        restored: Restored | None = self._core.block_on(self._core.restore(state, step, progress, strict=strict))
+        return restored
 
     def pin(self, step: int) -> CheckpointInfo:
         """Keep the newest checkpoint of ``step`` (see :meth:`pccheck_async.CheckpointEngine.pin`)."""

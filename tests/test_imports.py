@@ -23,9 +23,9 @@ LAYERS = [
         "loop", "lifetime", "pending", "records", "reading", "capture", "slot_files", "store", "restore", "scheduler",
         "read_lease", "steps", "restorer", "admissions", "overlap", "preemption", "training", "reporter", "publisher",
         "progress", "aborts", "core", "scratch", "trials", "tuned", "tuner", "engine", "sync", "loading", "data",
-        "store_reader", "upkeep",
+        "store_reader", "upkeep", "verified", "opened",
     },
-    {"", "bench", "cli", "testing", "examples", "__main__"},  # edge
+    {"", "bench", "cli", "converting", "testing", "examples", "__main__"},  # edge
 ]  # fmt: skip
 STAGES = {"capture", "store", "restore"}
 MODULES = sorted(path for path in ROOT.rglob("*.py") if "examples" not in path.parts)
@@ -79,10 +79,12 @@ def test_pure_modules_do_not_await(path: Path) -> None:
 
 
 def test_nothing_unpickles() -> None:
+    """Pickles are written for others to read, and torch's restricted reader may refuse one."""
     for path in MODULES:
-        assert not {"pickle", "marshal", "shelve", "dill", "cloudpickle"} & {
-            alias.name
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.Import)
-            for alias in node.names
-        }, path
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        named = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        parts = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+        named |= {node.module or "" for node in parts if node.module != "pickle"}
+        assert not {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle"} & named, path
+        taken = {alias.name for node in parts if node.module == "pickle" for alias in node.names}
+        assert taken <= {"Pickler", "UnpicklingError"}, path

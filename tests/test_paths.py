@@ -14,7 +14,16 @@ from tests import state_strategies
 
 @pytest.mark.parametrize(
     ("key", "written"),
-    [("plain", "plain"), ("a.b", r"a\.b"), ("\\", r"\\"), ("'0'", r"\'0'"), ("", ""), ("*", "*"), ("it's", "it's")],
+    [
+        ("plain", "plain"),
+        ("a.b", r"a\.b"),
+        ("\\", r"\\"),
+        ("'0'", r"\'0'"),
+        ("", "''"),
+        ("''", r"\''"),
+        ("*", "*"),
+        ("it's", "it's"),
+    ],
 )
 def test_string_keys(key: str, written: str) -> None:
     assert paths.escape(key) == written

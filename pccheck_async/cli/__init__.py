@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -18,9 +19,20 @@ def _size(text: str) -> int:
     return parse_size(text)
 
 
+class _Target(StrEnum):
+    SAFETENSORS = "safetensors"
+    TORCH = "torch"
+    DCP = "dcp"
+
+
+class _Source(StrEnum):
+    TORCH = "torch"
+    SAFETENSORS = "safetensors"
+
+
 app = typer.Typer(
     name="pccheck",
-    help="Look at checkpoint stores, see a training run survive a SIGKILL, tune, and measure.",
+    help="Look at checkpoint stores, convert checkpoints, see a training run survive a SIGKILL, tune, and measure.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -281,6 +293,44 @@ def run_recover(
     from pccheck_async.cli.recover import run
 
     raise typer.Exit(run(path, write=write, search=search, slots=slots, json=json))
+
+
+@app.command("export")
+def run_export(
+    path: Annotated[Path, typer.Argument(help="Folder of the store.")],
+    out: Annotated[Path, typer.Argument(help="The new file, or folder (dcp).")],
+    to: Annotated[_Target, typer.Option(help="The format.")],
+    step: Annotated[int | None, typer.Option(help="The step (default: the newest checkpoint).")] = None,
+    keys: Annotated[
+        list[str] | None, typer.Option(help="Paths or globs of what to export, such as 'model.*'; may be repeated.")
+    ] = None,
+    root: Annotated[str | None, typer.Option(help="The part that becomes the whole, such as 'model'.")] = None,
+) -> None:
+    """Write a checkpoint, or a part of it, as a file that others read without this package.
+
+    Exit status: 0 exported, 1 it failed or the format cannot express something, 2 wrong usage, 3 there is no such
+    checkpoint.
+    """
+    from pccheck_async.cli.convert import run_export as run
+
+    raise typer.Exit(run(path, out, to=to.value, step=step, keys=keys, root=root))
+
+
+@app.command("import")
+def run_import(
+    file: Annotated[Path, typer.Argument(help="A file of torch.save or of safetensors.")],
+    path: Annotated[Path, typer.Argument(help="Folder of the store; nobody else may write to it.")],
+    source: Annotated[_Source, typer.Option("--from", help="The format.")],
+    step: Annotated[int | None, typer.Option(help="The step of the new checkpoint.")] = None,
+    root: Annotated[str | None, typer.Option(help="Put it below this name, such as 'model'.")] = None,
+) -> None:
+    """Save what a file holds as the newest checkpoint of a store. Runs no code from the file.
+
+    Exit status: 0 imported, 1 it failed, 2 wrong usage.
+    """
+    from pccheck_async.cli.convert import run_import as run
+
+    raise typer.Exit(run(file, path, source=source.value, step=step, root=root))
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from msgspec import structs
 
 from pccheck_async.errors import StateMismatchError
 from pccheck_async.manifest import Manifest
@@ -64,7 +66,13 @@ def allocate(manifest: Manifest, keys: Sequence[str] | None = None, device: str 
     )
 
 
-def match(state: Mapping[str, Any], manifest: Manifest, by_address: Callable[[], bool] = lambda: False) -> Restoration:
+def match(
+    state: Mapping[str, Any],
+    manifest: Manifest,
+    by_address: Callable[[], bool] = lambda: False,
+    *,
+    strict: bool = True,
+) -> Restoration:
     """Prepare a restore into the live ``state``. Checks all of it first and changes nothing.
 
     Tensors and arrays keep their identity and take the stored bytes, in place where they lie in host memory (or in that
@@ -82,6 +90,9 @@ def match(state: Mapping[str, Any], manifest: Manifest, by_address: Callable[[],
         state: The live state.
         manifest: What is stored.
         by_address: Asked when there is a CUDA tensor: whether the copy backend reaches its memory.
+        strict: Otherwise what only the state has stays as it is, what only the checkpoint has is not read, and the
+            restoration names both. A module then loads its own state, with what was stored in the places of that. Any
+            other Stateful gets what it saved, as ever.
 
     Returns:
         A restoration whose ``finish`` copies what could not be filled in place, calls every ``load_state_dict`` and
@@ -93,7 +104,7 @@ def match(state: Mapping[str, Any], manifest: Manifest, by_address: Callable[[],
         CorruptStoreError: The skeleton describes no value.
     """
     check_outermost(state)
-    matching = _Matching(manifest, by_address)
+    matching = _Matching(manifest, by_address, strict)
     skeleton = manifest.skeleton
     assert isinstance(skeleton, DictNode)
     setter = state.__setitem__ if isinstance(state, MutableMapping) else None
@@ -104,8 +115,9 @@ def match(state: Mapping[str, Any], manifest: Manifest, by_address: Callable[[],
 class _Matching:
     """One walk over the live state and the skeleton side by side."""
 
-    def __init__(self, manifest: Manifest, by_address: Callable[[], bool]) -> None:
+    def __init__(self, manifest: Manifest, by_address: Callable[[], bool], strict: bool) -> None:
         self._manifest = manifest
+        self._strict = strict
         self._filling = Filling(manifest, by_address)
         self._missing: list[str] = []
         self._unexpected: list[str] = []
@@ -117,7 +129,7 @@ class _Matching:
 
     def restoration(self, state: Mapping[str, Any]) -> Restoration:
         self._mismatched += self._filling.conflicts()
-        if self._missing or self._unexpected or self._mismatched:
+        if self._mismatched or (self._strict and (self._missing or self._unexpected)):
             raise self._error()
         self._filling.allocate(self._wanted)
 
@@ -130,7 +142,7 @@ class _Matching:
                     action()
             return state
 
-        return Restoration(Targets(self._filling.targets()), finish)
+        return Restoration(Targets(self._filling.targets()), finish, tuple(self._missing), tuple(self._unexpected))
 
     def _error(self) -> StateMismatchError:
         make = partial(
@@ -214,7 +226,9 @@ class _Matching:
         child = node.child if isinstance(node, StatefulNode) else node
         actions, load = self._actions, live.load_state_dict
         if isinstance(live, torch.nn.Module):
-            self._module(live, child, path)
+            child, own = self._module(live, child, path)
+            if not self._strict:
+                load = partial(_load_into, live, own)
         elif isinstance(live, torch.optim.Optimizer):
             self._optimizer(live, child, path)
             load = partial(optimizers.load, live)
@@ -238,13 +252,15 @@ class _Matching:
 
         actions.append(action)
 
-    def _module(self, live: torch.nn.Module, node: Node, path: str) -> None:
+    def _module(self, live: torch.nn.Module, node: Node, path: str) -> tuple[Node, Mapping[Any, Any]]:
+        """Returns what there is to load, and the module's own state."""
         if not isinstance(node, (DictNode, OrderedDictNode, CounterNode)):
             self._differs(path, live, node)
-            return
+            return node, {}
         with noting("state_dict", path, live):
             own = live_state(live)
-        for key, value, child, below in self._common(own, node, path):
+        common = self._common(own, node, path)
+        for key, value, child, below in common:
             if str(key).rpartition(".")[2] == _EXTRA_STATE:
                 self._pair(value, child, below)  # of any type and size; the module decides
             elif isinstance(value, torch.Tensor) or isinstance(child, ArrayNode):
@@ -254,6 +270,11 @@ class _Matching:
                     self._differs(below, value, child)
             else:
                 self._pair(value, child, below)  # what a state_dict() of its own adds
+        if self._strict or len(common) == len(node.values):
+            return node, own
+        keys = {key for key, *_ in common}
+        kept = [index for index, key in enumerate(mapping_keys(node)) if key in keys]
+        return structs.replace(node, keys=[node.keys[i] for i in kept], values=[node.values[i] for i in kept]), own
 
     def _optimizer(self, live: torch.optim.Optimizer, node: Node, path: str) -> None:
         if not isinstance(node, (DictNode, OrderedDictNode, CounterNode)):
@@ -328,6 +349,15 @@ class _Matching:
         else:
             stored = f"a {_type_name(node)}"
         self._mismatched.append(f"{path} (a {type(live).__qualname__} here, {stored} in the checkpoint)")
+
+
+def _load_into(live: torch.nn.Module, own: Mapping[Any, Any], stored: Mapping[Any, Any]) -> None:
+    """Load the module's own state with what is stored of it: so it is whole, whatever ``load_state_dict`` asks for."""
+    whole = OrderedDict((key, stored.get(key, value)) for key, value in own.items())
+    metadata = {**getattr(own, "_metadata", {}), **getattr(stored, "_metadata", {})}
+    if metadata:
+        whole._metadata = metadata  # type: ignore[attr-defined]
+    live.load_state_dict(whole)
 
 
 def _setter(replace: Callable[[Any, Any], None], key: Any) -> _Replace:

@@ -4,7 +4,7 @@ A path joins the keys from the root to the leaf with dots. A dot or backslash in
 before it, so the key ``"a.b"`` (``a\.b``) is not ``a`` -> ``b``. Keys that are not strings are written as Python shows
 them (``0``, ``None``, ``(1, 2)``). A string is put in single quotes only where the same mapping also holds another key
 that would be written the same (``{0: ..., "0": ...}`` gives ``0`` and ``'0'``); a string that starts with a quote has
-it escaped (``\'``). So no two leaves of a state share a path.
+it escaped (``\'``), and an empty one is written ``''``. So no two leaves of a state share a path.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 
 def escape(key: str) -> str:
     """Return a string key as it is written in a path."""
+    if not key:
+        return "''"  # not nothing: the root's path is empty
     if "." in key or "\\" in key:
         key = key.replace("\\", r"\\").replace(".", r"\.")
     return "\\" + key if key.startswith("'") else key

@@ -44,6 +44,11 @@ class Targets(Sequence[Target]):
         self._devices = np.fromiter((target.device for target in self._targets), np.int32, count)
         self._reach = np.maximum.accumulate(self._ends) if count else self._ends  # monotonic, so it can be searched
 
+    @property
+    def span(self) -> tuple[int, int]:
+        """The first byte of the payload that goes anywhere, and the one after the last."""
+        return (int(self._starts[0]), int(self._reach[-1])) if self._targets else (0, 0)
+
     def segments(self, offset: int, nbytes: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32] | None]:
         """Return where payload bytes ``[offset, offset + nbytes)`` go.
 
@@ -82,7 +87,11 @@ class Restoration:
     Attributes:
         targets: What to fill, in the order of the payload.
         finish: Makes the state of what was filled, and returns it.
+        missing: Paths that the state has and the checkpoint lacks, and that stay as they are.
+        unexpected: Paths that the checkpoint has and the state lacks.
     """
 
     targets: Targets
     finish: Callable[[], Any]
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()

@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 
 from pccheck_async import SyncCheckpointEngine, copy_checkpoint, verify_checkpoints
-from tests.campaign.disk import RawDisk
-from tests.campaign.speed import Pairs, build, slot
+from pccheck_async.bench.raw_disk import RawDisk, slot_file
+from tests.campaign.speed import Pairs, build
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
             assert found.direct
             return found.seconds
 
-        reads = Pairs(lambda way: disk.read_seconds(slot(store, committed=True), way))
+        reads = Pairs(lambda way: disk.read_seconds(slot_file(store, committed=True), way))
         for _ in range(args.pairs):
             reads.measure(verify)
         reads.report("verify", nbytes)

@@ -1,0 +1,61 @@
+"""``pccheck export`` and ``pccheck import``: checkpoints as the files of others, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pccheck_async import CheckpointError, NoCheckpointError, export_checkpoint, import_checkpoint
+from pccheck_async.cli.show import complain, size
+
+__all__ = ["run_export", "run_import"]
+
+T = TypeVar("T")
+_FAILED = 1
+_EMPTY = 3
+_SHOWN = 20
+
+
+def run_export(
+    path: Path,
+    out: Path,
+    *,
+    to: str,
+    step: int | None,
+    keys: Sequence[str] | None,
+    root: str | None,
+) -> int:
+    """Export, say what came out as something else, and return the exit status."""
+    format_: Any = to
+    exported, status = _told(lambda: export_checkpoint(path, out, to=format_, step=step, keys=keys or None, root=root))
+    if exported is None:
+        return status
+    counted = f"{exported.tensors} tensors and {exported.values} plain values"
+    print(f"step {exported.info.step}: {counted}, {size(exported.nbytes)}, in {exported.path}")
+    for line in exported.changed[:_SHOWN]:
+        complain(f"changed: {line}")
+    if len(exported.changed) > _SHOWN:
+        complain(f"changed: {len(exported.changed) - _SHOWN} more")
+    return 0
+
+
+def run_import(file: Path, path: Path, *, source: str, step: int | None, root: str | None) -> int:
+    """Import, say which checkpoint that is, and return the exit status."""
+    format_: Any = source
+    info, status = _told(lambda: import_checkpoint(file, path, source=format_, step=step, root=root))
+    if info is None:
+        return status
+    print(f"{file}: step {info.step}, {size(info.nbytes)}, the newest checkpoint in {path}")
+    return 0
+
+
+def _told(work: Callable[[], T]) -> tuple[T | None, int]:
+    try:
+        return work(), 0
+    except NoCheckpointError as error:
+        complain(error)
+        return None, _EMPTY
+    except (CheckpointError, ImportError, OSError) as error:
+        complain(error)
+        return None, _FAILED

@@ -1,0 +1,176 @@
+"""What is exported of a checkpoint, and what a format can say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from msgspec import structs
+
+from pccheck_async.errors import StateMismatchError, UnsupportedStateError
+from pccheck_async.manifest import Manifest, TensorEntry
+from pccheck_async.state import paths
+from pccheck_async.state.nodes import (
+    ArrayNode,
+    CounterNode,
+    DictNode,
+    FrozenSetNode,
+    Node,
+    NumpyDtypeNode,
+    NumpyScalarNode,
+    OrderedDictNode,
+    SetNode,
+    StatefulNode,
+    TupleNode,
+    arrays,
+)
+from pccheck_async.state.select import select
+from pccheck_async.state.values import atom, from_node
+from pccheck_async.state.walk import below, leaves, opened
+
+__all__ = ["Contents", "contents", "contiguous", "native", "torch_name"]
+
+
+@dataclass(slots=True)
+class Contents:
+    """A part of a checkpoint.
+
+    Attributes:
+        manifest: Of the checkpoint.
+        node: The part.
+        leaves: Its leaves by their paths in it.
+        refused: What the format cannot express, with the reason: nothing is exported then.
+        changed: What comes out as something else, with what that is.
+    """
+
+    manifest: Manifest
+    node: Node
+    leaves: dict[str, Node]
+    refused: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+
+    @property
+    def arrays(self) -> dict[str, TensorEntry]:
+        """The tensors and arrays by their paths."""
+        tensors = self.manifest.tensors
+        return {path: tensors[node.index] for path, node in self.leaves.items() if isinstance(node, ArrayNode)}
+
+    def check(self, what: str) -> None:
+        """Raise UnsupportedStateError where anything was refused; lists all of it."""
+        if self.refused:
+            listed = "; ".join(self.refused[:50]) + ("; ..." if len(self.refused) > 50 else "")
+            raise UnsupportedStateError(
+                f"{what} cannot hold {len(self.refused)} of {len(self.leaves)} leaves, and nothing was written: "
+                f"{listed}. Choose others with keys, or another format"
+            )
+
+
+def contents(manifest: Manifest, keys: Sequence[str] | None, root: str | None) -> Contents:
+    """Choose what to export.
+
+    Args:
+        manifest: Of the checkpoint.
+        keys: Globs over leaf paths, None for all.
+        root: Path of the part that becomes the whole, None for the state itself.
+
+    Raises:
+        StateMismatchError: One of ``keys`` selects nothing, or there is no container ``root``.
+    """
+    node = manifest.skeleton if keys is None else select(manifest.skeleton, keys)
+    waiting = root
+    while waiting:
+        inside = below(node)
+        found = [
+            (name, child) for name, child in inside if _begins(waiting, name) or _begins(waiting, paths.plain(name))
+        ]
+        if not found:
+            there = ", ".join(name for name, _ in inside[:20]) or "nothing"
+            raise StateMismatchError(
+                f"there is no {root!r} to export; at {waiting!r} there are: {there}", missing=[root or ""]
+            )
+        name, node = max(found, key=lambda pair: len(pair[0]))
+        taken = len(name) if _begins(waiting, name) else len(paths.plain(name))
+        waiting = waiting[taken + 1 :]
+    if root and not below(node):
+        raise StateMismatchError(f"{root!r} is a leaf; export its container with keys=[{root!r}]", missing=[root])
+    node = opened(node)
+    chosen = Contents(manifest, node, dict(leaves(node)) if below(node) else {})
+    named = {leaf.index for leaf in chosen.leaves.values() if isinstance(leaf, ArrayNode)}
+    if named != set(arrays(node)):
+        chosen.refused.append("an array in the _metadata of an OrderedDict")
+    return chosen
+
+
+def _begins(path: str, name: str) -> bool:
+    return path == name or path.startswith(f"{name}.")
+
+
+def native(node: Node, path: str, found: Contents) -> Node:
+    """Return the tree without objects, and with Python's values for numpy's scalars; note these, and what is refused.
+
+    Keys are no leaves, and are named by the mapping that has them.
+    """
+    match node:
+        case StatefulNode():
+            return native(opened(node), path, found)
+        case DictNode() | OrderedDictNode() | CounterNode():
+            values = [native(child, paths.child(path, name), found) for name, child in below(node)]
+            keys = [_key(key, path, found) for key in node.keys]
+            if isinstance(node, OrderedDictNode):
+                metadata = [native(each, path, found) for each in node.metadata]
+                return OrderedDictNode(keys, values, metadata)
+            return type(node)(keys, values)
+        case SetNode():
+            return SetNode([_key(item, path, found) for item in node.items])
+        case FrozenSetNode():
+            found.refused.append(f"{path} (a frozenset)")
+            return None
+        case NumpyDtypeNode():
+            found.refused.append(f"{path} (a dtype of numpy)")
+            return None
+        case NumpyScalarNode():
+            return _scalar(node, path, found)
+        case _ if below(node):
+            items = [native(child, paths.child(path, name), found) for name, child in below(node)]
+            return structs.replace(node, items=items)  # type: ignore[type-var]
+        case _:
+            return node
+
+
+def _key(node: Node, path: str, found: Contents) -> Node:
+    """Keys and members of sets are hashable, and that is all that may be below them."""
+    if isinstance(node, TupleNode):
+        return TupleNode([_key(item, path, found) for item in node.items])
+    return native(node, f"{path} (a key)" if isinstance(node, (NumpyScalarNode, NumpyDtypeNode)) else path, found)
+
+
+def _scalar(node: NumpyScalarNode, path: str, found: Contents) -> Node:
+    value: Hashable = from_node(node).item()
+    if np.dtype(node.dtype).kind not in "biufcSU" or isinstance(value, np.generic):
+        found.refused.append(f"{path} (a numpy scalar of dtype {node.dtype})")
+        return None
+    found.changed.append(f"{path} (a numpy scalar of dtype {node.dtype}, as Python's {type(value).__name__})")
+    return atom(value, path)
+
+
+_NUMPY: dict[str, str] = {
+    "|b1": "bool", "|i1": "int8", "|u1": "uint8", "<i2": "int16", "<u2": "uint16", "<i4": "int32", "<u4": "uint32",
+    "<i8": "int64", "<u8": "uint64", "<f2": "float16", "<f4": "float32", "<f8": "float64", "<c8": "complex64",
+    "<c16": "complex128",
+}  # fmt: skip
+
+
+def torch_name(entry: TensorEntry) -> str | None:
+    """Return the name of torch's dtype with the same bits; None where there is none."""
+    return _NUMPY.get(entry.dtype) if entry.kind == "ndarray" else entry.dtype
+
+
+def contiguous(entry: TensorEntry) -> bool:
+    """Whether the elements lie in C order without gaps."""
+    step = 1
+    for size, stride in zip(reversed(entry.shape), reversed(entry.stride), strict=True):
+        if size > 1 and stride != step:
+            return False
+        step *= size
+    return True

@@ -1,0 +1,167 @@
+"""Import: a file of others as a new checkpoint of a store."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import errno
+import os
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, Literal
+
+import msgspec
+import torch
+
+from pccheck_async.converting.safetensors_file import STATE, StoredArray, StoredStructure
+from pccheck_async.errors import CorruptStoreError, StoreFullError, UnsupportedStateError
+from pccheck_async.info import CheckpointInfo, Metadata, check_step
+from pccheck_async.layout import MOST_ENTRIES
+from pccheck_async.loading import list_checkpoints
+from pccheck_async.session import IO
+from pccheck_async.state.rebuild import rebuild
+from pccheck_async.sync import SyncCheckpointEngine
+
+__all__ = ["import_checkpoint"]
+
+_HOST_MEMORY = 128 << 20
+
+
+def import_checkpoint(
+    file: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    source: Literal["torch", "safetensors"],
+    step: int | None = None,
+    root: str | None = None,
+    metadata: Metadata | None = None,
+    host_memory: int = _HOST_MEMORY,
+    io: IO = "auto",
+) -> CheckpointInfo:
+    """Save what a file holds as the newest checkpoint of a store. Checkpoints that are there stay.
+
+    The file is mapped, not read as a whole. A file of ``torch.save`` is read with ``weights_only=True``: no code in it
+    runs. A file of safetensors gives its tensors under their names, and the whole state where
+    :func:`export_checkpoint` made it.
+
+    Args:
+        file: The file.
+        path: Folder of the store; created where it does not exist. Nobody else may write to it.
+        source: The format of the file.
+        step: The step of the new checkpoint; by default that which the file names, if it was exported from here, else
+            the engine's counter.
+        root: Put what the file holds below this name in the state (``"model"``); what is no mapping needs one.
+        metadata: Small facts, as for ``checkpoint``; by default those that an exported file names.
+        host_memory: Most staging memory in bytes.
+        io: As for :class:`pccheck_async.CheckpointEngine`.
+
+    Returns:
+        The new checkpoint.
+
+    Durability: durable when this returns.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        UnsupportedStateError: the file holds what cannot be saved, or what cannot be read without running code.
+        CorruptStoreError: the file is damaged.
+        StoreLockedError: a trainer writes to the store.
+        StoreFullError: there is no space, or the store holds as many checkpoints as it can.
+        ImportError: ``source="safetensors"``, and that package is not there.
+        ValueError: there is no such format.
+    """
+    name = Path(file)
+    if not name.is_file():
+        raise FileNotFoundError(f"there is no file {name}")
+    if source == "torch":
+        found, known, facts = _read_torch(name), None, None
+    elif source == "safetensors":
+        found, known, facts = _read_safetensors(name)
+    else:
+        raise ValueError(f"source is 'torch' or 'safetensors', not {source!r}")
+    state = found if root is None else {root: found}
+    if not isinstance(state, Mapping):
+        raise UnsupportedStateError(f"{name} holds a {type(state).__name__}; give the name that it shall have as root")
+    step = known if step is None else check_step(step)
+    there = len(list_checkpoints(path))
+    if there >= MOST_ENTRIES:
+        full = (
+            f"the store names {there} checkpoints, and its record has no room for one more; import into another folder"
+        )
+        raise StoreFullError(errno.ENOSPC, full, os.fspath(path))
+    with SyncCheckpointEngine(path, max_in_flight=1, keep_last=there + 1, host_memory=host_memory, io=io) as engine:
+        return engine.checkpoint(state, step=step, metadata=facts if metadata is None else metadata).result()
+
+
+def _read_torch(file: Path) -> Any:
+    mapped = zipfile.is_zipfile(file)  # files from before torch 1.6 are not, and cannot be mapped
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    except UnpicklingError as error:
+        raise UnsupportedStateError(f"{file} cannot be read without running code in it: {error}") from error
+    except (RuntimeError, EOFError, KeyError, ValueError) as error:
+        raise CorruptStoreError(f"{file} is no whole file of torch.save: {error}") from error
+
+
+def _read_safetensors(file: Path) -> tuple[Mapping[str, Any], int | None, Metadata | None]:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ImportError("importing from safetensors needs that package: pip install safetensors") from error
+    try:
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            structure = _structure((opened.metadata() or {}).get(STATE))
+            names = list(opened.keys())
+            if structure is None:
+                return {name: opened.get_tensor(name) for name in names}, None, None
+            lacking = {array.name for array in structure.arrays} - set(names)
+            if lacking:
+                raise CorruptStoreError(f"{file} lacks {', '.join(sorted(lacking)[:20])}, which its metadata names")
+            return _state(structure, opened), structure.step, structure.metadata
+    except SafetensorError as error:
+        raise CorruptStoreError(f"{file} is no whole file of safetensors: {error}") from error
+
+
+def _structure(text: str | None) -> StoredStructure | None:
+    if text is None:
+        return None
+    try:
+        structure = msgspec.msgpack.decode(base64.b64decode(text, validate=True), type=StoredStructure)
+    except (msgspec.MsgspecError, binascii.Error, RecursionError, ValueError) as error:
+        raise CorruptStoreError(f"the metadata {STATE} cannot be read: {error}") from error
+    if structure.version != 1:
+        raise CorruptStoreError(f"the metadata {STATE} has format {structure.version}; this package reads format 1")
+    return structure
+
+
+def _state(structure: StoredStructure, opened: Any) -> Mapping[str, Any]:
+    read: dict[int, torch.Tensor] = {}
+
+    def array(index: int) -> Any:
+        if not 0 <= index < len(structure.arrays):
+            raise CorruptStoreError(f"the state names array {index} of {len(structure.arrays)}")
+        about = structure.arrays[index]
+        if about.tied_to not in read:
+            if not 0 <= about.tied_to <= index:
+                raise CorruptStoreError(f"array {about.name!r} is tied to one that is none")
+            read[about.tied_to] = opened.get_tensor(structure.arrays[about.tied_to].name)
+        return _as_it_was(about, read[about.tied_to])
+
+    state = rebuild(structure.skeleton, array)
+    if not isinstance(state, Mapping):
+        raise CorruptStoreError("the state in the metadata is no mapping")
+    return state
+
+
+def _as_it_was(about: StoredArray, tensor: torch.Tensor) -> Any:
+    try:
+        match about.kind:
+            case "ndarray":
+                return tensor.numpy()
+            case "parameter":
+                return torch.nn.Parameter(tensor, about.requires_grad)
+            case _:
+                return tensor.detach().requires_grad_(about.requires_grad)
+    except (RuntimeError, TypeError) as error:
+        raise CorruptStoreError(f"array {about.name!r} cannot be made: {error}") from error

@@ -1,0 +1,575 @@
+"""Export and import: equal in every bit for those who read without this package, and nothing dropped in silence."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
+from typer.testing import CliRunner
+
+from pccheck_async import (
+    CorruptStoreError,
+    NoCheckpointError,
+    RNGState,
+    StateMismatchError,
+    StoreLockedError,
+    SyncCheckpointEngine,
+    UnsupportedStateError,
+    WriteError,
+    export_checkpoint,
+    import_checkpoint,
+    list_checkpoints,
+    load_sync,
+)
+from pccheck_async.cli import app
+from pccheck_async.converting.safetensors_file import parts
+from pccheck_async.manifest import TensorEntry
+from tests import state_strategies
+from tests.state_strategies import array_bytes, difference
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+CHUNK = 4096
+runner = CliRunner()
+
+
+def save(path: Path, state: Mapping[str, Any], step: int = 7, **options: Any) -> None:
+    with SyncCheckpointEngine(path, chunk_bytes=CHUNK, **options) as engine:
+        engine.checkpoint(state, step=step, metadata={"loss": 0.5}).result(60)
+
+
+def training_state() -> dict[str, Any]:
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.BatchNorm1d(40), torch.nn.Linear(40, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(8, 30)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer, "rng": RNGState(), "step": 7}
+
+
+def odd_state() -> dict[str, Any]:
+    """Every kind of tensor that all formats can express."""
+    base = torch.arange(5000.0)
+    tied = torch.nn.Parameter(torch.randn(20, 30, generator=torch.Generator().manual_seed(0)))
+    nan = torch.tensor([0x7FC00001, 0x7F800001, -0x80000000], dtype=torch.int64).to(torch.int32).view(torch.float32)
+    return {
+        "bf16": torch.randn(33, 7).to(torch.bfloat16),
+        "fp8": torch.randn(100).to(torch.float8_e4m3fn),
+        "e5m2": torch.randn(5, 5).to(torch.float8_e5m2),
+        "bool": torch.rand(77) > 0.5,
+        "complex": torch.randn(9, dtype=torch.complex64),
+        "u64": torch.tensor([2**63, 1], dtype=torch.uint64),
+        "scalar": torch.tensor(3.5, dtype=torch.float64),
+        "empty": torch.zeros(0, 3),
+        "nan": nan,
+        "tied": {"one": tied, "other": tied},
+        "views": [base, base[1000:2000], base[::2]],
+        "transposed": torch.arange(7000, dtype=torch.int16).reshape(70, 100).t(),
+        "expanded": torch.arange(3).reshape(3, 1).expand(3, 4),
+        "frozen": torch.nn.Parameter(torch.ones(4), requires_grad=False),
+    }
+
+
+# -- read without this package
+
+_READ = """
+import hashlib, json, sys, torch
+def digest(tensor):
+    flat = tensor.detach().contiguous().reshape(-1)
+    data = b"" if not flat.numel() else bytes(flat.view(torch.uint8).numpy())
+    return [str(tensor.dtype), list(tensor.shape), hashlib.sha256(data).hexdigest()]
+def walk(value, path=""):
+    if isinstance(value, torch.Tensor):
+        yield path, digest(value)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from walk(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from walk(item, f"{path}.{number}")
+kind, path = sys.argv[1:]
+if kind == "safetensors":
+    from safetensors import safe_open
+    with safe_open(path, framework="pt") as file:
+        found = {name: digest(file.get_tensor(name)) for name in file.keys()}
+else:
+    found = dict(walk(torch.load(path, weights_only=True, map_location="cpu", mmap=kind == "mapped")))
+assert not [name for name in sys.modules if name.startswith("pccheck")]
+print(json.dumps(found))
+"""
+
+
+def read_elsewhere(kind: str, path: Path) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-c", _READ, kind, str(path)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def digests(value: Any, path: str = "") -> dict[str, Any]:
+    match value:
+        case torch.Tensor():
+            return {path: [str(value.dtype), list(value.shape), hashlib.sha256(array_bytes(value)).hexdigest()]}
+        case Mapping():
+            items = [(str(key), item) for key, item in value.items()]
+        case list() | tuple():
+            items = [(str(number), item) for number, item in enumerate(value)]
+        case _:
+            return {}
+    found: dict[str, Any] = {}
+    for key, item in items:
+        found |= digests(item, f"{path}.{key}" if path else key)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [odd_state, lambda: {key: training_state()[key] for key in ("model", "optimizer")}])
+@pytest.mark.parametrize("kind", ["plain", "mapped", "safetensors"])
+def test_read_by_a_process_without_this_package(tmp_path: Path, kind: str, make: Any) -> None:
+    if kind == "safetensors":
+        pytest.importorskip("safetensors")
+    save(tmp_path / "s", make())
+    out = tmp_path / "out"
+    exported = export_checkpoint(tmp_path / "s", out, to="safetensors" if kind == "safetensors" else "torch")
+    expected = digests(load_sync(tmp_path / "s"))
+    assert read_elsewhere(kind, out) == expected
+    assert exported.nbytes == out.stat().st_size
+    assert (exported.tensors, exported.info.step) == (len(expected), 7)
+    assert sorted(os.listdir(tmp_path)) == ["out", "s"]
+
+
+# -- torch
+
+
+def as_exported(value: Any) -> Any:
+    """What becomes of a state in a file of torch.save; KeyError for what has no place there."""
+    match value:
+        case np.ndarray():
+            if value.dtype.str in ("|S3", "<U5", "|V7") or value.dtype.kind in "mMSUV" or value.dtype.byteorder == ">":
+                raise KeyError
+            if value.dtype.char in "gG" or any(step < 0 for step in value.strides):
+                raise KeyError
+            if value.size and value.ctypes.data % value.itemsize:
+                raise KeyError
+            return torch.from_numpy(value)
+        case np.generic():
+            if value.dtype.kind in "mMV" or isinstance(value.item(), np.generic):
+                raise KeyError
+            return value.item()
+        case torch.Tensor():
+            if (
+                value.dtype not in torch.storage._dtype_to_storage_type_map()
+                and value.dtype not in torch.storage._new_dtypes()
+            ):
+                raise KeyError
+            return value
+        case frozenset() | np.dtype():
+            raise KeyError
+        case set():
+            return {as_exported(item) for item in value}
+        case OrderedDict() | Counter():
+            return type(value)((as_exported(key), as_exported(item)) for key, item in value.items())
+        case Mapping():
+            return {as_exported(key): as_exported(item) for key, item in value.items()}
+        case torch.Size():
+            return value
+        case list() | tuple():
+            return type(value)(as_exported(item) for item in value)
+        case _:
+            return value
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(state_strategies.states())
+def test_any_state_as_a_torch_file(state: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        save(Path(folder, "s"), state)
+        out = Path(folder, "out.pt")
+        loaded = load_sync(Path(folder, "s"))
+        try:
+            expected = as_exported(loaded)
+        except KeyError:
+            with pytest.raises(UnsupportedStateError, match="nothing was written"):
+                export_checkpoint(Path(folder, "s"), out, to="torch")
+            assert os.listdir(folder) == ["s"]
+            return
+        export_checkpoint(Path(folder, "s"), out, to="torch")
+        for mapped in (False, True):
+            found = torch.load(out, weights_only=True, mmap=mapped)
+            assert not difference(found, expected)
+        assert zipfile.ZipFile(out).testzip() is None
+
+
+def test_torch_file_keeps_ties_and_modules(tmp_path: Path) -> None:
+    state = training_state()
+    state["odd"] = odd_state()
+    save(tmp_path / "s", state)
+    exported = export_checkpoint(
+        tmp_path / "s", tmp_path / "a.pt", to="torch", keys=["model", "optimizer", "odd", "step"]
+    )
+    assert exported.changed == ()
+    found = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert not difference(found, load_sync(tmp_path / "s", keys=["model", "optimizer", "odd", "step"]))
+    assert found["odd"]["tied"]["one"].data_ptr() == found["odd"]["tied"]["other"].data_ptr()
+    assert found["model"]._metadata == state["model"].state_dict()._metadata
+    state["model"].load_state_dict(found["model"])
+    exported = export_checkpoint(tmp_path / "s", tmp_path / "b.pt", to="torch", keys=["rng"])
+    assert [line.split(" (")[0] for line in exported.changed] == ["rng.python.words", "rng.numpy.state.key"]
+    words = torch.load(tmp_path / "b.pt", weights_only=True)["rng"]["python"]["words"]
+    assert array_bytes(words) == load_sync(tmp_path / "s", keys=["rng"])["rng"]["python"]["words"].tobytes()
+
+
+def test_records_can_be_mapped(tmp_path: Path) -> None:
+    save(tmp_path / "s", {"a": torch.ones(3, dtype=torch.uint8), "b": torch.zeros(1000, dtype=torch.complex128)})
+    export_checkpoint(tmp_path / "s", tmp_path / "a.pt", to="torch")
+    reader: Any = torch._C.PyTorchFileReader(str(tmp_path / "a.pt"))
+    for name in ("data/0", "data/1"):
+        assert reader.get_record_offset(name) % 64 == 0
+
+
+def test_equal_states_make_equal_files(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        save(tmp_path / name, odd_state() | {"bf16": None, "fp8": None, "e5m2": None, "bool": None, "complex": None})
+        export_checkpoint(tmp_path / name, tmp_path / f"{name}.pt", to="torch")
+    assert (tmp_path / "one.pt").read_bytes() == (tmp_path / "other.pt").read_bytes()
+
+
+def test_what_a_selected_view_does_not_show_is_not_exported(tmp_path: Path) -> None:
+    secret = torch.full((30_000,), 7.5)
+    secret[:10] = secret[-10:] = 0
+    save(tmp_path / "s", {"low": secret[:10], "all": secret, "high": secret[-10:]})
+    out = tmp_path / "a.pt"
+    export_checkpoint(tmp_path / "s", out, to="torch", keys=["low", "high"])
+    assert np.float32(7.5).tobytes() not in out.read_bytes()
+    found = torch.load(out, weights_only=True)
+    assert not difference(found, load_sync(tmp_path / "s", keys=["low", "high"]))
+    export_checkpoint(tmp_path / "s", tmp_path / "b.pt", to="torch", keys=["low"])
+    assert (tmp_path / "b.pt").stat().st_size < 4000
+
+
+# -- safetensors
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(state_strategies.states())
+def test_any_state_as_safetensors_and_back(state: dict[str, Any]) -> None:
+    pytest.importorskip("safetensors")
+    from safetensors import safe_open
+
+    with tempfile.TemporaryDirectory() as folder:
+        save(Path(folder, "s"), state)
+        out = Path(folder, "out")
+        loaded = load_sync(Path(folder, "s"))
+        try:
+            exported = export_checkpoint(Path(folder, "s"), out, to="safetensors")
+        except UnsupportedStateError as error:
+            assert "dtype" in str(error)  # noqa: PT017
+            assert os.listdir(folder) == ["s"]
+            return
+        with safe_open(out, framework="pt") as file:
+            assert len(file.keys()) == exported.tensors == len(list(state_strategies.arrays_of(loaded)))
+            assert file.metadata()["format"] == "pt"
+        info = import_checkpoint(out, Path(folder, "t"), source="safetensors")
+        assert (info.step, dict(info.metadata)) == (7, {"loss": 0.5})
+        _assert_same_apart_from_strides(load_sync(Path(folder, "t")), loaded)
+
+
+def _assert_same_apart_from_strides(one: Any, other: Any) -> None:
+    plain, others = _contiguous(one), _contiguous(other)
+    assert not state_strategies._difference(plain, others, "state")
+
+
+def _contiguous(value: Any) -> Any:
+    match value:
+        case torch.nn.Parameter():
+            return torch.nn.Parameter(_contiguous(value.detach()), value.requires_grad)
+        case torch.Tensor():
+            return (
+                value.detach()
+                .resolve_conj()
+                .resolve_neg()
+                .clone(memory_format=torch.contiguous_format)
+                .requires_grad_(value.requires_grad)
+            )
+        case np.ndarray():
+            return np.ascontiguousarray(value).reshape(value.shape)
+        case OrderedDict() | Counter() | dict():
+            return type(value)((key, _contiguous(item)) for key, item in value.items())
+        case list() | tuple() if type(value) in (list, tuple):
+            return type(value)(_contiguous(item) for item in value)
+        case _:
+            return value
+
+
+def test_safetensors_says_what_it_changed(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors")
+    state = training_state() | {"odd": odd_state()}
+    save(tmp_path / "s", state)
+    out = tmp_path / "all.safetensors"
+    changed = "\n".join(export_checkpoint(tmp_path / "s", out, to="safetensors").changed)
+    assert "odd.tied.one, odd.tied.other (of one storage, each in full)" in changed
+    assert "odd.transposed (strides (1, 100), in C order)" in changed
+    with safetensors.safe_open(out, framework="pt") as file:
+        values = json.loads(file.metadata()["pccheck_async.values"])
+        assert (values["step"], values["optimizer.param_groups.0.lr"]) == (7, 0.001)
+        assert torch.equal(file.get_tensor("model.0.weight"), state["model"][0].weight)
+    import_checkpoint(out, tmp_path / "t", source="safetensors")
+    found = load_sync(tmp_path / "t")
+    assert found["odd"]["tied"]["one"].data_ptr() == found["odd"]["tied"]["other"].data_ptr()
+    assert isinstance(found["odd"]["frozen"], torch.nn.Parameter)
+    with SyncCheckpointEngine(tmp_path / "t") as engine:
+        live = training_state() | {"odd": odd_state()}
+        restored = engine.restore(live)
+        assert restored is not None
+        assert restored.step == 7
+
+
+def test_a_model_alone(tmp_path: Path) -> None:
+    """What other libraries expect of a file of weights: the names that the model itself has."""
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    state = training_state()
+    save(tmp_path / "s", state)
+    export_checkpoint(tmp_path / "s", tmp_path / "m.safetensors", to="safetensors", root="model")
+    state["model"].load_state_dict(load_file(tmp_path / "m.safetensors"))
+    export_checkpoint(tmp_path / "s", tmp_path / "m.pt", to="torch", root="model", keys=["model.0*"])
+    assert list(torch.load(tmp_path / "m.pt", weights_only=True)) == ["0.weight", "0.bias"]
+    import_checkpoint(tmp_path / "m.safetensors", tmp_path / "t", source="safetensors", root="model", step=3)
+    with SyncCheckpointEngine(tmp_path / "t") as engine:
+        restored = engine.restore({"model": training_state()["model"]})
+        assert restored is not None
+        assert restored.step == 3
+    for root in ("modle", "model.0", "step", "model.0.weight"):
+        with pytest.raises(StateMismatchError):
+            export_checkpoint(tmp_path / "s", tmp_path / "x", to="torch", root=root)
+
+
+def test_names_that_are_alike_keep_their_escapes(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors")
+    save(
+        tmp_path / "s",
+        {"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1), "c.d": torch.ones(1), "__metadata__": torch.ones(1)},
+    )
+    export_checkpoint(tmp_path / "s", tmp_path / "o", to="safetensors", keys=["a*", "c*"])
+    with safetensors.safe_open(tmp_path / "o", framework="pt") as file:
+        assert sorted(file.keys()) == ["a.b", "a\\.b", "c.d"]
+    with pytest.raises(UnsupportedStateError, match="__metadata__"):
+        export_checkpoint(tmp_path / "s", tmp_path / "p", to="safetensors")
+
+
+def test_parts_of_large_arrays() -> None:
+    entry = TensorEntry(0, "float32", (10, 6), (1, 10), 40, "parameter", True)
+    found = list(parts(entry, 100))
+    assert [part.shape for part in found] == [(4, 6), (4, 6), (2, 6)]
+    assert [part.offset for part in found] == [40, 56, 72]
+    assert {part.kind for part in found} == {"tensor"}
+    assert [part.shape for part in parts(entry, 1)] == [(1, 6)] * 10
+    assert [part.shape for part in parts(entry, 240)] == [(10, 6)]
+
+
+# -- torch.distributed.checkpoint
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_dcp_loads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pccheck_async.converting.dcp_folder._PART", 10_000)
+    state = training_state()
+    plain = {
+        "model": state["model"].state_dict(),
+        "optimizer": state["optimizer"].state_dict(),
+        "odd": odd_state(),
+        "tuple": (torch.arange(3), np.arange(4)),
+        "array": np.arange(6).reshape(2, 3),
+        "large": torch.randn(100, 100, 2),
+        "step": 7,
+        "nothing": {},
+    }
+    save(tmp_path / "s", plain)
+    exported = export_checkpoint(tmp_path / "s", tmp_path / "d", to="dcp")
+    assert exported.changed == ("nothing (an empty dict, left out)",)
+    loaded = load_sync(tmp_path / "s")
+    del loaded["nothing"]
+    metadata = FileSystemReader(tmp_path / "d").read_metadata().state_dict_metadata
+    assert len(metadata["large"].chunks) > 1  # type: ignore[union-attr]
+    target = load_sync(tmp_path / "s")
+    del target["nothing"]
+    _blank(target)
+    load_dcp(target, checkpoint_id=tmp_path / "d", no_dist=True)
+    assert digests(target) == digests(loaded)
+    assert (target["step"], target["optimizer"]["param_groups"]) == (7, loaded["optimizer"]["param_groups"])
+    assert np.array_equal(target["array"], loaded["array"])
+    assert torch.equal(target["tuple"][0], torch.arange(3))
+    assert np.array_equal(target["tuple"][1], np.arange(4))
+
+
+def _blank(value: Any) -> None:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if isinstance(item, torch.Tensor):
+                value[key] = torch.zeros(item.shape, dtype=item.dtype)
+            else:
+                _blank(item)
+    elif isinstance(value, list):
+        value[:] = [torch.zeros(v.shape, dtype=v.dtype) if isinstance(v, torch.Tensor) else v for v in value]
+        for item in value:
+            _blank(item)
+
+
+def test_dcp_needs_a_dict(tmp_path: Path) -> None:
+    save(tmp_path / "s", {"list": [torch.zeros(1)]})
+    with pytest.raises(UnsupportedStateError, match="dict"):
+        export_checkpoint(tmp_path / "s", tmp_path / "d", to="dcp", root="list")
+    assert os.listdir(tmp_path) == ["s"]
+
+
+# -- what may go wrong
+
+
+@pytest.mark.parametrize("to", ["torch", "safetensors", "dcp"])
+def test_damage_leaves_nothing_behind(tmp_path: Path, to: Any) -> None:
+    save(tmp_path / "s", {"a": torch.ones(5000), "b": torch.ones(5000)})
+    slot = next(path for path in (tmp_path / "s").glob("slot-*") if any(path.read_bytes()[:CHUNK]))
+    data = bytearray(slot.read_bytes())
+    data[5 * CHUNK] ^= 1
+    slot.write_bytes(data)
+    with pytest.raises(CorruptStoreError, match="chunk 5 "):
+        export_checkpoint(tmp_path / "s", tmp_path / "out", to=to)
+    assert os.listdir(tmp_path) == ["s"]
+
+
+@pytest.mark.parametrize("to", ["torch", "safetensors", "dcp"])
+def test_errors_of_export(tmp_path: Path, to: Any) -> None:
+    with pytest.raises(NoCheckpointError):
+        export_checkpoint(tmp_path / "none", tmp_path / "out", to=to)
+    save(tmp_path / "s", {"a": torch.ones(5)})
+    (tmp_path / "there").write_text("mine")
+    with pytest.raises(FileExistsError, match="exists already"):
+        export_checkpoint(tmp_path / "s", tmp_path / "there", to=to)
+    assert (tmp_path / "there").read_text() == "mine"
+    with pytest.raises(WriteError):
+        export_checkpoint(tmp_path / "s", tmp_path / "no" / "folder", to=to)
+    with pytest.raises(NoCheckpointError, match="of step 9"):
+        export_checkpoint(tmp_path / "s", tmp_path / "out", to=to, step=9)
+    with pytest.raises(StateMismatchError, match="no leaf matches"):
+        export_checkpoint(tmp_path / "s", tmp_path / "out", to=to, keys=["x"])
+    with pytest.raises(ValueError, match="to is"):
+        export_checkpoint(tmp_path / "s", tmp_path / "out", to="onnx")  # type: ignore[arg-type]
+    assert sorted(os.listdir(tmp_path)) == ["s", "there"]
+
+
+def test_refused_leaves_are_all_named(tmp_path: Path) -> None:
+    save(tmp_path / "s", {"f": {"x": frozenset({1})}, "d": np.dtype("i4"), "s": np.array(["a"]), "ok": 1})
+    with pytest.raises(UnsupportedStateError) as raised:
+        export_checkpoint(tmp_path / "s", tmp_path / "out", to="torch")
+    for path in ("f.x (a frozenset)", "d (a dtype of numpy)", "s (a numpy array of dtype <U1)", "3 of 4 leaves"):
+        assert path in str(raised.value)
+
+
+# -- import
+
+
+def test_import_of_a_torch_file(tmp_path: Path) -> None:
+    state = odd_state() | {"list": [1, (2, None)], "name": "x"}
+    for name, new in (("new.pt", True), ("old.pt", False)):
+        if not new:
+            for key in ("u64", "fp8", "e5m2", "views"):
+                state.pop(key)
+        torch.save(state, tmp_path / name, _use_new_zipfile_serialization=new)
+        info = import_checkpoint(tmp_path / name, tmp_path / "s", source="torch", step=5, metadata={"from": name})
+        assert (info.step, dict(info.metadata)) == (5, {"from": name})
+        assert not difference(load_sync(tmp_path / "s"), torch.load(tmp_path / name, weights_only=True))
+
+
+def test_import_keeps_what_is_there(tmp_path: Path) -> None:
+    save(tmp_path / "s", {"x": torch.zeros(3)}, step=1)
+    torch.save(torch.ones(3), tmp_path / "t.pt")
+    with pytest.raises(UnsupportedStateError, match="root"):
+        import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch")
+    for _ in range(3):
+        import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch", root="x")
+    infos = list_checkpoints(tmp_path / "s")
+    assert [info.counter for info in infos] == [3, 2, 1, 0]
+    assert torch.equal(load_sync(tmp_path / "s")["x"], torch.ones(3))
+    assert torch.equal(load_sync(tmp_path / "s", step=1)["x"], torch.zeros(3)) or infos[2].step == 1
+
+
+def test_import_beside_a_trainer(tmp_path: Path) -> None:
+    torch.save({"x": 1}, tmp_path / "t.pt")
+    with SyncCheckpointEngine(tmp_path / "s") as engine:
+        engine.checkpoint({"x": 0}).result(60)
+        with pytest.raises(StoreLockedError):
+            import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch")
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("/nonexistent/evil",)
+
+
+def test_errors_of_import(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    with pytest.raises(FileNotFoundError, match="no file"):
+        import_checkpoint(tmp_path / "none", tmp_path / "s", source="torch")
+    torch.save({"x": Evil()}, tmp_path / "evil.pt")
+    with pytest.raises(UnsupportedStateError, match="without running code"):
+        import_checkpoint(tmp_path / "evil.pt", tmp_path / "s", source="torch")
+    torch.save({"x": torch.ones(5000)}, tmp_path / "whole.pt")
+    data = (tmp_path / "whole.pt").read_bytes()
+    (tmp_path / "cut").write_bytes(data[:3000])
+    for source in ("torch", "safetensors"):
+        with pytest.raises((CorruptStoreError, UnsupportedStateError)):
+            import_checkpoint(tmp_path / "cut", tmp_path / "s", source=source)
+    with pytest.raises(ValueError, match="source is"):
+        import_checkpoint(tmp_path / "cut", tmp_path / "s", source="onnx")  # type: ignore[arg-type]
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("text", ["", "!", "AAAA", "gaNhYmPA"])
+def test_metadata_that_is_damaged(tmp_path: Path, text: str) -> None:
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    save_file({"x": torch.ones(3)}, tmp_path / "f", metadata={"pccheck_async.state": text})
+    with pytest.raises(CorruptStoreError, match=r"metadata pccheck_async\.state"):
+        import_checkpoint(tmp_path / "f", tmp_path / "s", source="safetensors")
+
+
+# -- the command
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    save(tmp_path / "s", {"model": {"a.b": torch.ones(3), "c": np.arange(3)}, "step": 7})
+    result = runner.invoke(
+        app, ["export", str(tmp_path / "s"), "--to", "torch", str(tmp_path / "o.pt"), "--keys", "model.*"]
+    )
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("step 7: 2 tensors and 0 plain values, ")
+    assert "changed: model.c (a numpy array, as a tensor)" in result.stderr
+    result = runner.invoke(app, ["import", str(tmp_path / "o.pt"), str(tmp_path / "t"), "--from", "torch", "--step=9"])
+    assert result.exit_code == 0, result.output
+    assert "step 9" in result.stdout
+    assert torch.equal(load_sync(tmp_path / "t", step=9)["model"]["a.b"], torch.ones(3))
+    result = runner.invoke(app, ["export", str(tmp_path / "s"), str(tmp_path / "o.pt"), "--to=torch"])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "FileExistsError" in result.stderr
+    result = runner.invoke(app, ["export", str(tmp_path / "x"), str(tmp_path / "p"), "--to=dcp"])
+    assert result.exit_code == 3
+    result = runner.invoke(app, ["import", str(tmp_path / "x"), str(tmp_path / "t"), "--from=safetensors"])
+    assert result.exit_code == 1
+    for wrong in (["export", "x", "y"], ["export", "x", "y", "--to=onnx"], ["import", "x", "y"], ["export", "x"]):
+        assert runner.invoke(app, wrong).exit_code == 2
