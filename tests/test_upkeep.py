@@ -7,9 +7,9 @@ import math
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,14 +39,13 @@ from pccheck_async import (
 from pccheck_async.layout import COMMIT_NBYTES, MOST_ENTRIES, REGION_NBYTES
 from pccheck_async.manifest import ChunkEntry
 from pccheck_async.operations.base import Operations
-from pccheck_async.testing import Access, CrashDisk, CrashWriter, ImageWriter, WrappingWriter, power_loss_images
+from pccheck_async.testing import CrashDisk, CrashWriter, ImageWriter, WrappingWriter, power_loss_images
 from pccheck_async.upkeep.chunks import runs
 from pccheck_async.upkeep.copies import examine
 from pccheck_async.writer import Writer
 from pccheck_async.writer.posix import PosixWriter
 from tests.state_strategies import difference, states
 
-T = TypeVar("T")
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 CHUNK = 4096
 
@@ -240,9 +239,6 @@ class BadSector(WrappingWriter):
     """Fails every read that touches one byte."""
 
     bad = 9000
-
-    async def perform(self, access: Access, call: Callable[[], Awaitable[T]]) -> T:
-        return await call()
 
     async def read(self, file: Any, offset: int, into: memoryview) -> int:
         if file.name.startswith("slot") and offset <= self.bad < offset + len(into):

@@ -100,7 +100,7 @@ def recover_store(
             under other names. Else nothing is written.
         search: Search the slots also where a record is valid, and write one that names what was found.
         slots: Name only the checkpoints in these; by default all that are whole.
-        progress: Told bytes searched, of one slot after another.
+        progress: Told bytes searched, and then bytes checked, of one slot after another.
         io: As for :class:`pccheck_async.CheckpointEngine`.
 
     Durability: what is written survives power loss when this returns. A crash in between leaves a store that can be
