@@ -148,6 +148,7 @@ def test_a_store_in_order_is_left_alone(tmp_path: Path) -> None:
     assert {file.name: file.stat().st_mtime_ns for file in tmp_path.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_a_trainer_that_runs_is_not_disturbed(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, keep_last=2, chunk_bytes=CHUNK) as engine:
         engine.checkpoint(state_of(1), step=1).result(60)

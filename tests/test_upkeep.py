@@ -492,6 +492,7 @@ def test_a_copy_is_the_same_checkpoint(tmp_path: Path) -> None:
     assert copy_checkpoint(target, source, step=1).pinned  # as it is there
 
 
+@pytest.mark.slow
 def test_what_cannot_be_copied(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     save(source, 1, 2)
@@ -584,6 +585,7 @@ def test_every_checkpoint_of_a_step_goes(tmp_path: Path) -> None:
     assert [info.step for info in list_checkpoints(tmp_path)] == [2]
 
 
+@pytest.mark.slow
 def test_a_trainer_that_runs_is_told_of(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, keep_last=2) as engine:
         for step in (1, 2):
