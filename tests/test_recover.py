@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from pccheck_async import (
     NoCheckpointError,
+    ReadError,
     StoreError,
     StoreLockedError,
     SyncCheckpointEngine,
@@ -23,8 +25,18 @@ from pccheck_async import (
     verify_checkpoints,
 )
 from pccheck_async.layout import COMMIT_NBYTES, REGION_NBYTES, Entry
-from pccheck_async.testing import CrashDisk, CrashWriter, Image, ImageWriter, power_loss_images
+from pccheck_async.operations.base import Operations
+from pccheck_async.testing import (
+    CrashDisk,
+    CrashWriter,
+    Image,
+    ImageWriter,
+    WrappingWriter,
+    power_loss_images,
+)
 from pccheck_async.upkeep.salvage import FoundCheckpoint, arrange
+from pccheck_async.writer import Writer
+from pccheck_async.writer.posix import PosixWriter
 from tests.state_strategies import difference
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -136,6 +148,7 @@ def test_a_store_in_order_is_left_alone(tmp_path: Path) -> None:
     assert {file.name: file.stat().st_mtime_ns for file in tmp_path.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_a_trainer_that_runs_is_not_disturbed(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, keep_last=2, chunk_bytes=CHUNK) as engine:
         engine.checkpoint(state_of(1), step=1).result(60)
@@ -199,6 +212,35 @@ def test_every_byte_of_a_slot_counts(tmp_path: Path) -> None:
             assert one.info.step == 1
     slot.write_bytes(whole)
     assert [info.step for info in recover_store(tmp_path).named] == [1]
+
+
+class BadSector(WrappingWriter):
+    """Fails every read that touches one byte of the first slot."""
+
+    bad = 0
+
+    async def read(self, file: Any, offset: int, into: memoryview) -> int:
+        if file.name == "slot-000" and offset <= self.bad < offset + len(into):
+            raise ReadError(errno.EIO, os.strerror(errno.EIO), file.name)
+        return await super().read(file, offset, into)
+
+
+@pytest.mark.parametrize(("bad", "whole"), [(9000, [1]), (200_000, [1, 0])])
+def test_sectors_that_cannot_be_read(tmp_path: Path, bad: int, whole: list[int]) -> None:
+    save(tmp_path, 0, 1)
+    (tmp_path / "commit").unlink()
+    with (tmp_path / "slot-000").open("ab") as file:
+        file.write(bytes(300_000))  # behind the manifest, as a larger checkpoint leaves it
+
+    def io(path: str, operations: Operations) -> Writer:
+        writer = BadSector(PosixWriter(path, operations))
+        writer.bad = bad
+        return writer
+
+    found = recover_store(tmp_path, io=io)
+    assert [info.step for info in found.named] == whole
+    if whole == [1]:
+        assert [damage.offset for damage in found.found[0].damage] == [8192]
 
 
 @pytest.mark.parametrize("chunk", range(7))

@@ -7,9 +7,9 @@ import math
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,14 +39,13 @@ from pccheck_async import (
 from pccheck_async.layout import COMMIT_NBYTES, MOST_ENTRIES, REGION_NBYTES
 from pccheck_async.manifest import ChunkEntry
 from pccheck_async.operations.base import Operations
-from pccheck_async.testing import Access, CrashDisk, CrashWriter, ImageWriter, WrappingWriter, power_loss_images
+from pccheck_async.testing import CrashDisk, CrashWriter, ImageWriter, WrappingWriter, power_loss_images
 from pccheck_async.upkeep.chunks import runs
 from pccheck_async.upkeep.copies import examine
 from pccheck_async.writer import Writer
 from pccheck_async.writer.posix import PosixWriter
 from tests.state_strategies import difference, states
 
-T = TypeVar("T")
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 CHUNK = 4096
 
@@ -240,9 +239,6 @@ class BadSector(WrappingWriter):
     """Fails every read that touches one byte."""
 
     bad = 9000
-
-    async def perform(self, access: Access, call: Callable[[], Awaitable[T]]) -> T:
-        return await call()
 
     async def read(self, file: Any, offset: int, into: memoryview) -> int:
         if file.name.startswith("slot") and offset <= self.bad < offset + len(into):
@@ -496,6 +492,7 @@ def test_a_copy_is_the_same_checkpoint(tmp_path: Path) -> None:
     assert copy_checkpoint(target, source, step=1).pinned  # as it is there
 
 
+@pytest.mark.slow
 def test_what_cannot_be_copied(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     save(source, 1, 2)
@@ -588,6 +585,7 @@ def test_every_checkpoint_of_a_step_goes(tmp_path: Path) -> None:
     assert [info.step for info in list_checkpoints(tmp_path)] == [2]
 
 
+@pytest.mark.slow
 def test_a_trainer_that_runs_is_told_of(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, keep_last=2) as engine:
         for step in (1, 2):

@@ -221,6 +221,7 @@ def test_rm_pin_unpin(store: Path) -> None:
     assert pccheck("pin", store, 1).exit_code == 3
 
 
+@pytest.mark.slow
 def test_commands_beside_a_trainer(tmp_path: Path) -> None:
     path = tmp_path / "store"
     with SyncCheckpointEngine(path, keep_last=2) as engine:

@@ -17,12 +17,11 @@ from pccheck_async.scratch import slot_bytes
 from pccheck_async.session import IO, Session
 from pccheck_async.store import Store
 from pccheck_async.store_reader import OneLoop, with_session
-from pccheck_async.upkeep.held import open_reader
+from pccheck_async.upkeep.held import LOCK_SECONDS, open_reader
 
 __all__ = ["Removal", "pin_checkpoint", "remove_checkpoints"]
 
 T = TypeVar("T")
-_LOCK_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +113,7 @@ def _with_store(path: str | os.PathLike[str], io: IO, work: Callable[[Store], Co
         # As many slots stay free as there are: the trainer reserved them.
         store = Store(session.writer, retention=KeepAll(), max_in_flight=max(0, slots - committed))
         try:
-            await store.open(_LOCK_SECONDS)
+            await store.open(LOCK_SECONDS)
         except StoreLockedError as error:
             raise StoreLockedError(
                 f"{error}. A trainer that has it open pins with engine.pin(step) and engine.unpin(step); what none of "

@@ -20,11 +20,9 @@ from pccheck_async.session import IO, Session
 from pccheck_async.store import SlotLease, Store
 from pccheck_async.store_reader import OneLoop, with_session
 from pccheck_async.upkeep.chunks import Progress, Run, check_chunks, make_pool
-from pccheck_async.upkeep.held import Held, hold, open_reader
+from pccheck_async.upkeep.held import LOCK_SECONDS, Held, hold, open_reader
 
 __all__ = ["copy_checkpoint"]
-
-_LOCK_SECONDS = 5.0
 
 
 def copy_checkpoint(
@@ -76,7 +74,7 @@ def copy_checkpoint(
 
     async def write(held: Held, session: Session) -> CheckpointInfo:
         store = Store(session.writer, retention=KeepAll(), max_in_flight=1)
-        await store.open(_LOCK_SECONDS)
+        await store.open(LOCK_SECONDS)
         if len(store.entries) >= MOST_ENTRIES:
             raise StoreFullError(
                 errno.ENOSPC, f"a commit record names {MOST_ENTRIES} checkpoints: remove some first", os.fspath(target)
@@ -105,7 +103,6 @@ async def _copy(held: Held, store: Store, session: Session, pinned: bool | None,
         await session.writer.write(lease.file, offset, padded)
     except BaseException:
         await store.release(lease)
-        await store.remove_surplus()
         raise
     await store.commit(
         lease,

@@ -16,7 +16,10 @@ from pccheck_async.session import Session
 from pccheck_async.store_reader import StoreReader
 from pccheck_async.writer import File
 
-__all__ = ["Held", "hold", "hold_slot", "open_reader"]
+__all__ = ["LOCK_SECONDS", "Held", "hold", "hold_slot", "open_reader"]
+
+LOCK_SECONDS = 1.0
+"""The last requests of a writer that was killed hold its locks for a moment; a trainer holds them for good."""
 
 
 @dataclass(frozen=True, slots=True)

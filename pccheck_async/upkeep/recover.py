@@ -37,12 +37,12 @@ from pccheck_async.records import read_identity
 from pccheck_async.session import IO, Session
 from pccheck_async.store_reader import OneLoop, with_session
 from pccheck_async.upkeep.chunks import Progress
+from pccheck_async.upkeep.held import LOCK_SECONDS
 from pccheck_async.upkeep.salvage import FoundCheckpoint, arrange, search_slot
 from pccheck_async.writer import Writer
 
 __all__ = ["Recovery", "recover_store"]
 
-_LOCK_SECONDS = 5.0
 _POLL_SECONDS = 0.01
 _NEW = ".recovered"
 _BUSY = "being written by another process"
@@ -100,7 +100,7 @@ def recover_store(
             under other names. Else nothing is written.
         search: Search the slots also where a record is valid, and write one that names what was found.
         slots: Name only the checkpoints in these; by default all that are whole.
-        progress: Told bytes searched, of one slot after another.
+        progress: Told bytes searched, and then bytes checked, of one slot after another.
         io: As for :class:`pccheck_async.CheckpointEngine`.
 
     Durability: what is written survives power loss when this returns. A crash in between leaves a store that can be
@@ -181,7 +181,7 @@ def _unasked(one: FoundCheckpoint) -> FoundCheckpoint:
 async def _lock(writer: Writer) -> None:
     """Hold the writer's lock until the session ends."""
     file = await writer.open(COMMIT_NAME, writable=True)
-    deadline = asyncio.get_running_loop().time() + _LOCK_SECONDS
+    deadline = asyncio.get_running_loop().time() + LOCK_SECONDS
     while not await writer.try_lock(file):
         if asyncio.get_running_loop().time() >= deadline:
             raise StoreLockedError("another process has this store open for writing: close it first")

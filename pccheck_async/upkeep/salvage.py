@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from pccheck_async.checksum import crc32
-from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
+from pccheck_async.errors import CorruptStoreError, ReadError, UnsupportedStateError
 from pccheck_async.info import CheckpointInfo, Metadata
 from pccheck_async.layout import MOST_ENTRIES, Entry, check_metadata, slot_number
 from pccheck_async.manifest import Manifest
@@ -70,12 +70,12 @@ async def search_slot(session: Session, file: File, block_bytes: int, progress: 
     async for offset in _signatures(session, file, block_bytes, progress):
         try:
             candidate = await _read_candidate(session, file, offset)
-        except CorruptStoreError:
+        except (CorruptStoreError, ReadError):
             continue
         tried += 1
         if tried > _MOST_CANDIDATES:
             break
-        found = await _examine(session, file, candidate)
+        found = await _examine(session, file, candidate, progress)
         if found.whole:
             return found
         if best is None or best.info is None or (found.info and found.info.time > best.info.time):
@@ -112,10 +112,25 @@ async def _signatures(session: Session, file: File, step: int, progress: Progres
     """Yield the offsets at which a manifest may begin, the last one first."""
     buffer = aligned_buffer(_WINDOW_BYTES)
     for start in range((file.nbytes - 1) // _WINDOW_BYTES * _WINDOW_BYTES, -1, -_WINDOW_BYTES):
-        got = await session.writer.read(file, start, buffer)
+        got = await _read_what_can_be(session, file, start, buffer)
         for offset in await session.operations.call(find_signatures, buffer[: got // step * step], step):
             yield start + offset
         progress(file.nbytes - start, file.nbytes)
+
+
+async def _read_what_can_be(session: Session, file: File, start: int, into: memoryview) -> int:
+    """Fill a window, with zeros where the device has errors; return its length."""
+    try:
+        return await session.writer.read(file, start, into)
+    except ReadError:
+        nbytes = min(len(into), file.nbytes - start)
+        for offset in range(0, nbytes, _BASE):
+            piece = into[offset : offset + _BASE]
+            try:
+                await session.writer.read(file, start + offset, piece)
+            except ReadError:
+                piece[:] = bytes(len(piece))
+        return nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +149,7 @@ async def _read_candidate(session: Session, file: File, offset: int) -> _Candida
     size = _FIRST_LOOK_BYTES
     while True:
         buffer = aligned_buffer(size)
-        got = await session.writer.read(file, base, buffer)
+        got = await _read_what_can_be(session, file, base, buffer)
         data = buffer[offset - base : got]
         found = await session.operations.call(manifest_at, data, offset)
         if found is not None:
@@ -145,9 +160,15 @@ async def _read_candidate(session: Session, file: File, offset: int) -> _Candida
         size = min(4 * size, -(-most // _BASE) * _BASE)
 
 
-async def _examine(session: Session, file: File, candidate: _Candidate) -> FoundCheckpoint:
-    manifest = candidate.manifest
-    damage = await check_payload(session, file, manifest, candidate.listing)
+async def _examine(session: Session, file: File, candidate: _Candidate, progress: Progress) -> FoundCheckpoint:
+    manifest, done = candidate.manifest, 0
+
+    def read(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        progress(done, manifest.payload_nbytes)
+
+    damage = await check_payload(session, file, manifest, candidate.listing, read)
     metadata = _metadata(manifest)
     info = CheckpointInfo(
         step=manifest.step,
@@ -157,7 +178,7 @@ async def _examine(session: Session, file: File, candidate: _Candidate) -> Found
         metadata=metadata,
     )
     entry = None
-    if not damage:
+    if not damage and manifest.counter >= 0:
         entry = Entry(
             counter=manifest.counter,
             step=manifest.step,
@@ -170,7 +191,9 @@ async def _examine(session: Session, file: File, candidate: _Candidate) -> Found
             pinned=False,
             metadata=dict(metadata),
         )
-    note = "" if entry else f"{len(damage)} of {len(manifest.chunks)} chunks damaged or overwritten"
+    note = "" if entry else "no engine counts like this"
+    if damage:
+        note = f"{len(damage)} of {len(manifest.chunks)} chunks damaged or overwritten"
     return FoundCheckpoint(_number(file), file.name, info, len(manifest.chunks), damage, entry, note)
 
 
