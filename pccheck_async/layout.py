@@ -82,6 +82,10 @@ MOST_ENTRIES = 64
 MOST_METADATA_NBYTES = 512
 """Of one checkpoint, encoded: 64 entries of this size fit into a region."""
 
+_LARGEST = 1 << 62
+_TIMES = (-62_135_596_800, 253_402_300_799)
+"""Seconds since the epoch of the years 1 and 9999, between which ``datetime`` knows its way."""
+
 _SLOT_NAME = re.compile(r"slot-(\d{3,9})")
 
 
@@ -238,7 +242,7 @@ def decode_record(region: bytes | bytearray | memoryview, store_id: bytes) -> Re
         entries = _entries_decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None
-    return Record(generation, entries) if _sane(entries) else None
+    return Record(generation, entries) if generation <= _LARGEST and _sane(entries) and _reachable(entries) else None
 
 
 def newest_record(commit: bytes | bytearray | memoryview, store_id: bytes) -> Record | None:
@@ -257,6 +261,11 @@ def names_checkpoints(commit: bytes | bytearray | memoryview) -> bool:
         if magic == MAGIC and generation > 0:
             return True
     return False
+
+
+def _reachable(entries: Iterable[Entry]) -> bool:
+    """Whether a writer may have come to these numbers by counting, and can go on; and a calendar to these times."""
+    return all(entry.counter <= _LARGEST and _TIMES[0] <= entry.time <= _TIMES[1] for entry in entries)
 
 
 def _sane(entries: Iterable[Entry]) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tests.state_strategies import TORCH_DTYPES, arrays_of, tensor_of
+from tests.state_strategies import TORCH_DTYPES, arrays_of, difference, tensor_of, values_differ
 from tests.test_flatten import Thing
 
 Place: TypeAlias = tuple[Any, Any]
@@ -445,6 +445,17 @@ def shown(value: Any) -> Any:
     if hasattr(value, "_metadata"):
         found._metadata = shown(value._metadata)
     return found
+
+
+def has_lazy(state: Any) -> bool:
+    """Whether tensors are in it that are stored apart from those whose memory they share, until they are conjugated."""
+    return any(isinstance(array, torch.Tensor) and (array.is_conj() or array.is_neg()) for array in arrays_of(state))
+
+
+def loads_as(state: Any, loaded: Any) -> str:
+    """Where what was loaded differs from a state; empty where it does not."""
+    wanted = shown(state)
+    return values_differ(wanted, loaded) if has_lazy(wanted) else difference(wanted, loaded)
 
 
 def depth(value: Any) -> int:

@@ -6,12 +6,13 @@ import asyncio
 import errno
 import functools
 import itertools
+import math
 import random
 import warnings
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -41,6 +42,7 @@ from pccheck_async.testing import (
     power_loss_images,
 )
 from pccheck_async.writer import Writer
+from tests.image_reader import Listed, listed
 
 T = TypeVar("T")
 BLOCK = PAGE_BYTES
@@ -59,7 +61,8 @@ def state_of(step: int) -> dict[str, Any]:
 
 def metadata_of(step: int) -> dict[str, str | int | float | bool | None]:
     """Return facts that make a record longer than a sector of 512 bytes, so that it can be torn."""
-    return {"note": random.Random(step).randbytes(220).hex()}
+    generator = random.Random(step)
+    return {"note": generator.randbytes(220).hex(), "loss": generator.random()}
 
 
 def is_state_of(found: dict[str, Any], step: int) -> bool:
@@ -90,6 +93,9 @@ class Scenario:
         buffers: Chunks that are in memory at a time.
         wrap: Makes the engine's writer of the disk's: where a regression is planted.
         dying: Boundaries at which the process may die.
+        rules: Further rules of what is kept; all that a record names is then read, not only the newest.
+        pins: Share of the rounds after which a checkpoint is pinned, or unpinned.
+        sampled: Share of the distinct images that the package's readers look at as a whole.
         enough: Violations after which to look no further.
     """
 
@@ -108,6 +114,48 @@ class Scenario:
     wrap: Callable[[Writer], Writer] = lambda writer: writer
     dying: Callable[[Snapshot], bool] = lambda snapshot: True
     enough: int = 10
+    rules: Mapping[str, Any] = field(default_factory=dict)
+    pins: float = 0.0
+    sampled: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Promises:
+    """What is kept beside the newest checkpoint.
+
+    Attributes:
+        pinned: Steps that were pinned.
+        multiples: Steps that are multiples of ``keep_every``.
+        loss: The least one, where the best are kept.
+    """
+
+    pinned: frozenset[int] = frozenset()
+    multiples: frozenset[int] = frozenset()
+    loss: float = math.inf
+
+    def with_saved(self, step: int, rules: Mapping[str, Any]) -> Promises:
+        """Return the promises after ``step`` was acknowledged."""
+        multiple = "keep_every" in rules and step % rules["keep_every"] == 0
+        loss = min(self.loss, float(str(metadata_of(step)["loss"]))) if "keep_best" in rules else self.loss
+        return replace(self, multiples=self.multiples | ({step} if multiple else set()), loss=loss)
+
+    def broken_by(self, found: list[Listed]) -> str | None:
+        """Say which one a list of checkpoints breaks, None where it keeps all of them."""
+        if lost := self.pinned - {info.step for info, _ in found if info.pinned}:
+            return f"the pinned steps {sorted(lost)} are lost"
+        if lost := self.multiples - {info.step for info, _ in found}:
+            return f"the steps {sorted(lost)}, multiples of keep_every, are lost"
+        if min((float(str(info.metadata["loss"])) for info, _ in found), default=math.inf) > self.loss:
+            return f"the best, of loss {self.loss}, is lost"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A boundary: the disk, and what was promised by then."""
+
+    snapshot: Snapshot
+    promises: Promises
 
 
 @dataclass(slots=True)
@@ -140,21 +188,44 @@ class Judge:
         self._findings = findings
         self._scenario = scenario
         self._recovered: dict[bytes, Recovered] = {}
+        self._listed: dict[bytes, list[Listed] | str] = {}
 
-    def power_losses(self, snapshot: Snapshot, *, sector: int, rng: random.Random) -> None:
-        """Fail the power at ``snapshot`` in many ways."""
-        limit, subsets = self._scenario.images, 2**snapshot.unsettled
-        if snapshot.unsettled <= self._scenario.subsets:
+    def power_losses(self, moment: Moment, *, sector: int, rng: random.Random) -> None:
+        """Fail the power at one moment in many ways."""
+        snapshot, scenario = moment.snapshot, self._scenario
+        limit, subsets = scenario.images, 2**snapshot.unsettled
+        if snapshot.unsettled <= scenario.subsets:
             limit = max(limit, subsets)
         self._findings.boundaries += 1
         self._findings.exhausted += subsets <= limit
         for image in power_loss_images(snapshot, sector=sector, limit=limit, rng=rng):
             self._findings.images += 1
-            if image.digest not in self._recovered:
-                self._recovered[image.digest] = recover(image)
+            if image.digest not in self._findings.states:
                 self._findings.states.add(image.digest)
-            trouble = self._recovered[image.digest].trouble(snapshot.acknowledged, self.failed)
+                if scenario.sampled == 1 or rng.random() < scenario.sampled:
+                    self._findings.events["read as a whole"] += 1
+                    self._recovered[image.digest] = recover(image)
+                if scenario.rules or scenario.pins:
+                    self._listed[image.digest] = all_of(image)
+            trouble = None
+            if (recovered := self._recovered.get(image.digest)) is not None:
+                trouble = recovered.trouble(snapshot.acknowledged, self.failed)
+            if trouble is None and (found := self._listed.get(image.digest)) is not None:
+                trouble = self._trouble_in(found, moment)
             self.note(f"power loss at {snapshot.boundary!r}", trouble)
+
+    def _trouble_in(self, found: list[Listed] | str, moment: Moment) -> str | None:
+        if isinstance(found, str):
+            return found
+        for info, read in found:
+            if info.step != read:
+                return f"step {info.step}, which the record names: {read}"
+            if info.step in self.failed:
+                return f"step {info.step} came back, which was never committed"
+        promised = moment.snapshot.acknowledged
+        if promised is not None and (not found or found[0][0].step < promised):
+            return f"the newest of {[info.step for info, _ in found]} is older than the acknowledged step {promised}"
+        return moment.promises.broken_by(found)
 
     def note(self, when: str, trouble: str | None) -> None:
         """Keep a violation; stop the exploration after enough of them."""
@@ -208,6 +279,14 @@ def recover(image: Image) -> Recovered:
         return Recovered(error=f"recovery fails: {error!r}")
 
 
+def all_of(image: Image) -> list[Listed] | str:
+    """Return every checkpoint of an image, or why there is no telling."""
+    try:
+        return listed(image) or []
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is what the exploration looks for
+        return f"recovery fails: {error!r}"
+
+
 @contextmanager
 def fallbacks_raise() -> Iterator[None]:
     """No crash damages a checkpoint that a record names (I2), so having to pass one over is a violation."""
@@ -248,6 +327,7 @@ class Exploration:
         self._rng = random.Random(scenario.seed)
         self._steps = itertools.count()
         self._judge = Judge(self.findings, scenario)
+        self._promises = Promises()
 
     def run(self) -> Findings:
         """Train, fail the power at every boundary, let processes die and go on training from there."""
@@ -264,24 +344,25 @@ class Exploration:
             history = first
             for _ in range(2):  # the second death may come before anything was committed: that must lose nothing either
                 self.findings.events["process deaths"] += 1
-                history = self.train(self._die(history), bursts=1)
+                moment = self._rng.choice([m for m in history if self._scenario.dying(m.snapshot)] or history)
+                self._promises = moment.promises
+                history = self.train(self._die(moment.snapshot), bursts=1)
                 self.judge(history)
 
-    def judge(self, history: list[Snapshot]) -> None:
+    def judge(self, history: list[Moment]) -> None:
         """Fail the power at every boundary."""
-        for number, snapshot in enumerate(history):
+        for number, moment in enumerate(history):
             sector = SECTORS[number % 2]
-            self._judge.power_losses(snapshot, sector=sector, rng=self._rng)
+            self._judge.power_losses(moment, sector=sector, rng=self._rng)
 
-    def train(self, disk: CrashDisk, bursts: int) -> list[Snapshot]:
+    def train(self, disk: CrashDisk, bursts: int) -> list[Moment]:
         """Train on ``disk`` and return its boundaries."""
-        history = [disk.snapshot("process started")]
-        disk.observer = history.append
+        history = [Moment(disk.snapshot("process started"), self._promises)]
+        disk.observer = lambda snapshot: history.append(Moment(snapshot, self._promises))
         asyncio.run(self._train(disk, bursts))
-        return [*history, disk.snapshot("process ended")]
+        return [*history, Moment(disk.snapshot("process ended"), self._promises)]
 
-    def _die(self, history: list[Snapshot]) -> CrashDisk:
-        snapshot = self._rng.choice([s for s in history if self._scenario.dying(s)] or history)
+    def _die(self, snapshot: Snapshot) -> CrashDisk:
         lingering = self._rng.choice((0, 0, 12))
         return CrashDisk.after_process_death(
             snapshot, rng=self._rng, sector=self._rng.choice(SECTORS), lingering=lingering
@@ -294,6 +375,7 @@ class Exploration:
             "memory",
             max_in_flight=scenario.max_in_flight,
             keep_last=scenario.keep_last,
+            **scenario.rules,
             chunk_bytes=scenario.chunk_blocks * BLOCK,
             host_memory=scenario.buffers * scenario.chunk_blocks * BLOCK,
             io=scenario.wrap(Unsteady(writer, scenario, self._rng)),
@@ -310,7 +392,7 @@ class Exploration:
             for _ in range(bursts):
                 count = self._rng.randint(1, 2 * scenario.max_in_flight + 2)
                 burst = [self._checkpoint(engine, disk) for _ in range(count)]
-                await asyncio.gather(*burst, self._read_beside(disk))
+                await asyncio.gather(*burst, self._read_beside(disk), self._pin(engine))
         finally:
             # What fails after it was cancelled, when its capture had just ended, nobody awaited: closing tells it.
             with suppress(CheckpointError, OSError):
@@ -353,6 +435,30 @@ class Exploration:
                 trouble = None if is_state_of(state, step) else f"the state of step {step} differs from what was saved"
         self._judge.note("a reader beside the writer", trouble)
 
+    async def _pin(self, engine: CheckpointEngine) -> None:
+        """Pin one of the checkpoints, or unpin one, while others are written."""
+        if self._rng.random() >= self._scenario.pins:
+            return
+        for _ in range(self._rng.choice((0, 5, 20))):
+            await asyncio.sleep(0)
+        infos = engine.checkpoints()
+        pinned = [info.step for info in infos if info.pinned]
+        try:
+            if pinned and (len(pinned) > 3 or self._rng.random() < 0.4):
+                step = self._rng.choice(pinned)
+                self._promises = replace(self._promises, pinned=self._promises.pinned - {step})
+                await engine.unpin(step)
+                self.findings.events["unpinned"] += 1
+            elif infos:
+                step = self._rng.choice(infos).step
+                await engine.pin(step)
+                self._promises = replace(self._promises, pinned=self._promises.pinned | {step})
+                self.findings.events["pinned"] += 1
+        except NoCheckpointError:
+            self.findings.events["dropped before it was pinned"] += 1
+        except CheckpointError:  # a record failed, now or before
+            self.findings.events["not pinned"] += 1
+
     async def _checkpoint(self, engine: CheckpointEngine, disk: CrashDisk) -> None:
         step = next(self._steps)
         saving = asyncio.ensure_future(engine.checkpoint(state_of(step), step=step, metadata=metadata_of(step)))
@@ -372,6 +478,8 @@ class Exploration:
         else:
             self.findings.events["superseded" if pending.superseded else "committed"] += 1
             disk.acknowledge(info.step)
+            if not pending.superseded:
+                self._promises = self._promises.with_saved(step, self._scenario.rules)
 
 
 def explore(scenario: Scenario) -> Findings:
@@ -383,7 +491,7 @@ def explore_damage(keep_last: int, *, images: int, seed: int = 0) -> Findings:
     """Damage sectors of a store at rest: what was saved must come back, or an error, never anything else."""
     exploration = Exploration(Scenario(2, keep_last, seed=seed, bursts=4, trouble=0.0))
     *_, last = exploration.train(CrashDisk(block_bytes=BLOCK), bursts=4)
-    whole = list(power_loss_images(last, limit=2))[-1]
+    whole = list(power_loss_images(last.snapshot, limit=2))[-1]
     findings, rng = exploration.findings, random.Random(seed)
     for _ in range(images):
         image = damaged(whole, rng)

@@ -97,10 +97,18 @@ class Campaign:
                 time.sleep(self.random.choice([0, self.random.uniform(0, 0.003)]))
                 self.outcome.kills[phase] += 1
         finally:
-            os.kill(child, signal.SIGKILL)
+            self.strike(child)
             os.waitpid(child, 0)
             self._drain(reader)
             os.close(reader)
+        self.recover()
+
+    def strike(self, child: int) -> None:
+        """End a process, now."""
+        os.kill(child, signal.SIGKILL)
+
+    def recover(self) -> None:
+        """Do what comes between a death and the next life."""
 
     def _wait_for_phase(self, phase: str, reader: int) -> None:
         deadline = time.monotonic() + 20

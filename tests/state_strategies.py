@@ -30,14 +30,15 @@ def same(one: Any, other: Any) -> bool:
 
 def difference(one: Any, other: Any, path: str = "state") -> str:
     """Where two states differ first; empty where they do not."""
-    found = _difference(one, other, path)
+    found = values_differ(one, other, path)
     if found:
         return found
     aliases, others = _aliases(one), _aliases(other)
     return "" if np.array_equal(aliases, others) else f"{path}: the arrays share memory in another way"
 
 
-def _difference(one: Any, other: Any, path: str) -> str:
+def values_differ(one: Any, other: Any, path: str = "state") -> str:
+    """Where two states differ first, but for who shares memory."""
     if type(one) is not type(other):
         return f"{path}: {type(one).__name__} became {type(other).__name__}"
     match one:
@@ -48,7 +49,7 @@ def _difference(one: Any, other: Any, path: str) -> str:
         case list() | tuple():
             if len(one) != len(other):
                 return f"{path}: {len(one)} items became {len(other)}"
-            found = (_difference(a, b, f"{path}[{i}]") for i, (a, b) in enumerate(zip(one, other, strict=True)))
+            found = (values_differ(a, b, f"{path}[{i}]") for i, (a, b) in enumerate(zip(one, other, strict=True)))
             return next(filter(None, found), "")
         case set() | frozenset():
             return "" if sorted(map(_bits, one)) == sorted(map(_bits, other)) else f"{path}: {one} became {other}"
@@ -59,10 +60,12 @@ def _difference(one: Any, other: Any, path: str) -> str:
 def _mapping_difference(one: Mapping[Any, Any], other: Mapping[Any, Any], path: str) -> str:
     if [_bits(key) for key in one] != [_bits(key) for key in other]:
         return f"{path}: keys {list(one)} became {list(other)}"
-    metadata = _difference(getattr(one, "_metadata", None), getattr(other, "_metadata", None), f"{path}._metadata")
+    metadata = values_differ(getattr(one, "_metadata", None), getattr(other, "_metadata", None), f"{path}._metadata")
     if metadata:
         return metadata
-    found = (_difference(a, b, f"{path}[{key!r}]") for key, a, b in zip(one, one.values(), other.values(), strict=True))
+    found = (
+        values_differ(a, b, f"{path}[{key!r}]") for key, a, b in zip(one, one.values(), other.values(), strict=True)
+    )
     return next(filter(None, found), "")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -59,6 +60,14 @@ def test_all_subsets_of_what_was_not_flushed(judged: Callable[[Findings], Findin
 def test_a_failed_record_loses_nothing(judged: Callable[[Findings], Findings]) -> None:
     findings = judged(explore(Scenario(2, 1, seed=8, bursts=2, deaths=4, images=8, record_trouble=0.08)))
     assert findings.events["failed"] > 0
+
+
+@pytest.mark.parametrize("rules", [{"keep_every": 3}, {"keep_best": ("loss", 1, "min")}], ids=str)
+def test_what_is_pinned_or_kept_by_a_rule_stays(rules: dict[str, Any], judged: Callable[[Findings], Findings]) -> None:
+    scenario = Scenario(2, 1, seed=9, bursts=5, deaths=4, images=20, rules=rules, pins=0.7, sampled=0.02)
+    findings = judged(explore(scenario))
+    assert findings.events["pinned"] > 0
+    assert len(findings.states) > 500
 
 
 @pytest.mark.parametrize("keep_last", [1, 3])

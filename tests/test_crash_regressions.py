@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from pccheck_async import checksum, layout
 from pccheck_async.errors import CorruptStoreError
@@ -15,6 +16,7 @@ from pccheck_async.layout import Entry, Identity, Record, slot_number
 from pccheck_async.manifest import decode
 from pccheck_async.operations.base import Operations
 from pccheck_async.records import read_record
+from pccheck_async.retention import Kept, Retention
 from pccheck_async.store import Store
 from pccheck_async.testing import Snapshot, WrappingWriter
 from pccheck_async.writer import File, Piece, Writer
@@ -49,6 +51,25 @@ class SlowRecords(WrappingWriter):
 
 def test_nothing_is_found_where_nothing_is_planted() -> None:
     assert not explore(dataclasses.replace(SCENARIO, bursts=1, images=6, wrap=SlowRecords)).violations
+
+
+KEEPING = dataclasses.replace(SCENARIO, bursts=6, deaths=2, images=6, pins=1.0, sampled=0.0, rules={"keep_every": 3})
+
+
+@pytest.mark.parametrize("kind", ["pins", "multiples", "best"])
+def test_a_rule_that_is_forgotten(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(retention: Retention, committed: Sequence[Entry], new: Entry, damaged: Any = ()) -> Kept:
+        changes: dict[str, Any] = {"multiples": {"keep_every": None}, "best": {"keep_best": None}}.get(kind, {})
+        entries = [*committed, new]
+        if kind == "pins":
+            entries = [structs.replace(entry, pinned=False) for entry in entries]
+        return retain(dataclasses.replace(retention, **changes), entries[:-1], entries[-1], damaged)
+
+    retain = Retention.retain
+    monkeypatch.setattr(Retention, "retain", forgetful)
+    rules = {"keep_best": ("loss", 1, "min")} if kind == "best" else KEEPING.rules
+    word = {"pins": "pinned", "multiples": "multiples", "best": "best"}[kind]
+    assert word in found(dataclasses.replace(KEEPING, rules=rules)).violations[0]
 
 
 def test_slot_freed_before_the_record_is_flushed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,6 +135,7 @@ def test_any_mapping_may_be_the_state() -> None:
         (MyTensor(), "plain tensor"),
         (torch.zeros(2).to_sparse(), "to_dense"),
         (torch.zeros(2, device="meta"), "meta"),
+        (torch._neg_view(torch.zeros(2, dtype=torch.bool)), "negate"),
         (np.array([object()]), "tolist"),
         (np.zeros(2, [("a", "i4")]), "fields"),
         (np.zeros(2).view(np.matrix), "asarray"),

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,18 @@ def test_two_hundred_kills(tmp_path: Path, io: str) -> None:
     outcome = Campaign(tmp_path, io=io, elements=500_000, seed=2).run(210)
     print(f"\n{io}: kills by phase {dict(outcome.kills)}, {outcome.restarts} restarts, last {outcome.acknowledged}")
     assert min(outcome.kills.values()) >= 30
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("seed", range(4))
+def test_two_thousand_kills(tmp_path: Path, seed: int) -> None:
+    name = ("threads", "io_uring", "python", "threads")[seed]
+    need(name)
+    start = time.perf_counter()
+    outcome = Campaign(tmp_path, io=name, elements=60_000, seed=100 + seed, in_flight=1 + seed % 3).run(504)
+    seconds = time.perf_counter() - start
+    print(f"\n{name}: kills {dict(outcome.kills)}, {outcome.restarts} restarts verified, {504 / seconds:.1f} a second")
+    assert sum(outcome.kills.values()) == 504
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -118,6 +119,20 @@ def test_senseless_entries_are_neither_written_nor_read(
         patched.setattr(layout, "_sane", lambda _: True)
         data = layout.encode_record(Record(1, entries), STORE, BLOCK)
     assert layout.decode_record(data, STORE) is None
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        Record(2**64 - 1, ()),
+        Record(1, (entry(2**63),)),
+        *(Record(1, (msgspec.structs.replace(entry(3), time=time),)) for time in (math.nan, math.inf, 1e15, -1e12)),
+    ],
+    ids=lambda record: str(record)[:60],
+)
+def test_numbers_that_nobody_counts_to_are_not_read(record: Record) -> None:
+    """The next record could not be written, or ``CheckpointInfo.created`` would fail."""
+    assert layout.decode_record(layout.encode_record(record, STORE, BLOCK), STORE) is None
 
 
 def test_newest_valid_record_decides() -> None:

@@ -22,9 +22,8 @@ from pccheck_async.operations.python import gather
 from pccheck_async.plan import Plan, Planner, segments
 from pccheck_async.state import aside, forms
 from pccheck_async.state.sources import RawSource
-from tests.changing_state import ChangingState, shown
+from tests.changing_state import ChangingState, loads_as
 from tests.round_trip import Saved
-from tests.state_strategies import difference
 
 BACKEND = HostCopy(None)  # type: ignore[arg-type]  # asked about devices only: nothing is copied
 
@@ -193,7 +192,7 @@ class Walk:
             check_left(found, state, optimizers)
         if decode:
             self.counts["loaded"] += 1
-            assert not difference(shown(state), found.saved.load())
+            assert not loads_as(state, found.saved.load())
 
 
 @pytest.fixture(autouse=True)

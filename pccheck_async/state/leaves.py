@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, overload
 
 import numpy as np
@@ -89,7 +90,18 @@ def _tensor_trouble(tensor: torch.Tensor) -> str:
         return "a nested tensor cannot be saved; save list(x.unbind())"
     if tensor.dtype not in dtypes.TORCH_NAMES:
         return f"a tensor of dtype {tensor.dtype} cannot be saved"
+    if tensor.is_neg() and not _negates(tensor.dtype):
+        return f"torch cannot negate {tensor.dtype}, of which this is a lazily negated view; save what it views"
     return ""
+
+
+@cache
+def _negates(dtype: torch.dtype) -> bool:
+    try:
+        torch.zeros(1, dtype=dtype).neg()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 def _array_trouble(array: np.ndarray[Any, Any]) -> str:
