@@ -43,7 +43,7 @@ npdtype tensor parameter ndarray float32 float64 bfloat16 complex64 int64 bool u
 WORDS = [*_NAMES.split(), "", "\\", "\0", "\ud7ff", "a" * 5000]
 
 
-def victim() -> dict[str, Any]:
+def victim() -> dict[Any, Any]:
     """A state with something of every kind in it."""
     base = torch.arange(40.0)
     ordered: Any = OrderedDict(w=torch.nn.Parameter(torch.ones(3)))
