@@ -60,7 +60,6 @@ def test_nan_on_one_side_and_infinities() -> None:
         (torch.tensor([True]), torch.tensor([False]), 1),
         (torch.tensor([1.5], dtype=torch.bfloat16), torch.tensor([2.0], dtype=torch.bfloat16), 0.5),
         (torch.tensor([3 + 4j]), torch.tensor([0j]), 5.0),
-        (torch.tensor([1 + 0j], dtype=torch.complex32), torch.tensor([2 + 0j], dtype=torch.complex32), 1.0),
         (torch.tensor([1.0]).to(torch.float8_e4m3fn), torch.tensor([3.0]).to(torch.float8_e4m3fn), 2.0),
         (np.array([1], ">i4"), np.array([258], ">i4"), 257),
         (np.array([1.0], ">f8"), np.array([1.25], ">f8"), 0.25),
@@ -70,6 +69,14 @@ def test_nan_on_one_side_and_infinities() -> None:
 def test_exact_differences(one: Any, other: Any, most: float) -> None:
     found = compare(one, other)
     assert (found.bits, found.values, found.most_absolute) == (1, 1, most)
+
+
+def test_half_complex() -> None:
+    entry = TensorEntry(0, "complex32", (2,), (1,), 0, "tensor", False)
+    one, other = np.array([1, 1, 3, 4], np.float16), np.array([1, 1, 0, 0], np.float16)
+    found = Difference()
+    compare_elements(entry, raw(one), raw(other), found)
+    assert found == Difference(2, 1, 1, 0, 5.0, 1.0)
 
 
 def test_elements_that_are_no_numbers() -> None:

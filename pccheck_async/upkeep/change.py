@@ -104,11 +104,10 @@ def pin_checkpoint(path: str | os.PathLike[str], step: int, *, pinned: bool = Tr
 def _with_store(path: str | os.PathLike[str], io: IO, work: Callable[[Store], Coroutine[Any, Any, T]]) -> T:
     """Open an existing store for writing, and never make one."""
 
-    async def look(session: Session) -> int:
-        reader = await open_reader(session, path)
-        return len((await reader.record()).entries)
-
     async def change(session: Session) -> T:
+        reader = await open_reader(session, path)
+        committed = len((await reader.record()).entries)
+        await session.writer.close_file(reader.commit)
         slots = sum(1 for name in await session.writer.names() if slot_number(name) is not None)
         # As many slots stay free as there are: the trainer reserved them.
         store = Store(session.writer, retention=KeepAll(), max_in_flight=max(0, slots - committed))
@@ -122,5 +121,4 @@ def _with_store(path: str | os.PathLike[str], io: IO, work: Callable[[Store], Co
         return await work(store)
 
     with OneLoop() as loop:
-        committed = loop.call(with_session(path, io, look, EngineConfig(writers=1)))
         return loop.call(with_session(path, io, change, EngineConfig(writers=1)))

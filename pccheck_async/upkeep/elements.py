@@ -15,8 +15,6 @@ from pccheck_async.state import dtypes
 __all__ = ["Difference", "compare_elements"]
 
 _WIDTHS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_VIA: dict[torch.dtype, torch.dtype] = {torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
-"""Dtypes that numpy lacks, and wider ones that hold all of their values."""
 
 
 @dataclass(slots=True)
@@ -99,12 +97,13 @@ def _numbers(entry: TensorEntry, data: memoryview, where: npt.NDArray[np.intp]) 
     torch_dtype = dtypes.torch_dtype(entry.dtype)
     if torch_dtype is torch.bool:
         return picked.view(np.uint8)
-    via = _VIA.get(torch_dtype)
-    if via is None and torch_dtype.is_floating_point and size == 1:
-        via = torch.float32
+    if torch_dtype is torch.complex32:  # torch itself warns of it
+        return picked.view(np.float16).astype(np.float32).view(np.complex64)
+    # Floats that numpy lacks: all their values are values of float32.
+    wide = torch_dtype is torch.bfloat16 or (torch_dtype.is_floating_point and size == 1)
     try:
         bits = torch.from_numpy(picked.view(np.uint8)).view(torch_dtype)
-        found: npt.NDArray[Any] = (bits if via is None else bits.to(via)).numpy()
+        found: npt.NDArray[Any] = (bits.to(torch.float32) if wide else bits).numpy()
     except (RuntimeError, TypeError, NotImplementedError):
         return None  # torch has dtypes that it can only store
     return found if found.dtype.kind in "iufc" else None
