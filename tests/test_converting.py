@@ -169,9 +169,10 @@ def as_exported(value: Any) -> Any:
                 raise KeyError
             return torch.from_numpy(value)
         case np.generic():
-            if value.dtype.kind in "mMV" or isinstance(value.item(), np.generic):
+            if value.dtype.kind in "mMV" or value.dtype.char in "gG":
                 raise KeyError
-            return value.item()
+            plain: Any = {"U": str, "S": bytes}.get(value.dtype.kind, type(value).item)
+            return as_exported(plain(value))
         case torch.Tensor():
             if (
                 value.dtype not in torch.storage._dtype_to_storage_type_map()
@@ -180,6 +181,8 @@ def as_exported(value: Any) -> Any:
                 raise KeyError
             return value
         case frozenset() | np.dtype():
+            raise KeyError
+        case bytes() if not value:
             raise KeyError
         case set():
             return {as_exported(item) for item in value}
@@ -214,7 +217,8 @@ def test_any_state_as_a_torch_file(state: dict[str, Any]) -> None:
         for mapped in (False, True):
             found = torch.load(out, weights_only=True, mmap=mapped)
             assert not difference(found, expected)
-        assert zipfile.ZipFile(out).testzip() is None
+        with zipfile.ZipFile(out) as archive:
+            assert archive.testzip() is None
 
 
 def test_torch_file_keeps_ties_and_modules(tmp_path: Path) -> None:
@@ -281,7 +285,7 @@ def test_any_state_as_safetensors_and_back(state: dict[str, Any]) -> None:
         try:
             exported = export_checkpoint(Path(folder, "s"), out, to="safetensors")
         except UnsupportedStateError as error:
-            assert "dtype" in str(error)  # noqa: PT017
+            assert "dtype" in str(error) or "surrogate" in str(error)  # noqa: PT017
             assert os.listdir(folder) == ["s"]
             return
         with safe_open(out, framework="pt") as file:
@@ -432,6 +436,13 @@ def _blank(value: Any) -> None:
             _blank(item)
 
 
+def test_dcp_refuses_two_leaves_of_one_name(tmp_path: Path) -> None:
+    save(tmp_path / "s", {"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1)})
+    with pytest.raises(UnsupportedStateError, match="refuses this state"):
+        export_checkpoint(tmp_path / "s", tmp_path / "d", to="dcp")
+    assert os.listdir(tmp_path) == ["s"]
+
+
 def test_dcp_needs_a_dict(tmp_path: Path) -> None:
     save(tmp_path / "s", {"list": [torch.zeros(1)]})
     with pytest.raises(UnsupportedStateError, match="dict"):
@@ -475,10 +486,10 @@ def test_errors_of_export(tmp_path: Path, to: Any) -> None:
 
 
 def test_refused_leaves_are_all_named(tmp_path: Path) -> None:
-    save(tmp_path / "s", {"f": {"x": frozenset({1})}, "d": np.dtype("i4"), "s": np.array(["a"]), "ok": 1})
+    save(tmp_path / "s", {"f": {"x": frozenset({1})}, "d": np.dtype("i4"), "s": np.array(["a"]), "b": b"", "ok": 1})
     with pytest.raises(UnsupportedStateError) as raised:
         export_checkpoint(tmp_path / "s", tmp_path / "out", to="torch")
-    for path in ("f.x (a frozenset)", "d (a dtype of numpy)", "s (a numpy array of dtype <U1)", "3 of 4 leaves"):
+    for path in ("f.x (a frozenset)", "d (a dtype of numpy)", "s (a numpy array of dtype <U1)", "b (bytes", "4 of 5"):
         assert path in str(raised.value)
 
 
@@ -498,7 +509,7 @@ def test_import_of_a_torch_file(tmp_path: Path) -> None:
 
 
 def test_import_keeps_what_is_there(tmp_path: Path) -> None:
-    save(tmp_path / "s", {"x": torch.zeros(3)}, step=1)
+    save(tmp_path / "s", {"x": torch.zeros(3)}, step=100)
     torch.save(torch.ones(3), tmp_path / "t.pt")
     with pytest.raises(UnsupportedStateError, match="root"):
         import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch")
@@ -507,9 +518,10 @@ def test_import_keeps_what_is_there(tmp_path: Path) -> None:
     infos = list_checkpoints(tmp_path / "s")
     assert [info.counter for info in infos] == [3, 2, 1, 0]
     assert torch.equal(load_sync(tmp_path / "s")["x"], torch.ones(3))
-    assert torch.equal(load_sync(tmp_path / "s", step=1)["x"], torch.zeros(3)) or infos[2].step == 1
+    assert torch.equal(load_sync(tmp_path / "s", step=100)["x"], torch.zeros(3))
 
 
+@pytest.mark.slow
 def test_import_beside_a_trainer(tmp_path: Path) -> None:
     torch.save({"x": 1}, tmp_path / "t.pt")
     with SyncCheckpointEngine(tmp_path / "s") as engine:

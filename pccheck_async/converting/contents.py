@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 from msgspec import structs
@@ -13,6 +14,8 @@ from pccheck_async.manifest import Manifest, TensorEntry
 from pccheck_async.state import paths
 from pccheck_async.state.nodes import (
     ArrayNode,
+    BigIntNode,
+    BytesNode,
     CounterNode,
     DictNode,
     FrozenSetNode,
@@ -30,6 +33,10 @@ from pccheck_async.state.values import atom, from_node
 from pccheck_async.state.walk import below, leaves, opened
 
 __all__ = ["Contents", "contents", "contiguous", "native", "torch_name"]
+
+
+_MOST_INT_BYTES: Final = 255
+"""Of an int that torch's restricted unpickler reads."""
 
 
 @dataclass(slots=True)
@@ -57,7 +64,7 @@ class Contents:
         return {path: tensors[node.index] for path, node in self.leaves.items() if isinstance(node, ArrayNode)}
 
     def check(self, what: str) -> None:
-        """Raise UnsupportedStateError where anything was refused; lists all of it."""
+        """Raise UnsupportedStateError where anything was refused; lists it."""
         if self.refused:
             listed = "; ".join(self.refused[:50]) + ("; ..." if len(self.refused) > 50 else "")
             raise UnsupportedStateError(
@@ -130,7 +137,13 @@ def native(node: Node, path: str, found: Contents) -> Node:
             found.refused.append(f"{path} (a dtype of numpy)")
             return None
         case NumpyScalarNode():
-            return _scalar(node, path, found)
+            return native(_scalar(node, path, found), path, found)
+        case BytesNode() if not node.data:
+            found.refused.append(f"{path} (bytes, but none; it takes a pickle that is not allowed)")
+            return None
+        case BigIntNode() if len(node.data) > _MOST_INT_BYTES:
+            found.refused.append(f"{path} (an int of {len(node.data)} bytes)")
+            return None
         case _ if below(node):
             items = [native(child, paths.child(path, name), found) for name, child in below(node)]
             return structs.replace(node, items=items)  # type: ignore[type-var]
@@ -146,8 +159,10 @@ def _key(node: Node, path: str, found: Contents) -> Node:
 
 
 def _scalar(node: NumpyScalarNode, path: str, found: Contents) -> Node:
-    value: Hashable = from_node(node).item()
-    if np.dtype(node.dtype).kind not in "biufcSU" or isinstance(value, np.generic):
+    scalar = from_node(node)
+    kind = np.dtype(node.dtype).kind
+    value: Hashable = str(scalar) if kind == "U" else bytes(scalar) if kind == "S" else scalar.item()  # keeps its NULs
+    if kind not in "biufcSU" or isinstance(value, np.generic):
         found.refused.append(f"{path} (a numpy scalar of dtype {node.dtype})")
         return None
     found.changed.append(f"{path} (a numpy scalar of dtype {node.dtype}, as Python's {type(value).__name__})")

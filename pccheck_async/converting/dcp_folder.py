@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from pccheck_async.converting.contents import Contents
 from pccheck_async.converting.target import new_folder
-from pccheck_async.errors import UnsupportedStateError
+from pccheck_async.errors import CheckpointError, UnsupportedStateError
 from pccheck_async.manifest import TensorEntry
 from pccheck_async.opened import Connection, StoredTensor
 from pccheck_async.state import paths
@@ -33,7 +33,7 @@ from pccheck_async.state.walk import below, opened
 
 __all__ = ["write"]
 
-_PART: Final = 64 << 20
+_PART: Final = 32 << 20
 
 
 def write(found: Contents, connection: Connection, path: Path) -> None:
@@ -48,6 +48,8 @@ def write(found: Contents, connection: Connection, path: Path) -> None:
             save(state, storage_writer=writer, planner=planner, no_dist=True)
         except CheckpointException as error:
             failure = next(iter(error.failures.values()), (error,))[0]
+            if isinstance(failure, ValueError) and not isinstance(failure, CheckpointError):  # two leaves of one name
+                raise UnsupportedStateError(f"torch.distributed.checkpoint refuses this state: {failure}") from error
             raise failure from error
 
 

@@ -18,7 +18,7 @@ from pccheck_async.session import IO
 
 __all__ = ["Exported", "export_checkpoint"]
 
-_HOST_MEMORY = 128 << 20
+_HOST_MEMORY = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +60,19 @@ def export_checkpoint(
 
     "torch"
         What ``torch.load(out, weights_only=True)`` reads, mapped or not: the nested state, with views, strides and
-        ties. Numpy arrays and scalars become tensors and Python's values. Frozensets, dtypes of numpy, and arrays of
-        dtypes that torch lacks are refused.
+        ties. Numpy arrays and scalars become tensors and Python's values. Refused are frozensets, empty bytes, ints of
+        more than 255 bytes, dtypes of numpy, and arrays that no tensor can be.
     "safetensors"
         The tensors under the paths of their leaves, each in full, also where several share memory, and in C order.
         Plain values that JSON can express are in the metadata ``pccheck_async.values``, and all of them, together with
         the structure, in ``pccheck_async.state``, from which :func:`import_checkpoint` makes the state again, ties
         between equal views included. Dtypes that the format lacks (such as complex128) are refused.
     "dcp"
-        A folder that ``torch.distributed.checkpoint`` loads, also resharded. Tensors of more than 64 MiB are stored in
+        A folder that ``torch.distributed.checkpoint`` loads, also resharded. Tensors of more than 32 MiB are stored in
         parts. Plain values, numpy arrays and tuples are stored as that package stores them: pickled. Tied tensors are
         stored once each, and empty dicts not at all.
 
-    For "safetensors" and "dcp", tensors that do not lie contiguous are read in parts of the first dimension, of 64 MiB
+    For "safetensors" and "dcp", tensors that do not lie contiguous are read in parts of the first dimension, of 32 MiB
     or one item each; that takes as much memory as the part spans in the checkpoint.
 
     Args:

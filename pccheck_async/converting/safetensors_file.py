@@ -45,7 +45,7 @@ DTYPES: Final = {
 
 STATE: Final = "pccheck_async.state"
 _VALUES: Final = "pccheck_async.values"
-_PART: Final = 64 << 20
+_PART: Final = 32 << 20
 _MOST_HEADER: Final = 100_000_000
 """Bytes; what reads the format refuses more."""
 
@@ -85,6 +85,8 @@ async def write(found: Contents, connection: Connection, path: Path) -> None:
     for name, entry in arrays.items():
         if DTYPES.get(str(torch_name(entry))) is None:
             found.refused.append(f"{name} (dtype {entry.dtype})")
+        if not name.isascii() and not _encodable(name):
+            found.refused.append(f"{name!r} (a name with half a surrogate pair)")
     if "__metadata__" in arrays:
         found.refused.append("__metadata__ (a name that the format uses itself)")
     found.check("safetensors")
@@ -109,7 +111,16 @@ def _position(found: Contents, entry: TensorEntry) -> int:
 def _names(found: list[str]) -> dict[str, str]:
     """Paths without their escapes, except where two would be one."""
     counts = Counter(map(paths.plain, found))
-    return {path: path if counts[paths.plain(path)] > 1 else paths.plain(path) for path in found}
+    names = {path: path if counts[paths.plain(path)] > 1 else paths.plain(path) for path in found}
+    return names if len(set(names.values())) == len(names) else {path: path for path in found}
+
+
+def _encodable(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _header(
