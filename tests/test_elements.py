@@ -95,7 +95,8 @@ def test_pieces_add_up() -> None:
 @given(st.data())
 def test_every_dtype(data: st.DataObject) -> None:
     """Bits are counted whatever the dtype is, and numbers never more often than bits."""
-    kind: Any = data.draw(st.sampled_from([*TORCH_DTYPES, *NUMPY_DTYPES]))
+    kinds: list[Any] = [*TORCH_DTYPES, *NUMPY_DTYPES]
+    kind = data.draw(st.sampled_from(kinds))
     if isinstance(kind, str):
         size = np.dtype(kind).itemsize
         entry = TensorEntry(0, np.dtype(kind).str, (4,), (1,), 0, "ndarray", False)

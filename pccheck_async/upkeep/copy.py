@@ -100,7 +100,7 @@ async def _copy(held: Held, store: Store, session: Session, pinned: bool | None,
         await _copy_payload(held, session, lease, progress)
         padded = aligned_buffer(align(len(data), block))
         padded[: len(data)] = data
-        await session.writer.write(lease.file, offset, padded)
+        await store.persist(lease, [(offset, padded)])
     except BaseException:
         await store.release(lease)
         raise

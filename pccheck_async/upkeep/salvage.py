@@ -25,6 +25,8 @@ _FIRST_LOOK_BYTES = 1 << 20
 _MOST_MANIFEST_NBYTES = 1 << 30
 _MOST_CANDIDATES = 16
 """Manifests in one slot whose payloads are read: a slot has one, or leftovers of some earlier ones."""
+_PIECE_BYTES = 4096
+"""What is given up around a device's error."""
 _BASE = 64 * 1024
 """A multiple of every block size: reads begin at one, so that direct I/O works where the block size is not known."""
 
@@ -124,8 +126,8 @@ async def _read_what_can_be(session: Session, file: File, start: int, into: memo
         return await session.writer.read(file, start, into)
     except ReadError:
         nbytes = min(len(into), file.nbytes - start)
-        for offset in range(0, nbytes, _BASE):
-            piece = into[offset : offset + _BASE]
+        for offset in range(0, nbytes, _PIECE_BYTES):
+            piece = into[offset : offset + _PIECE_BYTES]
             try:
                 await session.writer.read(file, start + offset, piece)
             except ReadError:
