@@ -340,7 +340,7 @@ def test_safetensors_says_what_it_changed(tmp_path: Path) -> None:
     assert found["odd"]["tied"]["one"].data_ptr() == found["odd"]["tied"]["other"].data_ptr()
     assert isinstance(found["odd"]["frozen"], torch.nn.Parameter)
     with SyncCheckpointEngine(tmp_path / "t") as engine:
-        live = training_state() | {"odd": odd_state()}
+        live = training_state() | {"odd": found["odd"]}
         restored = engine.restore(live)
         assert restored is not None
         assert restored.step == 7
@@ -547,7 +547,7 @@ def test_errors_of_import(tmp_path: Path) -> None:
     (tmp_path / "cut").write_bytes(data[:3000])
     for source in ("torch", "safetensors"):
         with pytest.raises((CorruptStoreError, UnsupportedStateError)):
-            import_checkpoint(tmp_path / "cut", tmp_path / "s", source=source)  # type: ignore[arg-type]
+            import_checkpoint(tmp_path / "cut", tmp_path / "s", source=source)
     with pytest.raises(ValueError, match="source is"):
         import_checkpoint(tmp_path / "cut", tmp_path / "s", source="onnx")  # type: ignore[arg-type]
     assert not (tmp_path / "s").exists()
