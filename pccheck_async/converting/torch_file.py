@@ -228,6 +228,9 @@ class _Pipe:
     def flush(self) -> None:
         """Do nothing: :meth:`drain` does."""
 
+    def close(self) -> None:
+        """Do nothing: the file is closed by its owner."""
+
     async def drain(self, file: Sink) -> None:
         """Give everything to the file."""
         waiting, self.waiting = self.waiting, []
