@@ -187,7 +187,7 @@ def as_exported(value: Any) -> Any:
         case set():
             return {as_exported(item) for item in value}
         case OrderedDict() | Counter():
-            return type(value)((as_exported(key), as_exported(item)) for key, item in value.items())
+            return type(value)({as_exported(key): as_exported(item) for key, item in value.items()})
         case Mapping():
             return {as_exported(key): as_exported(item) for key, item in value.items()}
         case torch.Size():
@@ -316,7 +316,7 @@ def _contiguous(value: Any) -> Any:
         case np.ndarray():
             return np.ascontiguousarray(value).reshape(value.shape)
         case OrderedDict() | Counter() | dict():
-            return type(value)((key, _contiguous(item)) for key, item in value.items())
+            return type(value)({key: _contiguous(item) for key, item in value.items()})
         case list() | tuple() if type(value) in (list, tuple):
             return type(value)(_contiguous(item) for item in value)
         case _:
@@ -340,7 +340,7 @@ def test_safetensors_says_what_it_changed(tmp_path: Path) -> None:
     assert found["odd"]["tied"]["one"].data_ptr() == found["odd"]["tied"]["other"].data_ptr()
     assert isinstance(found["odd"]["frozen"], torch.nn.Parameter)
     with SyncCheckpointEngine(tmp_path / "t") as engine:
-        live = training_state() | {"odd": odd_state()}
+        live = training_state() | {"odd": found["odd"]}
         restored = engine.restore(live)
         assert restored is not None
         assert restored.step == 7

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,7 +46,9 @@ def write(found: Contents, connection: Connection, path: Path) -> None:
     with new_folder(path) as folder:
         writer = FileSystemWriter(folder)
         try:
-            save(state, storage_writer=writer, planner=planner, no_dist=True)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be here
+                save(state, storage_writer=writer, planner=planner, no_dist=True)
         except CheckpointException as error:
             failure = next(iter(error.failures.values()), (error,))[0]
             if isinstance(failure, ValueError) and not isinstance(failure, CheckpointError):  # two leaves of one name

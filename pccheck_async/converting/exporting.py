@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from pccheck_async.converting import dcp_folder, safetensors_file, torch_file
+from pccheck_async.converting import safetensors_file, torch_file
 from pccheck_async.converting.contents import contents
 from pccheck_async.info import CheckpointInfo, check_step
 from pccheck_async.opened import Connection
@@ -105,6 +105,8 @@ def export_checkpoint(
         elif to == "safetensors":
             connection.call(safetensors_file.write(found, connection, target))
         else:
+            from pccheck_async.converting import dcp_folder  # torch.distributed takes as much memory as the export
+
             dcp_folder.write(found, connection, target)
         nbytes = sum(part.stat().st_size for part in (target, *target.rglob("*")) if part.is_file())
         info = connection.entry.info

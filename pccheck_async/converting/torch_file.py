@@ -214,7 +214,7 @@ class _Pipe:
         self.waiting: list[Any] = []
         self._written = 0
 
-    def write(self, data: Any) -> int:
+    def write(self, data: Any, /) -> int:
         """Take bytes, which stay as they are until they are drained."""
         nbytes = memoryview(data).nbytes
         self.waiting.append(data)
@@ -227,6 +227,9 @@ class _Pipe:
 
     def flush(self) -> None:
         """Do nothing: :meth:`drain` does."""
+
+    def close(self) -> None:
+        """Do nothing: the file is closed by its owner."""
 
     async def drain(self, file: Sink) -> None:
         """Give everything to the file."""
@@ -250,7 +253,7 @@ class _Archive:
     async def stream(self, file: Sink, name: str, nbytes: int, pieces: AsyncIterator[memoryview | bytes]) -> None:
         """Write a record of ``nbytes``."""
         info = zipfile.ZipInfo(_FOLDER + name)  # the date of all is 1980: equal states make equal files
-        info.file_size = nbytes
+        info.file_size, info.CRC = nbytes, 0  # the sum follows behind the bytes
         large = nbytes * 1.05 > zipfile.ZIP64_LIMIT  # as zipfile itself decides
         padding = -(self._pipe.tell() + len(info.FileHeader(zip64=large)) + 4) % _ALIGNMENT
         info.extra = _EXTRA.to_bytes(2, "little") + padding.to_bytes(2, "little") + b"Z" * padding
