@@ -19,7 +19,7 @@ with atheris.instrument_imports(include=["pccheck_async"]):
     from tests.hostile import Forger, Prey, examine_manifest, victim, with_right_checksums
 
 _PREY = Prey.make()
-_LIVE = {str(key): value for key, value in victim().items()}
+_LIVE = victim()
 
 
 def examine(data: bytes) -> None:
