@@ -91,6 +91,19 @@ class Forger:
                 return None
         return tree[0]
 
+    def forged(
+        self,
+        tree: Any,
+        finish: Callable[[Any], Any] = lambda tree: tree,
+        encode: Callable[[Any], bytes] = msgspec.msgpack.encode,
+    ) -> bytes:
+        """Return a changed copy, encoded."""
+        while True:
+            try:
+                return encode(finish(self.forge(tree)))
+            except (RecursionError, OverflowError):
+                continue  # too deep for Python to write down
+
     @staticmethod
     def at(place: tuple[Any, Any]) -> Any:
         return place[0][place[1]]
