@@ -48,15 +48,16 @@ def victim() -> dict[Any, Any]:
     base = torch.arange(40.0)
     ordered: Any = OrderedDict(w=torch.nn.Parameter(torch.ones(3)))
     ordered._metadata = OrderedDict(x={"version": 1})
-    return {
+    state: dict[Any, Any] = {
         "model": ordered,
         "views": [base[3:9], base[20:].view(4, 5).t(), torch.rand(3, 1).expand(3, 5), torch.empty(0, 3)],
-        "arrays": (np.arange(5), np.zeros((2, 3), ">i4").T, np.array("abc"), np.arange(3, dtype="M8[s]")),
+        "arrays": (np.arange(5), np.zeros((2, 3), ">i4").T, np.array("abc"), np.zeros(3, "M8[s]")),
         "odd": torch.zeros(3, dtype=torch.complex64).conj(),
         "plain": [1, 2.5, None, True, "é", b"x", bytearray(b"y"), 1j, 2**80, "\ud800", np.float32(1), np.dtype("<f4")],
         "types": {"size": torch.Size([1, 2]), "dtype": torch.int8, "device": torch.device("cpu"), "set": {1, (2, "a")}},
         3: {0: frozenset((1,)), 1.5: {"deep": [[[torch.ones(2, dtype=torch.bool)]]]}},
-    } | {str(n): torch.full((n,), float(n)) for n in range(3)}
+    }
+    return {str(key): value for key, value in state.items()} | {str(n): torch.full((n,), float(n)) for n in range(3)}
 
 
 class Forger:
@@ -89,6 +90,19 @@ class Forger:
             if not tree:
                 return None
         return tree[0]
+
+    def forged(
+        self,
+        tree: Any,
+        finish: Callable[[Any], Any] = lambda tree: tree,
+        encode: Callable[[Any], bytes] = msgspec.msgpack.encode,
+    ) -> bytes:
+        """Return a changed copy, encoded."""
+        while True:
+            try:
+                return encode(finish(self.forge(tree)))
+            except (RecursionError, OverflowError):
+                continue  # too deep for Python to write down
 
     @staticmethod
     def at(place: tuple[Any, Any]) -> Any:
@@ -158,9 +172,10 @@ class Prey:
     @classmethod
     def make(cls) -> Prey:
         disk = CrashDisk(block_bytes=PAGE_BYTES)
-        state = {str(key): value for key, value in victim().items()}
-        with SyncCheckpointEngine("x", io=CrashWriter(disk, turns=0), keep_last=1, chunk_bytes=PAGE_BYTES) as engine:
-            engine.checkpoint(state, step=1, metadata={"loss": 0.5}).result()
+        with SyncCheckpointEngine(
+            "x", io=CrashWriter(disk, turns=0), keep_last=1, chunk_bytes=PAGE_BYTES, host_memory=1 << 20
+        ) as engine:
+            engine.checkpoint(victim(), step=1, metadata={"loss": 0.5}).result()
         files = disk.contents()
         record = newest_record(files[COMMIT_NAME], decode_identity(files[IDENTITY_NAME]).id_bytes)
         assert record is not None
@@ -236,7 +251,7 @@ def examine_image(image: Image) -> str:
             pass
         try:
             disk = CrashDisk.from_image(image, block_bytes=PAGE_BYTES)
-            with SyncCheckpointEngine("x", io=CrashWriter(disk, turns=0)) as engine:
+            with SyncCheckpointEngine("x", io=CrashWriter(disk, turns=0), host_memory=1 << 20) as engine:
                 engine.checkpoint({"x": torch.ones(1)}, step=5).result()
                 engine.pin(5)
             found += ", saved"

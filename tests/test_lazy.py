@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from pccheck_async import SyncCheckpointEngine, load_sync
+from pccheck_async.memory import PAGE_BYTES
 from pccheck_async.state.flatten import take_apart
 from pccheck_async.state.lazy import LazyMemory, LazySources, ModuleParameters, optimized
 from pccheck_async.state.sources import PackedSource, Sources
+from pccheck_async.state.versions import Versions
 
 
 def covered(lazy: LazyMemory, *tensors: torch.Tensor) -> list[bool]:
@@ -63,6 +68,38 @@ def test_tensors_without_plain_memory_are_left_out() -> None:
     sparse: Any = torch.zeros(5).to_sparse()
     lazy = LazyMemory([torch.zeros(5, device="meta"), sparse, plain])
     assert covered(lazy, plain) == [True]
+
+
+class Wrapped(torch.Tensor):
+    """A tensor without memory of its own, as DTensor and quantized weights are."""
+
+    whole: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, whole: torch.Tensor) -> Wrapped:
+        wrapped: Wrapped = torch.Tensor._make_wrapper_subclass(cls, whole.shape, dtype=whole.dtype)
+        wrapped.whole = whole
+        return wrapped
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        plain = [each.whole if isinstance(each, Wrapped) else each for each in args]
+        return cls(function(*plain, **(kwargs or {})))
+
+
+@pytest.mark.parametrize("odd", [lambda: Wrapped(torch.ones(3)), lambda: torch.eye(3).to_sparse()])
+def test_parameters_without_memory_trouble_nobody(tmp_path: Path, odd: Callable[[], torch.Tensor]) -> None:
+    """Of an attached optimizer, and of another one whose step begins in the middle of a capture."""
+    model, parameter = torch.nn.Linear(300, 300), torch.nn.Parameter(odd())
+    assert covered(LazyMemory([parameter, model.weight]), model.weight) == [True]
+    assert Versions(["x"], [model.weight]).path_of([parameter]) is None
+    with SyncCheckpointEngine(tmp_path, chunk_bytes=PAGE_BYTES, host_memory=2 * PAGE_BYTES) as engine:
+        for parameters in (model.parameters(), [parameter]):
+            engine.attach(torch.optim.SGD(parameters, lr=0.1))
+        engine.checkpoint({"model": model}, step=1, overlap=True).result()
+    assert torch.equal(load_sync(tmp_path)["model"]["weight"], model.weight)
 
 
 def test_what_is_excluded_is_not_covered() -> None:

@@ -211,13 +211,21 @@ def _ranges(tensors: list[torch.Tensor]) -> tuple[npt.NDArray[np.int64], npt.NDA
     try:
         dense = [*map(_is_contiguous, tensors)]  # no Python per tensor: there may be ten thousands
         lows = np.fromiter(map(_address, tensors), np.int64, len(tensors))
-    except RuntimeError:  # a tensor without plain memory
-        return _ranges([tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_meta])
+    except RuntimeError:  # a tensor without plain memory: sparse, or of a class that wraps others
+        return _ranges([tensor for tensor in tensors if _has_memory(tensor)])
     if not all(dense):
         dense = [flag or _is_run(each.shape, each.stride()) for flag, each in zip(dense, tensors, strict=True)]
     highs = lows + np.fromiter(map(_nbytes, tensors), np.int64, len(tensors))
     known = (lows > 0) & (lows < highs) & np.array(dense, np.bool_)
     return lows[known], highs[known]
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    try:
+        tensor.is_contiguous()
+        return tensor.data_ptr() > 0
+    except RuntimeError:
+        return False
 
 
 def _is_run(shape: Sequence[int], stride: Sequence[int]) -> bool:

@@ -51,7 +51,7 @@ class Versions:
 
     def path_of(self, others: Iterable[torch.Tensor]) -> str | None:
         """Return the path of the first tensor that lies in the memory of one of ``others``, None where none does."""
-        storages = {other.untyped_storage().data_ptr() for other in others}
+        storages = {*map(_memory_of, others)} - {0}
         pairs = zip(self._paths, self.memory[0], strict=True)
         return next((path for path, address in pairs if address in storages), None)
 
@@ -64,3 +64,11 @@ class Versions:
             return [*map(_version, self._tensors)]
         except RuntimeError:  # tensors made in inference mode have no counter
             return [0 if tensor.is_inference() else tensor._version for tensor in self._tensors]
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    """Where the storage of any optimizer's parameter begins, 0 where it has none: sparse, or a wrapper of others."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return 0

@@ -10,6 +10,7 @@ import random
 import sys
 import tempfile
 import warnings
+from functools import partial
 from pathlib import Path
 
 import atheris
@@ -19,7 +20,7 @@ with atheris.instrument_imports(include=["pccheck_async"]):
     from tests.hostile import Forger, Prey, examine_manifest, victim, with_right_checksums
 
 _PREY = Prey.make()
-_LIVE = {str(key): value for key, value in victim().items()}
+_LIVE = victim()
 
 
 def examine(data: bytes) -> None:
@@ -32,7 +33,7 @@ def mutate(data: bytes, most: int, seed: int) -> bytes:
     rng = random.Random(seed)
     try:
         tree = msgspec.msgpack.decode(data)
-        forged = msgspec.msgpack.encode(with_right_checksums(Forger(rng).forge(tree), _PREY.payload))
+        forged = Forger(rng).forged(tree, partial(with_right_checksums, payload=_PREY.payload))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError):
         forged = _PREY.manifest
     if rng.random() < 0.1:
