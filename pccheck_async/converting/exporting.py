@@ -56,7 +56,8 @@ def export_checkpoint(
     """Write a checkpoint, or a part of it, as a file or folder of another format. Works beside a writer.
 
     Every byte is verified on its way. Memory stays within ``host_memory`` and a few dozen MiB, whatever the size of the
-    checkpoint, where tensors lie contiguous. The result appears under its name only when it is whole and flushed.
+    checkpoint, where tensors lie contiguous; for "dcp", whose writer collects before it writes, up to half of the
+    checkpoint was seen. The result appears under its name only when it is whole and flushed.
 
     "torch"
         What ``torch.load(out, weights_only=True)`` reads, mapped or not: the nested state, with views, strides and
