@@ -98,11 +98,12 @@ class Forger:
         encode: Callable[[Any], bytes] = msgspec.msgpack.encode,
     ) -> bytes:
         """Return a changed copy, encoded."""
-        while True:
+        for _ in range(20):
             try:
                 return encode(finish(self.forge(tree)))
             except (RecursionError, OverflowError):
                 continue  # too deep for Python to write down
+        return encode(tree)
 
     @staticmethod
     def at(place: tuple[Any, Any]) -> Any:

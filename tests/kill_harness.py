@@ -87,12 +87,12 @@ class Campaign:
         os.close(writer)
         try:
             if phase == "recovery":
-                self._wait_for_phase(phase, reader)
+                phase = self._wait_for_phase(phase, reader)
             else:
                 self._expect_restore(reader)
                 if phase is not None:
                     time.sleep(self.random.uniform(0, 0.01))
-                    self._wait_for_phase(phase, reader)
+                    phase = self._wait_for_phase(phase, reader)
             if phase is not None:
                 time.sleep(self.random.choice([0, self.random.uniform(0, 0.003)]))
                 self.outcome.kills[phase] += 1
@@ -110,12 +110,15 @@ class Campaign:
     def recover(self) -> None:
         """Do what comes between a death and the next life."""
 
-    def _wait_for_phase(self, phase: str, reader: int) -> None:
+    def _wait_for_phase(self, phase: str, reader: int) -> str:
+        """Return the phase that came: a recovery may be over before anybody looks."""
         deadline = time.monotonic() + 20
         index = PHASES.index(phase)
         while phase != "between" and not self.phases[index]:
-            self._drain(reader)
+            if self._drain(reader) and phase == "recovery":
+                return "between"
             assert time.monotonic() < deadline, f"phase {phase!r} never came"
+        return phase
 
     def _expect_restore(self, reader: int) -> None:
         ready, _, _ = select.select([reader], [], [], 60)
@@ -126,17 +129,21 @@ class Campaign:
         self.outcome.restarts += 1
         self.outcome.restored.append(step)
 
-    def _drain(self, reader: int) -> None:
+    def _drain(self, reader: int) -> bool:
+        """Take in what the child said; return whether it said that it restored."""
+        restored = False
         while select.select([reader], [], [], 0)[0]:
             data = os.read(reader, _MESSAGE.size)
             if not data:
-                return
+                return restored
             kind, step = _MESSAGE.unpack(data)
             if kind == _RESTORED:  # killed during recovery, but only just too late
+                restored = True
                 assert step >= self.outcome.acknowledged
             else:
                 assert kind == _ACKNOWLEDGED, f"the restored state of step {step} is not whole"
                 self.outcome.acknowledged = max(self.outcome.acknowledged, step)
+        return restored
 
     @staticmethod
     def _read(reader: int) -> tuple[int, int]:

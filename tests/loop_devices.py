@@ -6,6 +6,7 @@ import fcntl
 import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -79,8 +80,13 @@ class Mounted:
             self._mount("-o", "loop,commit=300" if self._kind.startswith("ext4") else "loop", self._image, self.place)
 
     def unmount(self) -> None:
-        """Take it off."""
-        subprocess.run(["umount", self.place], check=True)
+        """Take it off, as soon as requests of killed processes have ended."""
+        for _ in range(100):
+            if not subprocess.run(["umount", self.place], check=False, capture_output=True).returncode:
+                break
+            time.sleep(0.05)
+        else:
+            subprocess.run(["umount", self.place], check=True)
         if self._kind == "overlay":
             subprocess.run(["umount", self._below], check=True)
 
