@@ -57,7 +57,7 @@ _WAITING = frozenset(
     {
         *("ideal", "gpm", "torch_save", "torch_save_fsync", "torch_save_safe"),
         *("GPM", "torch.save", "torch.save + fsync", "torch.save + fsync + rename"),
-        *("dcp.save", "torchsnapshot", "safetensors + fsync + rename"),
+        *("dcp.save", "torchsnapshot", "safetensors + fsync + rename", "DeepSpeed FastFileWriter"),
     }
 )
 _ONE_IN_BACKGROUND = frozenset(

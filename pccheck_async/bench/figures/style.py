@@ -60,6 +60,7 @@ _METHODS = {
     "torchsnapshot async": Style("torchsnapshot async", "#661100", "p"),
     "safetensors + fsync + rename": Style("safetensors, crash-safe", "#999933", "h", "\\\\\\"),
     "Lightning AsyncCheckpointIO": Style("Lightning async", "#F0E442", "v", "..."),
+    "DeepSpeed FastFileWriter": Style("DeepSpeed FastFileWriter", "#DDCC77", ">", "///"),
     "savez": Style("savez", "#BBBBBB", "P"),
     "savez_durable": Style("savez, durable", "#888888", "X", "///"),
     "savez_compressed": Style("savez_compressed", "#E69F00", "d", "\\\\\\"),
