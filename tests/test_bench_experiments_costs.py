@@ -94,7 +94,7 @@ def test_groups_without_the_baseline() -> None:
     assert grouped({"pccheck": Need(1, 3)}, 2 * GIB, 9 * GIB, GIB) == ([["pccheck"]], [])
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_method_that_used_up_its_time_sits_out(tmp_path: Path) -> None:
     said: list[str] = []
     result = measure(["torch.save"], Raw(4096, 2), tmp_path, 5, seconds=1e-9, progress=said.append)
@@ -187,7 +187,7 @@ def test_small_states_beside_the_bare_sequence(tmp_path: Path) -> None:
     assert Small().run(Settings(tmp_path, methods=["GPM"])).rows == []
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_growth_of_all_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growth_module, "_BYTES", (MIB, 4 * MIB, 1 << 60))
     monkeypatch.setattr(growth_module, "_TENSORS", (1, 10))

@@ -42,14 +42,14 @@ def places(rows: list[Row], figure: str) -> Counter[tuple[str, str, float]]:
     return Counter((row.method, row.series, row.x) for row in rows if row.figure == figure)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_sizes(tmp_path: Path) -> None:
     rows = found_by("sizes", tmp_path, ("pccheck", "torch.save", SAFE)).rows  # the second is not durable
     assert places(rows, "11") == {(method, "", x): 1 for method in ("pccheck", SAFE) for x in (4e6, 32e6)}
     assert all(row.unit == "ms" and row.value > 0 and row.floor for row in rows)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_in_flight(tmp_path: Path) -> None:
     rows = found_by("in_flight", tmp_path).rows
     assert places(rows, "12") == {("pccheck overlapped", n, f): 1 for n in "124" for f in (1, 3, 10)}
@@ -59,7 +59,7 @@ def test_in_flight(tmp_path: Path) -> None:
     assert all(floor >= 1 for floor in floors.values())
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_writers(tmp_path: Path) -> None:
     rows = found_by("writers", tmp_path).rows
     assert places(rows, "13") == {("pccheck overlapped", p, n): 1 for p in "124" for n in (1, 2)}
@@ -68,13 +68,13 @@ def test_writers(tmp_path: Path) -> None:
     assert floors["4", 1] == floors["2", 1] > floors["2", 2] > floors["4", 2] >= 1  # one file is capped, and all are
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_memory(tmp_path: Path) -> None:
     rows = found_by("memory", tmp_path).rows
     assert places(rows, "14") == {("pccheck overlapped", c, x): 1 for c in "28" for x in (0.5, 1.0, 2.0)}
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_gh(tmp_path: Path) -> None:
     findings = found_by("gh", tmp_path, (SAFE, "pccheck overlapped"))
     expected = {(method, "", x): 1 for method in (SAFE, "pccheck overlapped") for x in (4e6, 12e6)}
@@ -89,7 +89,7 @@ def test_gh(tmp_path: Path) -> None:
     assert all(row.value >= 0.3 and (row.floor or 0) >= 0.3 for row in whole)  # thirty steps that sleep
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_hpec(tmp_path: Path) -> None:
     if EXPERIMENTS["hpec"].why_not() is not None:
         pytest.skip("the examples are not installed")

@@ -231,6 +231,7 @@ def test_from_throughput_to_goodput_to_pictures(throughput: Findings, tmp_path: 
     draw_table(goodput, tmp_path / "chained.png")
 
 
+@pytest.mark.campaign
 def test_overhead_of_methods_and_of_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overhead, "_QUICK", replace(overhead._QUICK, phase_seconds=0.3))
     settings = Settings(tmp_path, quick=True, repetitions=1, methods=("pccheck overlapped",))
