@@ -121,7 +121,8 @@ class Snapshots:
             )
         elif not sources.devices and len(sources.lengths) <= _FEW and int(sources.lengths.sum()) <= at_once:
             # To have it done, and to be told of it, takes several times as long as to do it.
-            layout, owned = layout.filled(set_aside(sources, np.ones(len(sources.lengths), bool))[0]), True
+            aside, left = set_aside(sources, np.ones(len(sources.lengths), bool))
+            layout, owned = layout.filled(aside), not left.any()
         return Snapshot(flat.skeleton, layout, backend.admit(sources.devices), lazy, owned)
 
     def _split(

@@ -95,9 +95,9 @@ async def read_payload(
 
     try:
         async with asyncio.TaskGroup() as group:
-            for index in chunks_between(manifest, *targets.span):
-                chunk = manifest.chunks[index]
-                segments = scatter_segments(chunk.offset, chunk.nbytes, targets)
+            near = chunks_between(manifest, *targets.span)
+            for index, chunk in enumerate(manifest.chunks):
+                segments = scatter_segments(chunk.offset, chunk.nbytes, targets) if index in near else None
                 if not segments:
                     advance(chunk.nbytes)
                 else:

@@ -17,6 +17,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = (
+    *("pccheck_async/**/*.py", "pccheck_async/py.typed", "pccheck_async/_ext.pyi"),
+    *("pccheck_async/**/*.html", "pccheck_async/**/*.css"),
+)
 LEAST_SETUPTOOLS = 77
 COMPILER = shutil.which((os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0])
 
@@ -122,7 +126,7 @@ def wheel_test() -> str:
 
 def test_the_sdist_has_all_that_the_build_needs(sdist: Path) -> None:
     wanted = _files(ROOT, "pyproject.toml", "README.md", "LICENSE", "ext/*.[ch]", "examples/*.py")
-    wanted |= _files(ROOT, "pccheck_async/**/*.py", "pccheck_async/py.typed", "pccheck_async/_ext.pyi")
+    wanted |= _files(ROOT, *PACKAGE)
     assert len(wanted) > 50
     assert wanted - _files(sdist, "**/*") == set()
     assert _files(sdist, "**/*.so", "**/*.o", "**/*.pyc") == set()
@@ -131,7 +135,7 @@ def test_the_sdist_has_all_that_the_build_needs(sdist: Path) -> None:
 def test_the_wheel_has_the_package_the_extension_and_the_examples(wheel: Path) -> None:
     [facts] = wheel.glob("pccheck_async-*.dist-info")
     assert {path.name for path in wheel.iterdir()} == {"pccheck_async", facts.name}
-    wanted = _files(ROOT, "pccheck_async/**/*.py", "pccheck_async/py.typed", "pccheck_async/_ext.pyi")
+    wanted = _files(ROOT, *PACKAGE)
     wanted |= {f"pccheck_async/{name}" for name in _files(ROOT, "examples/*.py")}
     wanted.add(f"pccheck_async/_ext{sysconfig.get_config_var('EXT_SUFFIX')}")
     assert _files(wheel, "pccheck_async/**/*") == wanted
