@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -329,7 +330,11 @@ def test_interrupted_with_what_is_done(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setitem(EXPERIMENTS, "after", type("After", (Tiny,), {"name": "after"}))
     out, saves = tmp_path / "out", tmp_path / "saves"
     arguments = ["tiny", "endless", "after", f"--folder={saves}", f"--out={out}", "--methods=pccheck", "--quick"]
-    result = runner.invoke(app, ["bench", "run", *arguments])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    try:
+        result = runner.invoke(app, ["bench", "run", *arguments])
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert result.exit_code == 130, result.output
     assert "interrupted; endless, after not measured; the same command with --resume goes on there" in result.stderr
     assert "tiny.csv" in result.stdout
