@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import re
+import signal
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from html.parser import HTMLParser
