@@ -245,8 +245,8 @@ def keep_on(monkeypatch: pytest.MonkeyPatch, devices: Sequence[PretendDevice], p
     def make(operations: Operations, mode: DeviceMode) -> CopyBackend:
         return CudaCopy(operations, lambda: devices.__getitem__, mode)
 
-    def match_on_devices(*arguments: Any) -> Restoration:
-        found = match(*arguments)
+    def match_on_devices(*arguments: Any, **options: Any) -> Restoration:
+        found = match(*arguments, **options)
         placed = []
         for target in found.targets:
             index = place(target.address, target.nbytes)
