@@ -197,7 +197,7 @@ async def entry_in(writer: Writer, name: str) -> Entry | None:
 
 
 def test_recovery_by_largest_counter(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("store", "loading"):
+    for module in ("store", "store_reader"):
         monkeypatch.setattr(f"pccheck_async.{module}.read_record", largest_counter_found)
     found()
 
