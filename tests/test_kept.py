@@ -32,6 +32,7 @@ from pccheck_async.testing import (
     Access,
     CrashDisk,
     CrashWriter,
+    ImageWriter,
     Snapshot,
     WrappingWriter,
     power_loss_images,
@@ -365,3 +366,30 @@ def test_the_space_that_rules_need(tmp_path: Path) -> None:
 def test_rules_that_make_no_sense(settings: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         SyncCheckpointEngine(FOLDER, **settings)
+
+
+def test_a_pin_makes_durable_first_what_a_dead_writer_left_in_the_cache() -> None:
+    """Else its record overwrites the newest durable one, under one that no device has yet (I12)."""
+
+    async def run() -> None:
+        trainer = Trainer(Rules(keep_last=2))
+        await trainer.open()
+        for step in range(2):
+            await (await trainer.save(step, None)).durable()
+        history: list[Snapshot] = []
+        trainer.disk.observer = history.append
+        await (await trainer.save(2, None)).durable()
+        await trainer.engine.close()
+        written = [s for s in history if s.boundary.startswith(f"write {COMMIT_NAME}") and "completed" in s.boundary]
+        trainer.disk = CrashDisk.after_process_death(written[-1])
+        await trainer.open()
+        history = []
+        trainer.disk.observer = history.append
+        await trainer.engine.pin(trainer.engine.checkpoints()[0].step)
+        await trainer.engine.close()
+        for snapshot in history:
+            for image in power_loss_images(snapshot, sector=512, limit=256, rng=random.Random(0)):
+                steps = [info.step for info in list_checkpoints(FOLDER, io=ImageWriter(image))]
+                assert steps in ([2, 1], [1, 0]), snapshot.boundary
+
+    asyncio.run(run())
