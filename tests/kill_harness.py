@@ -64,14 +64,15 @@ class Campaign:
         self.outcome = Outcome()
 
     def run(self, kills: int) -> Outcome:
-        """Kill ``kills`` times, each phase in turn, and restart once more at the end."""
+        """Kill ``kills`` times, each phase in turn, after a life with a promise to keep; restart once more at the end."""
+        self.live("acknowledged")
         for number in range(kills):
             self.live(PHASES[number % len(PHASES)])
         self.live(None)
         return self.outcome
 
     def live(self, phase: str | None) -> None:
-        """Start a process and kill it in ``phase``, or once it has restored."""
+        """Start a process and kill it in ``phase``, once it "acknowledged" a step, or (None) once it has restored."""
         self.phases[: len(PHASES)] = bytes(len(PHASES))
         reader, writer = os.pipe()
         child = os.fork()
@@ -90,6 +91,9 @@ class Campaign:
                 phase = self._wait_for_phase(phase, reader)
             else:
                 self._expect_restore(reader)
+                if phase == "acknowledged":
+                    self._expect_acknowledgement(reader)
+                    phase = None
                 if phase is not None:
                     time.sleep(self.random.uniform(0, 0.01))
                     phase = self._wait_for_phase(phase, reader)
@@ -128,6 +132,13 @@ class Campaign:
         assert step >= self.outcome.acknowledged, f"step {step} restored, {self.outcome.acknowledged} was acknowledged"
         self.outcome.restarts += 1
         self.outcome.restored.append(step)
+
+    def _expect_acknowledgement(self, reader: int) -> None:
+        ready, _, _ = select.select([reader], [], [], 60)
+        assert ready, "the child acknowledged nothing in time"
+        kind, step = self._read(reader)
+        assert kind == _ACKNOWLEDGED and step > self.outcome.acknowledged
+        self.outcome.acknowledged = step
 
     def _drain(self, reader: int) -> bool:
         """Take in what the child said; return whether it said that it restored."""
