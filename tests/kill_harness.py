@@ -64,7 +64,7 @@ class Campaign:
         self.outcome = Outcome()
 
     def run(self, kills: int) -> Outcome:
-        """Kill ``kills`` times, each phase in turn, after a life with a promise to keep; restart once more at the end."""
+        """Kill ``kills`` times, each phase in turn; before, promise something, and at the end restart once more."""
         self.live("acknowledged")
         for number in range(kills):
             self.live(PHASES[number % len(PHASES)])
@@ -137,7 +137,8 @@ class Campaign:
         ready, _, _ = select.select([reader], [], [], 60)
         assert ready, "the child acknowledged nothing in time"
         kind, step = self._read(reader)
-        assert kind == _ACKNOWLEDGED and step > self.outcome.acknowledged
+        assert kind == _ACKNOWLEDGED
+        assert step > self.outcome.acknowledged
         self.outcome.acknowledged = step
 
     def _drain(self, reader: int) -> bool:
