@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -330,14 +331,20 @@ class EngineCore:
             raise
         return pending, start
 
-    def begin_step(self, this: TrainingStep) -> None:
-        """Note the beginning of a training step."""
+    @contextmanager
+    def bracket(self, this: TrainingStep) -> Iterator[None]:
+        """Note the beginning of a training step, and one that fails."""
         self.check_alive()
         self.preemption.in_use = True
         self.preemption.go_on()
         if not self.preemption.pending:
             self.admissions.raise_untold()
         self.steps.begin(this, self.stall)
+        try:
+            yield
+        except BaseException:
+            self.steps.fail()
+            raise
 
     def end_step(self, this: TrainingStep) -> bool:
         """Note the end of a training step; return whether to checkpoint now, and train on."""

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-import torch
-
-from pccheck_async.config import Auto, EngineConfig
-from pccheck_async.core import EngineCore
-from pccheck_async.hooks import Hook
+from pccheck_async.engine_base import EngineBase
 from pccheck_async.info import CheckpointInfo, Metadata, Restored
-from pccheck_async.metrics import openmetrics, scalars
 from pccheck_async.pending import PendingCheckpoint
-from pccheck_async.policy import Policy
 from pccheck_async.progress import ReadProgress
-from pccheck_async.retention import SpaceNeeded
-from pccheck_async.session import IO
-from pccheck_async.statistics import EngineStatistics
 from pccheck_async.training import TrainingStep
 from pccheck_async.tuned import Tuning
 from pccheck_async.tuner import Progress, checkpoint_bytes, tune_blocking
@@ -29,52 +18,12 @@ from pccheck_async.tuner import Progress, checkpoint_bytes, tune_blocking
 __all__ = ["SyncCheckpointEngine"]
 
 
-class SyncCheckpointEngine:
+class SyncCheckpointEngine(EngineBase):
     """:class:`pccheck_async.CheckpointEngine` for blocking code; use it as a context manager.
 
     Arguments and errors are the same. ``checkpoint()`` returns when the state is captured; ``pending.result()`` blocks
     until it is durable. Methods must not be called from a coroutine: they would block its loop.
     """
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        max_in_flight: int = 2,
-        keep_last: int = 1,
-        keep_every: int | None = None,
-        keep_best: tuple[str, int, Literal["min", "max"]] | None = None,
-        chunk_bytes: int | Auto = "auto",
-        host_memory: int | Auto = "auto",
-        writers: int | Auto = "auto",
-        device: Literal["auto", "snapshot", "stream"] = "auto",
-        io: IO = "auto",
-        interval: int | timedelta | Policy | None = None,
-        max_stall: float | None = None,
-        check_captures: bool = False,
-        on_busy: Literal["wait", "skip"] = "wait",
-        on_error: Literal["raise", "warn"] = "raise",
-        lock_timeout: float = 5.0,
-        exit_timeout: float = 60.0,
-    ) -> None:
-        config = EngineConfig(
-            max_in_flight=max_in_flight,
-            keep_last=keep_last,
-            keep_every=keep_every,
-            keep_best=keep_best,
-            chunk_bytes=chunk_bytes,
-            host_memory=host_memory,
-            writers=writers,
-            device=device,
-            interval=interval,
-            max_stall=max_stall,
-            check_captures=check_captures,
-            on_busy=on_busy,
-            on_error=on_error,
-            lock_timeout=lock_timeout,
-            exit_timeout=exit_timeout,
-        )
-        self._core = EngineCore(path, io, config)
 
     def open(self) -> Self:
         """Lock (or create) the store and recover (see :meth:`pccheck_async.CheckpointEngine.open`)."""
@@ -100,26 +49,12 @@ class SyncCheckpointEngine:
                 raise
             error.add_note(f"a checkpoint failed too: {type(failure).__name__}: {failure}")
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let every step of ``optimizer`` wait for captures (see :meth:`pccheck_async.CheckpointEngine.attach`)."""
-        self._core.attach(optimizer)
-
-    def on_preemption(self, *signals: int, deadline: float = 25.0) -> None:
-        """Save once more when the process is asked to go (see :meth:`pccheck_async.CheckpointEngine.on_preemption`)."""
-        self._core.check_alive()
-        self._core.preemption.watch(signals, deadline)
-
-    @property
-    def preempted(self) -> bool:
-        """Whether the process was asked to go (see :meth:`pccheck_async.CheckpointEngine.preempted`)."""
-        return self._core.preemption.asked
-
     @contextmanager
     def step(self, state: Mapping[str, Any], step: int, *, metadata: Metadata | None = None) -> Iterator[TrainingStep]:
         """Bracket one training step, and checkpoint after it (see :meth:`pccheck_async.CheckpointEngine.step`)."""
         this = TrainingStep(state, step, metadata)
-        self._core.begin_step(this)
-        yield this
+        with self._core.bracket(this):
+            yield this
         if self._core.end_step(this):
             overlap = bool(self._core.guard.optimizers)
             pending = self.checkpoint(state, step=step, metadata=this.metadata, overlap=overlap)
@@ -177,11 +112,6 @@ class SyncCheckpointEngine:
         self._core.check_alive()
         return self._core.loop.call(self._core.pin(step, False))
 
-    def space_needed(self, state: Mapping[str, Any] | None = None, *, nbytes: int | None = None) -> SpaceNeeded:
-        """Return the storage that the settings take (see :meth:`pccheck_async.CheckpointEngine.space_needed`)."""
-        self._core.check_alive()
-        return self._core.space_needed(checkpoint_bytes(self._core, state, nbytes))
-
     def drain(self) -> None:
         """Block until every checkpoint admitted so far ended; raises the failure of one that nobody saw."""
         self._core.check_alive()
@@ -210,37 +140,3 @@ class SyncCheckpointEngine:
             budget_seconds=budget_seconds,
             progress=progress,
         )
-
-    def on_event(self, hook: Hook) -> Callable[[], None]:
-        """Call ``hook`` with every event (see :meth:`pccheck_async.CheckpointEngine.on_event`)."""
-        return self._core.reporter.hooks.add(hook)
-
-    def wait_captured(self) -> None:
-        """Block until no capture reads the live state any more."""
-        self._core.wait_captured()
-
-    @property
-    def latest(self) -> CheckpointInfo | None:
-        """The newest durable checkpoint."""
-        return next(iter(self._core.infos), None)
-
-    def checkpoints(self) -> list[CheckpointInfo]:
-        """Return the durable checkpoints, newest first."""
-        return self._core.infos
-
-    def statistics(self) -> EngineStatistics:
-        """Return counts, times and decisions so far."""
-        return self._core.statistics()
-
-    def metrics(self) -> str:
-        """Return the statistics in the text format of OpenMetrics (see :mod:`pccheck_async.metrics`)."""
-        return openmetrics({self.path: self.statistics()})
-
-    def scalars(self) -> dict[str, float]:
-        """Return the statistics as numbers by name (see :func:`pccheck_async.metrics.scalars`)."""
-        return scalars(self.statistics())
-
-    @property
-    def path(self) -> str:
-        """Folder of the store."""
-        return self._core.path

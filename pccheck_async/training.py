@@ -76,6 +76,10 @@ class TrainingSteps:
         this.in_flight = len(self._admissions.in_flight)
         this.began = time.monotonic()
 
+    def fail(self) -> None:
+        """Note a bracket whose body raised: what its optimizers did does not end a window of the next one."""
+        self._optimizer_steps = self._guard.steps
+
     def end(self, this: TrainingStep, stall: float) -> bool:
         """Note the end of a step that went well; return whether to checkpoint now."""
         now = time.monotonic()

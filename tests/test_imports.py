@@ -22,8 +22,8 @@ LAYERS = [
     {  # engine
         "loop", "lifetime", "pending", "records", "reading", "capture", "slot_files", "store", "restore", "scheduler",
         "read_lease", "steps", "restorer", "admissions", "overlap", "preemption", "training", "reporter", "publisher",
-        "progress", "aborts", "core", "scratch", "trials", "tuned", "tuner", "engine", "sync", "loading", "data",
-        "store_reader", "upkeep", "verified", "opened",
+        "progress", "aborts", "core", "scratch", "trials", "tuned", "tuner", "engine_base", "engine", "sync", "loading",
+        "data", "store_reader", "upkeep", "verified", "opened",
     },
     {"", "bench", "cli", "converting", "testing", "examples", "__main__"},  # edge
 ]  # fmt: skip

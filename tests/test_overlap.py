@@ -793,6 +793,27 @@ def test_a_skipped_gradient_scaler_step_moves_the_checkpoint(tmp_path: Path) -> 
     assert [info.step for info in list_checkpoints(tmp_path)] == [3, 2, 0]
 
 
+def test_what_a_failed_bracket_stepped_ends_no_window_of_the_next(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step_and_fail() -> None:
+        optimizer.step()
+        raise KeyError
+
+    with SyncCheckpointEngine(tmp_path, interval=1, **SMALL) as engine:
+        engine.attach(optimizer)
+        with pytest.raises(KeyError), engine.step({"model": model}, 0):
+            step_and_fail()
+        with engine.step({"model": model}, 1) as inside:
+            pass  # the first batch of a window of gradient accumulation
+        with engine.step({"model": model}, 2) as whole:
+            optimizer.step()
+    assert (inside.pending, inside.whole) == (None, False)
+    assert whole.pending is not None
+    assert whole.whole
+
+
 def test_a_failure_nobody_saw_is_raised_at_the_next_bracket(tmp_path: Path) -> None:
     with held(tmp_path, interval=1) as it:
         clamp(it)

@@ -61,6 +61,11 @@ class _Taken:
     block: Block
     floor: float
 
+    @property
+    def throughput(self) -> float:
+        """Of training, in parts of that without checkpoints."""
+        return self.plain / self.block.seconds
+
 
 @dataclass(slots=True)
 class _Measured:
@@ -76,8 +81,9 @@ class _Measured:
 class Throughput(Experiment):
     """Blocks of steps by turns: none, then every method and interval in a new order each round, the same model.
 
-    The floor is that of :meth:`Alone.floor`, with the step time of the plain blocks before and after a block. Timed is
-    the steady state; the drain after a block has a figure of its own. Goodput under failures follows from both.
+    The floor is that of :meth:`Alone.floor`, with the step time of the plain blocks before and after a block; a block's
+    throughput is that of its round's plain blocks times its ratio to those two. Timed is the steady state; the drain
+    after a block has a figure of its own. Goodput under failures follows from both.
     """
 
     name: ClassVar[str] = "throughput"
@@ -142,11 +148,13 @@ def _report(measured: _Measured, found: Findings) -> None:
     ]
     for name, interval in sorted(measured.blocks, key=lambda key: (list(METHODS).index(key[0]), key[1])):
         for taken in measured.blocks[name, interval]:
-            # One for all methods of a round, so that it can be drawn as one.
-            floor = measured.alone[taken.number].floor(measured.plain[taken.number], interval)
+            # The machine drifts more than methods differ: a block counts by its ratio to the plain ones around it, and
+            # that is drawn from the round's own plain throughput. So is one floor for all methods of a round.
+            plain = measured.plain[taken.number]
+            floor = measured.alone[taken.number].floor(plain, interval)
             where = {"workload": measured.label, "method": name, "x": interval, "repetition": taken.number}
             rows.append(
-                Row(figure="8", value=1 / taken.block.seconds, unit="steps/s", floor=1 / floor, **where)  # type: ignore[arg-type]
+                Row(figure="8", value=taken.throughput / plain, unit="steps/s", floor=1 / floor, **where)  # type: ignore[arg-type]
             )
             found.rows.append(Row(figure="8-drain", value=taken.block.drain, unit="s", **where))  # type: ignore[arg-type]
     found.rows += rows

@@ -139,7 +139,9 @@ def _save(
             draw_panel(axes, panel, spec, styles)
             axes.set_xlabel(spec.x_label)
         if spec.from_zero and not spec.log_y:
-            flat[0].set_ylim(bottom=0)  # after the last panel: all share the axis, and it no longer grows from here on
+            # After the last panel: all share the axis, and it no longer grows from here on. Values that hardly differ
+            # would lie on its upper end.
+            flat[0].set_ylim(0, 1.03 * flat[0].get_ylim()[1])
         for axes in flat[len(panels) :]:
             axes.set_visible(False)
         for row in grid:

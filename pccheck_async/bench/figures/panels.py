@@ -16,6 +16,8 @@ __all__ = ["Panel", "Point", "draw_panel"]
 
 _LINE_OF_ONE = {"color": "#000000", "linewidth": 0.8, "linestyle": ":", "zorder": 1.5}
 _FLOOR = {"color": FLOOR_COLOUR, "linestyle": (0, (4, 1.5)), "linewidth": 1.6, "zorder": 4}
+_LABEL_ROOM = 0.09
+"""Of a logarithmic axis, between two labels."""
 _ERROR = {"capsize": 2.5, "elinewidth": 1.0, "capthick": 1.0}
 
 
@@ -182,10 +184,24 @@ def _set_axes(axes: Any, panel: Panel, spec: FigureSpec, places: Mapping[float, 
     if spec.log_x:
         axes.set_xscale("log")
         axes.grid(visible=True, axis="x")
-    axes.set_xticks(list(places.values()), [spec.x_text(x) for x in places], minor=False)
+    axes.set_xticks(list(places.values()), _x_labels(spec, places), minor=False)
     axes.minorticks_off()
     if spec.log_y:
         _set_log_ticks(axes, panel)
+
+
+def _x_labels(spec: FigureSpec, places: Mapping[float, float]) -> list[str]:
+    """Write every x but those that are too near to the next one on a logarithmic axis."""
+    if not spec.log_x:
+        return [spec.x_text(x) for x in places]
+    room = _LABEL_ROOM * math.log(max(places.values()) / min(places.values()))
+    last = math.inf
+    labels = []
+    for x, place in reversed(list(places.items())):
+        shown = math.log(last / place) >= room
+        labels.append(spec.x_text(x) if shown else "")
+        last = place if shown else last
+    return labels[::-1]
 
 
 def _set_log_ticks(axes: Any, panel: Panel) -> None:
