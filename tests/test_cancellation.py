@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import threading
+import gc
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from pccheck_async.writer import Writer
 from pccheck_async.writer.posix import PosixWriter
 from tests.processes import open_files, passes_in_a_forked_child
 
+from pccheck_async.operations.python import PythonOperations
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 
@@ -252,5 +255,33 @@ def test_an_open_cancelled_after_it_succeeded_gives_the_store_free(
         monkeypatch.undo()
         async with CheckpointEngine(tmp_path, lock_timeout=0):
             pass
+
+    asyncio.run(main())
+
+
+def test_a_child_forked_while_a_file_is_opened_does_not_hold_it(tmp_path: Path) -> None:
+    (tmp_path / "slot-000").touch()
+    began = threading.Event()
+
+    def open_slowly(path: Path) -> int:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        began.set()
+        threading.Event().wait(0.2)  # as a thread may that has to wait for the GIL
+        return fd
+
+    async def main() -> None:
+        operations = PythonOperations(io_threads=1, copy_threads=1)
+        writer = PosixWriter(tmp_path, operations)
+        opening = threading.Thread(target=writer._opened, args=(open_slowly, tmp_path / "slot-000"))
+        opening.start()
+        await asyncio.to_thread(began.wait)
+        assert passes_in_a_forked_child(holds_nothing)
+        opening.join()
+        assert open_files(tmp_path)
+        writer.abandon()
+        await operations.close()
+
+    def holds_nothing() -> None:
+        assert not open_files(tmp_path)
 
     asyncio.run(main())

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
@@ -30,6 +31,9 @@ T = TypeVar("T")
 _log = logging.getLogger("pccheck_async")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MODE = 0o666  # the user's umask decides
+_FORK_SECONDS = 1.0
+_opening = threading.Lock()
+"""Held while a file is opened: a child that is forked meanwhile would keep it, and its lock, unknown."""
 _writers: weakref.WeakSet[PosixWriter] = weakref.WeakSet()
 
 
@@ -96,7 +100,7 @@ class PosixWriter(Writer):
     async def create(self, name: str, nbytes: int) -> File:
         path = self._folder / name
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | self._direct_flag
-        return await uninterrupted(self._keep(name, self._change(path, self._opened, _create, path, flags, nbytes)))
+        return await uninterrupted(self._keep(name, self._change(path, self._created, path, flags, nbytes)))
 
     async def open(self, name: str, *, writable: bool) -> File:
         path = self._folder / name
@@ -111,10 +115,10 @@ class PosixWriter(Writer):
     async def close_file(self, file: File) -> None:
         if file in self._files:
             self._files.remove(file)
-            self._fds.remove(file.fd)
             with suppress(OSError):
                 # Not left to the descriptor's end: the kernel may hold the open file a moment longer than the request.
                 fcntl.flock(file.fd, fcntl.LOCK_UN)
+            self._fds.remove(file.fd)
             os.close(file.fd)
             file.fd = -1
 
@@ -202,8 +206,22 @@ class PosixWriter(Writer):
 
     def _opened(self, function: Callable[..., int], *arguments: object) -> int:
         """Open on a helper thread, known to a forked child from the first moment on."""
-        fd = function(*arguments)
-        self._fds.add(fd)
+        with _opening:
+            fd = function(*arguments)
+            self._fds.add(fd)
+        return fd
+
+    def _created(self, path: Path, flags: int, nbytes: int) -> int:
+        """Make a file on a helper thread; children may be forked while its space is reserved, which may take long."""
+        fd = self._opened(os.open, path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
+        try:
+            if nbytes:
+                os.posix_fallocate(fd, 0, nbytes)
+        except BaseException:
+            self._fds.remove(fd)
+            os.close(fd)
+            path.unlink()
+            raise
         return fd
 
     async def _keep(self, name: str, opening: Awaitable[int]) -> File:
@@ -294,18 +312,6 @@ def _sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _create(path: Path, flags: int, nbytes: int) -> int:
-    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
-    try:
-        if nbytes:
-            os.posix_fallocate(fd, 0, nbytes)
-    except BaseException:
-        os.close(fd)
-        path.unlink()
-        raise
-    return fd
-
-
 def _probe(folder: Path, create: bool) -> FileSystemFacts:
     """Find out by trying: the flag may be refused at open, or only at the first transfer."""
     kind = filesystem_type(folder)
@@ -360,6 +366,18 @@ def _buffered(why: str) -> FileSystemFacts:
     return FileSystemFacts(PAGE_BYTES, 1, direct=False, why=why)
 
 
+_held_by_fork = threading.local()
+
+
+def _before_fork() -> None:
+    _held_by_fork.it = _opening.acquire(timeout=_FORK_SECONDS)
+
+
+def _after_fork() -> None:
+    if _held_by_fork.it:
+        _opening.release()
+
+
 def _abandon_in_child() -> None:
     # The child shares the parent's open files, and with them its locks: an orphaned DataLoader worker must not keep
     # them.
@@ -367,4 +385,5 @@ def _abandon_in_child() -> None:
         writer.abandon()
 
 
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
 os.register_at_fork(after_in_child=_abandon_in_child)
