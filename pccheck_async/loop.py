@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -77,11 +77,15 @@ class EngineLoop:
                 self.loop.call_soon_threadsafe(function, *arguments)
             return not self._stopping
 
-    async def end_others(self) -> None:
-        """Cancel what other threads run on this loop, and wait until it ended. Called on this loop, before stopping."""
+    async def end_others(self, spared: Collection[asyncio.Task[Any] | None] = ()) -> None:
+        """Cancel what other threads run on this loop, and wait until it ended. Called on this loop, before stopping.
+
+        Args:
+            spared: What ends by itself when the caller has.
+        """
         with self._guard:
             self._stopping = True
-        others = self._tasks - {asyncio.current_task()}
+        others = self._tasks - {asyncio.current_task(), *spared}
         for task in others:
             task.cancel()
         if others:

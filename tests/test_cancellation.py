@@ -17,10 +17,12 @@ from pccheck_async import (
     CheckpointEngine,
     ClosedError,
     StoreFailedError,
+    CheckpointError,
     SyncCheckpointEngine,
     WriteError,
     load_sync,
 )
+    list_checkpoints,
 from pccheck_async.core import EngineCore
 from pccheck_async.memory import PAGE_BYTES
 from pccheck_async.operations.base import Operations
@@ -253,6 +255,27 @@ def test_an_open_cancelled_after_it_succeeded_gives_the_store_free(
         with pytest.raises(asyncio.CancelledError):
             await opening
         monkeypatch.undo()
+def test_an_engine_that_is_closed_twice_at_the_same_time(tmp_path: Path) -> None:
+    stuck = Stuck()
+
+    async def main() -> None:
+        engine = await CheckpointEngine(tmp_path, io=stuck).open()
+        stuck.writer.hold("write")
+        pending = await engine.checkpoint(state_of(1), step=1)
+        closing = [asyncio.create_task(engine.close()) for _ in range(3)]
+        await asyncio.to_thread(stuck.writer.wait_stuck)
+        with pytest.raises(CheckpointError, match="still closing"):
+            await engine.close(deadline=0.01)
+        stuck.writer.release()
+        await asyncio.gather(*closing)
+        assert (await pending).step == 1
+        await engine.close()
+
+    asyncio.run(main())
+    assert not open_files(tmp_path)
+    assert [info.step for info in list_checkpoints(tmp_path)] == [1]
+
+
         async with CheckpointEngine(tmp_path, lock_timeout=0):
             pass
 
