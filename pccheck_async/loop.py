@@ -148,14 +148,16 @@ async def wait_for(future: concurrent.futures.Future[T]) -> T:
 
 async def finish(future: concurrent.futures.Future[Any]) -> None:
     """Wait until ``future`` is done, whatever it holds, and however often the waiter is cancelled."""
-    while not future.done():
-        waiter = asyncio.wrap_future(future)
+    if future.done():
+        return
+    waiter = asyncio.wrap_future(future)
+    while not waiter.done():
         try:
             await asyncio.wait((waiter,))
         except asyncio.CancelledError:
             continue
-        if waiter.done() and not waiter.cancelled():
-            waiter.exception()  # retrieved
+    if not waiter.cancelled():
+        waiter.exception()  # retrieved
 
 
 def _new_loop() -> tuple[asyncio.AbstractEventLoop, str]:

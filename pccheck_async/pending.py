@@ -150,6 +150,16 @@ class PendingCheckpoint:
                 self._told = True
             self._waiters.discard(waiter)
 
+    @contextmanager
+    def aborting(self) -> Iterator[None]:
+        """Whoever aborts it knows that it fails: nobody else is told meanwhile."""
+        aborter = object()
+        self._waiters.add(aborter)
+        try:
+            yield
+        finally:
+            self._waiters.discard(aborter)
+
     def __repr__(self) -> str:
         state = (
             "skipped"

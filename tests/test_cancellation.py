@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import errno
-import threading
 import gc
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +17,24 @@ import torch
 
 from pccheck_async import (
     CheckpointEngine,
+    CheckpointError,
     ClosedError,
     StoreFailedError,
-    CheckpointError,
     SyncCheckpointEngine,
     WriteError,
+    list_checkpoints,
     load_sync,
 )
-    list_checkpoints,
 from pccheck_async.core import EngineCore
+from pccheck_async.loop import finish
 from pccheck_async.memory import PAGE_BYTES
 from pccheck_async.operations.base import Operations
+from pccheck_async.operations.python import PythonOperations
 from pccheck_async.testing import FailingWriter, StuckWriter
 from pccheck_async.writer import Writer
 from pccheck_async.writer.posix import PosixWriter
 from tests.processes import open_files, passes_in_a_forked_child
 
-from pccheck_async.operations.python import PythonOperations
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 
@@ -111,6 +114,46 @@ def test_a_flush_that_fails_after_its_checkpoint_was_cancelled_latches(tmp_path:
 
     asyncio.run(main())
     assert load_sync(tmp_path)["step"] == 0
+
+
+def test_nobody_else_is_told_of_a_cancelled_checkpoint(tmp_path: Path) -> None:
+    stuck = Stuck("write", fail_at=None)
+    big = {"tensor": torch.zeros(100_000)}
+
+    async def main() -> None:
+        async with CheckpointEngine(tmp_path, io=stuck, chunk_bytes=PAGE_BYTES, host_memory=2 * PAGE_BYTES) as engine:
+            stuck.writer.release()
+            await (await engine.checkpoint(state_of(0), step=0))
+            stuck.writer.hold("write")
+            saving = asyncio.create_task(engine.checkpoint(big, step=1))
+            await asyncio.to_thread(stuck.writer.wait_stuck)
+            saving.cancel()
+            await asyncio.sleep(0)
+            other = asyncio.create_task(engine.checkpoint(state_of(2), step=2))
+            stuck.writer.release()
+            while not engine.statistics().failed:  # this loop hears of it after the other task began
+                time.sleep(0.001)  # noqa: ASYNC251 - on purpose
+            assert (await (await other)).step == 2
+            with pytest.raises(asyncio.CancelledError):
+                await saving
+
+    asyncio.run(main())
+
+
+def test_a_failure_that_a_cancelled_waiter_saw_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        future: concurrent.futures.Future[None] = concurrent.futures.Future()
+        future.set_running_or_notify_cancel()
+        waiting = asyncio.create_task(finish(future))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.sleep(0)
+        future.set_exception(ValueError("no"))
+        await waiting
+        gc.collect()
+
+    asyncio.run(main())
+    assert not caplog.records  # "Future exception was never retrieved"
 
 
 def test_cancelled_twice_still_waits_for_its_copies(tmp_path: Path) -> None:
@@ -212,6 +255,27 @@ def test_skipping_is_decided_for_one_thread_after_another(tmp_path: Path) -> Non
         assert (found.admitted, found.skipped) == (1, 3)
 
 
+def test_an_engine_that_is_closed_twice_at_the_same_time(tmp_path: Path) -> None:
+    stuck = Stuck()
+
+    async def main() -> None:
+        engine = await CheckpointEngine(tmp_path, io=stuck).open()
+        stuck.writer.hold("write")
+        pending = await engine.checkpoint(state_of(1), step=1)
+        closing = [asyncio.create_task(engine.close()) for _ in range(3)]
+        await asyncio.to_thread(stuck.writer.wait_stuck)
+        with pytest.raises(CheckpointError, match="still closing"):
+            await engine.close(deadline=0.01)
+        stuck.writer.release()
+        await asyncio.gather(*closing)
+        assert (await pending).step == 1
+        await engine.close()
+
+    asyncio.run(main())
+    assert not open_files(tmp_path)
+    assert [info.step for info in list_checkpoints(tmp_path)] == [1]
+
+
 def test_a_child_forked_while_a_deadline_left_files_behind_holds_none(tmp_path: Path) -> None:
     stuck = Stuck()
     engine = SyncCheckpointEngine(tmp_path, io=stuck).open()
@@ -255,27 +319,6 @@ def test_an_open_cancelled_after_it_succeeded_gives_the_store_free(
         with pytest.raises(asyncio.CancelledError):
             await opening
         monkeypatch.undo()
-def test_an_engine_that_is_closed_twice_at_the_same_time(tmp_path: Path) -> None:
-    stuck = Stuck()
-
-    async def main() -> None:
-        engine = await CheckpointEngine(tmp_path, io=stuck).open()
-        stuck.writer.hold("write")
-        pending = await engine.checkpoint(state_of(1), step=1)
-        closing = [asyncio.create_task(engine.close()) for _ in range(3)]
-        await asyncio.to_thread(stuck.writer.wait_stuck)
-        with pytest.raises(CheckpointError, match="still closing"):
-            await engine.close(deadline=0.01)
-        stuck.writer.release()
-        await asyncio.gather(*closing)
-        assert (await pending).step == 1
-        await engine.close()
-
-    asyncio.run(main())
-    assert not open_files(tmp_path)
-    assert [info.step for info in list_checkpoints(tmp_path)] == [1]
-
-
         async with CheckpointEngine(tmp_path, lock_timeout=0):
             pass
 
