@@ -68,7 +68,7 @@ class EngineCore:
 
     def __init__(self, path: str | os.PathLike[str], io: IO, config: EngineConfig) -> None:
         check_io(io)
-        self.path = os.fspath(path)
+        self.path = os.fspath(Path(path).absolute() if isinstance(io, str) else path)  # the process may change folders
         self.config = config
         self.io = io
         self._pid = os.getpid()

@@ -41,7 +41,8 @@ class PosixWriter(Writer):
     """The files of one folder, moved by an operations engine; ``reason`` is why by that one, for the statistics."""
 
     def __init__(self, folder: str | os.PathLike[str], operations: Operations, reason: str = "") -> None:
-        self._folder = Path(folder)
+        # Absolute: the process may change its folder, and then this name would be another store's.
+        self._folder = Path(folder).absolute()
         self._operations = operations
         self._reason = reason
         self._facts: FileSystemFacts | None = None
