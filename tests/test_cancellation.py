@@ -325,6 +325,25 @@ def test_an_open_cancelled_after_it_succeeded_gives_the_store_free(
     asyncio.run(main())
 
 
+def test_a_forked_child_does_not_wait_for_a_checkpoint_of_its_parent(tmp_path: Path) -> None:
+    stuck = Stuck()
+    with SyncCheckpointEngine(tmp_path, io=stuck) as engine:
+        done = engine.checkpoint(state_of(1), step=1)
+        done.result(60)
+        stuck.writer.hold("flush")
+        pending = engine.checkpoint(state_of(2), step=2)
+
+        def in_the_child() -> None:
+            assert done.result().step == 1
+            for wait in (pending.result, lambda: asyncio.run(pending.durable())):
+                with pytest.raises(ClosedError, match="in the parent process"):
+                    wait()  # type: ignore[operator]
+
+        assert passes_in_a_forked_child(in_the_child)
+        stuck.writer.release()
+        assert pending.result(60).step == 2
+
+
 def test_a_child_forked_while_a_file_is_opened_does_not_hold_it(tmp_path: Path) -> None:
     (tmp_path / "slot-000").touch()
     began = threading.Event()
