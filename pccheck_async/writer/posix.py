@@ -30,6 +30,7 @@ __all__ = ["PosixWriter"]
 T = TypeVar("T")
 _log = logging.getLogger("pccheck_async")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _MODE = 0o666  # the user's umask decides
 _FORK_SECONDS = 1.0
 _opening = threading.Lock()
@@ -43,6 +44,7 @@ class PosixWriter(Writer):
     def __init__(self, folder: str | os.PathLike[str], operations: Operations, reason: str = "") -> None:
         # Absolute: the process may change its folder, and then this name would be another store's.
         self._folder = Path(folder).absolute()
+        self._handle: int | None = None  # of the folder; so it is this one that is written to, wherever it is moved
         self._operations = operations
         self._reason = reason
         self._facts: FileSystemFacts | None = None
@@ -55,6 +57,7 @@ class PosixWriter(Writer):
     async def prepare(self, *, create: bool) -> FileSystemFacts:
         if create:
             await self._change(self._folder, _make_folders, self._folder)
+            await self._change(self._folder, self._open_folder)
         self._facts = await self._operations.call(_probe, self._folder, create)
         if not self._facts.direct:
             _log.info("%s: buffered I/O with fdatasync: %s", self._folder, self._facts.why)
@@ -62,7 +65,8 @@ class PosixWriter(Writer):
 
     async def names(self) -> list[str]:
         try:
-            return sorted(await self._operations.call(os.listdir, self._folder))
+            where = self._folder if self._handle is None else self._handle
+            return sorted(await self._operations.call(os.listdir, where))
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
@@ -70,7 +74,7 @@ class PosixWriter(Writer):
 
     async def read_small(self, name: str) -> bytes | None:
         try:
-            async with aiofiles.open(self._folder / name, "rb", opener=_open_plainly) as file:
+            async with aiofiles.open(self._named(name), "rb", opener=self._open_plainly) as file:
                 data: bytes = await file.read()
                 return data
         except (FileNotFoundError, NotADirectoryError):
@@ -81,7 +85,7 @@ class PosixWriter(Writer):
     async def write_small(self, name: str, data: bytes) -> None:
         path = self._folder / name
         try:
-            async with aiofiles.open(path, "wb", opener=_open_plainly) as file:
+            async with aiofiles.open(self._named(name), "wb", opener=self._open_plainly) as file:
                 await file.write(data)
                 await file.flush()  # out of Python's buffer first: fsync sees only what the kernel has
                 await self._operations.call(os.fsync, file.fileno())
@@ -89,25 +93,32 @@ class PosixWriter(Writer):
             raise self._mapped(error, path) from error
 
     async def rename(self, name: str, to: str) -> None:
-        await self._change(self._folder / to, os.replace, self._folder / name, self._folder / to)
+        await self._change(self._folder / to, self._replace, self._named(name), self._named(to))
 
     async def unlink(self, name: str) -> None:
-        await self._change(self._folder / name, os.unlink, self._folder / name)
+        await self._change(self._folder / name, self._unlink, self._named(name))
 
     async def sync_folder(self) -> None:
         with self._clock.timed("flush"):
-            await self._change(self._folder, _sync_folder, self._folder)
+            if self._handle is None:
+                await self._change(self._folder, _sync_folder, self._folder)
+            else:
+                await self._change(self._folder, os.fsync, self._handle)
 
     async def create(self, name: str, nbytes: int) -> File:
         path = self._folder / name
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | self._direct_flag
-        return await uninterrupted(self._keep(name, self._change(path, self._created, path, flags, nbytes)))
+        return await uninterrupted(
+            self._keep(name, self._change(path, self._created, self._named(name), flags, nbytes))
+        )
 
     async def open(self, name: str, *, writable: bool) -> File:
         path = self._folder / name
         flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC | self._direct_flag
         try:
-            return await uninterrupted(self._keep(name, self._operations.call(self._opened, os.open, path, flags)))
+            return await uninterrupted(
+                self._keep(name, self._operations.call(self._opened, self._open, self._named(name), flags))
+            )
         except (FileNotFoundError, NotADirectoryError):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path)) from None
         except OSError as error:
@@ -181,6 +192,10 @@ class PosixWriter(Writer):
         self._closed = True
         for file in list(self._files):
             await self.close_file(file)
+        handle, self._handle = self._handle, None
+        if handle in self._fds:
+            self._fds.remove(handle)
+            os.close(handle)
 
     def abandon(self) -> None:
         self._closed = True
@@ -212,16 +227,37 @@ class PosixWriter(Writer):
             self._fds.add(fd)
         return fd
 
-    def _created(self, path: Path, flags: int, nbytes: int) -> int:
+    def _open_folder(self) -> None:
+        if self._handle is None:
+            self._handle = self._opened(os.open, self._folder, _FOLDER_FLAGS)
+
+    def _named(self, name: str) -> str:
+        """What a file is called for the folder's handle, or where there is none."""
+        return name if self._handle is not None else os.fspath(self._folder / name)
+
+    def _open(self, name: str, flags: int, mode: int = 0) -> int:
+        return os.open(name, flags, mode, dir_fd=self._handle)
+
+    def _open_plainly(self, name: str, flags: int) -> int:
+        """Open without following a planted symlink."""
+        return self._open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
+
+    def _replace(self, name: str, to: str) -> None:
+        os.replace(name, to, src_dir_fd=self._handle, dst_dir_fd=self._handle)
+
+    def _unlink(self, name: str) -> None:
+        os.unlink(name, dir_fd=self._handle)
+
+    def _created(self, name: str, flags: int, nbytes: int) -> int:
         """Make a file on a helper thread; children may be forked while its space is reserved, which may take long."""
-        fd = self._opened(os.open, path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
+        fd = self._opened(self._open, name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
         try:
             if nbytes:
                 os.posix_fallocate(fd, 0, nbytes)
         except BaseException:
             self._fds.remove(fd)
             os.close(fd)
-            path.unlink()
+            self._unlink(name)
             raise
         return fd
 
@@ -290,11 +326,6 @@ def _refused(ended: Sequence[Step], pieces: Sequence[Piece]) -> bool:
     return error is not None and error.errno == errno.EINVAL and len(ended) <= len(pieces)
 
 
-def _open_plainly(path: str, flags: int) -> int:
-    """Open without following a planted symlink."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
-
-
 def _make_folders(folder: Path) -> None:
     missing = []
     while not folder.is_dir():
@@ -306,7 +337,7 @@ def _make_folders(folder: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(folder, _FOLDER_FLAGS)
     try:
         os.fsync(fd)
     finally:
