@@ -187,6 +187,8 @@ class EngineCore:
         """
         if os.getpid() != self._pid or self._state in ("new", "closed"):
             return
+        if self._state == "opening":
+            raise ClosedError(f"the engine of {self.path} is being opened: cancel that, or close it afterwards")
         with self.admissions.lock:
             first, self._state = self._state != "closing", "closing"
         if not first:

@@ -8,7 +8,7 @@ import errno
 import gc
 import os
 import threading
-import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from pccheck_async import (
     list_checkpoints,
     load_sync,
 )
+from pccheck_async.admissions import Admissions
+from pccheck_async.config import EngineConfig
 from pccheck_async.core import EngineCore
 from pccheck_async.loop import finish
 from pccheck_async.memory import PAGE_BYTES
@@ -76,6 +78,21 @@ def test_a_cancelled_open_gives_the_store_free(tmp_path: Path, turns: int) -> No
     asyncio.run(main())
 
 
+def test_an_engine_is_not_closed_while_it_is_opened(tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = CheckpointEngine(tmp_path)
+        opening = asyncio.create_task(engine.open())
+        await asyncio.sleep(0)
+        with pytest.raises(ClosedError, match="is being opened"):
+            await engine.close()
+        await opening
+        await (await engine.checkpoint(state_of(1), step=1))
+        await engine.close()
+
+    asyncio.run(main())
+    assert load_sync(tmp_path)["step"] == 1
+
+
 @pytest.mark.parametrize("turns", [0, 1, 2, 3, 5, 8, 13, 21, 40])
 def test_cancelled_restores_hold_no_slots(tmp_path: Path, turns: int) -> None:
     async def main() -> None:
@@ -116,28 +133,15 @@ def test_a_flush_that_fails_after_its_checkpoint_was_cancelled_latches(tmp_path:
     assert load_sync(tmp_path)["step"] == 0
 
 
-def test_nobody_else_is_told_of_a_cancelled_checkpoint(tmp_path: Path) -> None:
-    stuck = Stuck("write", fail_at=None)
-    big = {"tensor": torch.zeros(100_000)}
-
-    async def main() -> None:
-        async with CheckpointEngine(tmp_path, io=stuck, chunk_bytes=PAGE_BYTES, host_memory=2 * PAGE_BYTES) as engine:
-            stuck.writer.release()
-            await (await engine.checkpoint(state_of(0), step=0))
-            stuck.writer.hold("write")
-            saving = asyncio.create_task(engine.checkpoint(big, step=1))
-            await asyncio.to_thread(stuck.writer.wait_stuck)
-            saving.cancel()
-            await asyncio.sleep(0)
-            other = asyncio.create_task(engine.checkpoint(state_of(2), step=2))
-            stuck.writer.release()
-            while not engine.statistics().failed:  # this loop hears of it after the other task began
-                time.sleep(0.001)  # noqa: ASYNC251 - on purpose
-            assert (await (await other)).step == 2
-            with pytest.raises(asyncio.CancelledError):
-                await saving
-
-    asyncio.run(main())
+def test_nobody_else_is_told_of_a_checkpoint_while_it_is_aborted() -> None:
+    admissions = Admissions(EngineConfig(), lambda event: None)
+    for aborted in (True, False):
+        pending = admissions.add(1)
+        with pending.aborting() if aborted else nullcontext():
+            admissions.note_end(pending, error := CheckpointError("cancelled"), superseded=False, nbytes=0)
+            pending.set_failed(error)
+            with nullcontext() if aborted else pytest.raises(CheckpointError):
+                admissions.raise_untold()
 
 
 def test_a_failure_that_a_cancelled_waiter_saw_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -335,9 +339,10 @@ def test_a_forked_child_does_not_wait_for_a_checkpoint_of_its_parent(tmp_path: P
 
         def in_the_child() -> None:
             assert done.result().step == 1
-            for wait in (pending.result, lambda: asyncio.run(pending.durable())):
-                with pytest.raises(ClosedError, match="in the parent process"):
-                    wait()  # type: ignore[operator]
+            with pytest.raises(ClosedError, match="in the parent process"):
+                pending.result()
+            with pytest.raises(ClosedError, match="in the parent process"):
+                asyncio.run(pending.durable())
 
         assert passes_in_a_forked_child(in_the_child)
         stuck.writer.release()

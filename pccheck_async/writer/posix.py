@@ -178,11 +178,12 @@ class PosixWriter(Writer):
             if was_direct and _refused(ended, pieces):
                 self._give_up_direct(file)
                 ended = await self._chain(file, pieces)
-        except OSError as error:  # nothing of it happened
+            failure = ended[-1].error
+            if failure is None:
+                _check_linked(file.fd)
+                return
+        except OSError as error:  # nothing of it happened, or nobody will find it
             raise self._mapped(error, self._folder / file.name) from error
-        failure = ended[-1].error
-        if failure is None:
-            return
         mapped = self._mapped(failure, self._folder / file.name)
         if len(ended) > len(pieces):
             unflushed(mapped)
@@ -318,6 +319,12 @@ class PosixWriter(Writer):
         if error.errno in _NO_SPACE:
             return StoreFullError(error.errno, f"{error.strerror}; the last checkpoint is untouched", os.fspath(path))
         return write_error(error, path)
+
+
+def _check_linked(fd: int) -> None:
+    """Raise OSError where a file was removed meanwhile: all of it succeeds, and is gone with the descriptor."""
+    if os.fstat(fd).st_nlink == 0:
+        raise OSError(errno.ENOENT, "the file was removed while the store was open; open it again")
 
 
 def _refused(ended: Sequence[Step], pieces: Sequence[Piece]) -> bool:
