@@ -35,21 +35,23 @@ class Aborts:
 
     async def abort(self, pending: PendingCheckpoint) -> None:
         """Cancel a checkpoint before its capture ended; returns once nothing of it is running, cancelled or not."""
-        aborting = self._start(pending)
-        if aborting is not None:
-            patience = self._patience()
-            if patience is None:
-                await finish(aborting)
-            else:  # the device may be stuck, and the process goes
-                await asyncio.wait((asyncio.wrap_future(aborting),), timeout=patience)
-            _note(pending, aborting)
+        with pending.aborting():
+            aborting = self._start(pending)
+            if aborting is not None:
+                patience = self._patience()
+                if patience is None:
+                    await finish(aborting)
+                else:  # the device may be stuck, and the process goes
+                    await asyncio.wait((asyncio.wrap_future(aborting),), timeout=patience)
+                _note(pending, aborting)
 
     def abort_blocking(self, pending: PendingCheckpoint) -> None:
         """Do the same as :meth:`abort`, blocking."""
-        aborting = self._start(pending)
-        if aborting is not None:
-            futures.wait([aborting], self._patience())
-            _note(pending, aborting)
+        with pending.aborting():
+            aborting = self._start(pending)
+            if aborting is not None:
+                futures.wait([aborting], self._patience())
+                _note(pending, aborting)
 
     def take_back(self, pending: PendingCheckpoint) -> None:
         """End a checkpoint that its caller does not get to know, whether the engine heard of it or not."""

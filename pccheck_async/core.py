@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -68,7 +69,7 @@ class EngineCore:
 
     def __init__(self, path: str | os.PathLike[str], io: IO, config: EngineConfig) -> None:
         check_io(io)
-        self.path = os.fspath(path)
+        self.path = os.fspath(Path(path).absolute() if isinstance(io, str) else path)  # the process may change folders
         self.config = config
         self.io = io
         self._pid = os.getpid()
@@ -87,6 +88,8 @@ class EngineCore:
         self._snapshots = Snapshots()
         self.loop: EngineLoop
         self._session: Session | None = None
+        self._ended = asyncio.Event()  # on the engine's loop, as are those who wait for it
+        self._waiting_for_end: set[asyncio.Task[Any] | None] = set()
         self._store: Store
         self._decisions: Decisions
         self._backend: CopyBackend
@@ -185,8 +188,13 @@ class EngineCore:
         """
         if os.getpid() != self._pid or self._state in ("new", "closed"):
             return
+        if self._state == "opening":
+            raise ClosedError(f"the engine of {self.path} is being opened: cancel that, or close it afterwards")
         with self.admissions.lock:
-            self._state = "closing"
+            first, self._state = self._state != "closing", "closing"
+        if not first:
+            yield from self._closed_by_another(deadline)
+            return
         left: list[PendingCheckpoint] = []
         try:
             left = yield self._close(deadline)
@@ -208,7 +216,28 @@ class EngineCore:
             raise error
         self.admissions.raise_untold()
 
+    def _closed_by_another(self, deadline: float | None) -> Steps:
+        """Wait while another thread or task closes the engine."""
+
+        async def wait() -> None:
+            self._waiting_for_end.add(asyncio.current_task())
+            async with asyncio.timeout(deadline):
+                await self._ended.wait()
+
+        try:
+            yield wait()
+        except TimeoutError:
+            raise CheckpointError(f"gave up after {deadline} s: the engine of {self.path} is still closing") from None
+        except ClosedError:  # its loop is over already
+            return
+
     async def _close(self, deadline: float | None) -> list[PendingCheckpoint]:
+        try:
+            return await self._end(deadline)
+        finally:
+            self._ended.set()
+
+    async def _end(self, deadline: float | None) -> list[PendingCheckpoint]:
         left: list[PendingCheckpoint] = []
         try:
             left = await self._scheduler.drain(deadline, last=True)
@@ -219,7 +248,7 @@ class EngineCore:
                 self._scheduler.give_up(left)  # what they still had to capture may change from now on
             else:
                 await self._scheduler.cancel_all()  # nothing, unless the drain was cancelled
-                await self.loop.end_others()  # restores of other threads
+                await self.loop.end_others(self._waiting_for_end)  # restores of other threads
                 await self._opened().close()
                 self._backend.close()
                 self._pool.close()

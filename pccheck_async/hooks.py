@@ -32,7 +32,7 @@ class Hooks:
         self._queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # a signal handler may come in between
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
-        self._raised: set[Hook] = set()
+        self._raised: list[Hook] = []  # not every object that can be called can be hashed, or likes to be compared
         self._closed = False
         self.dropped = 0
 
@@ -60,7 +60,8 @@ class Hooks:
             self.dropped += 1
             first = self.dropped == 1
         if first:
-            write(logging.WARNING, "event_hook", "events are dropped: %d wait for a slow hook", _MOST_EVENTS)
+            with suppress(Exception):  # of a handler of the log; nobody who tells of an event expects it
+                write(logging.WARNING, "event_hook", "events are dropped: %d wait for a slow hook", _MOST_EVENTS)
 
     def close(self, timeout: float) -> None:
         """Wait until what was told is delivered, ``timeout`` seconds at most; a hook may take longer, alone."""
@@ -83,6 +84,7 @@ class Hooks:
                 try:
                     hook(event)
                 except BaseException as error:  # noqa: BLE001 - hooks are none of the engine's business
-                    if hook not in self._raised:
-                        self._raised.add(hook)
-                        write(logging.WARNING, "event_hook", "a hook raised %r at %r; said once", error, event)
+                    if all(hook is not each for each in self._raised):
+                        self._raised.append(hook)
+                        with suppress(Exception):  # of a handler of the log
+                            write(logging.WARNING, "event_hook", "a hook raised %r at %r; said once", error, event)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -77,11 +77,15 @@ class EngineLoop:
                 self.loop.call_soon_threadsafe(function, *arguments)
             return not self._stopping
 
-    async def end_others(self) -> None:
-        """Cancel what other threads run on this loop, and wait until it ended. Called on this loop, before stopping."""
+    async def end_others(self, spared: Collection[asyncio.Task[Any] | None] = ()) -> None:
+        """Cancel what other threads run on this loop, and wait until it ended. Called on this loop, before stopping.
+
+        Args:
+            spared: What ends by itself when the caller has.
+        """
         with self._guard:
             self._stopping = True
-        others = self._tasks - {asyncio.current_task()}
+        others = self._tasks - {asyncio.current_task(), *spared}
         for task in others:
             task.cancel()
         if others:
@@ -144,14 +148,16 @@ async def wait_for(future: concurrent.futures.Future[T]) -> T:
 
 async def finish(future: concurrent.futures.Future[Any]) -> None:
     """Wait until ``future`` is done, whatever it holds, and however often the waiter is cancelled."""
-    while not future.done():
-        waiter = asyncio.wrap_future(future)
+    if future.done():
+        return
+    waiter = asyncio.wrap_future(future)
+    while not waiter.done():
         try:
             await asyncio.wait((waiter,))
         except asyncio.CancelledError:
             continue
-        if waiter.done() and not waiter.cancelled():
-            waiter.exception()  # retrieved
+    if not waiter.cancelled():
+        waiter.exception()  # retrieved
 
 
 def _new_loop() -> tuple[asyncio.AbstractEventLoop, str]:

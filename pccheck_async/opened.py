@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
+import weakref
 from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import cached_property
 from types import TracebackType
@@ -60,7 +63,8 @@ def open_checkpoint(
         io: As for :class:`pccheck_async.CheckpointEngine`.
 
     Returns:
-        The checkpoint; use it as a context manager, or close it.
+        The checkpoint; use it as a context manager, or close it. One that was forgotten is closed with the last that
+        was taken from it, with a ResourceWarning.
 
     Raises:
         NoCheckpointError: there is none, or none of ``step``.
@@ -116,6 +120,9 @@ class Connection:
             await session.close()
             raise
         self.session = session
+        # A lock that nobody can let go of any more would hold up the writer for as long as this process lives.
+        self._forgotten = weakref.finalize(self, _let_go, self._loop, session, self.path, self._pid)
+        self._forgotten.atexit = False
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the loop that reads, and block until it ended. Raises ClosedError."""
@@ -138,6 +145,7 @@ class Connection:
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
+        self._forgotten.detach()
         self._loop.call(self.session.close())
         self._loop.stop()
 
@@ -157,6 +165,15 @@ class Connection:
         allocation = Allocation(structs.replace(self.manifest, tensors=(entry,)), (0,))
         await self.chunks.fill(Targets(allocation.targets()))
         return allocation.array(0, self.device)
+
+
+def _let_go(loop: EngineLoop, session: Session, path: str, pid: int) -> None:
+    """Close what nobody did, whichever thread the garbage collector runs on: without waiting."""
+    if os.getpid() != pid:
+        return  # there the descriptors are closed, and nothing runs
+    with suppress(ClosedError):
+        loop.submit(session.close())[0].add_done_callback(lambda _: loop.post(loop.loop.stop))
+    warnings.warn(f"the checkpoint of {path} was not closed", ResourceWarning, stacklevel=2)
 
 
 class StoredTensor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pccheck_async.errors import ClosedError
 from pccheck_async.info import CheckpointInfo
 from pccheck_async.loop import finish, wait_for
 
@@ -52,6 +54,7 @@ class PendingCheckpoint:
         self.counter = counter
         self.superseded = False
         self.skipped = False
+        self._pid = os.getpid()
         self.admitted_at = self.captured_at = time.monotonic()
         self.stall = 0.0
         self.nbytes: int | None = None
@@ -141,6 +144,8 @@ class PendingCheckpoint:
     @contextmanager
     def _waiting(self, future: concurrent.futures.Future[Any]) -> Iterator[None]:
         """Whoever waits here while it fails has been told; whoever gave up waiting before has not."""
+        if not future.done() and os.getpid() != self._pid:
+            raise ClosedError("this checkpoint is on its way in the parent process; a forked child cannot wait for it")
         waiter = object()
         self._waiters.add(waiter)
         try:
@@ -149,6 +154,16 @@ class PendingCheckpoint:
             if future.done() and future.exception() is not None:
                 self._told = True
             self._waiters.discard(waiter)
+
+    @contextmanager
+    def aborting(self) -> Iterator[None]:
+        """Whoever aborts it knows that it fails: nobody else is told meanwhile."""
+        aborter = object()
+        self._waiters.add(aborter)
+        try:
+            yield
+        finally:
+            self._waiters.discard(aborter)
 
     def __repr__(self) -> str:
         state = (

@@ -105,17 +105,18 @@ class Retention:
         return Kept([entry for entry in candidates if entry.counter in kept], periodic[room:])
 
     def pin(self, entries: Sequence[Entry], step: int, pinned: bool) -> list[Entry]:
-        """Return ``entries``, newest first, with the newest one of ``step`` pinned, or not any more.
+        """Return ``entries``, newest first, with the newest one of ``step`` pinned, or none of that step any more.
 
         Raises:
             NoCheckpointError: there is none of ``step``.
             StoreFullError: a record would have no room for the pinned ones and those that the rules keep.
         """
-        at = next((at for at, entry in enumerate(entries) if entry.step == step), None)
-        if at is None:
+        found = [at for at, entry in enumerate(entries) if entry.step == step]
+        if not found:
             raise NoCheckpointError(f"there is no checkpoint of step {step}")
         changed = list(entries)
-        changed[at] = replace(entries[at], pinned=pinned)
+        for at in found[:1] if pinned else found:  # after a rollback the pinned one may be an older one of that step
+            changed[at] = replace(entries[at], pinned=pinned)
         self.check_room(changed)
         return changed
 

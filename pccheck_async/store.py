@@ -337,9 +337,10 @@ class Store:
         Raises:
             StoreFailedError: a flush or the record failed, now or before.
         """
-        async with self._slots.lock:
-            self._check_usable()
-            await self._take_over()  # crash: this record overwrites the one before last under one not yet durable
+        if not self._took_over:  # else whoever holds the lock may wait for readers, who take their time
+            async with self._slots.lock:
+                self._check_usable()
+                await self._take_over()  # crash: this record overwrites the one before last under one not yet durable
         async with self._commit_lock:
             self._check_usable()
             entries = tuple(change(self.entries))
@@ -347,7 +348,7 @@ class Store:
                 await uninterrupted(self._replace_record(entries))  # a record half written would latch the store
 
     async def pin(self, step: int, pinned: bool) -> Entry:
-        """Keep the newest checkpoint of ``step`` whatever the rules say, or leave it to them with the next commit.
+        """Keep the newest checkpoint of ``step`` whatever the rules say, or leave all of that step to them.
 
         Durability: as of :meth:`amend`. Raises what that does and what :meth:`Retention.pin` does.
         """

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import errno
+import gc
+import os
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +17,21 @@ import torch
 
 from pccheck_async import (
     CheckpointEngine,
+    CheckpointError,
     ClosedError,
     StoreFailedError,
     SyncCheckpointEngine,
     WriteError,
+    list_checkpoints,
     load_sync,
 )
+from pccheck_async.admissions import Admissions
+from pccheck_async.config import EngineConfig
 from pccheck_async.core import EngineCore
+from pccheck_async.loop import finish
 from pccheck_async.memory import PAGE_BYTES
 from pccheck_async.operations.base import Operations
+from pccheck_async.operations.python import PythonOperations
 from pccheck_async.testing import FailingWriter, StuckWriter
 from pccheck_async.writer import Writer
 from pccheck_async.writer.posix import PosixWriter
@@ -68,6 +78,21 @@ def test_a_cancelled_open_gives_the_store_free(tmp_path: Path, turns: int) -> No
     asyncio.run(main())
 
 
+def test_an_engine_is_not_closed_while_it_is_opened(tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = CheckpointEngine(tmp_path)
+        opening = asyncio.create_task(engine.open())
+        await asyncio.sleep(0)
+        with pytest.raises(ClosedError, match="is being opened"):
+            await engine.close()
+        await opening
+        await (await engine.checkpoint(state_of(1), step=1))
+        await engine.close()
+
+    asyncio.run(main())
+    assert load_sync(tmp_path)["step"] == 1
+
+
 @pytest.mark.parametrize("turns", [0, 1, 2, 3, 5, 8, 13, 21, 40])
 def test_cancelled_restores_hold_no_slots(tmp_path: Path, turns: int) -> None:
     async def main() -> None:
@@ -106,6 +131,33 @@ def test_a_flush_that_fails_after_its_checkpoint_was_cancelled_latches(tmp_path:
 
     asyncio.run(main())
     assert load_sync(tmp_path)["step"] == 0
+
+
+def test_nobody_else_is_told_of_a_checkpoint_while_it_is_aborted() -> None:
+    admissions = Admissions(EngineConfig(), lambda event: None)
+    for aborted in (True, False):
+        pending = admissions.add(1)
+        with pending.aborting() if aborted else nullcontext():
+            admissions.note_end(pending, error := CheckpointError("cancelled"), superseded=False, nbytes=0)
+            pending.set_failed(error)
+            with nullcontext() if aborted else pytest.raises(CheckpointError):
+                admissions.raise_untold()
+
+
+def test_a_failure_that_a_cancelled_waiter_saw_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        future: concurrent.futures.Future[None] = concurrent.futures.Future()
+        future.set_running_or_notify_cancel()
+        waiting = asyncio.create_task(finish(future))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.sleep(0)
+        future.set_exception(ValueError("no"))
+        await waiting
+        gc.collect()
+
+    asyncio.run(main())
+    assert not caplog.records  # "Future exception was never retrieved"
 
 
 def test_cancelled_twice_still_waits_for_its_copies(tmp_path: Path) -> None:
@@ -207,6 +259,27 @@ def test_skipping_is_decided_for_one_thread_after_another(tmp_path: Path) -> Non
         assert (found.admitted, found.skipped) == (1, 3)
 
 
+def test_an_engine_that_is_closed_twice_at_the_same_time(tmp_path: Path) -> None:
+    stuck = Stuck()
+
+    async def main() -> None:
+        engine = await CheckpointEngine(tmp_path, io=stuck).open()
+        stuck.writer.hold("write")
+        pending = await engine.checkpoint(state_of(1), step=1)
+        closing = [asyncio.create_task(engine.close()) for _ in range(3)]
+        await asyncio.to_thread(stuck.writer.wait_stuck)
+        with pytest.raises(CheckpointError, match="still closing"):
+            await engine.close(deadline=0.01)
+        stuck.writer.release()
+        await asyncio.gather(*closing)
+        assert (await pending).step == 1
+        await engine.close()
+
+    asyncio.run(main())
+    assert not open_files(tmp_path)
+    assert [info.step for info in list_checkpoints(tmp_path)] == [1]
+
+
 def test_a_child_forked_while_a_deadline_left_files_behind_holds_none(tmp_path: Path) -> None:
     stuck = Stuck()
     engine = SyncCheckpointEngine(tmp_path, io=stuck).open()
@@ -252,5 +325,53 @@ def test_an_open_cancelled_after_it_succeeded_gives_the_store_free(
         monkeypatch.undo()
         async with CheckpointEngine(tmp_path, lock_timeout=0):
             pass
+
+    asyncio.run(main())
+
+
+def test_a_forked_child_does_not_wait_for_a_checkpoint_of_its_parent(tmp_path: Path) -> None:
+    stuck = Stuck()
+    with SyncCheckpointEngine(tmp_path, io=stuck) as engine:
+        done = engine.checkpoint(state_of(1), step=1)
+        done.result(60)
+        stuck.writer.hold("flush")
+        pending = engine.checkpoint(state_of(2), step=2)
+
+        def in_the_child() -> None:
+            assert done.result().step == 1
+            with pytest.raises(ClosedError, match="in the parent process"):
+                pending.result()
+            with pytest.raises(ClosedError, match="in the parent process"):
+                asyncio.run(pending.durable())
+
+        assert passes_in_a_forked_child(in_the_child)
+        stuck.writer.release()
+        assert pending.result(60).step == 2
+
+
+def test_a_child_forked_while_a_file_is_opened_does_not_hold_it(tmp_path: Path) -> None:
+    (tmp_path / "slot-000").touch()
+    began = threading.Event()
+
+    def open_slowly(path: Path) -> int:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        began.set()
+        threading.Event().wait(0.2)  # as a thread may that has to wait for the GIL
+        return fd
+
+    async def main() -> None:
+        operations = PythonOperations(io_threads=1, copy_threads=1)
+        writer = PosixWriter(tmp_path, operations)
+        opening = threading.Thread(target=writer._opened, args=(open_slowly, tmp_path / "slot-000"))
+        opening.start()
+        await asyncio.to_thread(began.wait)
+        assert passes_in_a_forked_child(holds_nothing)
+        opening.join()
+        assert open_files(tmp_path)
+        writer.abandon()
+        await operations.close()
+
+    def holds_nothing() -> None:
+        assert not open_files(tmp_path)
 
     asyncio.run(main())

@@ -11,6 +11,7 @@ import tempfile
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from pccheck_async import (
 )
 from pccheck_async.cli import app
 from pccheck_async.converting.safetensors_file import parts
+from pccheck_async.converting.target import new_folder
 from pccheck_async.manifest import TensorEntry
 from tests import state_strategies
 from tests.state_strategies import array_bytes, difference
@@ -519,6 +521,26 @@ def test_import_keeps_what_is_there(tmp_path: Path) -> None:
     assert [info.counter for info in infos] == [3, 2, 1, 0]
     assert torch.equal(load_sync(tmp_path / "s")["x"], torch.ones(3))
     assert torch.equal(load_sync(tmp_path / "s", step=100)["x"], torch.zeros(3))
+
+
+def test_import_beside_many_pinned_ones(tmp_path: Path) -> None:
+    torch.save({"x": 1}, tmp_path / "t.pt")
+    with SyncCheckpointEngine(tmp_path / "s") as engine:
+        for step in range(34):
+            engine.checkpoint({"x": 0}, step=step).result(60)
+            if step > 0:
+                engine.pin(step)
+    assert import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch", step=34).step == 34
+    assert [info.step for info in list_checkpoints(tmp_path / "s")] == [*range(34, 0, -1)]
+
+
+def test_exports_to_one_name_leave_each_other_alone(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "d") as first:
+        (first / "part").write_bytes(b"1")
+        with suppress(ValueError), new_folder(tmp_path / "d") as second:
+            assert second != first
+            raise ValueError
+    assert (tmp_path / "d" / "part").read_bytes() == b"1"
 
 
 @pytest.mark.slow

@@ -356,6 +356,28 @@ def test_host_memory_below_one_chunk_is_refused(tmp_path: Path) -> None:
         pass
 
 
+def test_a_process_that_changes_its_folder_stays_with_its_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder in (one, other):
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        with SyncCheckpointEngine("store", keep_last=3) as engine:
+            for step in range(3):
+                engine.checkpoint(state_of(step), step=step).result(60)
+    monkeypatch.chdir(one)
+    with SyncCheckpointEngine("store", max_in_flight=1) as engine:
+        monkeypatch.chdir(other)
+        for step in range(3, 8):  # slots are removed, and larger ones made
+            engine.checkpoint(state_of(step, 5000 * step), step=step).result(60)
+        assert engine.space_needed().available_bytes > 0
+        assert engine.path == str(one / "store")
+    assert_same(load_sync(one / "store"), 7, 35_000)
+    for step in range(3):
+        assert_same(load_sync(other / "store", step=step), step)
+
+
 def test_forked_child(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.checkpoint({"a": torch.ones(10)}, step=1).result(60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,29 @@ def test_a_hook_that_raises_is_said_once_and_harms_nothing(tmp_path: Path, caplo
     assert "SystemExit('no')" in said[0].getMessage()
 
 
+@dataclass
+class Unhashable:
+    """A dataclass compares its fields, and so is no key of a dict."""
+
+    called: int = 0
+
+    def __call__(self, event: Event) -> None:
+        self.called += 1
+        raise ValueError("no")
+
+
+def test_a_hook_that_raises_may_be_any_object(caplog: pytest.LogCaptureFixture) -> None:
+    hooks, broken = Hooks(), Unhashable()
+    seen: list[Event] = []
+    hooks.add(broken)
+    hooks.add(seen.append)
+    for step in range(3):
+        hooks.put(Admitted(step=step, counter=step))
+    hooks.close(60)
+    assert (broken.called, len(seen)) == (3, 3)
+    assert len(caplog.records) == 1
+
+
 @pytest.mark.slow
 def test_a_hook_that_blocks_harms_nothing(tmp_path: Path) -> None:
     go_on, blocked = threading.Event(), threading.Event()
@@ -229,3 +253,30 @@ def test_a_handler_of_the_log_that_raises_harms_nothing(tmp_path: Path) -> None:
             logger.setLevel(before)
             logger.removeHandler(handler)
     assert engine.statistics().durable_bytes > 0
+
+
+def test_nor_does_one_that_raises_where_events_are_dropped_or_a_hook_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pccheck_async.hooks._MOST_EVENTS", 1)
+    hooks, go_on, blocked = Hooks(), threading.Event(), threading.Event()
+    seen: list[Event] = []
+
+    def slow(event: Event) -> None:
+        blocked.set()
+        go_on.wait()
+        raise ValueError("no")
+
+    hooks.add(slow)
+    hooks.add(seen.append)
+    logger, handler = logging.getLogger("pccheck_async"), Broken()
+    logger.addHandler(handler)
+    try:
+        hooks.put(Admitted(step=0, counter=0))
+        blocked.wait()
+        for step in range(1, 4):
+            hooks.put(Admitted(step=step, counter=step))
+        go_on.set()
+        hooks.close(60)
+    finally:
+        logger.removeHandler(handler)
+    assert hooks.dropped == 2
+    assert len(seen) == 2

@@ -33,6 +33,7 @@ from pccheck_async import (
     StoreLockedError,
     SyncCheckpointEngine,
     WriteError,
+    describe_checkpoint,
     list_checkpoints,
     load_sync,
 )
@@ -154,6 +155,31 @@ def test_a_surplus_slot_that_cannot_be_removed_fails_nothing(tmp_path: Path, cap
         assert engine.statistics().failed == 0
     assert "could not be removed" in caplog.text
     assert loaded_step(tmp_path) == 3
+
+
+def test_a_store_that_was_removed_takes_no_more_commits(tmp_path: Path, io: str) -> None:
+    engine = SyncCheckpointEngine(tmp_path / "store", io=io).open()  # type: ignore[arg-type]
+    engine.checkpoint(state_of(1), step=1).result(60)
+    (tmp_path / "store" / "commit").unlink()
+    with pytest.raises(WriteError, match="commit") as raised:
+        engine.checkpoint(state_of(2), step=2).result(60)
+    assert raised.value.errno == errno.ENOENT
+    with pytest.raises(StoreFailedError, match="was removed"):
+        engine.checkpoint(state_of(3), step=3).result(60)
+    engine.close()
+
+
+def test_a_slot_that_was_removed_fails_its_checkpoint(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path, max_in_flight=1) as engine:
+        engine.checkpoint(state_of(1), step=1).result(60)
+        committed = describe_checkpoint(tmp_path).slot
+        (free,) = [path for path in tmp_path.glob("slot-*") if path.name != committed]
+        free.unlink()
+        with pytest.raises(WriteError, match=free.name):
+            engine.checkpoint(state_of(2), step=2).result(60)
+        assert engine.latest is not None
+        assert engine.latest.step == 1
+    assert load_sync(tmp_path)["step"] == 1
 
 
 def test_a_failed_read_is_told_with_its_errno(tmp_path: Path) -> None:

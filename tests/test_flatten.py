@@ -176,6 +176,8 @@ def test_quantized_and_nested_tensors() -> None:
     quantized = torch.quantize_per_tensor(torch.zeros(2), 0.1, 0, torch.qint8)
     with pytest.raises(UnsupportedStateError, match="int_repr"):
         flatten({"q": quantized})
+    with pytest.raises(UnsupportedStateError, match=r"dtype torch\.qint8"):  # not quantized, says torch
+        flatten({"q": torch.zeros(2, dtype=torch.uint8).view(torch.qint8)})
     nested = torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)], layout=torch.jagged)
     with pytest.raises(UnsupportedStateError, match=r"^n: "):
         flatten({"n": nested})

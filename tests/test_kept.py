@@ -6,7 +6,9 @@ import asyncio
 import errno
 import logging
 import random
+import threading
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -26,6 +28,7 @@ from pccheck_async import (
     WriteError,
     list_checkpoints,
     load,
+    open_checkpoint,
 )
 from pccheck_async.layout import COMMIT_NAME, MOST_ENTRIES
 from pccheck_async.testing import (
@@ -145,7 +148,10 @@ class Trainer:
             with pytest.raises(NoCheckpointError):
                 await change(step)
             return
-        self.kept[at] = replace(self.kept[at], pinned=pinned)
+        self.kept = [
+            replace(one, pinned=pinned) if one.step == step and (number == at or not pinned) else one
+            for number, one in enumerate(self.kept)
+        ]
         assert (await change(step)).pinned == pinned
 
     async def fail(self, step: int) -> None:
@@ -319,6 +325,34 @@ def test_pins_from_a_blocking_trainer_outlive_it(tmp_path: Path) -> None:
         assert [info.step for info in engine.checkpoints()] == [3, 1]  # it goes with the next commit
         engine.checkpoint({"x": torch.ones(3)}, step=4).result()
         assert [info.step for info in engine.checkpoints()] == [4]
+
+
+def test_a_pin_from_before_a_rollback_ends_with_its_step(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.checkpoint({"x": torch.ones(3)}, step=1).result()
+        engine.pin(1)
+        engine.checkpoint({"x": torch.zeros(3)}, step=1).result()
+        assert [(info.counter, info.pinned) for info in engine.checkpoints()] == [(1, False), (0, True)]
+        engine.unpin(1)
+        assert [(info.counter, info.pinned) for info in engine.checkpoints()] == [(1, False), (0, False)]
+        engine.checkpoint({"x": torch.ones(3)}, step=2).result()
+        assert [info.step for info in engine.checkpoints()] == [2]
+
+
+def test_a_pin_does_not_wait_for_a_checkpoint_that_waits_for_readers(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path, max_in_flight=1) as engine, ExitStack() as readers:
+        for step in range(3):
+            engine.checkpoint({"x": torch.ones(3)}, step=step).result()
+            readers.enter_context(open_checkpoint(tmp_path))
+        waiting = engine.checkpoint({"x": torch.ones(3)}, step=3)
+        pinning = threading.Thread(target=engine.pin, args=(2,))
+        pinning.start()
+        pinning.join(30)
+        assert not pinning.is_alive()
+        assert not waiting.done()
+        readers.close()
+        waiting.result(30)
+        assert [(info.step, info.pinned) for info in engine.checkpoints()] == [(3, False), (2, True)]
 
 
 def test_more_pins_than_a_record_names_are_refused(tmp_path: Path) -> None:

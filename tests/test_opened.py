@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +247,24 @@ def test_a_writer_leaves_it_alone(tmp_path: Path) -> None:
         assert engine.statistics().slots == slots
     with open_checkpoint(tmp_path, step=8) as checkpoint:
         assert checkpoint["x"][0] == 8.0
+
+
+def test_one_that_nobody_closed_lets_the_writer_go_on(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path, max_in_flight=1) as engine:
+        for step in range(4):
+            engine.checkpoint({"x": torch.full((100,), float(step))}, step=step).result(60)
+            checkpoint = open_checkpoint(tmp_path)
+            assert checkpoint["x"][0] == step
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                del checkpoint
+                gc.collect()
+            assert [warning.category for warning in said] == [ResourceWarning]
+        part = open_checkpoint(tmp_path).tensor("x")
+        gc.collect()
+        engine.checkpoint({"x": torch.zeros(100)}, step=4).result(60)
+        assert part.read()[0] == 3  # what was taken from it still has it
+        part._connection.close()
 
 
 def test_errors(tmp_path: Path) -> None:

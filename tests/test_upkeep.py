@@ -641,3 +641,9 @@ def test_a_removal_that_loses_power_is_done_or_not() -> None:
             for step in steps:
                 assert not difference(load_sync("x", step=step, io=ImageWriter(found)), state_of(step))
     assert seen == {1, 3}
+
+
+def test_containers_that_differ_come_in_the_order_of_the_state(tmp_path: Path) -> None:
+    names = [f"part{number}" for number in range(8, 0, -1)]
+    saved(tmp_path, {name: {"x": 1} for name in names}, {name: OrderedDict(x=1) for name in names})
+    assert [each.path for each in compare_checkpoints(tmp_path, step=0, other_step=1).differences] == names

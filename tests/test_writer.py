@@ -301,3 +301,26 @@ def test_cancelled_creation_does_not_lose_its_descriptor(tmp_path: Path, on_disk
 
     on_disk(tmp_path, test)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_folder_that_is_moved_stays_the_one(tmp_path: Path, on_disk: OnDisk) -> None:
+    one, moved = tmp_path / "one", tmp_path / "moved"
+
+    async def test(writer: PosixWriter) -> None:
+        await writer.create("slot-000", PAGE_BYTES)
+        one.rename(moved)
+        one.mkdir()
+        for name in ("slot-000", "slot-001", "store.json"):
+            (one / name).write_text("another store's")
+        await writer.create("slot-001", PAGE_BYTES)
+        await writer.unlink("slot-000")
+        await writer.write_small("new", b"mine")
+        await writer.rename("new", "store.json")
+        await writer.sync_folder()
+        assert await writer.read_small("store.json") == b"mine"
+        assert (await writer.open("slot-001", writable=True)).nbytes == PAGE_BYTES
+        assert await writer.names() == ["slot-001", "store.json"]
+
+    on_disk(one, test)
+    assert sorted(os.listdir(moved)) == ["slot-001", "store.json"]
+    assert [path.read_text() for path in one.iterdir()] == ["another store's"] * 3

@@ -84,13 +84,15 @@ def import_checkpoint(
     if not isinstance(state, Mapping):
         raise UnsupportedStateError(f"{name} holds a {type(state).__name__}; give the name that it shall have as root")
     step = known if step is None else check_step(step)
-    there = len(list_checkpoints(path))
-    if there >= MOST_ENTRIES:
+    there = list_checkpoints(path)
+    if len(there) >= MOST_ENTRIES:
         full = (
-            f"the store names {there} checkpoints, and its record has no room for one more; import into another folder"
+            f"the store names {len(there)} checkpoints, and its record has no room for more; import into another folder"
         )
         raise StoreFullError(errno.ENOSPC, full, os.fspath(path))
-    with SyncCheckpointEngine(path, max_in_flight=1, keep_last=there + 1, host_memory=host_memory, io=io) as engine:
+    # Pinned ones stay whatever the rules say, and would need their room twice.
+    keep = 1 + max((place for place, info in enumerate(there, 1) if not info.pinned), default=0)
+    with SyncCheckpointEngine(path, max_in_flight=1, keep_last=keep, host_memory=host_memory, io=io) as engine:
         return engine.checkpoint(state, step=step, metadata=facts if metadata is None else metadata).result()
 
 

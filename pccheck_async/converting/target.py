@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -70,7 +71,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 def _temporary(path: Path) -> Path:
     if os.path.lexists(path):
         raise FileExistsError(f"{path} exists already; give another name, or remove it first")
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # nobody else's, in this process or another
 
 
 def _publish(temporary: Path, path: Path) -> None:

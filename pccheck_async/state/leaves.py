@@ -88,7 +88,7 @@ def _tensor_trouble(tensor: torch.Tensor) -> str:
         return "a tensor on the meta device has no bytes; materialise it first (module.to_empty(device=...))"
     if tensor.is_nested:
         return "a nested tensor cannot be saved; save list(x.unbind())"
-    if tensor.dtype not in dtypes.TORCH_NAMES:
+    if dtypes.TORCH_NAMES.get(tensor.dtype, "") not in dtypes.STORABLE:
         return f"a tensor of dtype {tensor.dtype} cannot be saved"
     if tensor.is_neg() and not _negates(tensor.dtype):
         return f"torch cannot negate {tensor.dtype}, of which this is a lazily negated view; save what it views"

@@ -154,9 +154,9 @@ class _Comparing:
 
     def _containers(self) -> Iterator[LeafDifference]:
         ones, others = (listing.branches for listing in self._listings)
-        for path in ones.keys() & others.keys():
-            if ones[path] != others[path]:
-                yield LeafDifference(path, "container", ones[path], others[path])
+        for path, one in ones.items():
+            if path in others and others[path] != one:
+                yield LeafDifference(path, "container", one, others[path])
 
     async def _pair(self, path: str, one: StoredLeaf, other: StoredLeaf) -> LeafDifference | None:
         if one.entry is None or other.entry is None:

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
@@ -29,7 +30,11 @@ __all__ = ["PosixWriter"]
 T = TypeVar("T")
 _log = logging.getLogger("pccheck_async")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _MODE = 0o666  # the user's umask decides
+_FORK_SECONDS = 1.0
+_opening = threading.Lock()
+"""Held while a file is opened: a child that is forked meanwhile would keep it, and its lock, unknown."""
 _writers: weakref.WeakSet[PosixWriter] = weakref.WeakSet()
 
 
@@ -37,7 +42,9 @@ class PosixWriter(Writer):
     """The files of one folder, moved by an operations engine; ``reason`` is why by that one, for the statistics."""
 
     def __init__(self, folder: str | os.PathLike[str], operations: Operations, reason: str = "") -> None:
-        self._folder = Path(folder)
+        # Absolute: the process may change its folder, and then this name would be another store's.
+        self._folder = Path(folder).absolute()
+        self._handle: int | None = None  # of the folder; so it is this one that is written to, wherever it is moved
         self._operations = operations
         self._reason = reason
         self._facts: FileSystemFacts | None = None
@@ -50,6 +57,7 @@ class PosixWriter(Writer):
     async def prepare(self, *, create: bool) -> FileSystemFacts:
         if create:
             await self._change(self._folder, _make_folders, self._folder)
+            await self._change(self._folder, self._open_folder)
         self._facts = await self._operations.call(_probe, self._folder, create)
         if not self._facts.direct:
             _log.info("%s: buffered I/O with fdatasync: %s", self._folder, self._facts.why)
@@ -57,7 +65,8 @@ class PosixWriter(Writer):
 
     async def names(self) -> list[str]:
         try:
-            return sorted(await self._operations.call(os.listdir, self._folder))
+            where = self._folder if self._handle is None else self._handle
+            return sorted(await self._operations.call(os.listdir, where))
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
@@ -65,7 +74,7 @@ class PosixWriter(Writer):
 
     async def read_small(self, name: str) -> bytes | None:
         try:
-            async with aiofiles.open(self._folder / name, "rb", opener=_open_plainly) as file:
+            async with aiofiles.open(self._named(name), "rb", opener=self._open_plainly) as file:
                 data: bytes = await file.read()
                 return data
         except (FileNotFoundError, NotADirectoryError):
@@ -76,7 +85,7 @@ class PosixWriter(Writer):
     async def write_small(self, name: str, data: bytes) -> None:
         path = self._folder / name
         try:
-            async with aiofiles.open(path, "wb", opener=_open_plainly) as file:
+            async with aiofiles.open(self._named(name), "wb", opener=self._open_plainly) as file:
                 await file.write(data)
                 await file.flush()  # out of Python's buffer first: fsync sees only what the kernel has
                 await self._operations.call(os.fsync, file.fileno())
@@ -84,25 +93,32 @@ class PosixWriter(Writer):
             raise self._mapped(error, path) from error
 
     async def rename(self, name: str, to: str) -> None:
-        await self._change(self._folder / to, os.replace, self._folder / name, self._folder / to)
+        await self._change(self._folder / to, self._replace, self._named(name), self._named(to))
 
     async def unlink(self, name: str) -> None:
-        await self._change(self._folder / name, os.unlink, self._folder / name)
+        await self._change(self._folder / name, self._unlink, self._named(name))
 
     async def sync_folder(self) -> None:
         with self._clock.timed("flush"):
-            await self._change(self._folder, _sync_folder, self._folder)
+            if self._handle is None:
+                await self._change(self._folder, _sync_folder, self._folder)
+            else:
+                await self._change(self._folder, os.fsync, self._handle)
 
     async def create(self, name: str, nbytes: int) -> File:
         path = self._folder / name
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | self._direct_flag
-        return await uninterrupted(self._keep(name, self._change(path, self._opened, _create, path, flags, nbytes)))
+        return await uninterrupted(
+            self._keep(name, self._change(path, self._created, self._named(name), flags, nbytes))
+        )
 
     async def open(self, name: str, *, writable: bool) -> File:
         path = self._folder / name
         flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC | self._direct_flag
         try:
-            return await uninterrupted(self._keep(name, self._operations.call(self._opened, os.open, path, flags)))
+            return await uninterrupted(
+                self._keep(name, self._operations.call(self._opened, self._open, self._named(name), flags))
+            )
         except (FileNotFoundError, NotADirectoryError):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path)) from None
         except OSError as error:
@@ -111,10 +127,10 @@ class PosixWriter(Writer):
     async def close_file(self, file: File) -> None:
         if file in self._files:
             self._files.remove(file)
-            self._fds.remove(file.fd)
             with suppress(OSError):
                 # Not left to the descriptor's end: the kernel may hold the open file a moment longer than the request.
                 fcntl.flock(file.fd, fcntl.LOCK_UN)
+            self._fds.remove(file.fd)
             os.close(file.fd)
             file.fd = -1
 
@@ -162,11 +178,12 @@ class PosixWriter(Writer):
             if was_direct and _refused(ended, pieces):
                 self._give_up_direct(file)
                 ended = await self._chain(file, pieces)
-        except OSError as error:  # nothing of it happened
+            failure = ended[-1].error
+            if failure is None:
+                _check_linked(file.fd)
+                return
+        except OSError as error:  # nothing of it happened, or nobody will find it
             raise self._mapped(error, self._folder / file.name) from error
-        failure = ended[-1].error
-        if failure is None:
-            return
         mapped = self._mapped(failure, self._folder / file.name)
         if len(ended) > len(pieces):
             unflushed(mapped)
@@ -176,6 +193,10 @@ class PosixWriter(Writer):
         self._closed = True
         for file in list(self._files):
             await self.close_file(file)
+        handle, self._handle = self._handle, None
+        if handle in self._fds:
+            self._fds.remove(handle)
+            os.close(handle)
 
     def abandon(self) -> None:
         self._closed = True
@@ -202,8 +223,43 @@ class PosixWriter(Writer):
 
     def _opened(self, function: Callable[..., int], *arguments: object) -> int:
         """Open on a helper thread, known to a forked child from the first moment on."""
-        fd = function(*arguments)
-        self._fds.add(fd)
+        with _opening:
+            fd = function(*arguments)
+            self._fds.add(fd)
+        return fd
+
+    def _open_folder(self) -> None:
+        if self._handle is None:
+            self._handle = self._opened(os.open, self._folder, _FOLDER_FLAGS)
+
+    def _named(self, name: str) -> str:
+        """What a file is called for the folder's handle, or where there is none."""
+        return name if self._handle is not None else os.fspath(self._folder / name)
+
+    def _open(self, name: str, flags: int, mode: int = 0) -> int:
+        return os.open(name, flags, mode, dir_fd=self._handle)
+
+    def _open_plainly(self, name: str, flags: int) -> int:
+        """Open without following a planted symlink."""
+        return self._open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
+
+    def _replace(self, name: str, to: str) -> None:
+        os.replace(name, to, src_dir_fd=self._handle, dst_dir_fd=self._handle)
+
+    def _unlink(self, name: str) -> None:
+        os.unlink(name, dir_fd=self._handle)
+
+    def _created(self, name: str, flags: int, nbytes: int) -> int:
+        """Make a file on a helper thread; children may be forked while its space is reserved, which may take long."""
+        fd = self._opened(self._open, name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
+        try:
+            if nbytes:
+                os.posix_fallocate(fd, 0, nbytes)
+        except BaseException:
+            self._fds.remove(fd)
+            os.close(fd)
+            self._unlink(name)
+            raise
         return fd
 
     async def _keep(self, name: str, opening: Awaitable[int]) -> File:
@@ -265,15 +321,16 @@ class PosixWriter(Writer):
         return write_error(error, path)
 
 
+def _check_linked(fd: int) -> None:
+    """Raise OSError where a file was removed meanwhile: all of it succeeds, and is gone with the descriptor."""
+    if os.fstat(fd).st_nlink == 0:
+        raise OSError(errno.ENOENT, "the file was removed while the store was open; open it again")
+
+
 def _refused(ended: Sequence[Step], pieces: Sequence[Piece]) -> bool:
     """Whether a write failed in the way in which direct ones are refused."""
     error = ended[-1].error
     return error is not None and error.errno == errno.EINVAL and len(ended) <= len(pieces)
-
-
-def _open_plainly(path: str, flags: int) -> int:
-    """Open without following a planted symlink."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
 
 
 def _make_folders(folder: Path) -> None:
@@ -287,23 +344,11 @@ def _make_folders(folder: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(folder, _FOLDER_FLAGS)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _create(path: Path, flags: int, nbytes: int) -> int:
-    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
-    try:
-        if nbytes:
-            os.posix_fallocate(fd, 0, nbytes)
-    except BaseException:
-        os.close(fd)
-        path.unlink()
-        raise
-    return fd
 
 
 def _probe(folder: Path, create: bool) -> FileSystemFacts:
@@ -360,6 +405,18 @@ def _buffered(why: str) -> FileSystemFacts:
     return FileSystemFacts(PAGE_BYTES, 1, direct=False, why=why)
 
 
+_held_by_fork = threading.local()
+
+
+def _before_fork() -> None:
+    _held_by_fork.it = _opening.acquire(timeout=_FORK_SECONDS)
+
+
+def _after_fork() -> None:
+    if _held_by_fork.it:
+        _opening.release()
+
+
 def _abandon_in_child() -> None:
     # The child shares the parent's open files, and with them its locks: an orphaned DataLoader worker must not keep
     # them.
@@ -367,4 +424,5 @@ def _abandon_in_child() -> None:
         writer.abandon()
 
 
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
 os.register_at_fork(after_in_child=_abandon_in_child)
