@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+import msgspec
 import typer
 from rich.box import SIMPLE
 from rich.console import Console
@@ -14,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pccheck_async import CheckpointError, Measurement, Tuning, list_checkpoints
+from pccheck_async.cli.output import dump
 from pccheck_async.cli.show import complain, size
 from pccheck_async.config import EngineConfig
 from pccheck_async.tuner import tune_blocking
@@ -35,6 +37,7 @@ def run(
     step_seconds: float | None,
     budget_seconds: float,
     out: Path | None,
+    json: bool,
 ) -> int:
     """Tune, print what was found, write the settings, and return the exit status."""
     try:
@@ -59,7 +62,10 @@ def run(
     except (CheckpointError, OSError, ValueError) as error:
         complain(error)
         return FAILED
-    _print(tuning, path, out or path, written)
+    if json:
+        dump(msgspec.to_builtins(tuning) | {"path": str(written)})
+    else:
+        _print(tuning, path, out or path, written)
     return 0
 
 

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import logging
 import os
+import stat
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
@@ -30,6 +31,8 @@ T = TypeVar("T")
 _log = logging.getLogger("pccheck_async")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MODE = 0o666  # the user's umask decides
+_MOST_SMALL_BYTES = 1 << 20
+"""Of a file that is read as a whole; a store's have some hundreds."""
 _writers: weakref.WeakSet[PosixWriter] = weakref.WeakSet()
 
 
@@ -65,8 +68,10 @@ class PosixWriter(Writer):
 
     async def read_small(self, name: str) -> bytes | None:
         try:
-            async with aiofiles.open(self._folder / name, "rb", opener=_open_plainly) as file:
-                data: bytes = await file.read()
+            async with aiofiles.open(self._folder / name, "rb", opener=_open_regular) as file:
+                data: bytes = await file.read(_MOST_SMALL_BYTES + 1)
+                if len(data) > _MOST_SMALL_BYTES:
+                    raise OSError(errno.EFBIG, "too large for what it is")
                 return data
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -76,7 +81,7 @@ class PosixWriter(Writer):
     async def write_small(self, name: str, data: bytes) -> None:
         path = self._folder / name
         try:
-            async with aiofiles.open(path, "wb", opener=_open_plainly) as file:
+            async with aiofiles.open(path, "wb", opener=_open_regular) as file:
                 await file.write(data)
                 await file.flush()  # out of Python's buffer first: fsync sees only what the kernel has
                 await self._operations.call(os.fsync, file.fileno())
@@ -100,9 +105,9 @@ class PosixWriter(Writer):
 
     async def open(self, name: str, *, writable: bool) -> File:
         path = self._folder / name
-        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC | self._direct_flag
+        flags = (os.O_RDWR if writable else os.O_RDONLY) | self._direct_flag
         try:
-            return await uninterrupted(self._keep(name, self._operations.call(self._opened, os.open, path, flags)))
+            return await uninterrupted(self._keep(name, self._operations.call(self._opened, _open_regular, path, flags)))
         except (FileNotFoundError, NotADirectoryError):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path)) from None
         except OSError as error:
@@ -271,9 +276,17 @@ def _refused(ended: Sequence[Step], pieces: Sequence[Piece]) -> bool:
     return error is not None and error.errno == errno.EINVAL and len(ended) <= len(pieces)
 
 
-def _open_plainly(path: str, flags: int) -> int:
-    """Open without following a planted symlink."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
+def _open_regular(path: str | Path, flags: int) -> int:
+    """Open a regular file; what else was planted under its name is neither followed, waited for nor written to."""
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, _MODE)  # a pipe would wait for its peer
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        os.set_blocking(fd, True)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def _make_folders(folder: Path) -> None:
@@ -341,7 +354,7 @@ def _open_probe(folder: Path, create: bool) -> tuple[int, bool]:
     """An existing store is probed by reading, so that opening it writes nothing; a new folder by a nameless file."""
     flags = os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        return os.open(folder / COMMIT_NAME, os.O_RDONLY | flags), False
+        return _open_regular(folder / COMMIT_NAME, os.O_RDONLY | flags), False
     except FileNotFoundError:
         if not create:
             raise
