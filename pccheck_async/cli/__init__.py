@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -343,5 +345,12 @@ def run_import(
 
 
 def main() -> None:
-    """Run the ``pccheck`` command."""
-    app()
+    """Run the ``pccheck`` command. Ends quietly, with status 1, where nobody reads its output to the end."""
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would be flushed at exit
+        sys.exit(1)

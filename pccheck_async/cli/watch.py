@@ -127,6 +127,8 @@ def run(path: Path, *, interval: float, once: bool, json: bool) -> int:
             return _show_once(watch, json=json)
         with suppress(KeyboardInterrupt):
             _show(watch, interval, json=json)
+    except BrokenPipeError:
+        raise
     except (CheckpointError, OSError) as error:
         complain(error)
         return UNREADABLE
