@@ -1,4 +1,4 @@
-"""The fenced blocks of the README, and a program that runs them in their order: ``python -m tests.readme_blocks README``.
+"""The fenced blocks of the README, and a program that runs them in order: ``python -m tests.readme_blocks README``.
 
 Blocks of Python share their names, as a reader would paste them; commands of a shell end at the first that fails. The
 blocks that install are left out: they run in environments of their own.
@@ -59,7 +59,7 @@ def main() -> None:
         print(f"-- {block.language}, line {block.line}", flush=True)
         if block.language == "python":
             code = compile("\n" * block.line + block.text, readme, "exec")
-            exec(code, names)  # noqa: S102 - that is what this is for
+            exec(code, names)
         else:
             subprocess.run(["bash", "-euo", "pipefail", "-c", block.text], check=True)
 

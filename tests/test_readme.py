@@ -108,11 +108,11 @@ def test_every_block_runs(tmp_path: Path) -> None:
     path = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
     work = tmp_path / "work"
     work.mkdir()
+    command = [sys.executable, "-W", "error", "-W", "ignore:This process:DeprecationWarning"]
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-W", "ignore:This process:DeprecationWarning", "-m", "tests.readme_blocks"]
-        + [str(ROOT / "README.md")],
+        [*command, "-m", "tests.readme_blocks", str(ROOT / "README.md")],
         cwd=work,
-        env=os.environ | {"PATH": path, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+        env=os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=600,

@@ -107,7 +107,9 @@ class PosixWriter(Writer):
         path = self._folder / name
         flags = (os.O_RDWR if writable else os.O_RDONLY) | self._direct_flag
         try:
-            return await uninterrupted(self._keep(name, self._operations.call(self._opened, _open_regular, path, flags)))
+            return await uninterrupted(
+                self._keep(name, self._operations.call(self._opened, _open_regular, path, flags))
+            )
         except (FileNotFoundError, NotADirectoryError):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path)) from None
         except OSError as error:
