@@ -5,14 +5,16 @@ from __future__ import annotations
 import json as jsonlib
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from rich.box import SIMPLE
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
+from rich.text import Text
 
 from pccheck_async import CheckpointInfo, NoCheckpointError
 from pccheck_async.cli.show import complain, printable
@@ -26,6 +28,7 @@ __all__ = [
     "created",
     "dump",
     "json_value",
+    "print_table",
     "progress_bar",
     "refuse",
     "table",
@@ -37,6 +40,7 @@ DIFFERENT = 4
 """Exit statuses: it could not be done; there is nothing to do it with; it was done, and the answer is bad news."""
 
 _MOST_JSON_BITS = 4096
+_LONG_WORD = 20
 
 
 def refuse(error: Exception) -> int:
@@ -57,6 +61,22 @@ def table(*headings: str, right: int = 0) -> Table:
             overflow="fold" if last else "ellipsis",
         )
     return made
+
+
+def print_table(screen: Console, rows: Table) -> None:
+    """Print a table; where the terminal is too narrow for it, a line for each row: nothing is cut off."""
+    columns = [[_plain(column.header), *map(_plain, column.cells)] for column in rows.columns]
+    least = sum(
+        max(map(cell_len, texts if column.no_wrap else _words(texts)), default=0) + 2
+        for column, texts in zip(rows.columns, columns, strict=True)
+    )
+    if least <= screen.width:
+        screen.print(rows)
+        return
+    headings, *lines = zip(*columns, strict=True)
+    for line in lines:
+        facts = (f"{heading} {text}".strip() for heading, text in zip(headings, line, strict=True) if text)
+        screen.print(Text(", ".join(facts)))
 
 
 def json_value(value: object) -> str | int | float | bool | None:
@@ -97,6 +117,15 @@ def dump(value: Any) -> None:
 def console() -> Console:
     """Return stdout for tables; wide where it is no terminal."""
     return Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+
+
+def _plain(cell: object) -> str:
+    return cell.plain if isinstance(cell, Text) else str(cell)
+
+
+def _words(texts: Iterable[str]) -> Iterator[str]:
+    """What stands on a line of its own at least; very long words are folded."""
+    return (word[:_LONG_WORD] for text in texts for word in text.split())
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import msgspec
@@ -15,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pccheck_async import CheckpointError, Measurement, Tuning, list_checkpoints
-from pccheck_async.cli.output import dump
+from pccheck_async.cli.output import console, dump, print_table
 from pccheck_async.cli.show import complain, size
 from pccheck_async.config import EngineConfig
 from pccheck_async.tuner import tune_blocking
@@ -47,8 +46,8 @@ def run(
             complain(f"no committed checkpoint in {path} to take the size from: say it with --size")
             return SIZELESS
         columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-        console = Console(stderr=True)
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        stderr = Console(stderr=True)
+        with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
             task = bar.add_task("", total=1.0)
             tuning = tune_blocking(
                 path,
@@ -82,9 +81,9 @@ def parse_size(text: str) -> int:
 
 
 def _print(tuning: Tuning, path: Path, given: Path, written: Path) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
-    console.print(_measurements(tuning))
-    console.print(_settings(tuning))
+    screen = console()
+    print_table(screen, _measurements(tuning))
+    print_table(screen, _settings(tuning))
     sample = "" if tuning.sample_nbytes >= tuning.nbytes else f", measured with at most {size(tuning.sample_nbytes)}"
     lines = [
         f"Checkpoints of {size(tuning.nbytes)}{sample}, one durable every {_seconds(tuning.checkpoint_seconds)}.",
@@ -100,7 +99,7 @@ def _print(tuning: Tuning, path: Path, given: Path, written: Path) -> None:
     call = f"read_tuning({str(given)!r})"
     lines.append(f"Written to {written}; use it as CheckpointEngine({str(path)!r}, **{call}).")
     for line in lines:
-        console.print(Text(line), soft_wrap=True)
+        screen.print(Text(line), soft_wrap=True)
 
 
 def _measurements(tuning: Tuning) -> Table:
