@@ -44,7 +44,9 @@ _LONG_WORD = 20
 
 
 def refuse(error: Exception) -> int:
-    """Print an error and return the exit status for it."""
+    """Print an error and return the exit status for it; raise it on where nobody reads the output any more."""
+    if isinstance(error, BrokenPipeError):
+        raise error
     complain(error)
     return NOTHING if isinstance(error, NoCheckpointError) else FAILED
 
