@@ -83,6 +83,22 @@ def test_ls_of_nothing(tmp_path: Path, options: list[str]) -> None:
 
 
 @pytest.mark.slow
+def test_what_else_there_is(tmp_path: Path) -> None:
+    for name in ("one", "[two]"):
+        save(tmp_path / name, range(1, 2))
+    for command in ("ls", "show", "verify"):
+        result = runner.invoke(app, [command, str(tmp_path)])
+        assert result.exit_code == 3
+        assert "there are stores below it: [two], one" in result.stderr
+        assert "below" not in runner.invoke(app, [command, str(tmp_path / "missing")]).stderr
+    (tmp_path / "one" / "store.json").unlink()
+    for command in ("ls", "show", "verify"):
+        result = runner.invoke(app, [command, str(tmp_path / "one")])
+        assert result.exit_code == 3
+        assert f"`pccheck recover {tmp_path / 'one'}`" in result.stderr
+
+
+@pytest.mark.slow
 def test_ls_of_a_damaged_store(tmp_path: Path) -> None:
     store = tmp_path / "store"
     save(store, range(1, 2))
@@ -345,7 +361,7 @@ def on_a_terminal(columns: int, *arguments: str) -> tuple[int, str]:
     environment = {**os.environ, "TERM": "xterm"}
     environment.pop("COLUMNS", None)
     command = [sys.executable, "-m", "pccheck_async", *arguments]
-    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment)
+    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=subprocess.DEVNULL, env=environment)
     os.close(slave)
     shown = b""
     with suppress(OSError):  # what a terminal says when its last writer has gone

@@ -29,7 +29,7 @@ def run_rm(path: Path, steps: list[int], *, yes: bool, force: bool, json: bool) 
             return FAILED
         removal = remove_checkpoints(path, steps, force=force)
     except (CheckpointError, OSError, ValueError) as error:
-        return refuse(error)
+        return refuse(error, path)
     if json:
         dump({"removed": [as_json(info) for info in removal.removed], "freed_nbytes": removal.freed_nbytes})
         return 0
@@ -43,7 +43,7 @@ def run_pin(path: Path, step: int, *, pinned: bool, json: bool) -> int:
     try:
         info = pin_checkpoint(path, step, pinned=pinned)
     except (CheckpointError, OSError, ValueError) as error:
-        return refuse(error)
+        return refuse(error, path)
     if json:
         dump(as_json(info))
         return 0

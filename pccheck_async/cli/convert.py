@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pccheck_async import CheckpointError, NoCheckpointError, export_checkpoint, import_checkpoint
-from pccheck_async.cli.output import FAILED, NOTHING, as_json, dump
+from pccheck_async import CheckpointError, export_checkpoint, import_checkpoint
+from pccheck_async.cli.output import as_json, dump, refuse
 from pccheck_async.cli.show import complain, printable, size
 
 __all__ = ["run_export", "run_import"]
@@ -28,7 +28,9 @@ def run_export(
 ) -> int:
     """Export, say what came out as something else, and return the exit status."""
     format_: Any = to
-    exported, status = _told(lambda: export_checkpoint(path, out, to=format_, step=step, keys=keys or None, root=root))
+    exported, status = _told(
+        path, lambda: export_checkpoint(path, out, to=format_, step=step, keys=keys or None, root=root)
+    )
     if exported is None:
         return status
     if json:
@@ -48,7 +50,7 @@ def run_export(
 def run_import(file: Path, path: Path, *, source: str, step: int | None, root: str | None, json: bool) -> int:
     """Import, say which checkpoint that is, and return the exit status."""
     format_: Any = source
-    info, status = _told(lambda: import_checkpoint(file, path, source=format_, step=step, root=root))
+    info, status = _told(path, lambda: import_checkpoint(file, path, source=format_, step=step, root=root))
     if info is None:
         return status
     if json:
@@ -58,12 +60,8 @@ def run_import(file: Path, path: Path, *, source: str, step: int | None, root: s
     return 0
 
 
-def _told(work: Callable[[], T]) -> tuple[T | None, int]:
+def _told(path: Path, work: Callable[[], T]) -> tuple[T | None, int]:
     try:
         return work(), 0
-    except NoCheckpointError as error:
-        complain(error)
-        return None, NOTHING
     except (CheckpointError, ImportError, OSError) as error:
-        complain(error)
-        return None, FAILED
+        return None, refuse(error, path)

@@ -28,7 +28,7 @@ def run(path: Path, *, step: int | None, json: bool) -> int:
             dump(_as_json(description))
             return 0
     except (CheckpointError, OSError, ValueError) as error:
-        return refuse(error)
+        return refuse(error, path)
     screen = console()
     drawn = StringIO()
     # As wide as it takes: no line is cut off at the end of the terminal's.

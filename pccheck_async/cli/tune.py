@@ -93,8 +93,8 @@ def _print(tuning: Tuning, path: Path, given: Path, written: Path) -> None:
     if tuning.interval is not None:
         lines.insert(
             1,
-            f"Save every {tuning.interval} steps or less often (f*); at no less than {tuning.interval_floor} could any "
-            "engine on this storage (f_min), 3 % slower training granted.",
+            f"Save every {_steps(tuning.interval)} (f*) or less often; no engine on this storage can do so more "
+            f"often than every {_steps(tuning.interval_floor)} (f_min), 3 % slower training granted.",
         )
     call = f"read_tuning({str(given)!r})"
     lines.append(f"Written to {written}; use it as CheckpointEngine({str(path)!r}, **{call}).")
@@ -154,6 +154,10 @@ def _binary(nbytes: int) -> str:
         nbytes //= 1024
         del units[0]
     return f"{nbytes} {units[0]}"
+
+
+def _steps(count: int | None) -> str:
+    return "step" if count == 1 else f"{count} steps"
 
 
 def _seconds(seconds: float) -> str:
