@@ -339,7 +339,7 @@ def test_nobody_reads_to_the_end(tmp_path: Path, arguments: list[str], read: int
 @pytest.mark.parametrize("command", ["ls", "show", "verify", "watch", "recover"])
 def test_narrow_terminals(tmp_path: Path, command: str, columns: int) -> None:
     """Nothing that one looks for is cut off."""
-    metadata = {"loss": 0.123456789, "note": "a word or two"}
+    metadata: dict[str, Any] = {"loss": 0.123456789, "note": "a word or two"}
     with SyncCheckpointEngine(tmp_path / "store", keep_last=2) as engine:
         for step in (123_450, 123_460):
             engine.checkpoint({"model": {"weight": torch.ones(10)}}, step=step, metadata=metadata).result(60)
