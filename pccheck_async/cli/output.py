@@ -93,7 +93,7 @@ def print_table(screen: Console, rows: Table) -> None:
     """Print a table; where the terminal is too narrow for it, a line for each row: nothing is cut off."""
     columns = [[_plain(column.header), *map(_plain, column.cells)] for column in rows.columns]
     least = sum(
-        max(map(cell_len, texts if column.no_wrap else _words(texts)), default=0) + 2
+        max(map(cell_len, texts if column.no_wrap else _words(texts)), default=0) + 3  # padding, and a line
         for column, texts in zip(rows.columns, columns, strict=True)
     )
     if least <= screen.width:
