@@ -1,7 +1,25 @@
 """Asyncio-native checkpoint engine for PyTorch.
 
 Saves the state of a training job every few steps while training goes on, and always leaves one whole, verified
-checkpoint.
+checkpoint. Nothing is imported before it is used.
+
+Saving: :class:`CheckpointEngine` (``async with``) and :class:`SyncCheckpointEngine` (``with``) have the same verbs.
+``checkpoint`` returns a :class:`PendingCheckpoint` when the state is captured and may change; awaited, that gives the
+:class:`CheckpointInfo` of a durable checkpoint. ``step`` brackets a training step and saves when a :class:`Policy` says
+so, ``attach`` lets captures overlap with training, ``restore`` fills a live state.
+
+Reading, without an engine and beside a running one: :func:`list_checkpoints`, :func:`load`, :func:`load_sync`,
+:func:`open_checkpoint` for single tensors.
+
+Looking after stores, as ``pccheck`` does on the command line: :func:`describe_checkpoint`,
+:func:`verify_checkpoints`, :func:`compare_checkpoints`, :func:`copy_checkpoint`, :func:`remove_checkpoints`,
+:func:`pin_checkpoint`, :func:`recover_store`, :func:`export_checkpoint`, :func:`import_checkpoint`,
+:func:`read_tuning`.
+
+Every error is a :class:`CheckpointError`. Events, the log, metrics and statistics are described in the modules
+``events``, ``logs``, ``metrics`` and ``statistics``, the bytes on storage in ``layout`` and ``manifest``, signals in
+``preemption``, I/O engines in ``operations``, devices in ``copying.cuda``, writers that fail, crash and hang in
+``testing``.
 """
 
 from importlib import import_module

@@ -1,8 +1,44 @@
 """Signals that ask the process to go: one last checkpoint at the next safe point, and then it goes.
 
-A handler runs in the main thread between any two of its instructions, so it takes no lock, writes no log and raises
-nothing on the first signal: it notes the request and starts a thread that may do all that. Who lets the process go is
-decided by one lock that is only ever tried: the training step that saved, or that thread, when the time is over.
+After the signal the step that runs is finished, saved (``on_busy="skip"`` does not skip it) and waited for until it is
+durable. Then the handlers from before are put back and the process goes: a Python handler from before is called
+(SIGINT's raises ``KeyboardInterrupt``, also under ``asyncio.run``), else ``SystemExit(128 + signum)`` is raised, 143
+for SIGTERM, so ``finally`` blocks run. A handler that returns decides what becomes of the process; training goes on
+until it stops it. Inside a window of gradient accumulation the window's end is waited for, because gradients are not
+saved. Where no step ends within ``deadline`` seconds of the signal, or when it comes again more than a second later,
+the process goes at once in the same way. The log has a line each for the request, for what was saved, and for giving
+up. Handlers of Python run between instructions of the main thread: while that hangs in one call into a library,
+nothing notices the signal.
+
+Several engines of one process all save, if they bracket steps. Forked children, such as the workers of a
+``DataLoader``, have the handlers from before. If they die of a signal that the whole process group gets, the trainer's
+next batch raises before anything is saved. So use a signal of your own where all processes get it: forked workers
+ignore those, SIGTERM and SIGINT aside.
+
+SLURM sends the signal of ``--signal`` to all processes of the steps that ``srun`` started, up to a minute earlier than
+told, and not to the batch shell; with ``B:`` only to that shell, which ``exec`` makes the trainer. At the time limit
+come SIGTERM and, after ``KillWait`` (30 s by default), SIGKILL::
+
+    #SBATCH --requeue --open-mode=append
+    #SBATCH --signal=USR1@120
+    srun python train.py    # engine.on_preemption(signal.SIGUSR1, deadline=100)
+    [ $? -eq 138 ] && scontrol requeue "$SLURM_JOB_ID"
+
+    #SBATCH --requeue --signal=B:TERM@60
+    exec python train.py    # engine.on_preemption(deadline=50); no data loader's worker gets it
+
+Kubernetes sends SIGTERM to process 1 of each container, and SIGKILL ``terminationGracePeriodSeconds`` after the
+deletion began, the time of a ``preStop`` hook included. Process 1 has to be the trainer: a shell there calls it with
+``exec``::
+
+    spec:
+      terminationGracePeriodSeconds: 60   # 30 by default; engine.on_preemption(deadline=50)
+      containers:
+        - {name: trainer, image: trainer, command: [python, train.py]}
+
+How: a handler runs in the main thread between any two of its instructions, so it takes no lock, writes no log and
+raises nothing on the first signal: it notes the request and starts a thread that may do all that. Who lets the process
+go is decided by one lock that is only ever tried: the training step that saved, or that thread, when the time is over.
 """
 
 from __future__ import annotations

@@ -350,7 +350,7 @@ class _Search:
 
 
 def _named(point: Point) -> str:
-    return f"{point.max_in_flight} in flight, {point.writers} writers, chunks of {point.chunk_bytes >> 10} KiB"
+    return f"{point.max_in_flight} in flight, {point.writers} writer(s), chunks of {point.chunk_bytes >> 10} KiB"
 
 
 def _power_of_two(most: int) -> int:

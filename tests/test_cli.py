@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
+import pty
+import re
+import struct
 import subprocess
 import sys
+import termios
 from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +83,22 @@ def test_ls_of_nothing(tmp_path: Path, options: list[str]) -> None:
 
 
 @pytest.mark.slow
+def test_what_else_there_is(tmp_path: Path) -> None:
+    for name in ("one", "[two]"):
+        save(tmp_path / name, range(1, 2))
+    for command in ("ls", "show", "verify"):
+        result = runner.invoke(app, [command, str(tmp_path)])
+        assert result.exit_code == 3
+        assert "there are stores below it: [two], one" in result.stderr
+        assert "below" not in runner.invoke(app, [command, str(tmp_path / "missing")]).stderr
+    (tmp_path / "one" / "store.json").unlink()
+    for command in ("ls", "show", "verify"):
+        result = runner.invoke(app, [command, str(tmp_path / "one")])
+        assert result.exit_code == 3
+        assert f"`pccheck recover {tmp_path / 'one'}`" in result.stderr
+
+
+@pytest.mark.slow
 def test_ls_of_a_damaged_store(tmp_path: Path) -> None:
     store = tmp_path / "store"
     save(store, range(1, 2))
@@ -142,7 +164,15 @@ def test_demo_reports_a_run_that_fails(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert "the uninterrupted run ended with status 1" in result.stderr
     assert "nonsense" in result.stderr
+    assert "\\n" not in result.stderr  # its last words are lines
     assert os.listdir(tmp_path) == []  # nothing is left behind
+
+
+def test_demo_where_no_folder_can_be(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = runner.invoke(app, ["demo", f"--store={tmp_path / 'file'}"])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("pccheck: FileExistsError: ")
 
 
 @pytest.mark.slow
@@ -163,6 +193,11 @@ def test_tune_writes_what_the_engine_takes(tmp_path: Path) -> None:
         engine.checkpoint({"x": torch.zeros(300_000)}, step=1).result(60)
 
     before = (store / "commit").read_bytes()
+    result = runner.invoke(app, ["tune", str(store), "--seconds=0.1", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["settings"] == read_tuning(store)
+    assert found["path"] == str(store / "tuning.json")
     out = tmp_path / "other.json"
     result = runner.invoke(app, ["tune", str(store), "--seconds=0.1", f"--out={out}"])
     assert result.exit_code == 0, result.output
@@ -277,3 +312,60 @@ def test_draw(tmp_path: Path) -> None:
 )
 def test_size(nbytes: int, text: str) -> None:
     assert size(nbytes) == text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [["show"], ["show", "--json"], ["ls"], ["watch", "--interval=0.1"]])
+@pytest.mark.parametrize("read", [0, 1])
+def test_nobody_reads_to_the_end(tmp_path: Path, arguments: list[str], read: int) -> None:
+    """As before ``| head -1``: no traceback, nothing on stderr."""
+    with SyncCheckpointEngine(tmp_path / "store") as engine:
+        engine.checkpoint({f"x{n}": n for n in range(10_000)}, step=1).result(60)
+    command = [sys.executable, "-m", "pccheck_async", arguments[0], str(tmp_path / "store"), *arguments[1:]]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    for _ in range(read):
+        assert process.stdout.readline()
+    process.stdout.close()
+    complaint = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(60) in {0, 1}  # little may have been written before the reader went
+    assert complaint == b""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [40, 60, 80])
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "watch", "recover"])
+def test_narrow_terminals(tmp_path: Path, command: str, columns: int) -> None:
+    """Nothing that one looks for is cut off."""
+    metadata: dict[str, Any] = {"loss": 0.123456789, "note": "a word or two"}
+    with SyncCheckpointEngine(tmp_path / "store", keep_last=2) as engine:
+        for step in (123_450, 123_460):
+            engine.checkpoint({"model": {"weight": torch.ones(10)}}, step=step, metadata=metadata).result(60)
+        engine.pin(123_450)
+    options = {"watch": ["--once"], "verify": ["--all"], "recover": ["--search"]}.get(command, [])
+    code, shown = on_a_terminal(columns, command, str(tmp_path / "store"), *options)
+    assert code == (4 if command == "watch" else 0)
+    assert "123460" in shown
+    wanted = {"ls": ["123450", "loss=0.123457", "pinned"], "show": ["weight"], "verify": ["123450", "whole"]}
+    for word in wanted.get(command, []):
+        assert word in shown, shown
+    assert "\u2026" not in shown
+
+
+def on_a_terminal(columns: int, *arguments: str) -> tuple[int, str]:
+    """Run ``pccheck`` on a terminal of so many columns; return its status and what stands there, without colours."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    environment = {**os.environ, "TERM": "xterm"}
+    environment.pop("COLUMNS", None)
+    command = [sys.executable, "-m", "pccheck_async", *arguments]
+    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=subprocess.DEVNULL, env=environment)
+    os.close(slave)
+    shown = b""
+    with suppress(OSError):  # what a terminal says when its last writer has gone
+        while piece := os.read(master, 1 << 16):
+            shown += piece
+    os.close(master)
+    return process.wait(60), re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())

@@ -598,6 +598,13 @@ def test_the_commands(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "step 9" in result.stdout
     assert torch.equal(load_sync(tmp_path / "t", step=9)["model"]["a.b"], torch.ones(3))
+    result = runner.invoke(app, ["export", str(tmp_path / "s"), "--to=torch", str(tmp_path / "j.pt"), "--json"])
+    found = json.loads(result.stdout)
+    assert (found["checkpoint"]["step"], found["tensors"], found["values"]) == (7, 2, 1)
+    assert found["changed"] == ["model.c (a numpy array, as a tensor)"]
+    assert found["nbytes"] == (tmp_path / "j.pt").stat().st_size
+    command = ["import", str(tmp_path / "j.pt"), str(tmp_path / "t"), "--from=torch", "--step=11", "--json"]
+    assert json.loads(runner.invoke(app, command).stdout)["step"] == 11
     result = runner.invoke(app, ["export", str(tmp_path / "s"), str(tmp_path / "o.pt"), "--to=torch"])
     assert (result.exit_code, result.stdout) == (1, "")
     assert "FileExistsError" in result.stderr

@@ -244,6 +244,14 @@ def test_commands_beside_a_trainer(tmp_path: Path) -> None:
     assert [info.step for info in list_checkpoints(path)] == [3, 2]
 
 
+def test_changes_as_json(store: Path) -> None:
+    assert parsed("pin", store, 1) == as_json(list_checkpoints(store)[-1])
+    assert parsed("unpin", store, 1)["pinned"] is False
+    found = parsed("rm", store, 1, 2, "--yes")
+    assert [info["step"] for info in found["removed"]] == [2, 1]
+    assert found["freed_nbytes"] > 24_000
+
+
 def test_recover(store: Path) -> None:
     result = pccheck("recover", store)
     assert result.exit_code == 0

@@ -10,17 +10,19 @@ import signal
 import subprocess
 import sys
 import time
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from pccheck_async import SyncCheckpointEngine
 from pccheck_async.cli import app
-from pccheck_async.cli.watch import View, Watch, _line
+from pccheck_async.cli.watch import View, Watch, _line, _panel
 from pccheck_async.published import Published, encode_status
 from tests.test_published import EXAMPLE, published
 
@@ -76,6 +78,19 @@ def test_once_without_an_engine(tmp_path: Path) -> None:
     unreadable = look(store)
     assert unreadable.exit_code == 1
     assert unreadable.stderr.startswith("pccheck: CorruptStoreError: ")
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_narrow_terminals(tmp_path: Path, columns: int) -> None:
+    """Of what is in flight, nothing is cut off; what has no room is left out."""
+    screen = Console(width=columns, record=True, file=StringIO())
+    screen.print(_panel(View(tmp_path, Published(EXAMPLE, alive=True), [], None), columns))
+    shown = screen.export_text()
+    assert "\u2026" not in shown
+    (line,) = (line for line in shown.splitlines() if line.lstrip().startswith("step 9 "))
+    assert "writing" in line
+    assert ("\u2501" in line) == (columns == 120)
+    assert max(map(len, shown.splitlines())) <= columns
 
 
 def test_wrong_usage_is_2(tmp_path: Path) -> None:

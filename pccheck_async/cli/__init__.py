@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -111,6 +113,7 @@ def run_tune(
         Path | None,
         typer.Option(help="Write the settings to this .json file, or to tuning.json in this folder (default: PATH)."),
     ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Measure the disk under PATH and write down the settings for an engine there. Changes no checkpoint.
 
@@ -128,6 +131,7 @@ def run_tune(
             step_seconds=step_seconds,
             budget_seconds=budget_seconds,
             out=out,
+            json=json,
         )
     )
 
@@ -237,6 +241,7 @@ def run_rm(
     steps: Annotated[list[int], typer.Argument(help="Steps to remove, pinned or not.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Also where no checkpoint is left then.")] = False,
+    json: _Json = False,
 ) -> None:
     """Remove checkpoints, all of these steps or none, in one commit, and free their space. No trainer has PATH open.
 
@@ -244,29 +249,33 @@ def run_rm(
     """
     from pccheck_async.cli.change import run_rm as run
 
-    raise typer.Exit(run(path, steps, yes=yes, force=force))
+    raise typer.Exit(run(path, steps, yes=yes, force=force, json=json))
 
 
 @app.command("pin")
-def run_pin(path: _Store, step: Annotated[int, typer.Argument(help="Step of the checkpoint.")]) -> None:
+def run_pin(
+    path: _Store, step: Annotated[int, typer.Argument(help="Step of the checkpoint.")], json: _Json = False
+) -> None:
     """Keep the newest checkpoint of a step whatever a trainer's rules say. No trainer has PATH open.
 
     Exit status: 0 pinned, 1 it failed, 2 wrong usage, 3 there is no such checkpoint.
     """
     from pccheck_async.cli.change import run_pin as run
 
-    raise typer.Exit(run(path, step, pinned=True))
+    raise typer.Exit(run(path, step, pinned=True, json=json))
 
 
 @app.command("unpin")
-def run_unpin(path: _Store, step: Annotated[int, typer.Argument(help="Step of the checkpoint.")]) -> None:
+def run_unpin(
+    path: _Store, step: Annotated[int, typer.Argument(help="Step of the checkpoint.")], json: _Json = False
+) -> None:
     """Leave a pinned checkpoint to a trainer's rules again. No trainer has PATH open.
 
     Exit status: 0 unpinned, 1 it failed, 2 wrong usage, 3 there is no such checkpoint.
     """
     from pccheck_async.cli.change import run_pin as run
 
-    raise typer.Exit(run(path, step, pinned=False))
+    raise typer.Exit(run(path, step, pinned=False, json=json))
 
 
 @app.command("recover")
@@ -305,6 +314,7 @@ def run_export(
         list[str] | None, typer.Option(help="Paths or globs of what to export, such as 'model.*'; may be repeated.")
     ] = None,
     root: Annotated[str | None, typer.Option(help="The part that becomes the whole, such as 'model'.")] = None,
+    json: _Json = False,
 ) -> None:
     """Write a checkpoint, or a part of it, as a file that others read without this package.
 
@@ -313,7 +323,7 @@ def run_export(
     """
     from pccheck_async.cli.convert import run_export as run
 
-    raise typer.Exit(run(path, out, to=to.value, step=step, keys=keys, root=root))
+    raise typer.Exit(run(path, out, to=to.value, step=step, keys=keys, root=root, json=json))
 
 
 @app.command("import")
@@ -323,6 +333,7 @@ def run_import(
     source: Annotated[_Source, typer.Option("--from", help="The format.")],
     step: Annotated[int | None, typer.Option(help="The step of the new checkpoint.")] = None,
     root: Annotated[str | None, typer.Option(help="Put it below this name, such as 'model'.")] = None,
+    json: _Json = False,
 ) -> None:
     """Save what a file holds as the newest checkpoint of a store. Runs no code from the file.
 
@@ -330,9 +341,16 @@ def run_import(
     """
     from pccheck_async.cli.convert import run_import as run
 
-    raise typer.Exit(run(file, path, source=source.value, step=step, root=root))
+    raise typer.Exit(run(file, path, source=source.value, step=step, root=root, json=json))
 
 
 def main() -> None:
-    """Run the ``pccheck`` command."""
-    app()
+    """Run the ``pccheck`` command. Ends quietly, with status 1, where nobody reads its output to the end."""
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would be flushed at exit
+        sys.exit(1)

@@ -8,13 +8,13 @@ import typer
 from rich.text import Text
 
 from pccheck_async import CheckpointError, NoCheckpointError, list_checkpoints, pin_checkpoint, remove_checkpoints
-from pccheck_async.cli.output import FAILED, console, refuse
+from pccheck_async.cli.output import FAILED, as_json, console, dump, refuse
 from pccheck_async.cli.show import complain, size
 
 __all__ = ["run_pin", "run_rm"]
 
 
-def run_rm(path: Path, steps: list[int], *, yes: bool, force: bool) -> int:
+def run_rm(path: Path, steps: list[int], *, yes: bool, force: bool, json: bool) -> int:
     """Drop checkpoints and return the exit status."""
     try:
         infos = list_checkpoints(path)
@@ -29,18 +29,24 @@ def run_rm(path: Path, steps: list[int], *, yes: bool, force: bool) -> int:
             return FAILED
         removal = remove_checkpoints(path, steps, force=force)
     except (CheckpointError, OSError, ValueError) as error:
-        return refuse(error)
+        return refuse(error, path)
+    if json:
+        dump({"removed": [as_json(info) for info in removal.removed], "freed_nbytes": removal.freed_nbytes})
+        return 0
     gone = ", ".join(str(info.step) for info in removal.removed)
     console().print(Text(f"Removed step {gone}; {size(removal.freed_nbytes)} freed."), soft_wrap=True)
     return 0
 
 
-def run_pin(path: Path, step: int, *, pinned: bool) -> int:
+def run_pin(path: Path, step: int, *, pinned: bool, json: bool) -> int:
     """Pin or unpin a checkpoint and return the exit status."""
     try:
         info = pin_checkpoint(path, step, pinned=pinned)
     except (CheckpointError, OSError, ValueError) as error:
-        return refuse(error)
+        return refuse(error, path)
+    if json:
+        dump(as_json(info))
+        return 0
     fate = (
         "is kept whatever a trainer's rules say"
         if pinned

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from pccheck_async import CheckpointError, CheckpointInfo, list_checkpoints, load_sync
 from pccheck_async.cli.compare import Losses, compare_losses, compare_states, draw, read_losses
-from pccheck_async.cli.show import complain, size
+from pccheck_async.cli.show import complain, printable, size
 
 __all__ = ["run"]
 
@@ -28,7 +28,15 @@ POLL_SECONDS = 0.2
 
 
 class RunFailedError(Exception):
-    """A training run did not end as it should."""
+    """A training run did not end as it should.
+
+    Attributes:
+        last_lines: The last that it printed.
+    """
+
+    def __init__(self, message: str, last_lines: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.last_lines = last_lines
 
 
 @dataclass(frozen=True)
@@ -63,15 +71,23 @@ def run(
     if plot is not None and not plot.resolve().parent.is_dir():
         complain(f"--plot: there is no folder {plot.resolve().parent}")
         return 2
-    console = Console(highlight=False)
-    if within is not None:
-        within.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="pccheck-demo-", dir=within))
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    try:
+        if within is not None:
+            within.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix="pccheck-demo-", dir=within))
+    except OSError as error:
+        complain(error)
+        return 1
     options = [f"--steps={steps}", f"--interval={interval}", f"--device={device}"]
     equal = False
     try:
         equal = _demonstrate(console, folder, options, steps, crash_at, plot)
-    except (CheckpointError, RunFailedError) as error:
+    except RunFailedError as error:
+        complain(str(error))
+        for line in error.last_lines:
+            print(f"  {printable(line)}", file=sys.stderr)
+    except (CheckpointError, OSError) as error:
         complain(error)
     finally:
         if keep:
@@ -164,10 +180,9 @@ def _train(run: Run, options: list[str], expected_status: int, watch: Watch, sin
             process.kill()
             process.wait()
     if process.returncode != expected_status:
-        last_lines = "\n".join(run.log.read_text(errors="replace").splitlines()[-15:])
         raise RunFailedError(
-            f"the {run.name} run ended with status {process.returncode}, expected {expected_status}; its last words:\n"
-            f"{last_lines}"
+            f"the {run.name} run ended with status {process.returncode}, expected {expected_status}; its last words:",
+            run.log.read_text(errors="replace").splitlines()[-15:],
         )
 
 

@@ -10,7 +10,17 @@ import typer
 from rich.text import Text
 
 from pccheck_async import CheckpointError, Comparison, LeafDifference, compare_checkpoints
-from pccheck_async.cli.output import DIFFERENT, as_json, console, dump, json_value, progress_bar, refuse, table
+from pccheck_async.cli.output import (
+    DIFFERENT,
+    as_json,
+    console,
+    dump,
+    json_value,
+    print_table,
+    progress_bar,
+    refuse,
+    table,
+)
 from pccheck_async.cli.show import printable, size
 
 __all__ = ["parse_place", "run"]
@@ -84,7 +94,7 @@ def _print(found: Comparison) -> None:
         rows = table("differ", "of", "max abs", "max rel", "what", "leaf", right=4)
         for each in found.differences:
             rows.add_row(*_row(each))
-        screen.print(rows)
+        print_table(screen, rows)
     same = found.leaves - sum(each.change != "container" for each in found.differences)
     lines = [
         f"One: step {found.one.step}, counter {found.one.counter}. Other: step {found.other.step}, counter "

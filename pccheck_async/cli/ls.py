@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json as jsonlib
-import sys
 from pathlib import Path
 
-from rich.box import SIMPLE
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from pccheck_async import CheckpointError, CheckpointInfo, list_checkpoints
-from pccheck_async.cli.output import as_json, created
+from pccheck_async.cli.output import as_json, console, created, hint, print_table, table
 from pccheck_async.cli.show import complain, size
 
 __all__ = ["EMPTY", "UNREADABLE", "run"]
@@ -31,32 +28,27 @@ def run(path: Path, *, json: bool) -> int:
     if json:
         print(jsonlib.dumps([as_json(info) for info in infos], indent=2, allow_nan=False))
     elif infos:
-        console = Console(width=None if sys.stdout.isatty() else 200)
-        console.print(_table(infos))
+        print_table(console(), _table(infos))
     if not infos:
         complain(f"no committed checkpoint in {path}")
+        hint(path)
         return EMPTY
     return 0
 
 
 def _table(infos: list[CheckpointInfo]) -> Table:
-    table = Table(box=SIMPLE, pad_edge=False)
-    for heading in ("step", "counter", "size"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("captured (UTC)", no_wrap=True)
-    table.add_column("pinned", no_wrap=True)
-    table.add_column("metadata", overflow="fold")
+    rows = table("step", "counter", "size", "captured (UTC)", "", "metadata", right=3)
     for info in infos:
         facts = ", ".join(f"{jsonlib.dumps(key)[1:-1]}={_short(value)}" for key, value in info.metadata.items())
-        table.add_row(
+        rows.add_row(
             str(info.step),
             str(info.counter),
             size(info.nbytes),
             created(info) or "",
-            "yes" if info.pinned else "no",
+            "pinned" if info.pinned else "",
             Text(facts),  # not markup
         )
-    return table
+    return rows
 
 
 def _short(value: str | int | float | bool | None) -> str:

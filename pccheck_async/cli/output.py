@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json as jsonlib
 import math
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
+from rich.text import Text
 
 from pccheck_async import CheckpointInfo, NoCheckpointError
 from pccheck_async.cli.show import complain, printable
+from pccheck_async.layout import COMMIT_NAME, IDENTITY_NAME, slot_number
 
 __all__ = [
     "DIFFERENT",
@@ -25,7 +30,9 @@ __all__ = [
     "console",
     "created",
     "dump",
+    "hint",
     "json_value",
+    "print_table",
     "progress_bar",
     "refuse",
     "table",
@@ -37,12 +44,35 @@ DIFFERENT = 4
 """Exit statuses: it could not be done; there is nothing to do it with; it was done, and the answer is bad news."""
 
 _MOST_JSON_BITS = 4096
+_LONG_WORD = 20
+_MOST_STORES = 8
 
 
-def refuse(error: Exception) -> int:
-    """Print an error and return the exit status for it."""
+def refuse(error: Exception, path: Path | None = None) -> int:
+    """Print an error, and what ``path`` holds instead of a checkpoint; return the exit status for it.
+
+    Raises the error where it is that nobody reads the output any more.
+    """
+    if isinstance(error, BrokenPipeError):
+        raise error
     complain(error)
+    if path is not None and isinstance(error, NoCheckpointError):
+        hint(path)
     return NOTHING if isinstance(error, NoCheckpointError) else FAILED
+
+
+def hint(path: Path) -> None:
+    """Say where else to look, in a folder without checkpoints."""
+    try:
+        names = sorted(os.listdir(path))
+        stores = [name for name in names if (path / name / IDENTITY_NAME).is_file()]
+    except OSError:
+        return
+    if IDENTITY_NAME not in names and any(name == COMMIT_NAME or slot_number(name) is not None for name in names):
+        complain(f"there are parts of a store without {IDENTITY_NAME}: `pccheck recover {path}` says what they hold")
+    elif stores:
+        more = f" and {len(stores) - _MOST_STORES} more" if len(stores) > _MOST_STORES else ""
+        complain(f"there are stores below it: {', '.join(stores[:_MOST_STORES])}{more}")
 
 
 def table(*headings: str, right: int = 0) -> Table:
@@ -57,6 +87,22 @@ def table(*headings: str, right: int = 0) -> Table:
             overflow="fold" if last else "ellipsis",
         )
     return made
+
+
+def print_table(screen: Console, rows: Table) -> None:
+    """Print a table; where the terminal is too narrow for it, a line for each row: nothing is cut off."""
+    columns = [[_plain(column.header), *map(_plain, column.cells)] for column in rows.columns]
+    least = sum(
+        max(map(cell_len, texts if column.no_wrap else _words(texts)), default=0) + 3  # padding, and a line
+        for column, texts in zip(rows.columns, columns, strict=True)
+    )
+    if least <= screen.width:
+        screen.print(rows)
+        return
+    headings, *lines = zip(*columns, strict=True)
+    for line in lines:
+        facts = (f"{heading} {text}".strip() for heading, text in zip(headings, line, strict=True) if text)
+        screen.print(Text(", ".join(facts)))
 
 
 def json_value(value: object) -> str | int | float | bool | None:
@@ -97,6 +143,15 @@ def dump(value: Any) -> None:
 def console() -> Console:
     """Return stdout for tables; wide where it is no terminal."""
     return Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+
+
+def _plain(cell: object) -> str:
+    return cell.plain if isinstance(cell, Text) else str(cell)
+
+
+def _words(texts: Iterable[str]) -> Iterator[str]:
+    """What stands on a line of its own at least; very long words are folded."""
+    return (word[:_LONG_WORD] for text in texts for word in text.split())
 
 
 @contextmanager

@@ -8,7 +8,18 @@ from typing import Any
 from rich.text import Text
 
 from pccheck_async import CheckpointError, Recovery, recover_store
-from pccheck_async.cli.output import DIFFERENT, NOTHING, as_json, console, created, dump, progress_bar, refuse, table
+from pccheck_async.cli.output import (
+    DIFFERENT,
+    NOTHING,
+    as_json,
+    console,
+    created,
+    dump,
+    print_table,
+    progress_bar,
+    refuse,
+    table,
+)
 from pccheck_async.cli.show import size
 from pccheck_async.upkeep.salvage import FoundCheckpoint
 
@@ -59,7 +70,7 @@ def _print(found: Recovery, path: Path) -> None:
         rows = table("slot", "step", "counter", "size", "captured (UTC)", "whole", "note", right=4)
         for one in found.found:
             rows.add_row(*_row(one))
-        screen.print(rows)
+        print_table(screen, rows)
     for line in _lines(found, path):
         screen.print(Text(line), soft_wrap=True)
 

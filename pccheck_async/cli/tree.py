@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
@@ -15,6 +17,8 @@ from pccheck_async.state.listing import StoredLeaf
 
 __all__ = ["run"]
 
+_LONGEST_LINE = 1 << 14
+
 
 def run(path: Path, *, step: int | None, json: bool) -> int:
     """Show what a checkpoint holds and return the exit status."""
@@ -24,9 +28,13 @@ def run(path: Path, *, step: int | None, json: bool) -> int:
             dump(_as_json(description))
             return 0
     except (CheckpointError, OSError, ValueError) as error:
-        return refuse(error)
+        return refuse(error, path)
     screen = console()
-    screen.print(_tree(description), soft_wrap=True)
+    drawn = StringIO()
+    # As wide as it takes: no line is cut off at the end of the terminal's.
+    Console(file=drawn, width=_LONGEST_LINE, color_system=None).print(_tree(description))
+    for line in drawn.getvalue().splitlines():
+        screen.print(Text(line.rstrip()), soft_wrap=True)
     for line in _facts(description):
         screen.print(Text(line), soft_wrap=True)
     return 0

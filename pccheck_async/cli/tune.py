@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
+import msgspec
 import typer
 from rich.box import SIMPLE
 from rich.console import Console
@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pccheck_async import CheckpointError, Measurement, Tuning, list_checkpoints
+from pccheck_async.cli.output import console, dump, print_table
 from pccheck_async.cli.show import complain, size
 from pccheck_async.config import EngineConfig
 from pccheck_async.tuner import tune_blocking
@@ -35,6 +36,7 @@ def run(
     step_seconds: float | None,
     budget_seconds: float,
     out: Path | None,
+    json: bool,
 ) -> int:
     """Tune, print what was found, write the settings, and return the exit status."""
     try:
@@ -44,8 +46,8 @@ def run(
             complain(f"no committed checkpoint in {path} to take the size from: say it with --size")
             return SIZELESS
         columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-        console = Console(stderr=True)
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        stderr = Console(stderr=True)
+        with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
             task = bar.add_task("", total=1.0)
             tuning = tune_blocking(
                 path,
@@ -59,7 +61,10 @@ def run(
     except (CheckpointError, OSError, ValueError) as error:
         complain(error)
         return FAILED
-    _print(tuning, path, out or path, written)
+    if json:
+        dump(msgspec.to_builtins(tuning) | {"path": str(written)})
+    else:
+        _print(tuning, path, out or path, written)
     return 0
 
 
@@ -76,9 +81,9 @@ def parse_size(text: str) -> int:
 
 
 def _print(tuning: Tuning, path: Path, given: Path, written: Path) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
-    console.print(_measurements(tuning))
-    console.print(_settings(tuning))
+    screen = console()
+    print_table(screen, _measurements(tuning))
+    print_table(screen, _settings(tuning))
     sample = "" if tuning.sample_nbytes >= tuning.nbytes else f", measured with at most {size(tuning.sample_nbytes)}"
     lines = [
         f"Checkpoints of {size(tuning.nbytes)}{sample}, one durable every {_seconds(tuning.checkpoint_seconds)}.",
@@ -88,13 +93,13 @@ def _print(tuning: Tuning, path: Path, given: Path, written: Path) -> None:
     if tuning.interval is not None:
         lines.insert(
             1,
-            f"Save every {tuning.interval} steps or less often (f*); at no less than {tuning.interval_floor} could any "
-            "engine on this storage (f_min), 3 % slower training granted.",
+            f"Save every {_steps(tuning.interval)} (f*) or less often; no engine on this storage can do so more "
+            f"often than every {_steps(tuning.interval_floor)} (f_min), 3 % slower training granted.",
         )
     call = f"read_tuning({str(given)!r})"
     lines.append(f"Written to {written}; use it as CheckpointEngine({str(path)!r}, **{call}).")
     for line in lines:
-        console.print(Text(line), soft_wrap=True)
+        screen.print(Text(line), soft_wrap=True)
 
 
 def _measurements(tuning: Tuning) -> Table:
@@ -149,6 +154,10 @@ def _binary(nbytes: int) -> str:
         nbytes //= 1024
         del units[0]
     return f"{nbytes} {units[0]}"
+
+
+def _steps(count: int | None) -> str:
+    return "step" if count == 1 else f"{count} steps"
 
 
 def _seconds(seconds: float) -> str:

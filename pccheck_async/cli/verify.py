@@ -8,7 +8,17 @@ from typing import Any
 from rich.text import Text
 
 from pccheck_async import CheckpointError, Damage, Verification, verify_checkpoints
-from pccheck_async.cli.output import DIFFERENT, as_json, console, created, dump, progress_bar, refuse, table
+from pccheck_async.cli.output import (
+    DIFFERENT,
+    as_json,
+    console,
+    created,
+    dump,
+    print_table,
+    progress_bar,
+    refuse,
+    table,
+)
 from pccheck_async.cli.show import printable, size
 
 __all__ = ["run"]
@@ -22,7 +32,7 @@ def run(path: Path, *, step: int | None, every: bool, json: bool) -> int:
         with progress_bar("verifying") as progress:
             found = verify_checkpoints(path, step=step, every=every, progress=progress)
     except (CheckpointError, OSError, ValueError, MemoryError) as error:
-        return refuse(error)
+        return refuse(error, path)
     if json:
         dump(_as_json(found))
     else:
@@ -80,7 +90,7 @@ def _print(found: Verification) -> None:
             checkpoint.slot,
             verdict,
         )
-    screen.print(rows)
+    print_table(screen, rows)
     lines = [_damage(damage) for checkpoint in found.checkpoints for damage in checkpoint.damage]
     for copy in found.records:
         if copy.state == "damaged":

@@ -31,6 +31,9 @@ EMPTY = 3
 NOT_RUNNING = 4
 
 _MOST_COMMITTED = 8
+_WIDE = 75
+_VERY_WIDE = 100
+"""Columns of a terminal from which on there is room for the sizes of what is in flight, and for bars."""
 _SILENT_SECONDS = 3.0
 """An engine publishes twice a second: one that has not for so long is stopped, or its machine is."""
 
@@ -127,6 +130,8 @@ def run(path: Path, *, interval: float, once: bool, json: bool) -> int:
             return _show_once(watch, json=json)
         with suppress(KeyboardInterrupt):
             _show(watch, interval, json=json)
+    except BrokenPipeError:
+        raise
     except (CheckpointError, OSError) as error:
         complain(error)
         return UNREADABLE
@@ -138,7 +143,8 @@ def _show_once(watch: Watch, *, json: bool) -> int:
     if json:
         print(_as_json(view))
     else:
-        _console(None if sys.stdout.isatty() else 160).print(_panel(view))
+        console = _console(None if sys.stdout.isatty() else 160)
+        console.print(_panel(view, console.width))
     if view.published is not None and view.published.alive:
         return 0
     return NOT_RUNNING if view.committed or view.published is not None else EMPTY
@@ -152,7 +158,7 @@ def _show(watch: Watch, interval: float, *, json: bool) -> None:
         while True:
             view = watch.look()
             if live is not None:
-                live.update(_panel(view), refresh=True)
+                live.update(_panel(view, live.console.width), refresh=True)
             else:
                 print(_as_json(view) if json else _line(view), flush=True)
             time.sleep(interval)
@@ -215,12 +221,12 @@ def _finite(value: Any) -> Any:
 # -- as a panel
 
 
-def _panel(view: View) -> RenderableType:
+def _panel(view: View, width: int) -> RenderableType:
     parts: list[RenderableType] = [_headline(view)]
     if view.published is not None:
         status = view.published.status
         if status.in_flight:
-            parts.append(_in_flight_table(status.in_flight))
+            parts.append(_in_flight_table(status.in_flight, width))
         parts.append(_facts(view, status))
     if view.committed:
         parts.append(_committed_table(view.committed))
@@ -247,26 +253,20 @@ def _headline(view: View) -> Text:
     return headline
 
 
-def _in_flight_table(in_flight: Sequence[InFlight]) -> Table:
+def _in_flight_table(in_flight: Sequence[InFlight], width: int) -> Table:
+    """Return as much as has room, the bars last."""
     table = Table(box=SIMPLE, pad_edge=False)
     table.add_column("in flight", justify="right")
     table.add_column("phase")
-    table.add_column("for", justify="right")
-    table.add_column("captured", justify="right")
-    table.add_column("written", justify="right")
-    table.add_column("of", justify="right")
-    table.add_column("", width=20)
+    for heading in ("for", "captured", "written") if width < _WIDE else ("for", "captured", "written", "of"):
+        table.add_column(heading, justify="right")
+    if width >= _VERY_WIDE:
+        table.add_column("", width=20)
     for each in in_flight:
-        bar = ProgressBar(total=max(1, each.nbytes), completed=each.written, width=20)
-        table.add_row(
-            f"step {each.step}",
-            _plain(each.phase),
-            _duration(each.seconds),
-            size(each.captured),
-            size(each.written),
-            size(each.nbytes) if each.nbytes else "",
-            bar,
-        )
+        cells: list[RenderableType] = [f"step {each.step}", _plain(each.phase), _duration(each.seconds)]
+        cells += [size(each.captured), size(each.written), size(each.nbytes) if each.nbytes else ""]
+        cells.append(ProgressBar(total=max(1, each.nbytes), completed=each.written, width=20))
+        table.add_row(*cells[: len(table.columns)])
     return table
 
 

@@ -6,6 +6,7 @@ import base64
 import binascii
 import errno
 import os
+import tarfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -98,6 +99,10 @@ def import_checkpoint(
 
 def _read_torch(file: Path) -> Any:
     mapped = zipfile.is_zipfile(file)  # files from before torch 1.6 are not, and cannot be mapped
+    if not mapped and tarfile.is_tarfile(file):
+        raise UnsupportedStateError(  # up to torch 2.5 weights_only lets such a file run code (CVE-2025-32434)
+            f"{file} is a tar archive, as very old versions of torch saved; reading one may run code in it"
+        )
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except UnpicklingError as error:

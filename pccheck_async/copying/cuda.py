@@ -2,7 +2,19 @@
 
 A capture sees what the caller's current stream had queued on each device: events are recorded there when it is
 admitted, and the copies wait for them. Work on other streams has to be joined first (``wait_stream``), as for any use
-of a tensor in torch. The tensors' storages are held until all copies from them ended.
+of a tensor in torch (``torch.cuda.current_stream().wait_stream(side)``). The tensors' storages are held until all
+copies from them ended.
+
+Where GPU memory is spare and that is faster than to wait for the host, the state is first copied on its device:
+``device="stream"`` of an engine prevents that, ``device="snapshot"`` asks for it wherever there is memory. Its
+statistics show how much GPU memory that took (``device_peak_bytes``), and why (``decisions.reasons["device"]``).
+
+A step of an attached optimizer waits for an overlapped capture on the GPU, not on the host, as soon as all of its
+copies are queued there: ``optimizer.step()`` returns, and what it queues runs behind the copies (``guard_fences``
+counts that). Step counts on the host are copied before ``checkpoint()`` returns. The host has to wait, at most
+``max_stall``, where staging memory does not hold the whole state, where it could not be registered, for larger
+parameters on the host, and while a step is recorded as a CUDA graph. Work on streams that are not ordered behind the
+step needs ``engine.wait_captured()`` first, which waits on the host.
 """
 
 from __future__ import annotations

@@ -37,7 +37,8 @@ class EverySteps:
 
     def decision(self) -> Decision:
         """Return the interval that was given."""
-        return Decision(self._interval, None, f"every {self._interval} steps, as given")
+        every = "every step" if self._interval == 1 else f"every {self._interval} steps"
+        return Decision(self._interval, None, f"{every}, as given")
 
 
 class EverySeconds:

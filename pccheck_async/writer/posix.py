@@ -20,6 +20,7 @@ from pccheck_async.errors import ClosedError, StoreFullError, read_error, write_
 from pccheck_async.layout import COMMIT_NAME, REGION_NBYTES
 from pccheck_async.memory import PAGE_BYTES, map_memory
 from pccheck_async.operations.base import Flush, Operations, Step, Write
+from pccheck_async.regular_file import open_regular
 from pccheck_async.statistics import StageClock
 from pccheck_async.uninterrupted import uninterrupted
 from pccheck_async.writer.base import File, FileSystemFacts, Piece, Writer, WriterStatistics
@@ -35,6 +36,8 @@ _MODE = 0o666  # the user's umask decides
 _FORK_SECONDS = 1.0
 _opening = threading.Lock()
 """Held while a file is opened: a child that is forked meanwhile would keep it, and its lock, unknown."""
+_MOST_SMALL_BYTES = 1 << 20
+"""Of a file that is read as a whole; a store's have some hundreds."""
 _writers: weakref.WeakSet[PosixWriter] = weakref.WeakSet()
 
 
@@ -74,8 +77,10 @@ class PosixWriter(Writer):
 
     async def read_small(self, name: str) -> bytes | None:
         try:
-            async with aiofiles.open(self._named(name), "rb", opener=self._open_plainly) as file:
-                data: bytes = await file.read()
+            async with aiofiles.open(self._named(name), "rb", opener=self._open) as file:
+                data: bytes = await file.read(_MOST_SMALL_BYTES + 1)
+                if len(data) > _MOST_SMALL_BYTES:
+                    raise OSError(errno.EFBIG, "too large for what it is")
                 return data
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -85,7 +90,7 @@ class PosixWriter(Writer):
     async def write_small(self, name: str, data: bytes) -> None:
         path = self._folder / name
         try:
-            async with aiofiles.open(self._named(name), "wb", opener=self._open_plainly) as file:
+            async with aiofiles.open(self._named(name), "wb", opener=self._open) as file:
                 await file.write(data)
                 await file.flush()  # out of Python's buffer first: fsync sees only what the kernel has
                 await self._operations.call(os.fsync, file.fileno())
@@ -114,7 +119,7 @@ class PosixWriter(Writer):
 
     async def open(self, name: str, *, writable: bool) -> File:
         path = self._folder / name
-        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC | self._direct_flag
+        flags = (os.O_RDWR if writable else os.O_RDONLY) | self._direct_flag
         try:
             return await uninterrupted(
                 self._keep(name, self._operations.call(self._opened, self._open, self._named(name), flags))
@@ -236,12 +241,8 @@ class PosixWriter(Writer):
         """What a file is called for the folder's handle, or where there is none."""
         return name if self._handle is not None else os.fspath(self._folder / name)
 
-    def _open(self, name: str, flags: int, mode: int = 0) -> int:
-        return os.open(name, flags, mode, dir_fd=self._handle)
-
-    def _open_plainly(self, name: str, flags: int) -> int:
-        """Open without following a planted symlink."""
-        return self._open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
+    def _open(self, name: str, flags: int) -> int:
+        return open_regular(name, flags, _MODE, dir_fd=self._handle)
 
     def _replace(self, name: str, to: str) -> None:
         os.replace(name, to, src_dir_fd=self._handle, dst_dir_fd=self._handle)
@@ -251,7 +252,7 @@ class PosixWriter(Writer):
 
     def _created(self, name: str, flags: int, nbytes: int) -> int:
         """Make a file on a helper thread; children may be forked while its space is reserved, which may take long."""
-        fd = self._opened(self._open, name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
+        fd = self._opened(self._open, name, flags)
         try:
             if nbytes:
                 os.posix_fallocate(fd, 0, nbytes)
@@ -386,7 +387,7 @@ def _open_probe(folder: Path, create: bool) -> tuple[int, bool]:
     """An existing store is probed by reading, so that opening it writes nothing; a new folder by a nameless file."""
     flags = os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        return os.open(folder / COMMIT_NAME, os.O_RDONLY | flags), False
+        return open_regular(folder / COMMIT_NAME, os.O_RDONLY | os.O_DIRECT), False
     except FileNotFoundError:
         if not create:
             raise
