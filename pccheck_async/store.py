@@ -43,6 +43,7 @@ from pccheck_async.layout import (
     names_checkpoints,
     region_offsets,
 )
+from pccheck_async.logs import write
 from pccheck_async.memory import PAGE_BYTES, aligned_buffer
 from pccheck_async.records import read_identity, read_record
 from pccheck_async.retention import Retention
@@ -52,7 +53,6 @@ from pccheck_async.writer import File, Piece, Writer
 
 __all__ = ["SlotLease", "Store", "StoreStatistics"]
 
-_log = logging.getLogger("pccheck_async")
 _POLL_SECONDS = 0.01
 """Locks of other processes can only be polled: flock tells nobody when it becomes free."""
 
@@ -237,15 +237,14 @@ class Store:
         self._retention.check_room(self._record.entries)
         dropped = [entry.step for entry in self._retention.dropped(self._record.entries)]
         if dropped:
-            _log.warning("the next checkpoint drops those of steps %s: no rule of this engine keeps them", dropped)
+            text = "the next checkpoint drops those of steps %s: no rule of this engine keeps them"
+            write(logging.WARNING, "dropping", text, dropped)
 
     def _retain(self, new: Entry) -> list[Entry]:
         kept = self._retention.retain(self._record.entries, new, self._damaged)
         for entry in kept.crowded_out:
-            _log.warning(
-                "the checkpoint of step %d is dropped although it is a multiple of keep_every: a record names %d",
-                *(entry.step, MOST_ENTRIES),
-            )
+            text = "the checkpoint of step %d is dropped although it is a multiple of keep_every: a record names %d"
+            write(logging.WARNING, "crowded_out", text, entry.step, MOST_ENTRIES)
         return kept.entries
 
     # -- slots
@@ -392,7 +391,7 @@ class Store:
     def _latch(self, error: BaseException) -> None:
         if self._failure is None:
             self._failure = error
-            _log.error("the store takes no more commits: %s", error)
+            write(logging.ERROR, "store_failed", "the store takes no more commits: %s", error, error=str(error))
 
     def _check_usable(self) -> None:
         if self._failure is not None:
