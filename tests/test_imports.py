@@ -17,7 +17,7 @@ LAYERS = [
     },
     {  # resources
         "memory", "machine", "limiter", "pool", "operations", "writer", "copying", "uninterrupted", "session", "hooks",
-        "published",
+        "published", "regular_file",
     },
     {  # engine
         "loop", "lifetime", "pending", "records", "reading", "capture", "slot_files", "store", "restore", "scheduler",

@@ -20,6 +20,7 @@ from pccheck_async.layout import COMMIT_NAME, REGION_NBYTES
 from pccheck_async.logs import write
 from pccheck_async.memory import PAGE_BYTES, map_memory
 from pccheck_async.operations.base import Flush, Operations, Step, Write
+from pccheck_async.regular_file import open_regular
 from pccheck_async.statistics import StageClock
 from pccheck_async.uninterrupted import uninterrupted
 from pccheck_async.writer.base import File, FileSystemFacts, Piece, Writer, WriterStatistics
@@ -66,7 +67,7 @@ class PosixWriter(Writer):
 
     async def read_small(self, name: str) -> bytes | None:
         try:
-            async with aiofiles.open(self._folder / name, "rb", opener=_open_plainly) as file:
+            async with aiofiles.open(self._folder / name, "rb", opener=open_regular) as file:
                 data: bytes = await file.read()
                 return data
         except (FileNotFoundError, NotADirectoryError):
@@ -77,7 +78,7 @@ class PosixWriter(Writer):
     async def write_small(self, name: str, data: bytes) -> None:
         path = self._folder / name
         try:
-            async with aiofiles.open(path, "wb", opener=_open_plainly) as file:
+            async with aiofiles.open(path, "wb", opener=open_regular) as file:
                 await file.write(data)
                 await file.flush()  # out of Python's buffer first: fsync sees only what the kernel has
                 await self._operations.call(os.fsync, file.fileno())
@@ -101,9 +102,9 @@ class PosixWriter(Writer):
 
     async def open(self, name: str, *, writable: bool) -> File:
         path = self._folder / name
-        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC | self._direct_flag
+        flags = (os.O_RDWR if writable else os.O_RDONLY) | self._direct_flag
         try:
-            return await uninterrupted(self._keep(name, self._operations.call(self._opened, os.open, path, flags)))
+            return await uninterrupted(self._keep(name, self._operations.call(self._opened, open_regular, path, flags)))
         except (FileNotFoundError, NotADirectoryError):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path)) from None
         except OSError as error:
@@ -272,11 +273,6 @@ def _refused(ended: Sequence[Step], pieces: Sequence[Piece]) -> bool:
     return error is not None and error.errno == errno.EINVAL and len(ended) <= len(pieces)
 
 
-def _open_plainly(path: str, flags: int) -> int:
-    """Open without following a planted symlink."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
-
-
 def _make_folders(folder: Path) -> None:
     missing = []
     while not folder.is_dir():
@@ -342,7 +338,7 @@ def _open_probe(folder: Path, create: bool) -> tuple[int, bool]:
     """An existing store is probed by reading, so that opening it writes nothing; a new folder by a nameless file."""
     flags = os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        return os.open(folder / COMMIT_NAME, os.O_RDONLY | flags), False
+        return open_regular(folder / COMMIT_NAME, os.O_RDONLY | os.O_DIRECT), False
     except FileNotFoundError:
         if not create:
             raise
