@@ -11,7 +11,7 @@
 
 #include "copy.h"
 #include "crc32.h"
-#include "dlpack.h"
+#include "dlpack_forms.h"
 #include "queue.h"
 #include "transfer.h"
 
@@ -556,77 +556,44 @@ static PyObject *ext_dio_alignment(PyObject *Py_UNUSED(module), PyObject *argume
     return Py_BuildValue("II", memory, offset);
 }
 
-/* The DLPack API of the major version known here, NULL and an error where there is none. */
-static const struct dlpack_exchange *dlpack_from(PyObject *capsule)
+static void set_dlpack_error(int error)
 {
-    const struct dlpack_exchange *exchange = PyCapsule_GetPointer(capsule, DLPACK_CAPSULE);
-    if (!exchange)
-        return NULL;
-    while (exchange && exchange->major > DLPACK_MAJOR)
-        exchange = exchange->older;
-    if (!exchange || exchange->major != DLPACK_MAJOR || !exchange->tensor_of) {
-        PyErr_SetString(PyExc_NotImplementedError, "this DLPack API does not tell what a tensor is");
-        return NULL;
-    }
-    return exchange;
-}
-
-/* Append `size` bytes to a table that grows. */
-static int table_add(char **table, size_t *used, size_t *room, const void *data, size_t size)
-{
-    if (size > *room - *used) {
-        const size_t larger = 2 * *room + size;
-        char *grown = PyMem_Realloc(*table, larger);
-        if (!grown) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        *table = grown;
-        *room = larger;
-    }
-    if (size)
-        memcpy(*table + *used, data, size);
-    *used += size;
-    return 0;
+    if (error == -ENOMEM)
+        PyErr_NoMemory();
+    else if (error == -ENODATA)
+        PyErr_SetString(PyExc_NotImplementedError, "DLPack tells no shape or no strides of a tensor");
+    else if (!PyErr_Occurred())
+        PyErr_SetString(PyExc_RuntimeError, "DLPack does not say what is wrong with a tensor");
 }
 
 static PyObject *ext_dlpack_forms(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *capsule, *tensors, *forms = NULL, *item = NULL;
-    char *table = NULL;
-    size_t used = 0, room = 0;
+    PyObject *capsule, *tensors, *bytes = NULL;
+    struct dlpack_forms forms = {0};
 
     if (!PyArg_ParseTuple(args, "OO!:dlpack_forms", &capsule, &PyList_Type, &tensors))
         return NULL;
-    const struct dlpack_exchange *exchange = dlpack_from(capsule);
+    const struct dlpack_exchange *exchange = PyCapsule_GetPointer(capsule, DLPACK_CAPSULE);
     if (!exchange)
         return NULL;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); i++) {
-        struct dlpack_tensor tensor = {0};
-        item = Py_NewRef(PyList_GET_ITEM(tensors, i));
-        if (exchange->tensor_of(item, &tensor) != 0) {
-            if (!PyErr_Occurred())
-                PyErr_SetString(PyExc_RuntimeError, "DLPack does not say what is wrong with a tensor");
-            goto end;
-        }
-        const size_t size = (size_t)tensor.dimensions * sizeof(int64_t);
-        if (tensor.dimensions < 0 || (size && (!tensor.shape || !tensor.strides))) {
-            PyErr_SetString(PyExc_NotImplementedError, "DLPack tells no shape or no strides of a tensor");
-            goto end;
-        }
-        const int32_t head[] = {tensor.device.type, tensor.device.number, tensor.dimensions};
-        if (table_add(&table, &used, &room, head, sizeof head) < 0 ||
-            table_add(&table, &used, &room, &tensor.dtype, sizeof tensor.dtype) < 0 ||
-            table_add(&table, &used, &room, tensor.shape, size) < 0 ||
-            table_add(&table, &used, &room, tensor.strides, size) < 0)
-            goto end;
-        Py_CLEAR(item);
+    exchange = dlpack_known(exchange);
+    if (!exchange) {
+        PyErr_SetString(PyExc_NotImplementedError, "this DLPack API does not tell what a tensor is");
+        return NULL;
     }
-    forms = PyBytes_FromStringAndSize(table, (Py_ssize_t)used);
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); i++) {
+        PyObject *tensor = Py_NewRef(PyList_GET_ITEM(tensors, i)); /* what is asked may run code that empties the list */
+        const int error = dlpack_forms_add(&forms, exchange, tensor);
+        Py_DECREF(tensor);
+        if (error) {
+            set_dlpack_error(error);
+            goto end;
+        }
+    }
+    bytes = PyBytes_FromStringAndSize(forms.table, (Py_ssize_t)forms.used);
 end:
-    Py_XDECREF(item);
-    PyMem_Free(table);
-    return forms;
+    dlpack_forms_free(&forms);
+    return bytes;
 }
 
 static PyMethodDef ext_methods[] = {

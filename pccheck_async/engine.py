@@ -235,7 +235,7 @@ class CheckpointEngine(EngineBase):
         Raises:
             NoCheckpointError: there is none of ``step``.
             StoreFullError: too many are pinned; a commit record names 64.
-            StoreFailedError: a flush or a record failed, now or before.
+            StoreFailedError: a flush or a record failed, now or before: nothing more is committed.
         """
         self._core.check_alive()
         return await self._core.loop.run(self._core.pin(step, True))

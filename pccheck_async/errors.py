@@ -53,8 +53,12 @@ class NoCheckpointError(StoreError):
     """There is no checkpoint (or not the one asked for) in this folder."""
 
 
-class StoreFailedError(StoreError):
-    """A flush or a commit record failed, so nothing more is committed; what was committed stays readable."""
+class StoreFailedError(StoreError, WriteError):
+    """A flush or a commit record failed, so nothing more is committed; what was committed stays readable.
+
+    Raised for that first failure and for everything after it, with its ``errno`` and ``filename``. A plain
+    :class:`WriteError` fails only what it is raised for: the next checkpoint may succeed.
+    """
 
 
 class StoreLockedError(StoreError):

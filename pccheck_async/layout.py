@@ -51,6 +51,7 @@ __all__ = [
     "MAGIC",
     "MOST_ENTRIES",
     "MOST_METADATA_NBYTES",
+    "MOST_SLOT",
     "REGION_NBYTES",
     "Entry",
     "Identity",
@@ -79,6 +80,8 @@ REGION_NBYTES = 64 * 1024
 """One copy of one record; a multiple of every block size a store may have."""
 COMMIT_NBYTES = 4 * REGION_NBYTES
 MOST_ENTRIES = 64
+MOST_SLOT = 999_999_999
+"""The largest number of a slot: a file name has nine digits for it at the most, and others are not found again."""
 MOST_METADATA_NBYTES = 512
 """Of one checkpoint, encoded: 64 entries of this size fit into a region."""
 
@@ -212,7 +215,9 @@ def encode_record(record: Record, store_id: bytes, block_bytes: int) -> bytes:
     if len(record.entries) > MOST_ENTRIES:
         raise ValueError(f"{len(record.entries)} checkpoints, a record holds at most {MOST_ENTRIES}")
     if not _sane(record.entries):
-        raise ValueError("counters fall, slots differ, nothing is negative: no reader would accept this record")
+        raise ValueError(
+            "counters fall, slots differ, none is negative or too large: no reader would accept this record"
+        )
     body = msgspec.msgpack.encode(record.entries)
     checked = _CHECKED_HEADER.pack(MAGIC, FORMAT_VERSION, len(body), store_id, record.generation)
     value = checksum.crc32(body, checksum.crc32(checked))
@@ -273,7 +278,12 @@ def _sane(entries: Iterable[Entry]) -> bool:
     slots: set[int] = set()
     for entry in entries:
         sizes = (entry.counter, entry.nbytes, entry.slot, entry.manifest_offset, entry.manifest_nbytes)
-        if min(sizes) < 0 or entry.slot in slots or (counters and entry.counter >= counters[-1]):
+        if (
+            min(sizes) < 0
+            or entry.slot > MOST_SLOT
+            or entry.slot in slots
+            or (counters and entry.counter >= counters[-1])
+        ):
             return False
         counters.append(entry.counter)
         slots.add(entry.slot)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import sys
 from typing import Protocol
 
 __all__ = ["forget", "remember"]
-
-_log = logging.getLogger("pccheck_async")
 
 
 class _Open(Protocol):

@@ -23,12 +23,26 @@ summary             INFO     every ten minutes in which checkpoints ended: durab
                              nbytes and seconds since the last summary
 interval            INFO     the policy has decided: interval (steps)
 restored            INFO     a checkpoint was restored
+restored_in_part    WARNING  with ``strict=False``, a checkpoint that lacks paths, or has others
 fell_back           WARNING  a damaged checkpoint was passed over: error; step and counter are those of the damaged one
 preemption          WARNING  a signal asked the process to go, and what became of that
 event_hook          WARNING  a hook of ``on_event`` raised (once for each hook), or was so slow that events were dropped
 status              WARNING  the status file for ``pccheck watch`` cannot be written; once
 progress            WARNING  a progress callback raised, and is not called any more
-note                any      all else: fallbacks of I/O and of devices, waits for readers, failures of the store
+store_failed        ERROR    a flush or a commit record failed, and nothing more is committed: error
+dropping            WARNING  the store holds checkpoints that no rule of this engine keeps; once, when it is opened
+crowded_out         WARNING  more multiples of ``keep_every`` than a record names
+readers             WARNING  a checkpoint waits for readers of other processes
+surplus             WARNING  a slot that is not needed any more could not be removed
+buffered            INFO     the filesystem takes no direct I/O; once, when a store is opened
+direct_refused      WARNING  it took the flag, and then refused a transfer: buffered from then on
+no_cupy             WARNING  CuPy is missing, and torch copies tensors of devices; once
+no_kernel           WARNING  the kernel that gathers small tensors cannot be compiled; once
+not_pinned          WARNING  CUDA does not take the staging memory as pinned; once
+still_pinned        WARNING  CUDA does not give staging memory back
+no_snapshot         INFO     a device has no memory for a snapshot, and is copied from piece by piece
+no_scratch          DEBUG    a device has no memory in which to gather small tensors
+no_fence            DEBUG    the streams of a device cannot wait for copies, so the training thread does
 ==================  =======  ===========================================================================================
 """
 
@@ -63,7 +77,7 @@ class _Fields(logging.Filter):
         known = about.get()
         for name in FIELDS:
             if getattr(record, name, None) is None:
-                setattr(record, name, "note" if name == "event" else known.get(name))
+                setattr(record, name, known.get(name))
         return True
 
 

@@ -102,6 +102,7 @@ class PendingCheckpoint:
 
         Raises:
             CheckpointError: what made it fail. Nothing of it was committed; older checkpoints are untouched.
+            StoreFailedError: that was a flush or a commit record: no later checkpoint of this engine succeeds either.
         """
         target = self._target
         with target._waiting(target._durable):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,8 @@ from pathlib import Path
 import msgspec
 
 from pccheck_async.checksum import crc32
+from pccheck_async.errors import CorruptStoreError
+from pccheck_async.regular_file import open_regular
 
 __all__ = [
     "STATUS_NAME",
@@ -158,12 +159,10 @@ def read_status(path: str | os.PathLike[str]) -> Published | None:
         OSError: the file cannot be read.
     """
     try:
-        fd = os.open(Path(path) / STATUS_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError):
+        fd = open_regular(Path(path) / STATUS_NAME, os.O_RDONLY)
+    except (FileNotFoundError, NotADirectoryError, CorruptStoreError):
         return None
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            return None
         status = _read(fd)
         return None if status is None else Published(status, _is_locked(fd, status))
     finally:

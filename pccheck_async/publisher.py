@@ -24,6 +24,7 @@ from pccheck_async.published import (
     encode_status,
     starts_status,
 )
+from pccheck_async.regular_file import open_regular
 from pccheck_async.statistics import EngineStatistics
 
 __all__ = ["Publisher", "make_status"]
@@ -103,9 +104,9 @@ class Publisher:
         os.pwrite(self._fd, data, 0)
 
     def _create(self) -> int:
-        """Make the file anew: what is there may be another process's that died. Raises FileExistsError."""
+        """Make the file anew: what is there may be another process's that died. Raises what says that it is not."""
         with suppress(FileNotFoundError):
-            fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            fd = open_regular(self._path, os.O_RDONLY)
             try:
                 mine = starts_status(os.pread(fd, 32, 0))
             finally:

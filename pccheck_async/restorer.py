@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +13,7 @@ from pccheck_async.errors import CorruptStoreError, ReadError, StateMismatchErro
 from pccheck_async.events import Event
 from pccheck_async.info import Restored
 from pccheck_async.layout import Entry
-from pccheck_async.logs import log
+from pccheck_async.logs import write
 from pccheck_async.manifest import Manifest
 from pccheck_async.pool import BufferPool
 from pccheck_async.progress import ReadProgress, reading_progress
@@ -99,7 +100,9 @@ class Restorer:
                 )
                 if restored.missing or restored.unexpected:
                     found = len(restored.missing), len(restored.unexpected)
-                    log.warning("restored step %d in part: %d paths missing, %d unexpected", entry.step, *found)
+                    text = "restored step %d in part: %d paths missing, %d unexpected"
+                    about = {"step": entry.step, "counter": entry.counter}
+                    write(logging.WARNING, "restored_in_part", text, entry.step, *found, **about)
                 return restored
         return None
 

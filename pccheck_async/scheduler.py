@@ -268,7 +268,7 @@ class Scheduler:
                 if job.overlapped is not None:
                     job.overlapped.check()
             except BaseException:
-                await self._store.release(slot)  # every operation on it has ended
+                await self._store.release(slot, entry.manifest_offset)  # every operation on it has ended
                 raise
             committed = await self._store.commit(slot, entry)
         return (entry.info, False) if committed else (self._store.entries[0].info, True)
@@ -300,7 +300,9 @@ class Scheduler:
                         await asyncio.sleep(0)  # those begin while the others are still being made
         except BaseException as error:  # noqa: BLE001 - raised again below, out of its group
             if reserving is not None and not reserving.cancelled() and reserving.exception() is None:
-                await self._store.release(reserving.result())  # every operation on it has ended
+                # Every operation on it has ended; the manifest's may have been one of them.
+                end = align(plan.payload_nbytes, self._store.block_bytes) if capture.copied.is_set() else None
+                await self._store.release(reserving.result(), end)
             failure = first_failure(error) if isinstance(error, BaseExceptionGroup) else error
             raise failure from failure.__cause__
         return reserving.result(), describing.result()

@@ -11,13 +11,13 @@ from typing import TypeAlias
 
 from pccheck_async.errors import CorruptStoreError, StoreFullError
 from pccheck_async.layout import slot_name, slot_number
+from pccheck_async.logs import write
 from pccheck_async.slots import Create, Replace, Reuse, SlotTable, Wait
 from pccheck_async.uninterrupted import uninterrupted
 from pccheck_async.writer import File, Writer
 
 __all__ = ["SlotFiles", "SlotLease", "open_slots"]
 
-_log = logging.getLogger("pccheck_async")
 _POLL_SECONDS = 0.01
 """Locks of other processes can only be polled: flock tells nobody when it becomes free."""
 
@@ -122,7 +122,7 @@ class SlotFiles:
                     if await self._writer.try_lock(self._files[slot]):
                         await uninterrupted(self._remove_slot(slot))
                 except OSError as error:
-                    _log.warning("%s could not be removed: %s", slot_name(slot), error)
+                    write(logging.WARNING, "surplus", "%s could not be removed: %s", slot_name(slot), error)
 
     async def _reserve_all(self, nbytes: int) -> None:
         if self._reserved:
@@ -160,7 +160,8 @@ class SlotFiles:
                     await uninterrupted(self._create_slot(slot, nbytes))
                 case Wait(readers):
                     self.reader_waits += 1
-                    _log.warning("a checkpoint waits for %d reader(s) of this store to finish", readers)
+                    text = "a checkpoint waits for %d reader(s) of this store to finish"
+                    write(logging.WARNING, "readers", text, readers)
                     await self._wait_for_readers(passed_over)
                     passed_over.clear()
 

@@ -12,6 +12,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain, count, islice
+
+from pccheck_async.layout import MOST_SLOT
 
 __all__ = ["Create", "Replace", "Reuse", "SlotTable", "Wait"]
 
@@ -106,16 +109,22 @@ class SlotTable:
         if fitting:
             return Reuse(min(fitting, key=lambda slot: (self._sizes[slot], slot)))
         if free and self.count >= self.most:
-            return Replace(min(free, key=lambda slot: (self._sizes[slot], slot)), self._next)
+            return Replace(min(free, key=lambda slot: (self._sizes[slot], slot)), self._fresh()[0])
         # A restore of this engine may need the buffers that a waiting checkpoint holds: never wait for one.
         extra = len(self._read.keys() - self._committed) + (1 if passed_over else 0)
         if self.count < self.most + extra:
-            return Create(self._next)
+            return Create(self._fresh()[0])
         return Wait(readers=len(passed_over))
 
     def missing(self) -> list[int]:
         """Numbers of the slots to create so that every checkpoint in flight finds one."""
-        return list(range(self._next, self._next + max(0, self.most - self.count)))
+        return self._fresh(max(0, self.most - self.count))
+
+    def _fresh(self, number: int = 1) -> list[int]:
+        """Numbers that no slot has; none is given twice as long as there are any that never were."""
+        beyond = range(self._next, MOST_SLOT + 1)
+        gaps = (slot for slot in count() if slot not in self._sizes and slot not in self._committed)
+        return list(islice(chain(beyond, gaps), number))
 
     def created(self, slot: int, nbytes: int) -> None:
         """Note a new slot of ``nbytes``; it is free."""

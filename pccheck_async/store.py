@@ -16,6 +16,7 @@ import errno
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -43,6 +44,7 @@ from pccheck_async.layout import (
     names_checkpoints,
     region_offsets,
 )
+from pccheck_async.logs import write
 from pccheck_async.memory import PAGE_BYTES, aligned_buffer
 from pccheck_async.records import read_identity, read_record
 from pccheck_async.retention import Retention
@@ -52,7 +54,6 @@ from pccheck_async.writer import File, Piece, Writer
 
 __all__ = ["SlotLease", "Store", "StoreStatistics"]
 
-_log = logging.getLogger("pccheck_async")
 _POLL_SECONDS = 0.01
 """Locks of other processes can only be polled: flock tells nobody when it becomes free."""
 
@@ -237,15 +238,14 @@ class Store:
         self._retention.check_room(self._record.entries)
         dropped = [entry.step for entry in self._retention.dropped(self._record.entries)]
         if dropped:
-            _log.warning("the next checkpoint drops those of steps %s: no rule of this engine keeps them", dropped)
+            text = "the next checkpoint drops those of steps %s: no rule of this engine keeps them"
+            write(logging.WARNING, "dropping", text, dropped)
 
     def _retain(self, new: Entry) -> list[Entry]:
         kept = self._retention.retain(self._record.entries, new, self._damaged)
         for entry in kept.crowded_out:
-            _log.warning(
-                "the checkpoint of step %d is dropped although it is a multiple of keep_every: a record names %d",
-                *(entry.step, MOST_ENTRIES),
-            )
+            text = "the checkpoint of step %d is dropped although it is a multiple of keep_every: a record names %d"
+            write(logging.WARNING, "crowded_out", text, entry.step, MOST_ENTRIES)
         return kept.entries
 
     # -- slots
@@ -265,9 +265,27 @@ class Store:
             await self._take_over()
             return await self._slots.lease(nbytes)
 
-    async def release(self, lease: SlotLease) -> None:
-        """Give back the slot of a checkpoint that will not commit, once nothing writes to it any more."""
-        await self._slots.release(lease)
+    async def release(self, lease: SlotLease, manifest_offset: int | None = None) -> None:
+        """Give back the slot of a checkpoint that will not commit, once nothing writes to it any more.
+
+        Args:
+            lease: From :meth:`reserve`.
+            manifest_offset: Where its manifest may be by now. It is overwritten: else recovering a store that lost its
+                records would take a torn capture for a checkpoint.
+
+        Cancellation: raised when the slot is free.
+        """
+        await uninterrupted(self._release(lease, manifest_offset))
+
+    async def _release(self, lease: SlotLease, manifest_offset: int | None) -> None:
+        try:
+            if manifest_offset is not None:
+                # Flushed, as the manifest may have been; where the device fails here too, no more can be done.
+                nothing = aligned_buffer(self.block_bytes)
+                with suppress(OSError):
+                    await self._writer.persist(lease.file, [(manifest_offset, nothing)], self._latch)
+        finally:
+            await self._slots.release(lease)
 
     async def _take_over(self) -> None:
         """Flush what a dead predecessor wrote and did not flush, before anything builds on it (I12).
@@ -292,7 +310,8 @@ class Store:
         Durability: the bytes survive power loss, and no record names them yet.
 
         Raises:
-            WriteError, StoreFullError: a write failed, and nothing else (I11); or the flush: no further commits.
+            WriteError, StoreFullError: a write failed, and nothing else (I11).
+            StoreFailedError: the flush failed; no further commits.
         """
         await self._persist_slot(lease.file, rest)  # crash: a record that names bytes still in the device's cache (I2)
 
@@ -304,8 +323,13 @@ class Store:
         Raises:
             StoreFailedError: a flush or the record failed, now or before; no further commits (I11).
         """
-        await self._writer.unlock(lease.file)  # all writes ended; whoever reads the record next may lock it shared
-        async with self._commit_lock:
+        try:
+            await self._writer.unlock(lease.file)  # all writes ended; whoever reads the record next may lock it shared
+            await self._commit_lock.acquire()
+        except BaseException:
+            await self.release(lease, entry.manifest_offset)
+            raise
+        try:
             self._check_usable()
             entries = self._retain(entry)
             if entry not in entries:
@@ -313,6 +337,8 @@ class Store:
                 self._slots.drop(lease)
                 return False
             await self._replace_record(entries)
+        finally:
+            self._commit_lock.release()
         return True
 
     async def _replace_record(self, entries: Iterable[Entry]) -> None:
@@ -321,6 +347,7 @@ class Store:
             await self._persist_record(record)  # crash: acknowledged, the old slot reused, and this in flight (I3)
         except BaseException as error:
             self._latch(error)  # which of the two records a restart will find is unknown: write nothing more
+            self._raise_latched(error)
             raise
         self._publish(record)
         self._free_slots()
@@ -357,7 +384,11 @@ class Store:
 
     async def _persist_slot(self, file: File, rest: Sequence[Piece]) -> None:
         # To its end, cancelled or not: the error of a flush that nobody waits for any more must latch all the same.
-        await uninterrupted(self._writer.persist(file, rest, self._latch))
+        try:
+            await uninterrupted(self._writer.persist(file, rest, self._latch))
+        except OSError as error:
+            self._raise_latched(error)
+            raise
 
     async def _persist_record(self, record: Record) -> None:
         data = encode_record(record, self._identity.id_bytes, self.block_bytes)
@@ -388,19 +419,21 @@ class Store:
         except OSError as error:
             # After a failed flush the kernel may report success although the data is gone: never try again.
             self._latch(error)
-            raise
+            self._raise_latched(error)
 
     def _latch(self, error: BaseException) -> None:
         if self._failure is None:
             self._failure = error
-            _log.error("the store takes no more commits: %s", error)
+            write(logging.ERROR, "store_failed", "the store takes no more commits: %s", error, error=str(error))
 
     def _check_usable(self) -> None:
         if self._failure is not None:
-            raise StoreFailedError(
-                f"no more commits after an earlier failure ({self._failure}); what was committed stays readable; "
-                "check the disk and open the store anew"
-            ) from self._failure
+            raise _failed(self._failure) from self._failure
+
+    def _raise_latched(self, error: BaseException) -> None:
+        """Raise the error as that of a store which takes no more commits; return where it does."""
+        if self._failure is not None and isinstance(error, Exception):
+            raise _failed(error) from error
 
     def statistics(self) -> StoreStatistics:
         """Return slots and commits so far."""
@@ -412,3 +445,11 @@ class Store:
             superseded=self._superseded,
             reader_waits=self._slots.reader_waits,
         )
+
+
+def _failed(error: BaseException) -> StoreFailedError:
+    rest = "what was committed stays readable; check the storage and open the store anew"
+    if isinstance(error, OSError):
+        why = error.strerror or str(error)
+        return StoreFailedError(error.errno, f"the store takes no more commits: {why}; {rest}", error.filename)
+    return StoreFailedError(f"the store takes no more commits: {error!r}; {rest}")

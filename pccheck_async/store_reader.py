@@ -70,7 +70,7 @@ class StoreReader:
         return await read_record(self.session.writer, self.commit, self.identity)
 
     async def lock(self, pick: Callable[[Record], Entry | None]) -> tuple[Entry, File | None] | None:
-        """Lock the picked checkpoint's slot against reuse; no file where it is missing, None where nothing is picked.
+        """Lock the picked checkpoint's slot against reuse; no file where there is none, None where nothing is picked.
 
         A slot that is locked shared, and that a record read *after* locking still names, keeps its bytes: writers take
         only free slots, and pass over locked ones. Otherwise the record has moved on: start over.
@@ -84,7 +84,7 @@ class StoreReader:
                 return None
             try:
                 file = await writer.open(slot_name(entry.slot), writable=False)
-            except FileNotFoundError:
+            except (FileNotFoundError, CorruptStoreError):  # something else of that name is none of its files
                 if _names(await self.record(), entry):
                     return entry, None
             else:
@@ -127,7 +127,9 @@ class StoreReader:
             used = False
             try:
                 if file is None:
-                    raise CorruptStoreError(f"{slot_name(entry.slot)}, which the newest record names, is missing")
+                    raise CorruptStoreError(
+                        f"{slot_name(entry.slot)}, which the newest record names, is missing, or no file"
+                    )
                 manifest = await read_manifest(self.session.writer, file, entry, self.identity.block_bytes)
                 result = await use(entry, file, manifest)
                 used = True

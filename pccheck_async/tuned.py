@@ -12,16 +12,15 @@ from typing import Annotated, Literal, TypedDict
 
 import msgspec
 
-from pccheck_async.errors import InvalidTuningError, read_error, write_error
+from pccheck_async.errors import CorruptStoreError, InvalidTuningError, read_error, write_error
 from pccheck_async.machine import available_cores
+from pccheck_async.regular_file import open_regular
 from pccheck_async.tuning import Point
 
 __all__ = ["TUNING_NAME", "Measurement", "TunedSettings", "Tuning", "read_tuning"]
 
 TUNING_NAME = "tuning.json"
 """Name of the file where only its folder is given."""
-
-_MODE = 0o666  # the user's umask decides
 
 
 class TunedSettings(TypedDict):
@@ -130,9 +129,12 @@ def read_tuning(path: str | os.PathLike[str]) -> TunedSettings:
     """
     source = _file(path)
     try:
-        data = source.read_bytes()
+        with open(source.resolve(), "rb", opener=open_regular) as file:  # settings may be mounted as links
+            data = file.read()
     except FileNotFoundError:
         raise
+    except CorruptStoreError as error:
+        raise InvalidTuningError(str(error)) from error
     except OSError as error:
         raise read_error(error, source) from error
     try:
@@ -190,10 +192,9 @@ def _file(path: str | os.PathLike[str]) -> Path:
 
 def _replace(target: Path, data: bytes) -> None:
     beside = target.with_name(f".{target.name}-{os.getpid()}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with open(os.open(beside, flags, _MODE), "wb") as file:
+        with open(beside, "wb", opener=open_regular) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

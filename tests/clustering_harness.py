@@ -15,12 +15,14 @@ import signal
 import sys
 import time
 import traceback
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from pccheck_async import SyncCheckpointEngine, list_checkpoints, load_sync
@@ -28,6 +30,7 @@ from pccheck_async.cli.compare import compare_states
 from pccheck_async.testing import WrappingWriter
 from pccheck_async.writer.base import File
 from pccheck_async.writer.posix import PosixWriter
+from tests.processes import forked
 
 TIMEOUT = 60
 
@@ -140,6 +143,10 @@ class Comparison:
         self.resumed_from.append(durable)
         self.inside_save += durable < max(killed.iterations)
 
+    def kill_at(self, part: float) -> None:
+        """Kill inside the save after this part of the iterations."""
+        self.kill(f"--crash-at={max(1, round(part * self.iterations))}")
+
     def kill_at_random(self, kills: int, seed: int) -> None:
         """Kill in random iterations: by the program itself inside a save, and from outside at any moment, in turn."""
         draw = random.Random(seed)
@@ -149,6 +156,13 @@ class Comparison:
                 self.kill(f"--crash-at={iteration}")
             else:
                 self.kill(kill=(iteration, draw.uniform(0, 0.002)))
+
+    def check_fifty_kills(self) -> None:
+        """Kill fifty runs, and see that they covered iterations and saves."""
+        self.kill_at_random(50, seed=5)
+        print(f"\n{self}")
+        assert len(set(self.resumed_from)) > self.iterations / 2
+        assert self.inside_save > 10
 
     def __str__(self) -> str:
         return (
@@ -223,3 +237,41 @@ def save_by_engine(store: Path, state: Mapping[str, Any], step: int, dying_after
 def cuts(total: int) -> list[int]:
     """Numbers of bytes after which to die: none, one, and across the whole."""
     return [1, *(total * part // 8 for part in range(1, 8)), total - 1]
+
+
+def two_states(model: Any) -> list[dict[str, Any]]:
+    """The state after the first iteration, and after the second."""
+    states = []
+    for _ in range(2):
+        model.iterate()
+        states.append(model.state_dict())
+    return states
+
+
+def check_savez_in_place(folder: Path, first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
+    """Wherever a process dies that saves over the last file, nothing is left."""
+    savez_in_place(folder / "whole.npz", second)
+    for after in cuts((folder / "whole.npz").stat().st_size):
+        path = folder / f"{after}.npz"
+        savez_in_place(path, first)
+        assert forked(lambda: savez_in_place(path, second, after)) == -signal.SIGKILL  # noqa: B023 - called here
+        assert path.stat().st_size <= after  # less where zipfile went back to complete a header
+        with path.open("rb") as file, pytest.raises((zipfile.BadZipFile, EOFError, ValueError)):
+            np.load(file)
+
+
+def check_engine(folder: Path, nbytes: int, first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
+    """Wherever a process dies among the bytes that the engine writes, one of the two states is there, whole."""
+    recovered = []
+    for after in cuts(nbytes):
+        store = folder / str(after)
+        save_by_engine(store, first, 1)
+        status = forked(lambda: save_by_engine(store, second, 2, after))  # noqa: B023 - called here
+        found = load_sync(store)["clusters"]
+        recovered.append(found["iteration"])
+        assert status in (0, -signal.SIGKILL)
+        assert compare_states(found, first if found["iteration"] == 1 else second).all_equal
+        if status == 0:
+            assert found["iteration"] == 2
+    assert recovered == sorted(recovered)
+    assert set(recovered) == {1, 2}

@@ -438,6 +438,78 @@ def _blank(value: Any) -> None:
             _blank(item)
 
 
+_EXPORT = """
+import sys, torch, torch.distributed.checkpoint
+from pccheck_async import export_checkpoint
+path, out = sys.argv[1:]
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
+export_checkpoint(path, out + "-first", to="dcp", keys=["small"])  # what is imported and started once
+open("/proc/self/clear_refs", "w").write("5")
+before = peak()
+export_checkpoint(path, out, to="dcp")
+print(peak() - before)
+"""
+_PLAIN_DCP = """
+import hashlib, json, sys, torch
+from torch.distributed.checkpoint import load
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+reader = FileSystemReader(sys.argv[1])
+about = reader.read_metadata().state_dict_metadata
+found = {}
+for name, entry in about.items():
+    part = {name: torch.empty(entry.size, dtype=entry.properties.dtype)}
+    load(part, storage_reader=FileSystemReader(sys.argv[1]), no_dist=True)
+    bits = part[name].contiguous().reshape(-1).view(torch.uint8).numpy()
+    found[name] = [list(part[name].shape), str(part[name].dtype), hashlib.sha256(bits).hexdigest()]
+assert "pccheck_async" not in sys.modules
+print(json.dumps(found))
+"""
+
+
+def export_to_dcp(tmp_path: Path, state: dict[str, torch.Tensor]) -> int:
+    """Export in one process, compare bit for bit what plain torch reads in another, return the bytes that it took."""
+    store, out = tmp_path / "s", tmp_path / "d"
+    with SyncCheckpointEngine(store, host_memory=64 << 20, max_in_flight=1) as engine:
+        engine.checkpoint(state, step=1).result(300)
+    command = [sys.executable, "-c", _EXPORT, str(store), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    command = [sys.executable, "-W", "ignore", "-c", _PLAIN_DCP, str(out)]
+    read = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, cwd=tmp_path)
+    assert json.loads(read.stdout) == {
+        name: [
+            list(tensor.shape),
+            str(tensor.dtype),
+            hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest(),
+        ]
+        for name, tensor in state.items()
+    }
+    return int(done.stdout)
+
+
+@pytest.mark.slow
+def test_dcp_takes_a_file_of_memory(tmp_path: Path) -> None:
+    """Tensors that are too small to be divided: the folder's writer would keep all of them."""
+    state = {f"w{number}": torch.rand(1 << 20) for number in range(128)} | {"small": torch.ones(3)}
+    assert export_to_dcp(tmp_path, state) < (64 + 128 + 32) << 20
+    assert len([*(tmp_path / "d").glob("*.distcp")]) == 9
+
+
+@pytest.mark.campaign
+def test_dcp_of_2_gib(tmp_path: Path) -> None:
+    """Tensors of one part, some of many, some of several dtypes, and some that do not lie contiguous."""
+    seed = torch.Generator().manual_seed(1)
+    state = {f"w{number}": torch.randn(6 << 20, generator=seed) for number in range(64)}
+    state["large"] = torch.randint(-(2**15), 2**15, (352, 1 << 19), generator=seed, dtype=torch.int16)
+    state["half"] = torch.randn(64, 1 << 20, generator=seed).bfloat16()
+    state["turned"] = torch.randn(1 << 10, 1 << 13, generator=seed).t()
+    state["small"] = torch.tensor([float("nan"), 0.0])
+    assert sum(tensor.nbytes for tensor in state.values()) > 2 << 30
+    taken = export_to_dcp(tmp_path, state)
+    print(f"\n{taken >> 20} MiB")
+    assert taken < (64 + 128 + 32) << 20
+
+
 def test_dcp_refuses_two_leaves_of_one_name(tmp_path: Path) -> None:
     save(tmp_path / "s", {"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1)})
     with pytest.raises(UnsupportedStateError, match="refuses this state"):

@@ -20,6 +20,7 @@ QUEUE = ("queue", "threads", "uring", "ring", "lane", "copy", "crc32")
 PROGRAMS = {
     "crc32": ("crc32",),
     "copy": ("copy", "crc32"),
+    "dlpack_forms": ("dlpack_forms",),
     "transfer": (),  # includes transfer.c, to replace the system calls in it
     "queue": (*QUEUE, "transfer"),
     "threads": QUEUE,  # brings transfers of its own, which end on command

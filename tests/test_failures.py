@@ -134,17 +134,44 @@ def test_a_failed_flush_latches_the_store(tmp_path: Path) -> None:
     save(tmp_path, 0)
     failing = Failing(fail_at=2, kinds=("flush",))  # the first one is the take-over's
     with SyncCheckpointEngine(tmp_path, io=failing, chunk_bytes=4096) as engine:
-        with pytest.raises(WriteError):
+        with pytest.raises(StoreFailedError) as first:
             engine.checkpoint(state_of(1), step=1).result(60)
         with pytest.raises(StoreFailedError) as latched:
             engine.checkpoint(state_of(2), step=2).result(60)
-        assert isinstance(latched.value.__cause__, WriteError)
+        for told in (first.value, latched.value):
+            assert isinstance(told.__cause__, WriteError)
+            assert told.errno == errno.EIO
+            assert told.filename == told.__cause__.filename
+            assert "open the store anew" in str(told)
         live = state_of(9)
         assert engine.restore(live) is not None  # what was committed stays readable
         assert live["step"] == 0
     assert loaded_step(tmp_path) == 0
     save(tmp_path, 5)
     assert loaded_step(tmp_path) == 5
+
+
+@pytest.mark.parametrize("kind", ["write", "flush", "sync_folder"])
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
+def test_pinning_fails_with_the_error_that_is_documented(tmp_path: Path, kind: str, error: int) -> None:
+    """The first time, and every time after."""
+    save(tmp_path, 0, 1, keep_last=3)
+    for number in range(1, 4):
+        failing = Failing(fail_at=number, kinds=(kind,), error=error)
+        with SyncCheckpointEngine(tmp_path, io=failing, keep_last=3) as engine:
+            try:
+                engine.pin(0)
+            except StoreFailedError as told:
+                assert told.errno == error
+                with pytest.raises(StoreFailedError):
+                    engine.pin(0)
+                with pytest.raises(StoreFailedError):
+                    engine.checkpoint(state_of(2), step=2).result(60)
+            else:
+                assert not failing.writer.failed, "nothing failed any more"
+                assert number > 1
+                break
+        assert loaded_step(tmp_path) == 1
 
 
 def test_a_surplus_slot_that_cannot_be_removed_fails_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import signal
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from pccheck_async import load_sync
-from pccheck_async.cli.compare import compare_states
-from tests.clustering_harness import Comparison, Program, cuts, save_by_engine, savez_in_place
-from tests.processes import forked
+from tests.clustering_harness import Comparison, Program, check_engine, check_savez_in_place, two_states
 
 gmm: Any = importlib.import_module("pccheck_async.examples.gmm")  # it lies in examples/
 clustering: Any = importlib.import_module("pccheck_async.examples.clustering")
@@ -133,16 +128,12 @@ def comparison(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [0, 0.5, 1])
 def test_killed_and_resumed_is_uninterrupted(comparison: Comparison, part: float) -> None:
-    comparison.kill(f"--crash-at={max(1, round(part * comparison.iterations))}")
+    comparison.kill_at(part)
 
 
 @pytest.mark.campaign
 def test_fifty_kills(tmp_path: Path) -> None:
-    comparison = Comparison(Program("gmm", (*FLAGS, "--tolerance=1e-6", "--samples=600")), tmp_path)
-    comparison.kill_at_random(50, seed=5)
-    print(f"\n{comparison}")
-    assert len(set(comparison.resumed_from)) > comparison.iterations / 2
-    assert comparison.inside_save > 10
+    Comparison(Program("gmm", (*FLAGS, "--tolerance=1e-6", "--samples=600")), tmp_path).check_fifty_kills()
 
 
 @pytest.mark.slow
@@ -160,40 +151,15 @@ def test_a_singular_covariance_ends_the_program_with_a_line(tmp_path: Path) -> N
 
 
 @pytest.fixture(scope="module")
-def two_states(digits: Any) -> list[dict[str, Any]]:
-    """The state after the first iteration, and after the second."""
-    model, states = started(digits, 10), []
-    for _ in range(2):
-        model.iterate()
-        states.append(model.state_dict())
-    return states
+def states(digits: Any) -> list[dict[str, Any]]:
+    return two_states(started(digits, 10))
 
 
 @pytest.mark.slow
-def test_savez_in_place_killed_in_mid_write_loses_everything(tmp_path: Path, two_states: list[dict[str, Any]]) -> None:
-    first, second = two_states
-    savez_in_place(tmp_path / "whole.npz", second)
-    for after in cuts((tmp_path / "whole.npz").stat().st_size):
-        path = tmp_path / f"{after}.npz"
-        savez_in_place(path, first)
-        assert forked(lambda: savez_in_place(path, second, after)) == -signal.SIGKILL  # noqa: B023 - called here
-        with path.open("rb") as file, pytest.raises((zipfile.BadZipFile, EOFError, ValueError)):
-            np.load(file)
+def test_savez_in_place_killed_in_mid_write_loses_everything(tmp_path: Path, states: list[dict[str, Any]]) -> None:
+    check_savez_in_place(tmp_path, *states)
 
 
 @pytest.mark.slow
-def test_the_engine_killed_in_mid_write_recovers(tmp_path: Path, two_states: list[dict[str, Any]]) -> None:
-    first, second = two_states
-    recovered = []
-    for after in cuts(600_000):  # slot and commit records, in whole blocks
-        store = tmp_path / str(after)
-        save_by_engine(store, first, 1)
-        status = forked(lambda: save_by_engine(store, second, 2, after))  # noqa: B023 - called here
-        found = load_sync(store)["clusters"]
-        recovered.append(found["iteration"])
-        assert status in (0, -signal.SIGKILL)
-        assert compare_states(found, first if found["iteration"] == 1 else second).all_equal
-        if status == 0:
-            assert found["iteration"] == 2
-    assert recovered == sorted(recovered)
-    assert set(recovered) == {1, 2}
+def test_the_engine_killed_in_mid_write_recovers(tmp_path: Path, states: list[dict[str, Any]]) -> None:
+    check_engine(tmp_path, 600_000, *states)  # slot and commit records, in whole blocks

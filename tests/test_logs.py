@@ -4,6 +4,7 @@ import ast
 import json
 import logging
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import pccheck_async
-from pccheck_async import SyncCheckpointEngine, WriteError, events, logs
+from pccheck_async import StoreFailedError, SyncCheckpointEngine, WriteError, events, logs
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter
 
 ROOT = Path(pccheck_async.__file__).parent
@@ -97,15 +98,15 @@ def test_failures_are_warnings_and_say_why(lines: JSONLines) -> None:
 def test_records_of_modules_below_know_what_they_are_about(tmp_path: Path, lines: JSONLines) -> None:
     token = logs.about.set({"store": str(tmp_path), "step": 3, "counter": 4})
     try:
-        logging.getLogger("pccheck_async").warning("a checkpoint waits for %d reader(s)", 1)
+        logs.write(logging.WARNING, "readers", "a checkpoint waits for %d reader(s)", 1)
     finally:
         logs.about.reset(token)
     (line,) = lines.lines
-    assert (line["event"], line["store"], line["step"], line["counter"]) == ("note", str(tmp_path), 3, 4)
+    assert (line["event"], line["store"], line["step"], line["counter"]) == ("readers", str(tmp_path), 3, 4)
 
 
 def test_the_table_holds_every_event_and_its_level() -> None:
-    table = dict(re.findall(r"^(\w+) +(INFO|DEBUG|WARNING|any) ", logs.__doc__ or "", re.M))
+    table = dict(re.findall(r"^(\w+) +(INFO|DEBUG|WARNING|ERROR) ", logs.__doc__ or "", re.M))
     kinds = [getattr(events, name) for name in events.__all__]
     declared = {kind.name: logging.getLevelName(kind.level) for kind in kinds if kind.level is not None}
     written = {}
@@ -118,4 +119,36 @@ def test_the_table_holds_every_event_and_its_level() -> None:
                 ) if level in logging.getLevelNamesMapping():
                     written[name] = level
     assert written.keys() >= {"preemption", "fell_back", "summary", "superseded_burst", "held_up"}
-    assert table == {**declared, **written, "note": "any"}
+    assert table == {**declared, **written}
+
+
+def test_no_line_goes_past_the_table() -> None:
+    """Only ``logs`` has the logger, and only with the name of an event does anything get to it."""
+    past = []
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id="log" | "logging" | "_log"), attr=name)) if name in (
+                    *("debug", "info", "warning", "error", "exception", "critical", "log", "getLogger"),
+                ):
+                    past.append((path.name, ast.unparse(node)))
+    assert [name for name, _ in past] == ["logs.py"] * 2, past
+    assert all("getLogger" in call or "extra={'event': " in call for _, call in past)
+
+
+def test_a_line_of_every_module_has_a_name(tmp_path: Path, lines: JSONLines) -> None:
+    """Buffered I/O, a store that fails, rules that drop checkpoints, a reader that is waited for."""
+    disk = CrashDisk()
+    with SyncCheckpointEngine("store", io=CrashWriter(disk), keep_last=3) as engine:
+        for step in range(3):
+            engine.checkpoint({"weights": torch.zeros(10)}, step=step).result()
+    failing = FailingWriter(CrashWriter(disk), fail_at=2, kinds=("flush",))
+    with SyncCheckpointEngine("store", io=failing) as engine, pytest.raises(StoreFailedError):
+        engine.checkpoint({"weights": torch.zeros(10)}, step=7).result()
+    (failed,) = lines.of("store_failed")
+    assert (failed["level"], failed["store"], failed["step"]) == ("ERROR", "store", 7)
+    assert [line["level"] for line in lines.of("dropping")] == ["WARNING"]
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory, SyncCheckpointEngine(memory):
+        pass
+    assert [line["level"] for line in lines.of("buffered")] == ["INFO"]
+    assert all(line["event"] in (logs.__doc__ or "") for line in lines.lines)

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from pccheck_async.errors import ReadError, StoreFullError, WriteError
+from pccheck_async.errors import CorruptStoreError, ReadError, StoreFullError, WriteError
 from pccheck_async.memory import PAGE_BYTES, map_memory
 from pccheck_async.writer import File
 from pccheck_async.writer.posix import PosixWriter
 from tests.conftest import ENGINES
+from tests.planted import PLANTED, planted
 
 
 @asynccontextmanager
@@ -210,24 +211,38 @@ def test_a_file_that_does_not_fit_leaves_nothing(tmp_path: Path, on_disk: OnDisk
     on_disk(tmp_path, test)
 
 
-@pytest.mark.parametrize("name", ["slot-000", "store.json"])
-def test_planted_symlinks_are_not_followed(tmp_path: Path, on_disk: OnDisk, name: str) -> None:
-    victim = tmp_path / "victim"
+@pytest.mark.parametrize("kind", PLANTED)
+def test_what_is_no_file_is_not_opened(tmp_path: Path, on_disk: OnDisk, kind: str) -> None:
+    victim, folder = tmp_path / "victim", tmp_path / "store"
     victim.write_bytes(b"precious")
-    folder = tmp_path / "store"
     folder.mkdir()
-    (folder / name).symlink_to(victim)
 
     async def test(writer: PosixWriter) -> None:
-        if name == "slot-000":
+        with planted(folder / "name", kind, victim):
+            for refused in (
+                writer.open("name", writable=True),
+                writer.open("name", writable=False),
+                writer.read_small("name"),
+                writer.write_small("name", b"overwritten"),
+            ):
+                with pytest.raises(CorruptStoreError, match="not a file of this package: remove it"):
+                    await refused
             with pytest.raises(WriteError):
-                await writer.open(name, writable=True)
-        else:
-            with pytest.raises(WriteError):
-                await writer.write_small(name, b"overwritten")
+                await writer.create("name", PAGE_BYTES)
         assert victim.read_bytes() == b"precious"
 
     on_disk(folder, test)
+
+
+def test_files_wait_for_the_device(tmp_path: Path, on_disk: OnDisk) -> None:
+    """Else io_uring may give up on what would block."""
+
+    async def test(writer: PosixWriter) -> None:
+        await writer.create("slot-000", PAGE_BYTES)
+        file = await writer.open("slot-000", writable=True)
+        assert not fcntl.fcntl(file.fd, fcntl.F_GETFL) & os.O_NONBLOCK
+
+    on_disk(tmp_path, test)
 
 
 def test_direct_io_refused_at_the_first_transfer_falls_back(

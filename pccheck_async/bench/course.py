@@ -16,9 +16,10 @@ import torch
 from pccheck_async.bench.bits import differences, scribble
 from pccheck_async.bench.methods import Handle, Method
 from pccheck_async.bench.methods.pccheck import PCcheckOverlapped
+from pccheck_async.bench.table import Row
 from pccheck_async.bench.workloads import Sleeping, SlowDevice, Workload
 
-__all__ = ["Course", "DiffersError", "SlowCourse", "check_restore", "one_thread", "train"]
+__all__ = ["Course", "DiffersError", "SlowCourse", "check_restore", "one_thread", "slow_course", "train"]
 
 
 _PLAIN_STEPS = 20
@@ -114,7 +115,7 @@ def check_restore(method: Method, saved: Any, into: Any) -> None:
 class SlowCourse:
     """Training of an exact step time beside engines on a slow device: each course has an engine of its own.
 
-    To be used inside :func:`one_thread`.
+    To be used inside :func:`one_thread`; :func:`slow_course` sees to that.
 
     Args:
         folder: Where the engines' stores go; each is deleted after its course.
@@ -183,5 +184,36 @@ class SlowCourse:
         self._plain.append(self._block())
         return course.step_seconds
 
+    def slowdown(
+        self, figure: str, *, series: int, x: float, repetition: int, step_seconds: float, limit: float
+    ) -> Row:
+        """Return a row for a step that takes so long with checkpoints: its multiple of one without.
+
+        Args:
+            figure: Where it is drawn.
+            series: Value of the parameter that tells lines or bars apart.
+            x: Value of the other one.
+            repetition: Round of the experiment.
+            step_seconds: See :meth:`step_seconds`.
+            limit: The least multiple that the device allows; never below 1.
+        """
+        return Row(
+            figure=figure,
+            method="pccheck overlapped",
+            series=str(series),
+            x=x,
+            repetition=repetition,
+            value=step_seconds / self.plain(),
+            unit="times",
+            floor=max(1.0, limit),
+        )
+
     def _open(self, folder: Path, **options: Any) -> Method:
         return self._device.open(PCcheckOverlapped, folder, **options)
+
+
+@contextmanager
+def slow_course(folder: Path, device: SlowDevice, *, nbytes: int, step_seconds: float) -> Iterator[SlowCourse]:
+    """Give a :class:`SlowCourse` with a folder of its own below ``folder``, and torch one thread."""
+    with tempfile.TemporaryDirectory(prefix="pccheck-bench-", dir=folder) as name, one_thread():
+        yield SlowCourse(Path(name), device, nbytes=nbytes, step_seconds=step_seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,8 +13,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from pccheck_async.converting.contents import Contents
 from pccheck_async.converting.target import new_folder
@@ -35,6 +38,8 @@ from pccheck_async.state.walk import below, opened
 __all__ = ["write"]
 
 _PART: Final = 32 << 20
+_FILE: Final = 64 << 20
+"""Bytes of tensors in one file, and so in memory at a time."""
 
 
 def write(found: Contents, connection: Connection, path: Path) -> None:
@@ -44,7 +49,7 @@ def write(found: Contents, connection: Connection, path: Path) -> None:
     if not isinstance(state, dict):
         raise UnsupportedStateError("a folder of torch.distributed.checkpoint holds a dict; choose another root")
     with new_folder(path) as folder:
-        writer = FileSystemWriter(folder)
+        writer = _Writer(folder)
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be here
@@ -54,6 +59,34 @@ def write(found: Contents, connection: Connection, path: Path) -> None:
             if isinstance(failure, ValueError) and not isinstance(failure, CheckpointError):  # two leaves of one name
                 raise UnsupportedStateError(f"torch.distributed.checkpoint refuses this state: {failure}") from error
             raise failure from error
+
+
+class _Writer(FileSystemWriter):
+    """Writes several files, as if as many ranks had: its base keeps all tensors of a file until that is complete."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write one file after the other."""
+        files = [dataclasses.replace(plan, items=items, storage_data=None) for items in _files(plan.items)]
+        results: list[WriteResult] = []
+        for file in self.prepare_global_plan(files):
+            results += super().write_data(file, planner).wait()
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(results)
+        return written
+
+
+def _files(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
+    files: list[list[WriteItem]] = [[]]
+    left = _FILE
+    for item in items:
+        data = item.tensor_data
+        nbytes = 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
+        if nbytes > left and files[-1]:
+            files.append([])
+            left = _FILE
+        files[-1].append(item)
+        left -= nbytes
+    return files
 
 
 class _Lazy:

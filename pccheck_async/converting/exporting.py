@@ -56,8 +56,8 @@ def export_checkpoint(
     """Write a checkpoint, or a part of it, as a file or folder of another format. Works beside a writer.
 
     Every byte is verified on its way. Memory stays within ``host_memory`` and a few dozen MiB, whatever the size of the
-    checkpoint, where tensors lie contiguous; for "dcp", whose writer collects before it writes, up to half of the
-    checkpoint was seen. The result appears under its name only when it is whole and flushed.
+    checkpoint, where tensors lie contiguous; for "dcp" within 128 MiB more. The result
+    appears under its name only when it is whole and flushed.
 
     "torch"
         What ``torch.load(out, weights_only=True)`` reads, mapped or not: the nested state, with views, strides and
@@ -70,15 +70,16 @@ def export_checkpoint(
         between equal views included. Dtypes that the format lacks (such as complex128) are refused.
     "dcp"
         A folder that ``torch.distributed.checkpoint`` loads, also resharded. Tensors of more than 32 MiB are stored in
-        parts. Plain values, numpy arrays and tuples are stored as that package stores them: pickled. Tied tensors are
-        stored once each, and empty dicts not at all.
+        parts, and all of them in files of about 64 MiB, since that package's writer keeps the tensors of a file in
+        memory until it is complete. Plain values, numpy arrays and tuples are stored as that package stores them:
+        pickled, each as a whole. Tied tensors are stored once each, and empty dicts not at all.
 
     For "safetensors" and "dcp", tensors that do not lie contiguous are read in parts of the first dimension, of 32 MiB
     or one item each; that takes as much memory as the part spans in the checkpoint.
 
     Args:
         path: Folder of a store.
-        out: The new file, or folder ("dcp"); there must be nothing of that name.
+        out: The new file, or folder ("dcp"); there must be nothing of that name, not even a symbolic link.
         to: The format.
         step: The step to export; by default the newest checkpoint, or the next older one where its manifest is damaged.
         keys: Globs over leaf paths (``"model.*"``); only what matches is exported, and read.

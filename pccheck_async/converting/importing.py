@@ -48,7 +48,7 @@ def import_checkpoint(
     :func:`export_checkpoint` made it.
 
     Args:
-        file: The file.
+        file: The file, or a symbolic link to one; pipes and devices cannot be mapped, and are refused.
         path: Folder of the store; created where it does not exist. Nobody else may write to it.
         source: The format of the file.
         step: The step of the new checkpoint; by default that which the file names, if it was exported from here, else
@@ -74,7 +74,7 @@ def import_checkpoint(
     """
     name = Path(file)
     if not name.is_file():
-        raise FileNotFoundError(f"there is no file {name}")
+        raise FileNotFoundError(f"there is no file {name}, or it is none that can be mapped")
     if source == "torch":
         found, known, facts = _read_torch(name), None, None
     elif source == "safetensors":

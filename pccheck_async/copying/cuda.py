@@ -38,6 +38,7 @@ from pccheck_async.copying.snapshot import DeviceMode, Pace, decide, spare
 from pccheck_async.copying.tables import Ranges, compacted, gaps, merged
 from pccheck_async.copying.waiting import Waiting
 from pccheck_async.errors import CheckpointError
+from pccheck_async.logs import write
 from pccheck_async.memory import address_of
 from pccheck_async.operations.base import Operations
 from pccheck_async.segments import Segments, Table
@@ -45,7 +46,6 @@ from pccheck_async.state.sources import HOST, Sources
 
 __all__ = ["CudaCopy", "Load"]
 
-_log = logging.getLogger("pccheck_async")
 
 _WAITERS: Final = 4
 """Threads that wait for devices: captures at their beginning, and chunks."""
@@ -96,11 +96,11 @@ class CudaCopy:
                 except ImportError as error:
                     self._missing = True
                     self._reason = f"copied by torch, piece by piece: {error}"
-                    _log.warning(
+                    text = (
                         "CuPy cannot be imported (%s): tensors of CUDA devices are copied by torch, slower; install "
-                        "pccheck-async[cuda12] or pccheck-async[cuda13]",
-                        error,
+                        "pccheck-async[cuda12] or pccheck-async[cuda13]"
                     )
+                    write(logging.WARNING, "no_cupy", text, error)
             return not self._missing
 
     def admit(self, devices: Collection[int]) -> _Admission:
@@ -278,7 +278,7 @@ class CudaCopy:
                     snapshot = self._copiers[index].snapshot(addresses, lengths, admission[index])
                 except MemoryError as error:
                     self._reason = f"device {index}: streamed to the host: no memory for a snapshot ({error})"
-                    _log.info(self._reason)
+                    write(logging.INFO, "no_snapshot", "%s", self._reason)
                 else:
                     started[index] = (snapshot, rows)
             if fenced is not None and started.keys() == sources.devices:

@@ -16,6 +16,7 @@ from cupy.cuda import runtime
 
 from pccheck_async.copying.kernel import MOVE_SOURCE
 from pccheck_async.copying.snapshot import DeviceMemory
+from pccheck_async.logs import write
 from pccheck_async.segments import Table
 
 __all__ = ["CupyDevice"]
@@ -24,7 +25,6 @@ _THREADS: Final = 256
 _REGISTER_PORTABLE: Final = 1
 """cudaHostRegisterPortable: locked for every device."""
 
-_log = logging.getLogger("pccheck_async")
 
 _move = cupy.RawKernel(MOVE_SOURCE, "pccheck_move")
 
@@ -55,7 +55,8 @@ class CupyDevice:
                 for event in events:
                     runtime.streamWaitEvent(stream, event.ptr)
             except runtime.CUDARuntimeError as error:
-                _log.debug("device %d: a stream cannot wait for copies (%s); the host does", self.index, error)
+                text = "device %d: a stream cannot wait for copies (%s); the host does"
+                write(logging.DEBUG, "no_fence", text, self.index, error)
                 return False
         return True
 
@@ -103,7 +104,8 @@ def _compile() -> bool:
     try:
         _ = _move.num_regs  # compiles for this device alone; compile() would forget the others
     except Exception as error:  # noqa: BLE001 - whatever the compiler says, copying goes on without it
-        _log.warning("the copy kernel cannot be compiled (%s); many small tensors are copied one by one, slower", error)
+        text = "the copy kernel cannot be compiled (%s); many small tensors are copied one by one, slower"
+        write(logging.WARNING, "no_kernel", text, error)
         return False
     return True
 

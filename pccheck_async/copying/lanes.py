@@ -16,11 +16,11 @@ import numpy.typing as npt
 from pccheck_async.copying.devices import Block, Device, Event, Stream
 from pccheck_async.copying.snapshot import Account, Pace
 from pccheck_async.copying.tables import LARGE, Ranges, Split, compacted, moves, split
+from pccheck_async.logs import write
 from pccheck_async.segments import Table
 
 __all__ = ["Copier", "Lane", "Snapshot"]
 
-_log = logging.getLogger("pccheck_async")
 
 _LANES: Final = 2
 """While one lane copies to the host, the other gathers."""
@@ -167,7 +167,8 @@ class Lane:
         try:
             return found, self._image(nbytes)
         except MemoryError:
-            _log.debug("device %d has no memory for a scratch image of %d bytes", self._device.index, nbytes)
+            text = "device %d has no memory for a scratch image of %d bytes"
+            write(logging.DEBUG, "no_scratch", text, self._device.index, nbytes)
             return split(table, foreign, large=0), 0
 
     def _image(self, nbytes: int) -> int:

@@ -7,11 +7,10 @@ import warnings
 
 from pccheck_async.copying.devices import Device
 from pccheck_async.copying.waiting import Waiting
+from pccheck_async.logs import write
 from pccheck_async.memory import address_of
 
 __all__ = ["Pinning"]
-
-_log = logging.getLogger("pccheck_async")
 
 
 class Pinning:
@@ -50,7 +49,7 @@ class Pinning:
             try:
                 self._device.unregister(address)
             except OSError as error:
-                _log.warning("a staging buffer stays registered with CUDA: %s", error)
+                write(logging.WARNING, "still_pinned", "a staging buffer stays registered with CUDA: %s", error)
 
     def _register(self, address: int, nbytes: int) -> None:
         try:
@@ -62,7 +61,7 @@ class Pinning:
                     f"staging buffers cannot be registered with CUDA ({error}); copies to and from the device go on, "
                     "slower (is the limit of locked memory, ulimit -l, too low?)"
                 )
-                _log.warning(text)
+                write(logging.WARNING, "not_pinned", "%s", text)
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
         else:
             self._addresses.add(address)

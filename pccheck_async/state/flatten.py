@@ -14,6 +14,7 @@ import numpy as np
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.state import paths, values
 from pccheck_async.state.advice import full_name, unsupported
+from pccheck_async.state.keys import MOST_ALIKE, too_alike
 from pccheck_async.state.leaves import KINDS, Array, ArrayLeaf, Kind, Leaves
 from pccheck_async.state.nodes import (
     MAX_DEPTH,
@@ -321,6 +322,7 @@ def _shape(value: Any, path: str, depth: int, make: Callable[..., Node]) -> Shap
         return Shape(type(value), None, [], [*map(str, range(len(value)))], make)
     keys = list(value)
     key_nodes = [key if type(key) is str and key.isascii() else _key(key, path, depth) for key in keys]
+    _check_alike(key_nodes, keys, path)
     return Shape(type(value), keys, key_nodes, paths.components(keys), make)
 
 
@@ -344,7 +346,18 @@ def _key(key: Any, path: str, depth: int) -> Node:
 
 def _set(items: Iterable[Any], path: str, depth: int) -> list[Node]:
     """The items of a set, in an order that does not change from process to process."""
-    return sorted((_key(item, path, depth) for item in items), key=msgspec.msgpack.encode)
+    found = list(items)
+    nodes = [_key(item, path, depth) for item in found]
+    _check_alike(nodes, found, path)
+    return sorted(nodes, key=msgspec.msgpack.encode)
+
+
+def _check_alike(nodes: Sequence[Node], keys: Sequence[Any], path: str) -> None:
+    if too_alike(nodes, keys):
+        raise UnsupportedStateError(
+            f"{path}: more than {MOST_ALIKE} keys or items have the same hash, and could not be read back in time that "
+            "is worth the wait; store them in a list"
+        )
 
 
 def _refuse_attributes(value: object, path: str, allowed: tuple[str, ...]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from pccheck_async.errors import CorruptStoreError
 from pccheck_async.state import values
+from pccheck_async.state.keys import MOST_ALIKE, too_alike
 from pccheck_async.state.nodes import (
     MAX_DEPTH,
     ArrayNode,
@@ -95,6 +96,8 @@ def _mapping(
 
 def _distinct(nodes: list[Node], depth: int) -> list[Hashable]:
     keys = [_key(node, depth) for node in nodes]
+    if too_alike(nodes, keys):
+        raise CorruptStoreError(f"more than {MOST_ALIKE} keys of a mapping or items of a set have the same hash")
     if len(set(keys)) != len(keys):
         raise CorruptStoreError("the keys of a mapping or the items of a set are not all different")
     return keys

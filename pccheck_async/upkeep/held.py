@@ -63,7 +63,7 @@ async def hold(reader: StoreReader, path: str | os.PathLike[str], step: int | No
             )
         entry, file = held
         if file is None:
-            raise CorruptStoreError(f"{slot_name(entry.slot)}, which the newest record names, is missing")
+            raise CorruptStoreError(f"{slot_name(entry.slot)}, which the newest record names, is missing, or no file")
         manifest = await read_manifest(reader.session.writer, file, entry, reader.identity.block_bytes)
         yield Held(reader, entry, file, manifest)
 

@@ -90,8 +90,9 @@ def recover_store(
     A record that is valid decides, also where ``store.json`` is lost. Without one the slots are searched: a checkpoint
     counts as whole where its manifest decodes and every chunk has the checksum listed there. That proves that the bytes
     of its tensors are those that were written. It does not prove that it had been committed: the newest one may be one
-    that the engine was about to commit, or one that it gave up because the state changed while it was captured
-    (``TornCaptureError``). Nor does it prove that no bit of the manifest flipped, for only the record has its checksum:
+    that the engine was about to commit. One that failed, such as one whose state changed while it was captured
+    (``TornCaptureError``), is not whole: the engine overwrites the beginning of its manifest. Only where the process
+    died, or the device failed, just before that, it may be found here. Nor does it prove that no bit of the manifest flipped, for only the record has its checksum:
     look at steps and plain values (:func:`describe_checkpoint`). What was pinned is not known any more.
 
     Args:
@@ -224,7 +225,10 @@ async def _search(
 ) -> FoundCheckpoint:
     """Search a slot; it stays locked until the session ends where what was found is going to be named."""
     name = slot_name(number)
-    file = await session.writer.open(name, writable=False)
+    try:
+        file = await session.writer.open(name, writable=False)
+    except CorruptStoreError as error:
+        return FoundCheckpoint(number, name, None, 0, (), None, str(error))
     try:
         if not await session.writer.try_lock(file, shared=True):
             keep = False

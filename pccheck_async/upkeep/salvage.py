@@ -25,6 +25,11 @@ _FIRST_LOOK_BYTES = 1 << 20
 _MOST_MANIFEST_NBYTES = 1 << 30
 _MOST_CANDIDATES = 16
 """Manifests in one slot whose payloads are read: a slot has one, or leftovers of some earlier ones."""
+_MOST_LOOKS = 4
+"""Slots' worth of bytes that are read at places where a manifest seems to begin, and which hold none: somebody's tensor
+may consist of such beginnings."""
+_FEW_BYTES = 64 << 20
+"""That much is always read there, however small the slot is."""
 _PIECE_BYTES = 4096
 """What is given up around a device's error."""
 _BASE = 64 * 1024
@@ -69,10 +74,13 @@ async def search_slot(session: Session, file: File, block_bytes: int, progress: 
     """
     best: FoundCheckpoint | None = None
     tried = 0
+    looks = _Looks(_MOST_LOOKS * file.nbytes + _FEW_BYTES)
     async for offset in _signatures(session, file, block_bytes, progress):
         try:
-            candidate = await _read_candidate(session, file, offset)
+            candidate = await _read_candidate(session, file, offset, looks)
         except (CorruptStoreError, ReadError):
+            if looks.left <= 0:
+                break
             continue
         tried += 1
         if tried > _MOST_CANDIDATES:
@@ -144,7 +152,14 @@ class _Candidate:
     listing: Listing
 
 
-async def _read_candidate(session: Session, file: File, offset: int) -> _Candidate:
+@dataclass(slots=True)
+class _Looks:
+    """Bytes that may still be read in search of manifests."""
+
+    left: int
+
+
+async def _read_candidate(session: Session, file: File, offset: int, looks: _Looks) -> _Candidate:
     """Read the manifest at ``offset``, whose length nothing tells. Raises CorruptStoreError where there is none."""
     base = offset // _BASE * _BASE
     most = min(file.nbytes - base, _MOST_MANIFEST_NBYTES)
@@ -152,12 +167,13 @@ async def _read_candidate(session: Session, file: File, offset: int) -> _Candida
     while True:
         buffer = aligned_buffer(size)
         got = await _read_what_can_be(session, file, base, buffer)
+        looks.left -= got
         data = buffer[offset - base : got]
         found = await session.operations.call(manifest_at, data, offset)
         if found is not None:
             manifest, length = found
             return _Candidate(offset, length, crc32(data[:length]), manifest, list_leaves(manifest))
-        if size >= most:
+        if size >= most or looks.left <= 0:
             raise CorruptStoreError("no manifest: it does not end inside the slot")
         size = min(4 * size, -(-most // _BASE) * _BASE)
 

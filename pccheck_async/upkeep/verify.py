@@ -187,7 +187,7 @@ async def _check(
         found, file = held
         name = slot_name(found.slot)
         if file is None:
-            missing = Damage(name, "slot", 0, found.manifest_offset + found.manifest_nbytes, "the file is missing")
+            missing = Damage(name, "slot", 0, found.manifest_offset + found.manifest_nbytes, "there is no such file")
             return CheckedCheckpoint(found.info, name, 0, 0, (missing,))
         try:
             manifest = await read_manifest(reader.session.writer, file, found, reader.identity.block_bytes)

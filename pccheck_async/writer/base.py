@@ -75,6 +75,9 @@ class WriterStatistics:
 class Writer(abc.ABC):
     """A folder of files. Every method that fails raises WriteError or ReadError (``StoreFullError`` for no space).
 
+    What is no regular file (a pipe, a device, a folder, a symbolic link) is none of the store's: a writer on a real
+    filesystem opens nothing of the kind, waits for nobody there, and raises CorruptStoreError.
+
     Nothing here flushes on its own: durability is decided by the store, and only there. A file created, renamed or
     unlinked is durable under its name after :meth:`sync_folder`; bytes written and the size of a file after
     :meth:`flush`.

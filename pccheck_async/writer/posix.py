@@ -18,6 +18,7 @@ import aiofiles
 
 from pccheck_async.errors import ClosedError, StoreFullError, read_error, write_error
 from pccheck_async.layout import COMMIT_NAME, REGION_NBYTES
+from pccheck_async.logs import write
 from pccheck_async.memory import PAGE_BYTES, map_memory
 from pccheck_async.operations.base import Flush, Operations, Step, Write
 from pccheck_async.regular_file import open_regular
@@ -29,7 +30,6 @@ from pccheck_async.writer.filesystem import IN_MEMORY, WEAK_RESERVATION, direct_
 __all__ = ["PosixWriter"]
 
 T = TypeVar("T")
-_log = logging.getLogger("pccheck_async")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _MODE = 0o666  # the user's umask decides
@@ -38,6 +38,7 @@ _opening = threading.Lock()
 """Held while a file is opened: a child that is forked meanwhile would keep it, and its lock, unknown."""
 _MOST_SMALL_BYTES = 1 << 20
 """Of a file that is read as a whole; a store's have some hundreds."""
+_BUFFERED = "%s: buffered I/O with fdatasync: %s"
 _writers: weakref.WeakSet[PosixWriter] = weakref.WeakSet()
 
 
@@ -63,7 +64,7 @@ class PosixWriter(Writer):
             await self._change(self._folder, self._open_folder)
         self._facts = await self._operations.call(_probe, self._folder, create)
         if not self._facts.direct:
-            _log.info("%s: buffered I/O with fdatasync: %s", self._folder, self._facts.why)
+            write(logging.INFO, "buffered", _BUFFERED, self._folder, self._facts.why)
         return self._facts
 
     async def names(self) -> list[str]:
@@ -307,7 +308,7 @@ class PosixWriter(Writer):
         if self._facts.direct:
             why = "the filesystem accepted O_DIRECT and then refused a transfer (EINVAL)"
             self._facts = FileSystemFacts(self._facts.block_bytes, self._facts.memory_alignment, direct=False, why=why)
-            _log.warning("%s: buffered I/O with fdatasync: %s", self._folder, why)
+            write(logging.WARNING, "direct_refused", _BUFFERED, self._folder, why)
 
     async def _change(self, path: Path, function: Callable[..., T], *arguments: object) -> T:
         try:

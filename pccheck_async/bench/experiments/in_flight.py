@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import random
-import tempfile
 from itertools import product
-from pathlib import Path
 
-from pccheck_async.bench.course import SlowCourse, one_thread
+from pccheck_async.bench.course import slow_course
 from pccheck_async.bench.experiments.base import Experiment, Findings, Settings
-from pccheck_async.bench.table import Row
 from pccheck_async.bench.workloads import SlowDevice
 
 __all__ = ["InFlight"]
@@ -33,11 +30,7 @@ class InFlight(Experiment):
         device = SlowDevice(per_stream=_NBYTES / (_DURABLE_STEPS * step))
         findings = Findings()
         draw = random.Random(0)
-        with (
-            tempfile.TemporaryDirectory(prefix="pccheck-bench-", dir=settings.folder) as name,
-            one_thread(),
-        ):
-            course = SlowCourse(Path(name), device, nbytes=_NBYTES, step_seconds=step)
+        with slow_course(settings.folder, device, nbytes=_NBYTES, step_seconds=step) as course:
             for repetition in range(settings.rounds(3)):
                 settings.progress(f"in_flight, round {repetition + 1}")
                 course.begin_round()
@@ -52,15 +45,13 @@ class InFlight(Experiment):
                     )
                 plain = course.plain()
                 findings.rows += [
-                    Row(
-                        figure="12",
-                        method="pccheck overlapped",
-                        series=str(number),
+                    course.slowdown(
+                        "12",
+                        series=number,
                         x=interval,
                         repetition=repetition,
-                        value=seconds / plain,
-                        unit="times",
-                        floor=max(1.0, alone / (number * interval * plain)),
+                        step_seconds=seconds,
+                        limit=alone / (number * interval * plain),
                     )
                     for (number, interval), seconds in found.items()
                 ]

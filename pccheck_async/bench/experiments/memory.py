@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import random
-import tempfile
 from itertools import product
-from pathlib import Path
 
-from pccheck_async.bench.course import SlowCourse, one_thread
+from pccheck_async.bench.course import slow_course
 from pccheck_async.bench.experiments.base import Experiment, Findings, Settings
-from pccheck_async.bench.table import Row
 from pccheck_async.bench.workloads import SlowDevice
 
 __all__ = ["Memory"]
@@ -35,11 +32,7 @@ class Memory(Experiment):
         cap = _NBYTES / (_INTERVALS_DURABLE * _INTERVAL * step)
         findings = Findings()
         draw = random.Random(0)
-        with (
-            tempfile.TemporaryDirectory(prefix="pccheck-bench-", dir=settings.folder) as name,
-            one_thread(),
-        ):
-            course = SlowCourse(Path(name), SlowDevice(per_stream=cap), nbytes=_NBYTES, step_seconds=step)
+        with slow_course(settings.folder, SlowDevice(per_stream=cap), nbytes=_NBYTES, step_seconds=step) as course:
             for repetition in range(settings.rounds(3)):
                 settings.progress(f"memory, round {repetition + 1}")
                 course.begin_round()
@@ -56,15 +49,13 @@ class Memory(Experiment):
                     )
                 plain = course.plain()
                 findings.rows += [
-                    Row(
-                        figure="14",
-                        method="pccheck overlapped",
-                        series=str(count),
+                    course.slowdown(
+                        "14",
+                        series=count,
                         x=multiple,
                         repetition=repetition,
-                        value=seconds / plain,
-                        unit="times",
-                        floor=max(1.0, alone / (_IN_FLIGHT * _INTERVAL * plain)),
+                        step_seconds=seconds,
+                        limit=alone / (_IN_FLIGHT * _INTERVAL * plain),
                     )
                     for (multiple, count), seconds in found.items()
                 ]

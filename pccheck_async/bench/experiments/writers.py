@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import random
-import tempfile
 from itertools import product
-from pathlib import Path
 
-from pccheck_async.bench.course import SlowCourse, one_thread
+from pccheck_async.bench.course import slow_course
 from pccheck_async.bench.experiments.base import Experiment, Findings, Settings
-from pccheck_async.bench.table import Row
 from pccheck_async.bench.workloads import SlowDevice
 
 __all__ = ["Writers"]
@@ -38,11 +35,7 @@ class Writers(Experiment):
         device = SlowDevice(per_request=request, per_stream=_FILE * request, total=_TOTAL * request)
         findings = Findings()
         draw = random.Random(0)
-        with (
-            tempfile.TemporaryDirectory(prefix="pccheck-bench-", dir=settings.folder) as name,
-            one_thread(),
-        ):
-            course = SlowCourse(Path(name), device, nbytes=_NBYTES, step_seconds=step)
+        with slow_course(settings.folder, device, nbytes=_NBYTES, step_seconds=step) as course:
             for repetition in range(settings.rounds(4)):
                 settings.progress(f"writers, round {repetition + 1}")
                 course.begin_round()
@@ -61,15 +54,13 @@ class Writers(Experiment):
                 for (number, count), seconds in found.items():
                     bandwidth = request * min(count, _FILE * number, _TOTAL)
                     findings.rows.append(
-                        Row(
-                            figure="13",
-                            method="pccheck overlapped",
-                            series=str(count),
+                        course.slowdown(
+                            "13",
+                            series=count,
                             x=number,
                             repetition=repetition,
-                            value=seconds / plain,
-                            unit="times",
-                            floor=max(1.0, _NBYTES / (bandwidth * _INTERVAL * plain)),
+                            step_seconds=seconds,
+                            limit=_NBYTES / (bandwidth * _INTERVAL * plain),
                         )
                     )
         findings.notes = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 __all__ = ["CATALOGUE", "FigureSpec"]
@@ -71,6 +72,7 @@ class FigureSpec:
 
 
 _INTERVAL = "checkpoint interval (steps)"
+_log_log = partial(FigureSpec, kind="lines", even=False, log_x=True, log_y=True, from_zero=False)
 
 CATALOGUE: dict[str, FigureSpec] = {
     "8": FigureSpec(
@@ -94,15 +96,10 @@ CATALOGUE: dict[str, FigureSpec] = {
         series_name="failures:",
         panel_by_series=True,
     ),
-    "11": FigureSpec(
+    "11": _log_log(
         title="Time of one checkpoint by its size",
         x_label="size of the checkpoint",
         y_label="time until durable",
-        kind="lines",
-        even=False,
-        log_x=True,
-        log_y=True,
-        from_zero=False,
         x_text=_bytes,
     ),
     "12": FigureSpec(
@@ -174,28 +171,18 @@ CATALOGUE: dict[str, FigureSpec] = {
         floor_label="write, flush, record, flush",
         x_text=_binary,
     ),
-    "growth_bytes": FigureSpec(
+    "growth_bytes": _log_log(
         title="Time for each byte as a state grows",
         x_label="size of the state",
         y_label="time for each byte",
-        kind="lines",
         panel_by_series=True,
-        even=False,
-        log_x=True,
-        log_y=True,
-        from_zero=False,
         x_text=_binary,
     ),
-    "growth_tensors": FigureSpec(
+    "growth_tensors": _log_log(
         title="Time for each tensor of 64 MiB in ever more of them",
         x_label="tensors",
         y_label="time for each tensor",
-        kind="lines",
         colour_by="series",
-        even=False,
-        log_x=True,
-        log_y=True,
-        from_zero=False,
     ),
     **{
         figure: FigureSpec(
@@ -230,23 +217,17 @@ CATALOGUE: dict[str, FigureSpec] = {
         log_y=True,
         x_text=_phase,
     ),
-    "hpec-kmeans": FigureSpec(
-        title="Time of one save of KMeans",
-        x_label="clusters (k)",
-        y_label="time of one save",
-        kind="lines",
-        even=False,
-        log_y=True,
-        from_zero=False,
-    ),
-    "hpec-gmm": FigureSpec(
-        title="Time of one save of a Gaussian mixture",
-        x_label="clusters (k)",
-        y_label="time of one save",
-        kind="lines",
-        even=False,
-        log_y=True,
-        from_zero=False,
-    ),
+    **{
+        figure: FigureSpec(
+            title=f"Time of one save of {what}",
+            x_label="clusters (k)",
+            y_label="time of one save",
+            kind="lines",
+            even=False,
+            log_y=True,
+            from_zero=False,
+        )
+        for figure, what in (("hpec-kmeans", "KMeans"), ("hpec-gmm", "a Gaussian mixture"))
+    },
 }
 """By the name in the ``figure`` column."""
