@@ -245,6 +245,9 @@ class PosixWriter(Writer):
     def _open(self, name: str, flags: int) -> int:
         return open_regular(name, flags, _MODE, dir_fd=self._handle)
 
+    def _make(self, name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE, dir_fd=self._handle)
+
     def _replace(self, name: str, to: str) -> None:
         os.replace(name, to, src_dir_fd=self._handle, dst_dir_fd=self._handle)
 
@@ -253,7 +256,7 @@ class PosixWriter(Writer):
 
     def _created(self, name: str, flags: int, nbytes: int) -> int:
         """Make a file on a helper thread; children may be forked while its space is reserved, which may take long."""
-        fd = self._opened(self._open, name, flags)
+        fd = self._opened(self._make, name, flags)
         try:
             if nbytes:
                 os.posix_fallocate(fd, 0, nbytes)
