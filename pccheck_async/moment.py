@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
@@ -14,14 +15,14 @@ class Moment(Generic[T]):
     """It has a result or an error, for any thread to note and any thread to ask for.
 
     Most moments are over when somebody asks, or nobody ever does. So a future, which takes longer to make than all else
-    here, is made only for those who have to wait. There is no lock that a signal handler could find taken: whoever is
-    first in a dict decides.
+    here, is made only for coroutines that have to wait; a thread waits at a lock of its own. There is none that a
+    signal handler could find taken: whoever is first in a dict decides.
     """
 
     __slots__ = ("_facts",)
 
     def __init__(self) -> None:
-        self._facts: dict[str, Any] = {}  # "outcome": result and error; "future": of those who wait
+        self._facts: dict[str, Any] = {}  # "outcome": result and error; "future", "threads": of those who wait
 
     @property
     def over(self) -> bool:
@@ -50,9 +51,15 @@ class Moment(Generic[T]):
     def result(self, timeout: float | None = None) -> T:
         """Block until it has happened. Raises its error, or TimeoutError."""
         outcome = self.outcome
-        if outcome is not None and outcome[1] is None:
-            return outcome[0]
-        return self.future().result(timeout)
+        if outcome is None:
+            self._block(timeout)
+            outcome = self.outcome
+        if outcome is None:
+            raise TimeoutError
+        result, error = outcome
+        if error is not None:
+            raise error
+        return result
 
     def future(self) -> Future[T]:
         """Return a future of it; nobody can cancel that."""
@@ -64,11 +71,25 @@ class Moment(Generic[T]):
         _tell(over, self._facts["outcome"])
         return over
 
+    def _block(self, timeout: float | None) -> None:
+        mine = threading.Lock()
+        mine.acquire()
+        threads: list[threading.Lock] = self._facts.setdefault("threads", [])
+        threads.append(mine)
+        try:
+            if not self.over:  # else whoever decided may not have found it
+                mine.acquire(timeout=-1 if timeout is None else min(max(timeout, 0), threading.TIMEOUT_MAX))
+        finally:
+            threads.remove(mine)
+
     def _decide(self, outcome: tuple[Any, BaseException | None]) -> None:
-        if self._facts.setdefault("outcome", outcome) is outcome:
-            future = self._facts.get("future")
-            if future is not None:
-                _tell(future, outcome)
+        if self._facts.setdefault("outcome", outcome) is not outcome:
+            return
+        for thread in [*self._facts.get("threads", ())]:
+            thread.release()
+        future = self._facts.get("future")
+        if future is not None:
+            _tell(future, outcome)
 
 
 def _running() -> Future[Any]:

@@ -290,6 +290,7 @@ class Scheduler:
         with self._clock.timed("commit"):
             if rest and job.overlapped is None and sum(len(data) for _, data in rest) <= _AT_ONCE:
                 committed = await self._store.persist_and_commit(slot, rest, entry)
+                job.pending.written_nbytes = entry.nbytes
                 return (entry.info, False) if committed else (self._store.entries[0].info, True)
             try:
                 await self._store.persist(slot, rest)

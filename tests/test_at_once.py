@@ -14,6 +14,7 @@ import torch
 
 from pccheck_async import StoreFailedError, SyncCheckpointEngine, WriteError, load_sync
 from pccheck_async.layout import COMMIT_NAME
+from pccheck_async.pending import CheckpointProgress
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, StuckWriter, WrappingWriter
 from pccheck_async.testing.wrapping import Access
 from pccheck_async.writer import File, Writer
@@ -205,6 +206,21 @@ def test_whatever_fails_from_the_first_flush_on_latches(at: int) -> None:
         engine.checkpoint(small(), step=4).result(30)
     engine.close()
     assert load_sync(FOLDER, io=CrashWriter(disk, read_only=True))["step"] == 1
+
+
+def test_all_of_it_is_written_where_it_is_durable(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        pending = engine.checkpoint(small(), step=1)
+        pending.result(30)
+        nbytes = pending.progress.nbytes
+        assert nbytes > 4000
+        assert pending.progress == CheckpointProgress("durable", nbytes, nbytes, nbytes)
+        before = engine.statistics().stages
+        assert (before["capture"].count, before["capture"].nbytes) == (1, nbytes)
+        engine.checkpoint(small(), step=2).result(30)
+        after = engine.statistics().stages
+        done = {name: after[name].count - before[name].count for name in ("capture", "write", "flush", "commit")}
+        assert done == {"capture": 1, "write": 3, "flush": 2, "commit": 1}
 
 
 def test_no_tensor_at_all(tmp_path: Path) -> None:

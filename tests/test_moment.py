@@ -73,3 +73,15 @@ def test_those_who_come_to_wait_while_it_happens_are_told() -> None:
         for thread in threads:
             thread.join()
         assert found == [number] * 3
+
+
+def test_waiting_for_a_while_leaves_nothing_behind() -> None:
+    moment: Moment[int] = Moment()
+    for timeout in (0, 0.001, -1):
+        with pytest.raises(TimeoutError):
+            moment.result(timeout)
+    assert moment._facts == {"threads": []}
+    moment.set_error(OSError("gone"))
+    for timeout in (0, None, 1e30):
+        with pytest.raises(OSError, match="gone"):
+            moment.result(timeout)

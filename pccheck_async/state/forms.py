@@ -27,8 +27,8 @@ _DLPACK_API: Final[object] = getattr(torch.Tensor, "__dlpack_c_exchange_api__", 
 class Forms:
     """Dtype, shape, strides, start in the storage, device, and all else that says how tensors view their storages.
 
-    Dtypes, shapes, strides and devices come from DLPack's C API where torch and the extension have it, some five times
-    as fast as a call per tensor and property.
+    Shapes, strides and devices come from DLPack's C API where torch and the extension have it, some five times as fast
+    as a call per tensor and property.
 
     Args:
         tensors: Strided ones with storages. They are not held.
@@ -69,25 +69,25 @@ class Forms:
         """
         return (
             [*map(torch.Tensor.storage_offset, tensors)] == self._offsets
+            and [tensor.dtype for tensor in tensors] == self._dtypes
             and [tensor.requires_grad for tensor in tensors] == self._requires_grad
             and [*map(torch.Tensor.is_neg, tensors)] == self._negative
             and [tensors[number].is_conj() for number in self._complex] == self._conjugate
-            and self._same_shapes(tensors)
+            and self._same_strides(tensors)
         )
 
-    def _same_shapes(self, tensors: list[torch.Tensor]) -> bool:
+    def _same_strides(self, tensors: list[torch.Tensor]) -> bool:
         if self._told is not None:
             return tell(tensors) == self._told
         return (
-            [tensor.dtype for tensor in tensors] == self._dtypes
-            and all(map(eq, map(torch.Tensor.size, tensors), self._shapes))
+            all(map(eq, map(torch.Tensor.size, tensors), self._shapes))
             and all(map(eq, map(torch.Tensor.stride, tensors), self._strides))
             and all(map(eq, [tensor.device for tensor in tensors], self._devices))
         )
 
 
 def tell(tensors: list[torch.Tensor], *, addresses: bool = False) -> bytes | None:
-    """Return devices, dtypes, shapes and strides in one piece, and where the first elements are if that is asked for.
+    """Return devices, shapes and strides in one piece, and where the first elements are if that is asked for.
 
     None where DLPack has no words for one of these tensors.
     """
