@@ -223,6 +223,16 @@ def test_all_of_it_is_written_where_it_is_durable(tmp_path: Path) -> None:
         assert done == {"capture": 1, "write": 3, "flush": 2, "commit": 1}
 
 
+def test_plain_values_may_be_more_than_there_is_room_for_behind_the_tensors(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        for count in (100_000, 10):
+            state = small() | {"numbers": list(range(count))}
+            engine.checkpoint(state, step=count).result(30)
+            found = load_sync(tmp_path)
+            assert found["numbers"] == state["numbers"]
+            assert found["weights"].tolist() == state["weights"].tolist()
+
+
 def test_no_tensor_at_all(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path) as engine:
         state = {"step": 1, "names": ["a"]}

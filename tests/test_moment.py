@@ -82,6 +82,6 @@ def test_waiting_for_a_while_leaves_nothing_behind() -> None:
             moment.result(timeout)
     assert moment._facts == {"threads": []}
     moment.set_error(OSError("gone"))
-    for timeout in (0, None, 1e30):
+    for patience in (0, None, 1e30):
         with pytest.raises(OSError, match="gone"):
-            moment.result(timeout)
+            moment.result(patience)
