@@ -58,6 +58,9 @@ void lane_perform(struct op *op)
     case OP_CHAIN:
         op->result = perform_chain(op);
         return;
+    case OP_UNLOCK:
+        op->result = transfer_unlock(op->fd);
+        return;
     }
     op->result = -ENOSYS;
 }

@@ -130,6 +130,11 @@ static int request_set_segments(struct request *request, PyObject *segments, PyO
 
 static int request_parse(struct request *request, PyObject *item);
 
+static bool is_step(const struct op *op)
+{
+    return op->kind == OP_WRITE || op->kind == OP_FLUSH || op->kind == OP_UNLOCK;
+}
+
 /* Let the request own the operations of a chain. */
 static int request_set_steps(struct request *request, PyObject *items)
 {
@@ -144,8 +149,8 @@ static int request_set_steps(struct request *request, PyObject *items)
         last = &step->op.next;
         if (request_parse(step, PyTuple_GET_ITEM(items, i)) < 0)
             return -1;
-        if (step->op.kind != OP_WRITE && step->op.kind != OP_FLUSH) {
-            PyErr_SetString(PyExc_ValueError, "a chain is made of writes and flushes");
+        if (!is_step(&step->op)) {
+            PyErr_SetString(PyExc_ValueError, "a chain is made of writes, flushes and unlocks");
             return -1;
         }
     }
@@ -178,7 +183,8 @@ static int request_parse(struct request *request, PyObject *item)
                                   &op->offset, &data);
         break;
     case OP_FLUSH:
-        parsed = PyArg_ParseTuple(item, "O&ii:flush", as_unsigned, &op->token, &kind, &op->fd);
+    case OP_UNLOCK:
+        parsed = PyArg_ParseTuple(item, "O&ii:descriptor", as_unsigned, &op->token, &kind, &op->fd);
         break;
     case OP_GATHER:
         parsed = PyArg_ParseTuple(item, "O&iSOO:gather", as_unsigned, &op->token, &kind, &segments, &data, &keepalive);
@@ -294,6 +300,10 @@ static PyObject *queue_py_submit(QueueObject *self, PyObject *batch)
         op_list_push(&requests, &request->op);
         if (request_parse(request, PyTuple_GET_ITEM(items, i)) < 0)
             goto fail;
+        if (request->op.kind == OP_UNLOCK) {
+            PyErr_SetString(PyExc_ValueError, "only a chain unlocks: by itself it is a system call that never waits");
+            goto fail;
+        }
     }
     if (check_open(self) < 0) /* only now: the same code may have closed the queue */
         goto fail;
@@ -570,8 +580,9 @@ static PyObject *ext_dlpack_forms(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *capsule, *tensors, *bytes = NULL;
     struct dlpack_forms forms = {0};
+    int addresses = 0;
 
-    if (!PyArg_ParseTuple(args, "OO!:dlpack_forms", &capsule, &PyList_Type, &tensors))
+    if (!PyArg_ParseTuple(args, "OO!|p:dlpack_forms", &capsule, &PyList_Type, &tensors, &addresses))
         return NULL;
     const struct dlpack_exchange *exchange = PyCapsule_GetPointer(capsule, DLPACK_CAPSULE);
     if (!exchange)
@@ -583,7 +594,7 @@ static PyObject *ext_dlpack_forms(PyObject *Py_UNUSED(module), PyObject *args)
     }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); i++) {
         PyObject *tensor = Py_NewRef(PyList_GET_ITEM(tensors, i)); /* what is asked may run code that empties the list */
-        const int error = dlpack_forms_add(&forms, exchange, tensor);
+        const int error = dlpack_forms_add(&forms, exchange, tensor, addresses);
         Py_DECREF(tensor);
         if (error) {
             set_dlpack_error(error);
@@ -612,6 +623,7 @@ static int ext_exec(PyObject *module)
     } kinds[OP_KINDS] = {
         {"WRITE", OP_WRITE},   {"READ", OP_READ},       {"FLUSH", OP_FLUSH},
         {"GATHER", OP_GATHER}, {"SCATTER", OP_SCATTER}, {"CHECKSUM", OP_CHECKSUM}, {"CHAIN", OP_CHAIN},
+        {"UNLOCK", OP_UNLOCK},
     };
     PyObject *type = PyType_FromModuleAndSpec(module, &queue_spec, NULL);
     if (!type || PyModule_AddType(module, (PyTypeObject *)type) < 0)

@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/types.h>
 #include <unistd.h>
@@ -65,6 +66,11 @@ int64_t transfer_flush(int fd)
             return -errno;
     }
     return 0;
+}
+
+int64_t transfer_unlock(int fd)
+{
+    return flock(fd, LOCK_UN) == 0 ? 0 : -errno; /* it waits for nobody */
 }
 
 /* Linux 6.1; older headers lack the names but leave room where the fields are. */

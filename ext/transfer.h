@@ -53,6 +53,9 @@ int64_t transfer_read(int fd, void *data, uint64_t size, uint64_t offset);
 /* Make what was written durable (fdatasync: data, and the metadata that is needed to read it): 0, or -errno. */
 int64_t transfer_flush(int fd);
 
+/* Let go of the lock (flock) that its open file holds: 0, or -errno. */
+int64_t transfer_unlock(int fd);
+
 /* What direct I/O on `fd` needs, by statx: the alignment of memory and that of offsets and lengths, in bytes; both 0
  * where the file does not support it. -ENODATA where the kernel or the filesystem does not say; else 0, or -errno. */
 int transfer_alignment(int fd, uint32_t *memory, uint32_t *offset);

@@ -15,6 +15,7 @@ GATHER: Final[int]
 SCATTER: Final[int]
 CHECKSUM: Final[int]
 CHAIN: Final[int]
+UNLOCK: Final[int]
 
 _Operation = (
     # (token, WRITE, fd, offset, data): write all of data. Result: its size.
@@ -28,7 +29,8 @@ _Operation = (
     | tuple[int, int, Buffer, int, bytes, Any]
     # (token, CHECKSUM, data). Checksum: of all of data.
     | tuple[int, int, Buffer]
-    # (token, CHAIN, steps): writes and flushes, each once the one before it succeeded; their tokens mean nothing.
+    # (token, CHAIN, steps): writes, flushes and (0, UNLOCK, fd), which lets go of a flock, each once the one before it
+    # succeeded; their tokens mean nothing.
     # Result: 0, or that of the step that failed; further ones do not happen.
     | tuple[int, int, tuple[Any, ...]]
 )
@@ -98,12 +100,13 @@ def dio_alignment(fd: int, /) -> tuple[int, int] | None:
         None where the kernel (before 6.1) or the filesystem does not say.
     """
 
-def dlpack_forms(api: object, tensors: list[Any], /) -> bytes:
+def dlpack_forms(api: object, tensors: list[Any], addresses: bool = False, /) -> bytes:
     """Return what tensors are: of each its device, number of dimensions, dtype, shape and strides, back to back.
 
     Args:
         api: The ``__dlpack_c_exchange_api__`` of their type.
         tensors: Objects of that type.
+        addresses: Add where the first element of each is.
 
     Raises:
         NotImplementedError: This API is too new or too old.

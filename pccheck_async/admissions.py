@@ -147,6 +147,8 @@ class Admissions:
 
     def raise_untold(self) -> None:
         """Raise the first failure that nobody waited for (or warn of it), the others as notes on it."""
+        if not self._failed:
+            return
         with self.lock:
             untold = [(pending, error) for pending, error in self._failed if not pending.failure_told]
             self._failed.clear()

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from pccheck_async.copying import CopyBackend, Fence, Fenced
+from pccheck_async.image import Image, Images
 from pccheck_async.manifest import ChunkEntry
 from pccheck_async.plan import Chunk, Plan, segments
 from pccheck_async.state.arrangement import Arrangement, arranged
@@ -28,9 +29,6 @@ from pccheck_async.state.versions import StorageMemory, Versions
 
 __all__ = ["Capture", "Snapshot", "Snapshots"]
 
-_FEW = 64
-"""Sources that are copied at once at the most: each takes a microsecond of the interpreter."""
-
 
 @dataclass(slots=True, eq=False)
 class Snapshot:
@@ -41,7 +39,7 @@ class Snapshot:
         layout: Where the tensors' bytes lie; holds their storages alive.
         admission: What the backend has to wait for before it copies.
         lazy: What of it is captured while training goes on; None where the caller waits for all of it.
-        owned: Whether nothing of the live state is read any more: it was small, and was copied at once.
+        image: All of it: it was small, and was copied at once. Nothing of the live state is read any more.
         time: Seconds since the epoch.
     """
 
@@ -49,7 +47,7 @@ class Snapshot:
     layout: Layout
     admission: Any
     lazy: Lazy | None = None
-    owned: bool = False
+    image: Image | None = None
     time: float = field(default_factory=time.time)
 
     def release(self) -> None:
@@ -64,11 +62,13 @@ class Lazy:
 
     Attributes:
         held: Sources that are not part of it: the caller waits for those.
+        any_held: Whether there are any.
         versions: The tensors that are.
         reference: What they were, where that is to be compared.
     """
 
     held: npt.NDArray[np.bool_]
+    any_held: bool
     versions: Versions
     reference: Reference | None
 
@@ -89,7 +89,7 @@ class Snapshots:
         optimizers: Iterable[torch.optim.Optimizer] | None = None,
         *,
         compare: bool = False,
-        at_once: int = 0,
+        images: Images | None = None,
     ) -> Snapshot:
         """Read a state on the caller's thread: calls every ``state_dict()``, copies plain values, copies no tensor.
 
@@ -102,7 +102,7 @@ class Snapshots:
             optimizers: Those that will wait for the capture before they change anything: what belongs to them is left
                 to it. Small parts of all else are copied here and now. None: the caller waits for everything.
             compare: Keep a copy of what is left to the capture, to compare it with.
-            at_once: Without ``optimizers``, copy a state in host memory here and now that has at most so many bytes.
+            images: Copies a small state here and now, where there are no ``optimizers``.
 
         Raises:
             UnsupportedStateError: naming the path of what cannot be saved.
@@ -114,16 +114,15 @@ class Snapshots:
         sources = layout.sources
         if sources.devices and not backend.by_address:
             sources.pack_devices()
-        lazy, owned = None, False
+        lazy: Lazy | None = None
+        image: Image | None = None
         if optimizers is not None:
             layout, lazy = self._split(
                 flat, layout, optimizers, compare=compare, fenced=bool(sources.devices) and backend.by_address
             )
-        elif not sources.devices and len(sources.lengths) <= _FEW and int(sources.lengths.sum()) <= at_once:
-            # To have it done, and to be told of it, takes several times as long as to do it.
-            aside, left = set_aside(sources, np.ones(len(sources.lengths), bool))
-            layout, owned = layout.filled(aside), not left.any()
-        return Snapshot(flat.skeleton, layout, backend.admit(sources.devices), lazy, owned)
+        elif images is not None and (image := images.make(layout)) is not None:
+            sources.release()
+        return Snapshot(flat.skeleton, layout, backend.admit(sources.devices), lazy, image)
 
     def _split(
         self,
@@ -136,17 +135,19 @@ class Snapshots:
     ) -> tuple[Layout, Lazy]:
         values, paths = flat.leaves.values, flat.leaves.paths
         unchanged = optimized(optimizers)
-        modules = self._modules.look(flat.objects, flat.outline, unchanged)
-        unchanged += modules.frozen()
-        if changing := set(map(id, modules.changed_by_forward())):
-            unchanged = [tensor for tensor in unchanged if id(tensor) not in changing]
+        if flat.objects:
+            modules = self._modules.look(flat.objects, flat.outline, unchanged)
+            unchanged += modules.frozen()
+            if changing := set(map(id, modules.changed_by_forward())):
+                unchanged = [tensor for tensor in unchanged if id(tensor) not in changing]
         sources = layout.sources
         later = self._lazy_sources.among(sources, values, unchanged)
         last = self._part
         part = self._part = last if last is not None and last.later is later else _Part(later, layout.source_of)
-        held = part.held
-        if part.any_held:
+        held, any_held = part.held, part.any_held
+        if any_held:
             sources, held = set_aside(sources, held)
+            any_held = bool(held.any())
         if fenced:  # steps change what is on the host at once (step counts): no stream holds them up
             sources, _ = set_aside(sources, later & _on_host(sources))
             if sources.owned is not None:
@@ -166,7 +167,8 @@ class Snapshots:
         else:
             versions = Versions(paths, tensors, part.memory)
             part.memory = versions.memory  # the same for as long as it is this part: then nothing moved
-        return layout if sources is layout.sources else layout.filled(sources), Lazy(held, versions, reference)
+        lazy = Lazy(held, any_held, versions, reference)
+        return layout if sources is layout.sources else layout.filled(sources), lazy
 
 
 class _Part:

@@ -24,6 +24,7 @@ from pccheck_async.errors import (
     NoCheckpointError,
 )
 from pccheck_async.events import Opened, Waited
+from pccheck_async.image import Images
 from pccheck_async.info import CheckpointInfo, Metadata, Restored, check_step
 from pccheck_async.layout import check_metadata
 from pccheck_async.lifetime import forget, remember
@@ -95,6 +96,7 @@ class EngineCore:
         self._backend: CopyBackend
         self._pool: BufferPool
         self._planner: Planner
+        self._images: Images
         self._scheduler: Scheduler
         self._restorer: Restorer
         self.aborts: Aborts
@@ -150,12 +152,14 @@ class EngineCore:
             pinning = self._backend.pinning if isinstance(self._backend, CudaCopy) else None
             self._pool = BufferPool(decided.host_memory, decided.chunk_bytes, pinning)
             self._planner = Planner(decided.chunk_bytes, self._store.block_bytes)
+            self._images = Images(self._session.operations, self._planner, min(_AT_ONCE, decided.chunk_bytes))
             self._scheduler = Scheduler(
                 store=self._store,
                 writer=writer,
                 backend=self._backend,
                 pool=self._pool,
                 planner=self._planner,
+                images=self._images,
                 max_in_flight=config.max_in_flight,
                 clock=self._clock,
                 ended=self.admissions.note_end,
@@ -327,8 +331,7 @@ class EngineCore:
             return skipped, start
         optimizers = self.guard.optimizers if overlap else None
         compare = self.config.check_captures
-        at_once = min(_AT_ONCE, self._decisions.chunk_bytes)
-        snapshot = self._snapshots.take(state, self._backend, optimizers, compare=compare, at_once=at_once)
+        snapshot = self._snapshots.take(state, self._backend, optimizers, compare=compare, images=self._images)
         self._state_seconds += time.perf_counter() - start
         pending: PendingCheckpoint | None = None
         try:
@@ -338,7 +341,7 @@ class EngineCore:
                 if skipped is not None:
                     return skipped, start
                 # One that waits for its turn keeps its caller waiting, too: else they would pile up.
-                captured = snapshot.owned and len(self.admissions.in_flight) < self.config.max_in_flight
+                captured = snapshot.image is not None and len(self.admissions.in_flight) < self.config.max_in_flight
                 # Before the engine hears of it: an interrupt must not give it away twice.
                 pending = self.admissions.add(step)
                 if self._publisher is not None:
@@ -348,7 +351,7 @@ class EngineCore:
                     job.overlapped = Overlapped(pending, snapshot.lazy.versions)
                     pending.settle_by(job.overlapped.settle)
                     self.guard.watch(job.overlapped)
-                    if not snapshot.lazy.held.any():
+                    if not snapshot.lazy.any_held:
                         pending.set_held_captured()
                 if not self.loop.post(self._scheduler.start, job):
                     raise ClosedError(f"the engine of {self.path} is closed")

@@ -19,8 +19,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -28,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pccheck_async.copying import Fence
 from pccheck_async.errors import TornCaptureError
+from pccheck_async.moment import Moment
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.state.versions import Versions
 
@@ -46,7 +45,7 @@ class Overlapped:
         self.pending = pending
         self._versions: Versions | None = versions
         self._torn: TornCaptureError | None = None
-        self._fence: Future[Fence] = Future()
+        self._fence: Moment[Fence] = Moment()
         self._lock = threading.Lock()
 
     @property
@@ -61,17 +60,16 @@ class Overlapped:
 
     def set_fence(self, fence: Fence) -> None:
         """Note behind what a device may change what is captured. Called on the engine's threads, at most once."""
-        with suppress(InvalidStateError):
-            self._fence.set_result(fence)
+        self._fence.set_result(fence)
 
     def wait(self, timeout: float | None, *, for_fence: bool) -> bool:
         """Block until nothing reads the live state any more, or until there is a fence. False where it took longer."""
-        return self.pending.wait_out_of_reach(timeout, *([self._fence] if for_fence else []))
+        return self.pending.wait_out_of_reach(timeout, self._fence if for_fence else None)
 
     def hold_up(self) -> bool:
         """Let the devices wait, on the caller's current streams; False where there is no fence, or they cannot."""
         fence = self._fence
-        return fence.done() and fence.result().hold_up()
+        return fence.over and fence.result().hold_up()
 
     def settle(self) -> None:
         """Compare for the last time: the capture ended, and the caller may change everything from now on.
@@ -104,7 +102,7 @@ class Overlapped:
     def check(self) -> None:
         """Raise TornCaptureError if anything is known to have changed. Called before the commit."""
         self.settle()
-        self._fence = Future()  # the copies ended; users may keep their checkpoint for long
+        self._fence = Moment()  # the copies ended; users may keep their checkpoint for long
         if self._torn is not None:
             raise self._torn
 
@@ -139,6 +137,7 @@ class Guard:
         self._abandon = abandon
         self._waited = waited
         self._hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()
+        self._attached: list[weakref.ref[torch.optim.Optimizer]] = []
         self._others: Any = None
         self._captures: list[Overlapped] = []
         self._lock = threading.Lock()
@@ -148,7 +147,7 @@ class Guard:
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The attached ones that are still in use."""
-        return list(self._hooks)
+        return [optimizer for each in self._attached if (optimizer := each()) is not None]
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Hold up the steps of ``optimizer`` from now on. Idempotent. Raises TypeError where it has no hooks."""
@@ -166,6 +165,7 @@ class Guard:
                 "inside it, or call engine.wait_captured() before each of its steps"
             ) from None
         self._hooks[optimizer] = hooks
+        self._attached = [each for each in self._attached if each() is not None] + [weakref.ref(optimizer)]
 
     def watch(self, capture: Overlapped) -> None:
         """Hold up steps until this capture ended."""
@@ -225,6 +225,7 @@ class Guard:
         for hook in sum(self._hooks.values(), [self._others] if self._others is not None else []):
             hook.remove()
         self._hooks.clear()
+        self._attached = []
         self._others = None
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

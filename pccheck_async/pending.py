@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import os
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pccheck_async.errors import ClosedError
 from pccheck_async.info import CheckpointInfo
 from pccheck_async.loop import finish, wait_for
+from pccheck_async.moment import Moment
 
 __all__ = ["CheckpointProgress", "PendingCheckpoint"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +64,12 @@ class PendingCheckpoint:
         self.nbytes: int | None = None
         self.captured_nbytes = self.written_nbytes = 0
         self._settle: Callable[[], None] | None = None
-        self._held: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._captured: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._durable: concurrent.futures.Future[CheckpointInfo] = concurrent.futures.Future()
+        self._held: Moment[None] = Moment()
+        self._captured: Moment[None] = Moment()
+        self._durable: Moment[CheckpointInfo] = Moment()
         self._target = self  # whose result is waited for
         self._told = False
         self._waiters: set[object] = set()
-        self._held.set_running_or_notify_cancel()
-        # Running futures cannot be cancelled: cancelling an await only stops that waiting.
-        self._captured.set_running_or_notify_cancel()
-        self._durable.set_running_or_notify_cancel()
 
     @classmethod
     def standing_for(cls, newest: PendingCheckpoint, step: int) -> PendingCheckpoint:
@@ -88,8 +88,7 @@ class PendingCheckpoint:
         Raises:
             CheckpointError: what made the checkpoint fail before its capture was complete.
         """
-        with self._waiting(self._captured):
-            await wait_for(self._captured)
+        await self._wait(self._captured)
         if self._settle is not None:
             self._settle()
 
@@ -105,8 +104,7 @@ class PendingCheckpoint:
             StoreFailedError: that was a flush or a commit record: no later checkpoint of this engine succeeds either.
         """
         target = self._target
-        with target._waiting(target._durable):
-            return await wait_for(target._durable)
+        return await target._wait(target._durable)
 
     def __await__(self) -> Generator[Any, None, CheckpointInfo]:
         return self.durable().__await__()
@@ -114,19 +112,17 @@ class PendingCheckpoint:
     def result(self, timeout: float | None = None) -> CheckpointInfo:
         """Block until durable, for code that is not async (see :meth:`durable`). Raises TimeoutError."""
         target = self._target
-        with target._waiting(target._durable):
-            return target._durable.result(timeout)
+        return target._block(target._durable, timeout)
 
     def wait_captured(self, timeout: float | None = None) -> None:
         """Block until captured, for code that is not async (see :meth:`captured`). Raises TimeoutError."""
-        with self._waiting(self._captured):
-            self._captured.result(timeout)
+        self._block(self._captured, timeout)
         if self._settle is not None:
             self._settle()
 
     def done(self) -> bool:
         """Whether it is durable, superseded or failed."""
-        return self._target._durable.done()
+        return self._target._durable.over
 
     @property
     def progress(self) -> CheckpointProgress:
@@ -134,7 +130,7 @@ class PendingCheckpoint:
         target = self._target
         nbytes, captured, written = target.nbytes, target.captured_nbytes, target.written_nbytes
         if self.done():
-            failed = target._durable.exception() is not None
+            failed = target._durable.error is not None
             phase: Any = "failed" if failed else "superseded" if target.superseded else "durable"
         elif nbytes is None:
             phase = "waiting"
@@ -142,8 +138,23 @@ class PendingCheckpoint:
             phase = "committing" if written >= nbytes else "writing" if target.is_captured else "capturing"
         return CheckpointProgress("skipped" if self.skipped else phase, nbytes or 0, captured, written)
 
+    async def _wait(self, moment: Moment[T]) -> T:
+        outcome = moment.outcome
+        if outcome is not None and outcome[1] is None:
+            await asyncio.sleep(0)  # others may run, and cancel
+            return outcome[0]
+        with self._waiting(moment):
+            return await wait_for(moment.future())
+
+    def _block(self, moment: Moment[T], timeout: float | None = None) -> T:
+        outcome = moment.outcome
+        if outcome is not None and outcome[1] is None:
+            return outcome[0]
+        with self._waiting(moment):
+            return moment.result(timeout)
+
     @contextmanager
-    def _waiting(self, future: concurrent.futures.Future[Any]) -> Iterator[None]:
+    def _waiting(self, moment: Moment[Any]) -> Iterator[None]:
         """Whoever waits here while it fails has been told; whoever gave up waiting before has not."""
         if not future.done() and os.getpid() != self._pid:
             raise ClosedError("this checkpoint is on its way in the parent process; a forked child cannot wait for it")
@@ -152,7 +163,7 @@ class PendingCheckpoint:
         try:
             yield
         finally:
-            if future.done() and future.exception() is not None:
+            if moment.error is not None:
                 self._told = True
             self._waiters.discard(waiter)
 
@@ -173,11 +184,11 @@ class PendingCheckpoint:
             else "superseded"
             if self.superseded
             else "failed"
-            if self._durable.done() and self._durable.exception() is not None
+            if self._durable.error is not None
             else "durable"
-            if self._durable.done()
+            if self._durable.over
             else "captured"
-            if self._captured.done()
+            if self._captured.over
             else "capturing"
         )
         return f"<PendingCheckpoint step={self.step} counter={self.counter} {state}>"
@@ -190,35 +201,32 @@ class PendingCheckpoint:
 
     async def held_captured(self) -> None:
         """Wait until what may change before the next optimizer step is out of reach (see :meth:`captured`)."""
-        with self._waiting(self._held):
-            await wait_for(self._held)
+        await self._wait(self._held)
 
     def wait_held_captured(self) -> None:
         """Do the same, blocking."""
-        with self._waiting(self._held):
-            self._held.result()
+        self._block(self._held)
 
     async def out_of_reach(self) -> None:
         """Wait until nothing reads the live state any more; a failure stays untold."""
-        await finish(self._captured)
+        if not self._captured.over:
+            await finish(self._captured.future())
 
-    def wait_out_of_reach(
-        self, timeout: float | None = None, enough: concurrent.futures.Future[Any] | None = None
-    ) -> bool:
+    def wait_out_of_reach(self, timeout: float | None = None, enough: Moment[Any] | None = None) -> bool:
         """Block until nothing reads the live state any more, or until ``enough`` is done; a failure stays untold.
 
         Returns:
             False where it took longer than ``timeout`` seconds.
         """
-        if self._captured.done():
+        if self._captured.over:
             return True
-        waited = [self._captured] if enough is None else [self._captured, enough]
+        waited = [each.future() for each in (self._captured, enough) if each is not None]
         return bool(concurrent.futures.wait(waited, timeout, concurrent.futures.FIRST_COMPLETED).done)
 
     @property
     def is_captured(self) -> bool:
         """Whether the capture ended (or failed)."""
-        return self._captured.done()
+        return self._captured.over
 
     @property
     def failure_told(self) -> bool:
@@ -227,33 +235,26 @@ class PendingCheckpoint:
 
     def set_held_captured(self) -> None:
         """Note that what is not left to the guard is captured."""
-        with suppress(concurrent.futures.InvalidStateError):  # whoever was first decided
-            self._held.set_result(None)
+        self._held.set_result(None)
 
     def set_captured(self) -> None:
         """Note the end of the capture."""
-        if self._captured.done():
+        if self._captured.over:
             return
         self.set_held_captured()
         self.captured_at = time.monotonic()
-        with suppress(concurrent.futures.InvalidStateError):
-            self._captured.set_result(None)
+        self._captured.set_result(None)
 
     def set_durable(self, info: CheckpointInfo, *, superseded: bool = False) -> None:
         """Note the commit, or the newest checkpoint where this one is superseded."""
         self.superseded = superseded
         self.set_captured()
-        with suppress(concurrent.futures.InvalidStateError):
-            self._durable.set_result(info)
+        self._durable.set_result(info)
 
     def set_failed(self, error: BaseException) -> None:
         """Note the failure."""
-        with suppress(concurrent.futures.InvalidStateError):
-            self._held.set_exception(error)
-        with suppress(concurrent.futures.InvalidStateError):
-            self._captured.set_exception(error)
-        with suppress(concurrent.futures.InvalidStateError):
-            self._durable.set_exception(error)
+        for moment in (self._held, self._captured, self._durable):
+            moment.set_error(error)
 
     def set_told(self) -> None:
         """Note that the failure was told to the user."""

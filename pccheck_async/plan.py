@@ -85,7 +85,7 @@ class Planner:
     def plan(self, layout: Layout) -> Plan:
         """Return the plan for ``layout``."""
         last = self._last
-        if last is not None and last[0] == layout.storage_nbytes and np.array_equal(last[1], layout.extents):
+        if last is not None and last[0] == layout.storage_nbytes and _same(last[1], layout.extents):
             self.hits += 1
             return last[2]
         self.misses += 1
@@ -172,6 +172,10 @@ def _by_device(raw: Table, devices: npt.NDArray[np.int32] | None, packed: Sequen
     found = {device: raw[devices == device] for device in np.unique(devices).tolist()}
     host = found.pop(HOST, raw[:0])
     return Segments(host.tobytes(), found, packed)
+
+
+def _same(one: _Extents, other: _Extents) -> bool:
+    return one is other or np.array_equal(one, other)
 
 
 def _align(value: int, alignment: int) -> int:

@@ -49,8 +49,9 @@ class Reporter:
 
     def tell(self, event: Event) -> None:
         """Note an event."""
-        with suppress(Exception):  # of a handler of the log; nobody who tells of an event expects it
-            self._note(event)
+        if event.level is not None or isinstance(event, Waited):
+            with suppress(Exception):  # of a handler of the log; nobody who tells of an event expects it
+                self._note(event)
         self.hooks.put(event)
 
     def closed(self, *, durable: int, superseded: int, failed: int, skipped: int, stall: float) -> None:

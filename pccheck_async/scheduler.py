@@ -21,6 +21,7 @@ from pccheck_async.copying import CopyBackend
 from pccheck_async.errors import CheckpointError
 from pccheck_async.events import Abandoned, Captured, Event
 from pccheck_async.failures import first_failure
+from pccheck_async.image import Image, Images
 from pccheck_async.info import CheckpointInfo
 from pccheck_async.layout import Entry, align
 from pccheck_async.limiter import Limiter
@@ -40,6 +41,8 @@ __all__ = ["Job", "Scheduler"]
 
 _LARGEST_CHECKSUM = 0xFFFFFFFF
 _CHUNKS_AT_ONCE = 8
+_AT_ONCE = 2 << 20
+"""Bytes that are written together with their record: a disk takes about a millisecond for them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,6 +71,7 @@ class Scheduler:
         backend: Copies them.
         pool: Staging buffers, one chunk each.
         planner: Lays states out.
+        images: Made the images of small ones.
         max_in_flight: Most checkpoints between admission and their end.
         clock: Stage times.
         ended: Called with every checkpoint that ended, its error, whether it was superseded, and its bytes, before
@@ -84,6 +88,7 @@ class Scheduler:
         backend: CopyBackend,
         pool: BufferPool,
         planner: Planner,
+        images: Images,
         max_in_flight: int,
         clock: StageClock,
         ended: Callable[[PendingCheckpoint, Exception | None, bool, int], None],
@@ -95,6 +100,7 @@ class Scheduler:
         self._backend = backend
         self._pool = pool
         self._planner = planner
+        self._images = images
         self._clock = clock
         self._ended = ended
         self._tell = tell
@@ -168,7 +174,7 @@ class Scheduler:
         return [pending for pending, task in waiting.items() if not task.done() and not pending.done()]
 
     def give_up(self, pendings: Iterable[PendingCheckpoint]) -> None:
-        """See to it that nothing of these is committed any more, whenever their operations end."""
+        """Begin no commit of these any more, whenever their operations end; one that is under way may end well."""
         for pending in pendings:
             if (task := self._tasks.get(pending)) is not None:
                 task.cancel()
@@ -216,9 +222,13 @@ class Scheduler:
             pending.set_durable(info, superseded=superseded)
             await self._store.remove_surplus()  # only now: whatever happens to it, the checkpoint is durable
         finally:
+            if job.snapshot.image is not None:
+                self._images.take_back(job.snapshot.image)  # every operation on it has ended
             job.release()
 
     async def _save(self, job: Job) -> tuple[CheckpointInfo, bool]:
+        if job.snapshot.image is not None:
+            return await self._save_image(job, job.snapshot.image)
         plan = self._planner.plan(job.snapshot.layout)
         pending = job.pending
         fenced = None if job.overlapped is None else job.overlapped.set_fence
@@ -244,24 +254,44 @@ class Scheduler:
             await self._capture_chunk(capture, 0, plan.chunks[0], buffer.view)
             job.pending.captured_nbytes = plan.payload_nbytes
             enter_chunk(None)
-            data = self._encode(job, plan, capture.entries())
-            slot = await self._store.reserve(self._nbytes(plan, len(data)))
-            entry = self._entry(job, plan, slot, data)
-            padded = align(len(data), self._store.block_bytes)
-            end = entry.manifest_offset + padded
-            rest = [(0, buffer.view[:end])]
-            if end > len(buffer.view):
-                rest = [(0, buffer.view[: entry.manifest_offset]), (entry.manifest_offset, aligned_buffer(padded))]
-            rest[-1][1][-padded:] = data.ljust(padded, b"\0")
-            return await self._finish(job, slot, entry, rest)
+            return await self._write_at_once(job, plan, capture.entries(), buffer.view)
         finally:
             buffer.release()
+
+    async def _save_image(self, job: Job, image: Image) -> tuple[CheckpointInfo, bool]:
+        """Write what was captured when the engine heard of it."""
+        pending, plan = job.pending, image.plan
+        pending.nbytes = pending.captured_nbytes = plan.payload_nbytes
+        enter_chunk(0)
+        self._clock.note("capture", *image.seconds, image.entry.nbytes)
+        enter_chunk(None)
+        self._captured(pending)
+        return await self._write_at_once(job, plan, (image.entry,), image.buffer)
+
+    async def _write_at_once(
+        self, job: Job, plan: Plan, chunks: tuple[ChunkEntry, ...], buffer: memoryview
+    ) -> tuple[CheckpointInfo, bool]:
+        """Write a buffer that begins with all of a state, and the manifest behind that where there is room."""
+        data = self._encode(job, plan, chunks)
+        slot = await self._store.reserve(self._nbytes(plan, len(data)))
+        entry = self._entry(job, plan, slot, data)
+        padded = align(len(data), self._store.block_bytes)
+        end = entry.manifest_offset + padded
+        rest = [(0, buffer[:end])]
+        if end > len(buffer):
+            rest = [(0, buffer[: entry.manifest_offset]), (entry.manifest_offset, aligned_buffer(padded))]
+        rest[-1][1][-padded:] = data.ljust(padded, b"\0")
+        return await self._finish(job, slot, entry, rest)
 
     async def _finish(
         self, job: Job, slot: SlotLease, entry: Entry, rest: Sequence[Piece] = ()
     ) -> tuple[CheckpointInfo, bool]:
         """Write the rest of a captured checkpoint and commit it: what is durable then, and whether that is newer."""
         with self._clock.timed("commit"):
+            if rest and job.overlapped is None and sum(len(data) for _, data in rest) <= _AT_ONCE:
+                committed = await self._store.persist_and_commit(slot, rest, entry)
+                job.pending.written_nbytes = entry.nbytes
+                return (entry.info, False) if committed else (self._store.entries[0].info, True)
             try:
                 await self._store.persist(slot, rest)
                 job.pending.written_nbytes = entry.nbytes

@@ -83,7 +83,8 @@ class SlotFiles:
 
     async def lease(self, nbytes: int) -> SlotLease:
         """Lease a slot of at least ``nbytes``, whole blocks. Called under :attr:`lock`. Raises StoreFullError."""
-        await self._reserve_all(nbytes)
+        if not self._reserved:
+            await self._reserve_all(nbytes)
         slot = await self._find_slot(nbytes)
         self._table.lease(slot)
         return SlotLease(slot, self._files[slot], nbytes)
@@ -114,8 +115,8 @@ class SlotFiles:
 
     async def remove_surplus(self) -> None:
         """Remove slots that are neither needed nor used any more; a failure is only logged."""
-        if self.lock.locked():
-            return  # a checkpoint looks for a slot, perhaps for long; the next commit does it
+        if self.lock.locked() or not self._table.surplus():
+            return  # where a checkpoint looks for a slot, perhaps for long, the next commit does it
         async with self.lock:
             for slot in self._table.surplus():
                 try:
@@ -125,8 +126,6 @@ class SlotFiles:
                     write(logging.WARNING, "surplus", "%s could not be removed: %s", slot_name(slot), error)
 
     async def _reserve_all(self, nbytes: int) -> None:
-        if self._reserved:
-            return
         missing = self._table.missing()
         for done, number in enumerate(missing):
             try:

@@ -168,5 +168,7 @@ class SlotTable:
 
     def surplus(self) -> list[int]:
         """Free slots beyond ``most`` (after a reader's extra slot, or when fewer are kept), to be removed."""
-        extra = max(0, self.count - self.most)
+        extra = self.count - self.most
+        if extra <= 0:
+            return []
         return sorted(self.free(), key=lambda slot: (self._sizes[slot], slot))[:extra]

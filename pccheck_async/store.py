@@ -6,7 +6,9 @@ rests on (PCcheck, section 3.2, and the invariants I1 to I3 and I12 of the desig
     data and manifest written -> flush slot -> write the other record -> flush record -> publish -> free the old slot
 
 Each write and the flush behind it are one operation of the writer's (:meth:`Writer.persist`), of which a disk takes
-less time than of two, and whatever stands for a disk in tests sees every single one.
+less time than of two, and whatever stands for a disk in tests sees every single one. A small checkpoint and the record
+that names it are one as well, in that order: what the record says is decided before, and no other record is written
+until this one is.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ from pccheck_async.records import read_identity, read_record
 from pccheck_async.retention import Retention
 from pccheck_async.slot_files import SlotFiles, SlotLease, open_slots
 from pccheck_async.uninterrupted import uninterrupted
-from pccheck_async.writer import File, Piece, Writer
+from pccheck_async.writer import File, Part, Piece, Writer
 
 __all__ = ["SlotLease", "Store", "StoreStatistics"]
 
@@ -262,7 +264,8 @@ class Store:
         nbytes = align(nbytes, self.block_bytes)
         async with self._slots.lock:
             self._check_usable()
-            await self._take_over()
+            if not self._took_over:
+                await self._take_over()
             return await self._slots.lease(nbytes)
 
     async def release(self, lease: SlotLease, manifest_offset: int | None = None) -> None:
@@ -283,7 +286,7 @@ class Store:
                 # Flushed, as the manifest may have been; where the device fails here too, no more can be done.
                 nothing = aligned_buffer(self.block_bytes)
                 with suppress(OSError):
-                    await self._writer.persist(lease.file, [(manifest_offset, nothing)], self._latch)
+                    await self._writer.persist([(lease.file, [(manifest_offset, nothing)])], self._latch)
         finally:
             await self._slots.release(lease)
 
@@ -293,10 +296,9 @@ class Store:
         Crash: a record that was only in the device's cache names the slots this writer keeps; if the power fails after
         new data went into the slots it freed, the older record comes back and names overwritten slots.
         """
-        if not self._took_over:
-            await self._flush_or_latch(partial(self._writer.flush, self._commit))
-            await self._flush_or_latch(self._writer.sync_folder)
-            self._took_over = True
+        await self._flush_or_latch(partial(self._writer.flush, self._commit))
+        await self._flush_or_latch(self._writer.sync_folder)
+        self._took_over = True
 
     async def remove_surplus(self) -> None:
         """Remove slots that are neither needed nor used any more; a failure is only logged."""
@@ -314,6 +316,40 @@ class Store:
             StoreFailedError: the flush failed; no further commits.
         """
         await self._persist_slot(lease.file, rest)  # crash: a record that names bytes still in the device's cache (I2)
+
+    async def persist_and_commit(self, lease: SlotLease, rest: Sequence[Piece], entry: Entry) -> bool:
+        """Do what :meth:`persist` and :meth:`commit` do; the lease is given back whatever happens.
+
+        Where no other commit is under way all of it is one operation of the writer's, of which the record is a part:
+        other commits wait until all is written, so this is for what takes hardly longer than a record.
+
+        Durability: on True the checkpoint survives power loss.
+
+        Raises:
+            WriteError, StoreFullError: a write to the slot failed, and nothing else (I11).
+            StoreFailedError: a flush or the record failed, now or before; no further commits (I11).
+        """
+        apart = self._commit_lock.locked() or not self._writer.persists_at_once
+        try:
+            if not apart:
+                return await self._commit_at_once(lease, rest, entry)
+            await self.persist(lease, rest)
+        except BaseException:
+            if apart or self._failure is None:
+                await self.release(lease, entry.manifest_offset)
+            raise
+        return await self.commit(lease, entry)
+
+    async def _commit_at_once(self, lease: SlotLease, rest: Sequence[Piece], entry: Entry) -> bool:
+        async with self._commit_lock:  # until the record is written: what is decided here stays right
+            self._check_usable()
+            entries = self._retain(entry)
+            if entry not in entries:
+                self._superseded += 1
+                await self.release(lease)
+                return False
+            await self._replace_record(entries, [(lease.file, rest)])
+        return True
 
     async def commit(self, lease: SlotLease, entry: Entry) -> bool:
         """Commit a persisted checkpoint; False where it is superseded, and then its slot is free again (I6).
@@ -341,12 +377,13 @@ class Store:
             self._commit_lock.release()
         return True
 
-    async def _replace_record(self, entries: Iterable[Entry]) -> None:
+    async def _replace_record(self, entries: Iterable[Entry], slot: Sequence[Part] = ()) -> None:
         record = Record(self._record.generation + 1, tuple(entries))
         try:
-            await self._persist_record(record)  # crash: acknowledged, the old slot reused, and this in flight (I3)
+            await self._persist_record(record, slot)  # crash: acknowledged, the old slot reused, this in flight (I3)
         except BaseException as error:
-            self._latch(error)  # which of the two records a restart will find is unknown: write nothing more
+            if not (slot and isinstance(error, OSError)):  # else it is latched, or only a write to the slot failed
+                self._latch(error)  # which of the two records a restart will find is unknown: write nothing more
             self._raise_latched(error)
             raise
         self._publish(record)
@@ -367,7 +404,8 @@ class Store:
         if not self._took_over:  # else whoever holds the lock may wait for readers, who take their time
             async with self._slots.lock:
                 self._check_usable()
-                await self._take_over()  # crash: this record overwrites the one before last under one not yet durable
+                if not self._took_over:
+                    await self._take_over()  # crash: this record overwrites the last durable one
         async with self._commit_lock:
             self._check_usable()
             entries = tuple(change(self.entries))
@@ -383,21 +421,21 @@ class Store:
         return next(entry for entry in self.entries if entry.step == step)
 
     async def _persist_slot(self, file: File, rest: Sequence[Piece]) -> None:
-        # To its end, cancelled or not: the error of a flush that nobody waits for any more must latch all the same.
         try:
-            await uninterrupted(self._writer.persist(file, rest, self._latch))
+            await self._writer.persist([(file, rest)], self._latch)
         except OSError as error:
             self._raise_latched(error)
             raise
 
-    async def _persist_record(self, record: Record) -> None:
+    async def _persist_record(self, record: Record, slot: Sequence[Part] = ()) -> None:
+        """Write a record and make it durable; before it a slot, where that is not yet (I2)."""
         data = encode_record(record, self._identity.id_bytes, self.block_bytes)
         # Two copies on separate blocks: one damaged block does not cost the record. Both only ever touch this
         # generation's parity, so the record before stays whole whatever happens here, in whatever order.
         view = self._record_buffer[: len(data)]
         view[:] = data
         copies = [(offset, view) for offset in region_offsets(record.generation)]
-        await self._writer.persist(self._commit, copies, self._latch)
+        await self._writer.persist([*slot, (self._commit, copies)], self._latch)
 
     def _publish(self, record: Record) -> None:
         self._record = record

@@ -303,6 +303,7 @@ class Unsteady(WrappingWriter):
         self._slot_share = scenario.trouble / 4
         self._record_share = scenario.record_trouble
         self._rng = rng
+        self.persists_at_once = scenario.seed % 2 == 0
 
     async def perform(self, access: Access, call: Callable[[], Awaitable[T]]) -> T:
         if access.kind == "write" and access.name != COMMIT_NAME:

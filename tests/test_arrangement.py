@@ -23,7 +23,7 @@ from pccheck_async.state.storages import Layout, lay_out
 from tests import state_strategies
 from tests.state_strategies import tensor_of
 
-told = pytest.mark.skipif(forms._tell([torch.zeros(1)]) is None, reason="not with this torch, or without the extension")
+told = pytest.mark.skipif(forms.tell([torch.zeros(1)]) is None, reason="not with this torch, or without the extension")
 COMPARISONS = [pytest.param(True, marks=told), False]
 """What tensors are as DLPack tells it, and property by property."""
 

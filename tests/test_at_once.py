@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import errno
 import threading
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 import torch
 
-from pccheck_async import SyncCheckpointEngine, WriteError, load_sync
+from pccheck_async import StoreFailedError, SyncCheckpointEngine, WriteError, load_sync
 from pccheck_async.layout import COMMIT_NAME
-from pccheck_async.testing import CrashDisk, CrashWriter, StuckWriter, WrappingWriter
-from pccheck_async.writer import File
+from pccheck_async.pending import CheckpointProgress
+from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, StuckWriter, WrappingWriter
+from pccheck_async.testing.wrapping import Access
+from pccheck_async.writer import File, Writer
 
 FOLDER = "anywhere"
+T = TypeVar("T")
 
 
 def small() -> dict[str, Any]:
@@ -87,6 +91,7 @@ def test_those_that_wait_for_their_turn_keep_their_callers_waiting() -> None:
 
 class BrokenSlots(WrappingWriter):
     broken = False
+    persists_at_once = True
 
     async def write(self, file: File, offset: int, data: memoryview) -> None:
         if self.broken and file.name != COMMIT_NAME:
@@ -104,6 +109,128 @@ def test_a_failure_that_nobody_waits_for_is_raised_by_the_next_call() -> None:
             engine.drain()
         writer.broken = False
         engine.checkpoint(small(), step=3).result(30)
+
+
+def test_two_in_flight_have_bytes_of_their_own() -> None:
+    engine, writer, disk = stuck_engine(max_in_flight=2, keep_last=2)
+    state = {"a": torch.zeros(100)}
+    for round_ in range(3):
+        writer.hold("write")
+        for step in (2 * round_, 2 * round_ + 1):
+            state["a"].fill_(step)
+            engine.checkpoint(state, step=step)
+        state["a"].fill_(-1)
+        writer.release()
+        engine.drain()
+    engine.close()
+    for step in (4, 5):
+        found = load_sync(FOLDER, step=step, io=CrashWriter(disk, read_only=True))
+        assert found["a"].tolist() == [step] * 100
+
+
+class Noting(WrappingWriter):
+    """Remembers what was done."""
+
+    persists_at_once = True
+
+    def __init__(self, inner: Writer) -> None:
+        super().__init__(inner)
+        self.seen: list[tuple[str, str]] = []
+
+    async def perform(self, access: Access, call: Callable[[], Awaitable[T]]) -> T:
+        self.seen.append((access.kind, access.name))
+        return await call()
+
+
+def test_slot_and_record_are_written_in_order() -> None:
+    writer = Noting(CrashWriter(CrashDisk()))
+    with SyncCheckpointEngine(FOLDER, io=writer) as engine:
+        engine.checkpoint(small(), step=1).result(30)
+        writer.seen.clear()
+        engine.checkpoint(small(), step=2).result(30)
+        slot = writer.seen[0][1]
+        assert slot.startswith("slot-")
+        assert writer.seen == [
+            ("try_lock", slot),
+            ("write", slot),
+            ("flush", slot),
+            ("unlock", slot),
+            *[("write", COMMIT_NAME)] * 2,
+            ("flush", COMMIT_NAME),
+        ]
+
+
+def test_a_record_under_way_keeps_no_other_slot_from_being_written() -> None:
+    engine, writer, _ = stuck_engine(max_in_flight=2)
+    writer.persists_at_once = True
+    engine.checkpoint(small(), step=0).result(30)
+    writer.hold("flush", after=1)
+    first = engine.checkpoint(small(), step=1)
+    writer.wait_stuck(1)  # its record
+    second = engine.checkpoint(small(), step=2)
+    writer.wait_stuck(2)
+    assert [access.name == COMMIT_NAME for access in writer.stuck] == [True, False]
+    writer.release()
+    assert (first.result(30).step, second.result(30).step) == (1, 2)
+    engine.close()
+
+
+def test_slots_of_failed_writes_come_back() -> None:
+    writer = BrokenSlots(CrashWriter(CrashDisk()))
+    with SyncCheckpointEngine(FOLDER, io=writer) as engine:
+        engine.checkpoint(small(), step=1).result(30)
+        slots = engine.statistics().slots
+        for step in range(2, 2 + 2 * slots):
+            writer.broken = True
+            with pytest.raises(WriteError, match="broken"):
+                engine.checkpoint(small(), step=step).result(30)
+            writer.broken = False
+            engine.checkpoint(small(), step=step).result(30)
+        assert engine.statistics().slots == slots
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_whatever_fails_from_the_first_flush_on_latches(at: int) -> None:
+    """The slot's flush, both writes of the record, and its flush."""
+    disk = CrashDisk()
+    with SyncCheckpointEngine(FOLDER, io=CrashWriter(disk)) as engine:
+        engine.checkpoint(small(), step=1).result(30)
+    writer = FailingWriter(CrashWriter(disk), fail_at=None, kinds=("write", "flush"))
+    writer.persists_at_once = True
+    engine = SyncCheckpointEngine(FOLDER, io=writer).open()
+    engine.checkpoint(small(), step=2).result(30)
+    writer._fail_at = writer.operations + 1 + at
+    with pytest.raises(WriteError):
+        engine.checkpoint(small(), step=3).result(30)
+    with pytest.raises(StoreFailedError):
+        engine.checkpoint(small(), step=4).result(30)
+    engine.close()
+    assert load_sync(FOLDER, io=CrashWriter(disk, read_only=True))["step"] == 1
+
+
+def test_all_of_it_is_written_where_it_is_durable(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        pending = engine.checkpoint(small(), step=1)
+        pending.result(30)
+        nbytes = pending.progress.nbytes
+        assert nbytes > 4000
+        assert pending.progress == CheckpointProgress("durable", nbytes, nbytes, nbytes)
+        before = engine.statistics().stages
+        assert (before["capture"].count, before["capture"].nbytes) == (1, nbytes)
+        engine.checkpoint(small(), step=2).result(30)
+        after = engine.statistics().stages
+        done = {name: after[name].count - before[name].count for name in ("capture", "write", "flush", "commit")}
+        assert done == {"capture": 1, "write": 3, "flush": 2, "commit": 1}
+
+
+def test_plain_values_may_be_more_than_there_is_room_for_behind_the_tensors(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        for count in (100_000, 10):
+            state = small() | {"numbers": list(range(count))}
+            engine.checkpoint(state, step=count).result(30)
+            found = load_sync(tmp_path)
+            assert found["numbers"] == state["numbers"]
+            assert found["weights"].tolist() == state["weights"].tolist()
 
 
 def test_no_tensor_at_all(tmp_path: Path) -> None:

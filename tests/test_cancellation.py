@@ -200,7 +200,7 @@ def test_cancelled_after_its_capture_it_goes_on_and_its_failure_is_told(tmp_path
             stuck.writer.hold("write")
             core = engine._core
             pending, _ = core.admit(state_of(1), 1, None)
-            await asyncio.to_thread(pending._captured.result)
+            await asyncio.to_thread(pending.wait_captured)
             await core.aborts.abort(pending)  # what a cancelled checkpoint() does, too late
             stuck.writer.release()
             with pytest.raises(WriteError):

@@ -19,7 +19,7 @@ from pccheck_async.records import read_record
 from pccheck_async.retention import Kept, Retention
 from pccheck_async.store import Store
 from pccheck_async.testing import Snapshot, WrappingWriter
-from pccheck_async.writer import File, Piece, Writer
+from pccheck_async.writer import File, Part, Piece, Writer
 from tests.crash_harness import BLOCK, Findings, Scenario, explore, explore_damage
 
 pytestmark = pytest.mark.slow
@@ -75,9 +75,9 @@ def test_a_rule_that_is_forgotten(kind: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_slot_freed_before_the_record_is_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
     persist_record = Store._persist_record
 
-    async def free_first(store: Store, record: Record) -> None:
+    async def free_first(store: Store, record: Record, slot: Sequence[Part] = ()) -> None:
         store._slots.committed(entry.slot for entry in record.entries)
-        await persist_record(store, record)
+        await persist_record(store, record, slot)
 
     monkeypatch.setattr(Store, "_persist_record", free_first)
     found(dataclasses.replace(SCENARIO, max_in_flight=4, bursts=3, deaths=0, images=8, wrap=SlowRecords))
@@ -92,7 +92,9 @@ def test_record_written_before_the_payload_is_flushed(monkeypatch: pytest.Monkey
             await store._writer.write(file, offset, data)
         late.append(file)
 
-    async def flush_both(store: Store, record: Record) -> None:
+    async def flush_both(store: Store, record: Record, slot: Sequence[Part] = ()) -> None:
+        for file, rest in slot:
+            await flush_later(store, file, rest)
         await persist_record(store, record)
         while late:
             await persist_slot(store, late.pop(), ())
@@ -105,17 +107,22 @@ def test_record_written_before_the_payload_is_flushed(monkeypatch: pytest.Monkey
 class FlushFirst(WrappingWriter):
     """Flushes what is persisted before it is written."""
 
+    persists_at_once = True
+
     def __init__(self, inner: Writer, name: str) -> None:
         super().__init__(inner)
         self._name = name
 
-    async def persist(self, file: File, pieces: Sequence[Piece], unflushed: Callable[[OSError], None]) -> None:
-        if not file.name.startswith(self._name):
-            await super().persist(file, pieces, unflushed)
-            return
-        await self.flush(file)
-        for offset, data in pieces:
-            await self.write(file, offset, data)
+    async def persist(self, parts: Sequence[Part], unsure: Callable[[OSError], None]) -> None:
+        for number, (file, pieces) in enumerate(parts, 1):
+            if file.name.startswith(self._name):
+                await self.flush(file)
+                for offset, data in pieces:
+                    await self.write(file, offset, data)
+            else:
+                await super().persist([(file, pieces)], unsure)
+            if number < len(parts):
+                await self.unlock(file)
 
 
 @pytest.mark.parametrize("name", ["slot-", layout.COMMIT_NAME])

@@ -20,10 +20,10 @@ LAYERS = [
         "published", "regular_file",
     },
     {  # engine
-        "loop", "lifetime", "pending", "records", "reading", "capture", "slot_files", "store", "restore", "scheduler",
-        "read_lease", "steps", "restorer", "admissions", "overlap", "preemption", "training", "reporter", "publisher",
-        "progress", "aborts", "core", "scratch", "trials", "tuned", "tuner", "engine_base", "engine", "sync", "loading",
-        "data", "store_reader", "upkeep", "verified", "opened",
+        "loop", "lifetime", "moment", "pending", "records", "reading", "image", "capture", "slot_files", "store",
+        "restore", "scheduler", "read_lease", "steps", "restorer", "admissions", "overlap", "preemption", "training",
+        "reporter", "publisher", "progress", "aborts", "core", "scratch", "trials", "tuned", "tuner", "engine_base",
+        "engine", "sync", "loading", "data", "store_reader", "upkeep", "verified", "opened",
     },
     {"", "bench", "cli", "converting", "testing", "examples", "__main__"},  # edge
 ]  # fmt: skip

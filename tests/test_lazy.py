@@ -11,6 +11,7 @@ import torch
 
 from pccheck_async import SyncCheckpointEngine, load_sync
 from pccheck_async.memory import PAGE_BYTES
+from pccheck_async.state import forms
 from pccheck_async.state.flatten import take_apart
 from pccheck_async.state.lazy import LazyMemory, LazySources, ModuleParameters, optimized
 from pccheck_async.state.sources import PackedSource, Sources
@@ -154,6 +155,18 @@ def test_what_is_lazy_is_remembered_until_the_tensors_are_others(as_leaf: bool) 
     with torch.no_grad():
         weight.data = torch.zeros(8)  # the leaf stays where it is, and nobody guards it any more
     assert among(weight, moment) == [False, True, False]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_holes_in_a_tensor_are_noticed(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not told:
+        monkeypatch.setattr(forms, "_dlpack_forms", None)
+    memory = torch.zeros(16)
+    leaf = memory[:8].detach()
+    sources, known = sources_of(leaf), LazySources()
+    for tensor, dense in ((memory[:8], True), (memory[::2], False), (memory[:8], True)):
+        for _ in range(3):  # the second time it is remembered
+            assert known.among(sources, [leaf], [tensor]).tolist() == [dense]
 
 
 def test_other_addresses_are_looked_at_anew() -> None:

@@ -33,7 +33,7 @@ from hypothesis import strategies as st
 
 from pccheck_async import checksum
 from pccheck_async.operations import native
-from pccheck_async.operations.base import Flush, Operations, Write
+from pccheck_async.operations.base import Flush, Operations, Step, Unlock, Write
 from pccheck_async.operations.threads import WorkerThreads
 from tests.conftest import ENGINES, need
 
@@ -172,13 +172,15 @@ async def let_others_run() -> None:
 @on_loop
 async def test_a_chain_performs_its_steps_in_order(runner: asyncio.Runner, operations: Operations, fd: int) -> None:
     before = time.perf_counter()
-    ended = await operations.chain(
+    ended: list[Step] = []
+    await operations.chain(
         [
             Write(fd, 0, memoryview(b"aaaa")),
             Write(fd, 2, memoryview(b"bbbb")),
             Flush(fd),
             Write(fd, 4, memoryview(b"c")),
-        ]
+        ],
+        ended,
     )
     assert [step.error for step in ended] == [None] * 4
     times = [before, *(step.ended for step in ended), time.perf_counter()]
@@ -192,7 +194,9 @@ async def test_nothing_of_a_chain_follows_a_failure(runner: asyncio.Runner, oper
     try:
         after = Write(fd, 0, memoryview(b"after"))
         for failing in (Flush(writer), Write(writer, 0, memoryview(b"x"))):  # EINVAL, ESPIPE: pipes have neither
-            first, second = await operations.chain([Write(fd, 8, memoryview(b"before")), failing, after])
+            ended: list[Step] = []
+            await operations.chain([Write(fd, 8, memoryview(b"before")), failing, after], ended)
+            first, second = ended
             assert first.error is None
             assert second.error is not None
             assert second.error.errno in (errno.EINVAL, errno.ESPIPE)
@@ -205,8 +209,46 @@ async def test_nothing_of_a_chain_follows_a_failure(runner: asyncio.Runner, oper
 @on_loop
 async def test_a_refused_chain_does_nothing(runner: asyncio.Runner, operations: Operations, fd: int) -> None:
     with pytest.raises((ValueError, OSError)):
-        await operations.chain([Write(fd, -1, memoryview(b"x")), Write(fd, 0, memoryview(b"y"))])
+        await operations.chain([Write(fd, -1, memoryview(b"x")), Write(fd, 0, memoryview(b"y"))], [])
     assert os.fstat(fd).st_size == 0
+
+
+@on_loop
+async def test_a_chain_unlocks_where_it_comes_to_it(
+    runner: asyncio.Runner, operations: Operations, fd: int, tmp_path: Path
+) -> None:
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    other = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+    try:
+        read, write = os.pipe()
+        os.close(read)
+        ended: list[Step] = []
+        await operations.chain([Flush(write), Unlock(fd)], ended)
+        os.close(write)
+        assert len(ended) == 1
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        await operations.chain([Write(fd, 0, memoryview(b"x")), Unlock(fd), Flush(fd)], ended)
+        assert [step.error for step in ended[1:]] == [None] * 3
+        fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    finally:
+        os.close(other)
+
+
+@on_loop
+async def test_how_a_chain_ended_is_known_though_its_caller_was_cancelled(
+    runner: asyncio.Runner, operations: Operations, fd: int
+) -> None:
+    ended: list[Step] = []
+    chain = asyncio.ensure_future(operations.chain([Write(fd, 0, memoryview(b"x")), Flush(1_000_000)], ended))
+    await asyncio.sleep(0)
+    while not os.fstat(fd).st_size:
+        pass  # the loop does not get to know how it ends before it is cancelled
+    chain.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await chain
+    assert [step.error is None for step in ended] == [True, False]
+    assert not operations.running
 
 
 @on_loop

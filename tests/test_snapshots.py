@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import sys
 import threading
 from itertools import pairwise
 from pathlib import Path
@@ -112,6 +113,10 @@ def test_forms_are_told_one_behind_the_other() -> None:
     assert _ext.dlpack_forms(_DLPACK_API, []) == b""
     numbers = memoryview(forms[3][16:]).cast("q").tolist()
     assert numbers == [1, 3, 7, 1]
+    rows.append(rows[0][1:, 1:])
+    for row in rows:
+        whole = _ext.dlpack_forms(_DLPACK_API, [row], True)
+        assert whole == _ext.dlpack_forms(_DLPACK_API, [row]) + row.data_ptr().to_bytes(8, sys.byteorder)
 
 
 @needs_dlpack

@@ -78,8 +78,8 @@ def test_persist_writes_then_flushes_and_counts_each(tmp_path: Path, on_disk: On
     async def test(writer: PosixWriter) -> None:
         file = await writer.create("slot-000", 4 * PAGE_BYTES)
         failed: list[OSError] = []
-        await writer.persist(file, [(0, block(b"one")), (2 * PAGE_BYTES, block(b"two"))], failed.append)
-        await writer.persist(file, (), failed.append)
+        await writer.persist([(file, [(0, block(b"one")), (2 * PAGE_BYTES, block(b"two"))])], failed.append)
+        await writer.persist([(file, ())], failed.append)
         written = (tmp_path / "slot-000").read_bytes()
         assert (written[:4], written[2 * PAGE_BYTES :][:4]) == (b"one\0", b"two\0")
         io = writer.statistics()
@@ -95,13 +95,71 @@ def test_persist_tells_a_failed_flush_from_a_failed_write(tmp_path: Path, on_dis
         (tmp_path / "slot-000").write_bytes(bytes(PAGE_BYTES))
         unwritable = await writer.open("slot-000", writable=False)
         with pytest.raises(WriteError) as told:
-            await writer.persist(unwritable, [(0, block())], failed.append)
+            await writer.persist([(unwritable, [(0, block())])], failed.append)
         assert (told.value.errno, failed) == (errno.EBADF, [])
         assert writer.statistics().flush.count == 0
         missing = File("slot-001", 0, fd=1_000_000)  # nobody has as many
         with pytest.raises(WriteError) as told:
-            await writer.persist(missing, (), failed.append)
+            await writer.persist([(missing, ())], failed.append)
         assert failed == [told.value]
+
+    on_disk(tmp_path, test)
+
+
+def test_persist_of_two_files_lets_go_of_the_first_before_it_writes_the_second(tmp_path: Path, on_disk: OnDisk) -> None:
+    async def test(writer: PosixWriter) -> None:
+        failed: list[OSError] = []
+        files = [await writer.create(name, 2 * PAGE_BYTES) for name in ("slot-000", "commit")]
+        others = [await writer.open(file.name, writable=False) for file in files]
+        for file in files:
+            assert await writer.try_lock(file)
+        missing = File("slot-001", 0, fd=1_000_000)
+        with pytest.raises(WriteError) as told:
+            await writer.persist([(files[0], [(0, block(b"one"))]), (missing, [(0, block(b"two"))])], failed.append)
+        assert failed == [told.value], "what is durable is unknown from the first flush on"
+        assert told.value.filename == str(tmp_path / "slot-001")
+        assert [await writer.try_lock(other, shared=True) for other in others] == [True, False]
+        await writer.unlock(others[0])
+        await writer.persist([(files[0], [(0, block(b"1"))]), (files[1], [(PAGE_BYTES, block(b"2"))])], failed.append)
+        assert len(failed) == 1
+        assert (tmp_path / "slot-000").read_bytes()[:1] + (tmp_path / "commit").read_bytes()[PAGE_BYTES:][:1] == b"12"
+        io = writer.statistics()
+        assert (io.write.count, io.flush.count) == (4, 3)
+
+    on_disk(tmp_path, test)
+
+
+def test_persist_writes_what_was_refused_again_and_nothing_else(tmp_path: Path, on_disk: OnDisk) -> None:
+    async def test(writer: PosixWriter) -> None:
+        files = [await writer.create(name, 2 * PAGE_BYTES) for name in ("slot-000", "commit")]
+        if not files[1].direct:
+            pytest.skip("no direct I/O on this filesystem")
+        unaligned = memoryview(map_memory(2 * PAGE_BYTES))[1 : PAGE_BYTES + 1]
+        unaligned[:3] = b"two"
+        failed: list[OSError] = []
+        await writer.persist([(files[0], [(0, block(b"one"))]), (files[1], [(0, unaligned)])], failed.append)
+        assert not failed
+        assert [file.direct for file in files] == [True, False]
+        assert [(tmp_path / file.name).read_bytes()[:3] for file in files] == [b"one", b"two"]
+        io = writer.statistics()
+        assert (io.write.count, io.flush.count) == (3, 2), "one of them was refused"
+
+    on_disk(tmp_path, test)
+
+
+def test_a_cancelled_persist_ends_and_tells_of_its_flush(tmp_path: Path, on_disk: OnDisk) -> None:
+    async def test(writer: PosixWriter) -> None:
+        failed: list[OSError] = []
+        file, missing = await writer.create("slot-000", PAGE_BYTES), File("slot-001", 0, fd=1_000_000)
+        parts = [(file, [(0, block(b"begun"))]), (missing, ())]
+        persisting = asyncio.ensure_future(writer.persist(parts, failed.append))
+        await asyncio.sleep(0)
+        while not (tmp_path / "slot-000").read_bytes().startswith(b"begun"):
+            pass  # the loop does not get to know how it ends before it is cancelled
+        persisting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await persisting
+        assert [error.errno for error in failed] == [errno.EBADF]
 
     on_disk(tmp_path, test)
 

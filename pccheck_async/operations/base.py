@@ -13,7 +13,6 @@ import asyncio
 import errno
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,14 +29,14 @@ __all__ = [
     "Read",
     "Scatter",
     "Step",
+    "Unlock",
     "Write",
 ]
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Write:
+class Write(NamedTuple):
     """Write all of ``data`` at ``offset`` (bytes). Result: None."""
 
     fd: int
@@ -45,8 +44,7 @@ class Write:
     data: memoryview
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Read:
+class Read(NamedTuple):
     """Fill ``into`` from ``offset`` (bytes). Result: bytes read, short only at the end of the file."""
 
     fd: int
@@ -54,15 +52,19 @@ class Read:
     into: memoryview
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Flush:
+class Flush(NamedTuple):
     """``fdatasync``. Result: None."""
 
     fd: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Gather:
+class Unlock(NamedTuple):
+    """Let go of the lock (``flock``) that an open file holds; only as a step of a chain."""
+
+    fd: int
+
+
+class Gather(NamedTuple):
     """Copy segments of memory into a buffer, zero the gaps, and checksum all of the buffer. Result: its CRC-32.
 
     ``segments`` is a packed table of native-endian unsigned 64-bit triples (address, offset in the buffer, length), in
@@ -74,8 +76,7 @@ class Gather:
     keepalive: Any = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Scatter:
+class Scatter(NamedTuple):
     """Verify ``checksum`` over all of ``source`` and only then copy pieces of it to memory. Result: None.
 
     ``segments`` is as in :class:`Gather`, except that they may overlap and come in any order. Fails with ``EBADMSG``,
@@ -88,22 +89,20 @@ class Scatter:
     keepalive: Any = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Checksum:
+class Checksum(NamedTuple):
     """Result: CRC-32 of ``data``."""
 
     data: memoryview
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Chain:
+class Chain(NamedTuple):
     """Perform steps on one thread, each once the one before it succeeded. Result: a :class:`Step` for each performed.
 
     For what is short and waited for: every operation of its own wakes up a thread and then the loop, which takes longer
     than a small write. Not empty. Once it has begun it goes on until it ended, cancelled or not.
     """
 
-    steps: Sequence[Write | Flush]
+    steps: Sequence[Write | Flush | Unlock]
 
 
 class Step(NamedTuple):
@@ -113,8 +112,7 @@ class Step(NamedTuple):
     ended: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class Call(NamedTuple):
     """Call a blocking function (a metadata system call, a copy by torch) on a helper thread. Result: its own."""
 
     function: Callable[..., Any]
@@ -182,14 +180,21 @@ class Operations(abc.ABC):
         result: int = await self._perform(Checksum(data))
         return result
 
-    async def chain(self, steps: Sequence[Write | Flush]) -> list[Step]:
+    async def chain(self, steps: Sequence[Write | Flush | Unlock], ended: list[Step]) -> None:
         """Perform ``steps``, each once the one before it succeeded (see :class:`Chain`).
 
-        Returns:
-            How each step ended, up to the one that failed, if one did: nothing after that happened.
+        Args:
+            steps: What to do.
+            ended: Gets how each step ended, up to the one that failed, if one did: nothing after that happened. Also
+                where the caller is cancelled, which it gets to know once the chain has ended.
         """
-        result: list[Step] = await self._perform(Chain(steps))
-        return result
+        completion = self._begin(Chain(steps), at_once=True)
+        try:
+            ended += await completion
+        except asyncio.CancelledError:
+            if completion.exception() is None:
+                ended += completion.result()
+            raise
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a blocking ``function`` on a helper thread and return (or raise) what it does."""
@@ -215,19 +220,26 @@ class Operations(abc.ABC):
         return len(self._waiting)
 
     async def _perform(self, operation: Operation) -> Any:
-        if self._closed:
-            raise OSError(errno.EBADF, "the operations engine is closed")
-        token = next(self._tokens)
-        completion = _Completion(partial(self._ask_to_stop, token), self._loop)
-        self._waiting[token] = completion
-        if not self._batch:
-            self._loop.call_soon(self._flush_batch)
-        self._batch.append((token, operation))
+        completion = self._begin(operation)
         try:
             return await completion
         except asyncio.CancelledError:
             completion.exception()  # retrieved: the cancellation is what the awaiter gets to know
             raise
+
+    def _begin(self, operation: Operation, *, at_once: bool = False) -> _Completion:
+        if self._closed:
+            raise OSError(errno.EBADF, "the operations engine is closed")
+        token = next(self._tokens)
+        completion = _Completion(partial(self._ask_to_stop, token), self._loop)
+        self._waiting[token] = completion
+        if at_once:
+            self._submit_or_fail([(token, operation)])
+            return completion
+        if not self._batch:
+            self._loop.call_soon(self._flush_batch)
+        self._batch.append((token, operation))
+        return completion
 
     def _ask_to_stop(self, token: int) -> None:
         for index, (waiting, _) in enumerate(self._batch):

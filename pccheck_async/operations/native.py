@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from pccheck_async.operations.base import (
-    Call,
     Chain,
     Checksum,
     Flush,
@@ -19,6 +18,7 @@ from pccheck_async.operations.base import (
     Read,
     Scatter,
     Step,
+    Unlock,
     Write,
 )
 
@@ -38,6 +38,19 @@ _REFUSALS = {
     errno.ENOSYS: "it is older than Linux 5.6, was built without, or a seccomp filter hides it",
     errno.ENOMEM: "before Linux 5.12 the limit on locked memory (ulimit -l) may be too low for its rings",
 }
+_KINDS: dict[type, int] = {}
+"""What the extension calls them; calls run on helper threads."""
+if _why_not is None:
+    _KINDS |= {
+        Write: _ext.WRITE,
+        Read: _ext.READ,
+        Flush: _ext.FLUSH,
+        Gather: _ext.GATHER,
+        Scatter: _ext.SCATTER,
+        Checksum: _ext.CHECKSUM,
+        Chain: _ext.CHAIN,
+        Unlock: _ext.UNLOCK,
+    }
 _open: weakref.WeakSet[NativeOperations] = weakref.WeakSet()
 
 
@@ -116,24 +129,11 @@ class NativeOperations(Operations):
                 self._complete(token, result if found is None else found, None)
 
 
-def _packed(token: int, operation: Operation) -> tuple[Any, ...]:
-    match operation:
-        case Write(fd, offset, data):
-            return token, _ext.WRITE, fd, offset, data
-        case Read(fd, offset, into):
-            return token, _ext.READ, fd, offset, into
-        case Flush(fd):
-            return token, _ext.FLUSH, fd
-        case Gather(segments, into, keepalive):
-            return token, _ext.GATHER, segments, into, keepalive
-        case Scatter(source, checksum, segments, keepalive):
-            return token, _ext.SCATTER, source, checksum, segments, keepalive
-        case Checksum(data):
-            return token, _ext.CHECKSUM, data
-        case Chain(steps):
-            return token, _ext.CHAIN, tuple([_packed(0, step) for step in steps])
-        case Call():
-            raise TypeError("calls run on helper threads, not in the extension")
+def _packed(token: int, operation: Operation | Unlock) -> tuple[Any, ...]:
+    """Return an operation as the extension takes it: what it is made of, in that order."""
+    if isinstance(operation, Chain):
+        return token, _KINDS[Chain], tuple([_packed(0, step) for step in operation.steps])
+    return token, _KINDS[type(operation)], *operation
 
 
 def _error(number: int) -> OSError:

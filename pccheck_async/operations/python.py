@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import struct
 import time
@@ -24,6 +25,7 @@ from pccheck_async.operations.base import (
     Read,
     Scatter,
     Step,
+    Unlock,
     Write,
 )
 from pccheck_async.operations.threads import WorkerThreads
@@ -76,7 +78,7 @@ class PythonOperations(Operations):
         self._copy.close()
 
 
-def _perform(operation: Operation) -> Any:
+def _perform(operation: Operation | Unlock) -> Any:
     match operation:
         case Write(fd, offset, data):
             return write_all(fd, offset, data)
@@ -84,6 +86,8 @@ def _perform(operation: Operation) -> Any:
             return read_all(fd, offset, into)
         case Flush(fd):
             return os.fdatasync(fd)
+        case Unlock(fd):
+            return fcntl.flock(fd, fcntl.LOCK_UN)
         case Gather(segments, into):
             return gather(segments, into)
         case Scatter(source, checksum, segments):
@@ -96,7 +100,7 @@ def _perform(operation: Operation) -> Any:
             return function(*arguments)
 
 
-def chain(steps: Sequence[Write | Flush]) -> list[Step]:
+def chain(steps: Sequence[Write | Flush | Unlock]) -> list[Step]:
     """Perform ``steps`` until one fails."""
     ended: list[Step] = []
     for step in steps:

@@ -18,7 +18,7 @@ except ImportError:
 else:
     _dlpack_forms = _ext.dlpack_forms
 
-__all__ = ["Forms"]
+__all__ = ["Forms", "tell"]
 
 _DLPACK_API: Final[object] = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 """Since torch 2.10."""
@@ -49,7 +49,7 @@ class Forms:
         self._negative = [*map(torch.Tensor.is_neg, tensors)]
         self._complex = [number for number, tensor in enumerate(tensors) if tensor.is_complex()]
         self._conjugate = [tensors[number].is_conj() for number in self._complex]
-        self._told = _tell(tensors)
+        self._told = tell(tensors)
         highs = [
             0 if 0 in shape else (int(offset) + span(shape, stride)[1] + 1) * dtype.itemsize
             for shape, stride, offset, dtype in zip(
@@ -78,7 +78,7 @@ class Forms:
 
     def _same_strides(self, tensors: list[torch.Tensor]) -> bool:
         if self._told is not None:
-            return _tell(tensors) == self._told
+            return tell(tensors) == self._told
         return (
             all(map(eq, map(torch.Tensor.size, tensors), self._shapes))
             and all(map(eq, map(torch.Tensor.stride, tensors), self._strides))
@@ -86,11 +86,14 @@ class Forms:
         )
 
 
-def _tell(tensors: list[torch.Tensor]) -> bytes | None:
-    """Devices, shapes and strides in one piece; None where DLPack has no words for one of these tensors."""
+def tell(tensors: list[torch.Tensor], *, addresses: bool = False) -> bytes | None:
+    """Return devices, shapes and strides in one piece, and where the first elements are if that is asked for.
+
+    None where DLPack has no words for one of these tensors.
+    """
     if _dlpack_forms is None or _DLPACK_API is None:
         return None
     try:
-        return _dlpack_forms(_DLPACK_API, tensors)
+        return _dlpack_forms(_DLPACK_API, tensors, addresses)
     except RuntimeError:
         return None

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pccheck_async.state.forms import tell
 from pccheck_async.state.outline import Outline
 from pccheck_async.state.sources import Sources
 
@@ -172,7 +173,7 @@ class _Known:
     """The numbers of those tensors."""
     others: list[int]
     """And of the other ones."""
-    forms: tuple[Any, ...]
+    forms: object
     """Of the other ones."""
 
     @classmethod
@@ -197,12 +198,15 @@ class _Known:
         return _forms(tensors) == self.forms
 
 
-def _forms(tensors: list[torch.Tensor]) -> tuple[Any, ...] | None:
-    """Addresses and sizes of tensors without holes; None where one has some, or no plain memory."""
+def _forms(tensors: list[torch.Tensor]) -> object:
+    """Where tensors are and what they take, to compare; None where that is not told quickly."""
+    told = tell(tensors, addresses=True)
+    if told is not None:
+        return told
     try:
         if all(map(_is_contiguous, tensors)):
             return [*map(_address, tensors)], [*map(_nbytes, tensors)]
-    except RuntimeError:
+    except RuntimeError:  # no plain memory
         pass
     return None
 

@@ -35,6 +35,8 @@ class CrashWriter(Writer):
         read_only: Refuse every change with ``EROFS``.
     """
 
+    persists_at_once = True
+
     def __init__(self, disk: CrashDisk, *, turns: int = 3, seed: int = 0, read_only: bool = False) -> None:
         self.disk = disk
         self._turns = turns

@@ -92,8 +92,9 @@ def recover_store(
     of its tensors are those that were written. It does not prove that it had been committed: the newest one may be one
     that the engine was about to commit. One that failed, such as one whose state changed while it was captured
     (``TornCaptureError``), is not whole: the engine overwrites the beginning of its manifest. Only where the process
-    died, or the device failed, just before that, it may be found here. Nor does it prove that no bit of the manifest flipped, for only the record has its checksum:
-    look at steps and plain values (:func:`describe_checkpoint`). What was pinned is not known any more.
+    died, or the device failed, just before that, it may be found here. Nor does it prove that no bit of the manifest
+    flipped, for only the record has its checksum: look at steps and plain values (:func:`describe_checkpoint`). What
+    was pinned is not known any more.
 
     Args:
         path: Folder of the store.

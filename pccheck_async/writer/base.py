@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from pccheck_async.statistics import Stage
+from pccheck_async.uninterrupted import uninterrupted
 
-__all__ = ["File", "FileSystemFacts", "Piece", "Writer", "WriterStatistics"]
+__all__ = ["File", "FileSystemFacts", "Part", "Piece", "Writer", "WriterStatistics"]
 
 _NONE = Stage()
 
@@ -32,6 +33,10 @@ class File:
     nbytes: int
     fd: int = field(default=-1, repr=False)
     direct: bool = False
+
+
+Part: TypeAlias = tuple[File, Sequence[Piece]]
+"""A file, and what of it is to become durable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +88,14 @@ class Writer(abc.ABC):
     :meth:`flush`.
 
     Cancellation: every method waits until its operation ended, cancelled or not.
+
+    Attributes:
+        persists_at_once: Whether :meth:`persist` of small pieces of several files takes about as long as that of one,
+            so that a commit may be given to it with what it commits. Doubles that hold single operations up say no: a
+            commit would be held up by a write of another checkpoint.
     """
+
+    persists_at_once = False
 
     @abc.abstractmethod
     async def prepare(self, *, create: bool) -> FileSystemFacts:
@@ -145,23 +157,35 @@ class Writer(abc.ABC):
     async def flush(self, file: File) -> None:
         """Make everything written to ``file``, and its size, durable."""
 
-    async def persist(self, file: File, pieces: Sequence[Piece], unflushed: Callable[[OSError], None]) -> None:
-        """Write pieces one after the other, and then flush the file: :meth:`write` and :meth:`flush`, in one go.
+    async def persist(self, parts: Sequence[Part], unsure: Callable[[OSError], None]) -> None:
+        """Write the pieces of a file and then flush it, and only then those of the next: all in one go.
 
-        A writer may do that in less time than one by one; those that count, delay or fail single operations need not.
+        :meth:`write` and :meth:`flush`; every file but the last is let go of (:meth:`unlock`) before the next is
+        written. A writer may do that in less time than one by one; those that count, delay or fail single operations
+        need not.
 
         Args:
-            file: What to write to.
-            pieces: Aligned as for :meth:`write`; none: it is only flushed.
-            unflushed: Called before the error of a failed flush is raised, where all was written. After a failed write
-                nothing is flushed.
+            parts: Pieces are aligned as for :meth:`write`; none: the file is only flushed.
+            unsure: Called before an error is raised after which nobody knows what is durable: of a flush, and of
+                whatever comes after the first one. After a failed write to the first file nothing else happened.
+
+        Cancellation: all of it happens, and ``unsure`` is called where something fails, before that is raised.
         """
-        for offset, data in pieces:
-            await self.write(file, offset, data)
+        await uninterrupted(self._persist(parts, unsure))
+
+    async def _persist(self, parts: Sequence[Part], unsure: Callable[[OSError], None]) -> None:
+        flushing = False
         try:
-            await self.flush(file)
+            for number, (file, pieces) in enumerate(parts, 1):
+                for offset, data in pieces:
+                    await self.write(file, offset, data)
+                flushing = True
+                await self.flush(file)
+                if number < len(parts):
+                    await self.unlock(file)
         except OSError as error:
-            unflushed(error)
+            if flushing:
+                unsure(error)
             raise
 
     @abc.abstractmethod

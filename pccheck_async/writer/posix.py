@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import aiofiles
 
@@ -20,16 +20,17 @@ from pccheck_async.errors import ClosedError, StoreFullError, read_error, write_
 from pccheck_async.layout import COMMIT_NAME, REGION_NBYTES
 from pccheck_async.logs import write
 from pccheck_async.memory import PAGE_BYTES, map_memory
-from pccheck_async.operations.base import Flush, Operations, Step, Write
+from pccheck_async.operations.base import Flush, Operations, Step, Unlock, Write
 from pccheck_async.regular_file import open_regular
 from pccheck_async.statistics import StageClock
 from pccheck_async.uninterrupted import uninterrupted
-from pccheck_async.writer.base import File, FileSystemFacts, Piece, Writer, WriterStatistics
+from pccheck_async.writer.base import File, FileSystemFacts, Part, Writer, WriterStatistics
 from pccheck_async.writer.filesystem import IN_MEMORY, WEAK_RESERVATION, direct_alignment, filesystem_type
 
 __all__ = ["PosixWriter"]
 
 T = TypeVar("T")
+_FileStep: TypeAlias = tuple[File, Write | Flush | Unlock]
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _MODE = 0o666  # the user's umask decides
@@ -44,6 +45,8 @@ _writers: weakref.WeakSet[PosixWriter] = weakref.WeakSet()
 
 class PosixWriter(Writer):
     """The files of one folder, moved by an operations engine; ``reason`` is why by that one, for the statistics."""
+
+    persists_at_once = True
 
     def __init__(self, folder: str | os.PathLike[str], operations: Operations, reason: str = "") -> None:
         # Absolute: the process may change its folder, and then this name would be another store's.
@@ -177,23 +180,34 @@ class PosixWriter(Writer):
         except OSError as error:
             raise self._mapped(error, self._folder / file.name) from error
 
-    async def persist(self, file: File, pieces: Sequence[Piece], unflushed: Callable[[OSError], None]) -> None:
-        was_direct = file.direct
-        try:
-            ended = await self._chain(file, pieces)
-            if was_direct and _refused(ended, pieces):
-                self._give_up_direct(file)
-                ended = await self._chain(file, pieces)
-            failure = ended[-1].error
-            if failure is None:
-                _check_linked(file.fd)
-                return
-        except OSError as error:  # nothing of it happened, or nobody will find it
-            raise self._mapped(error, self._folder / file.name) from error
-        mapped = self._mapped(failure, self._folder / file.name)
-        if len(ended) > len(pieces):
-            unflushed(mapped)
-        raise mapped from failure
+    async def persist(self, parts: Sequence[Part], unsure: Callable[[OSError], None]) -> None:
+        for file, _ in parts:
+            if os.fstat(file.fd).st_nlink == 0:  # all of it would succeed, and be gone with the descriptor
+                removed = OSError(errno.ENOENT, "the file was removed while the store was open; open it again")
+                lost = self._mapped(removed, self._folder / file.name)
+                unsure(lost)
+                raise lost
+        steps, done = _steps(parts), 0
+        while done < len(steps):
+            direct = [file for file, _ in parts if file.direct]
+            start = time.perf_counter()
+            ended: list[Step] = []
+            refused = False
+            try:
+                await self._operations.chain([step for _, step in steps[done:]], ended)
+                refused = _refused(steps[done:], ended, direct)
+            except OSError as error:  # nothing of it happened
+                raise self._mapped(error, self._folder / steps[done][0].name) from error
+            finally:  # cancelled, too: it went on to its end
+                failure = self._count(steps[done:], ended, start)
+                done += len(ended)
+                if failure is not None and not refused and any(isinstance(step, Flush) for _, step in steps[:done]):
+                    unsure(failure)
+            if refused:
+                done -= 1
+                self._give_up_direct(steps[done][0])
+            elif failure is not None:
+                raise failure
 
     async def close(self) -> None:
         self._closed = True
@@ -288,19 +302,19 @@ class PosixWriter(Writer):
             self._give_up_direct(file)
             return await move(file.fd, offset, data)
 
-    async def _chain(self, file: File, pieces: Sequence[Piece]) -> list[Step]:
-        """Write and flush on one thread of the engine, and count what happened as if each were an operation."""
-        start = time.perf_counter()
-        ended = await self._operations.chain(
-            [*(Write(file.fd, offset, data) for offset, data in pieces), Flush(file.fd)]
-        )
-        for number, step in enumerate(ended):
-            if number < len(pieces):
-                self._clock.note("write", start, step.ended, len(pieces[number][1]))
-            else:
-                self._clock.note("flush", start, step.ended)
-            start = step.ended
-        return ended
+    def _count(self, steps: Sequence[_FileStep], ended: Sequence[Step], start: float) -> OSError | None:
+        """Count what happened of a chain as if each step were an operation; return the error with which it ended."""
+        for (_, step), end in zip(steps, ended, strict=False):
+            if isinstance(step, Write):
+                self._clock.note("write", start, end.ended, len(step.data))
+            elif isinstance(step, Flush):
+                self._clock.note("flush", start, end.ended)
+            start = end.ended
+        if not ended or (error := ended[-1].error) is None:
+            return None
+        failure = self._mapped(error, self._folder / steps[len(ended) - 1][0].name)
+        failure.__cause__ = error
+        return failure
 
     def _give_up_direct(self, file: File) -> None:
         """Turn direct I/O off where a filesystem accepted the flag and then refuses the transfer."""
@@ -326,16 +340,19 @@ class PosixWriter(Writer):
         return write_error(error, path)
 
 
-def _check_linked(fd: int) -> None:
-    """Raise OSError where a file was removed meanwhile: all of it succeeds, and is gone with the descriptor."""
-    if os.fstat(fd).st_nlink == 0:
-        raise OSError(errno.ENOENT, "the file was removed while the store was open; open it again")
+def _steps(parts: Sequence[Part]) -> list[_FileStep]:
+    steps: list[_FileStep] = []
+    for file, pieces in parts:
+        steps += [(file, Write(file.fd, offset, data)) for offset, data in pieces]
+        steps += [(file, Flush(file.fd)), (file, Unlock(file.fd))]
+    return steps[:-1]
 
 
-def _refused(ended: Sequence[Step], pieces: Sequence[Piece]) -> bool:
+def _refused(steps: Sequence[_FileStep], ended: Sequence[Step], direct: Sequence[File]) -> bool:
     """Whether a write failed in the way in which direct ones are refused."""
+    file, step = steps[len(ended) - 1]
     error = ended[-1].error
-    return error is not None and error.errno == errno.EINVAL and len(ended) <= len(pieces)
+    return error is not None and error.errno == errno.EINVAL and isinstance(step, Write) and file in direct
 
 
 def _make_folders(folder: Path) -> None:

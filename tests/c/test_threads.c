@@ -39,6 +39,11 @@ int64_t transfer_flush(int fd)
     return fd < 0 ? -EBADF : 0;
 }
 
+int64_t transfer_unlock(int fd)
+{
+    return fd < 0 ? -EBADF : 0;
+}
+
 static struct queue *open_queue(unsigned io_threads, unsigned copy_threads)
 {
     struct queue *queue;
@@ -164,10 +169,17 @@ static void test_a_chain_ends_with_its_first_failure(void)
     CHECK(steps[0].result == 7 && steps[1].result == 0 && steps[2].result == -EBADF && steps[3].ended_at == 0);
     CHECK(0 < steps[0].ended_at && steps[0].ended_at <= steps[1].ended_at && steps[1].ended_at <= steps[2].ended_at);
 
+    struct op unlocks[] = {{.kind = OP_UNLOCK}, {.kind = OP_UNLOCK, .fd = -1}};
     struct op whole = {.token = 2, .kind = OP_CHAIN, .steps = &steps[3]};
+    steps[3].next = unlocks;
     submit(queue, &whole, 1);
     reap(queue, 1);
-    CHECK(whole.result == 0 && whole.steps_ended == 1);
+    CHECK(whole.result == 0 && whole.steps_ended == 2);
+
+    struct op refused = {.token = 3, .kind = OP_CHAIN, .steps = &unlocks[1]};
+    submit(queue, &refused, 1);
+    reap(queue, 1);
+    CHECK(refused.result == -EBADF && refused.steps_ended == 1);
     queue_close(queue);
     queue_free(queue);
 }
