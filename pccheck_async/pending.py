@@ -156,7 +156,7 @@ class PendingCheckpoint:
     @contextmanager
     def _waiting(self, moment: Moment[Any]) -> Iterator[None]:
         """Whoever waits here while it fails has been told; whoever gave up waiting before has not."""
-        if not future.done() and os.getpid() != self._pid:
+        if not moment.over and os.getpid() != self._pid:
             raise ClosedError("this checkpoint is on its way in the parent process; a forked child cannot wait for it")
         waiter = object()
         self._waiters.add(waiter)
