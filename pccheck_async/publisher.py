@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from pccheck_async.fork_lock import ForkLock
 from pccheck_async.info import CheckpointInfo
 from pccheck_async.logs import write
 from pccheck_async.pending import PendingCheckpoint
@@ -32,9 +33,7 @@ __all__ = ["Publisher", "make_status"]
 _SECONDS = 0.5
 _MOST_COMMITTED = 8
 _MODE = 0o666  # the user's umask decides
-_FORK_SECONDS = 1.0
-_making = threading.Lock()
-"""Held while a file is made: a child that is forked meanwhile would keep it, and its lock, unknown."""
+_making = ForkLock()
 
 
 class Publisher:
@@ -203,18 +202,3 @@ def _in_flight(pending: PendingCheckpoint, clock: float) -> InFlight:
         written=progress.written,
         seconds=clock - pending.admitted_at,
     )
-
-
-_held_by_fork = threading.local()
-
-
-def _before_fork() -> None:
-    _held_by_fork.it = _making.acquire(timeout=_FORK_SECONDS)
-
-
-def _after_fork() -> None:
-    if _held_by_fork.it:
-        _making.release()
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

@@ -17,7 +17,7 @@ LAYERS = [
     },
     {  # resources
         "memory", "machine", "limiter", "pool", "operations", "writer", "copying", "uninterrupted", "session", "hooks",
-        "published", "regular_file",
+        "published", "regular_file", "fork_lock",
     },
     {  # engine
         "loop", "lifetime", "moment", "pending", "records", "reading", "image", "capture", "slot_files", "store",

@@ -1,11 +1,15 @@
-"""What kind of filesystem a folder is on, and what direct I/O asks for there, both from the kernel itself."""
+"""What kind of filesystem a folder is on, and what direct I/O asks for there: from the kernel, and by trying."""
 
 from __future__ import annotations
 
 import errno
 import os
+from pathlib import Path
 
-from pccheck_async.memory import PAGE_BYTES
+from pccheck_async.layout import COMMIT_NAME, REGION_NBYTES
+from pccheck_async.memory import PAGE_BYTES, map_memory
+from pccheck_async.regular_file import open_regular
+from pccheck_async.writer.base import FileSystemFacts
 
 try:
     from pccheck_async._ext import dio_alignment
@@ -16,7 +20,7 @@ except ImportError:  # built without a compiler
         return None
 
 
-__all__ = ["IN_MEMORY", "WEAK_RESERVATION", "direct_alignment", "filesystem_type"]
+__all__ = ["IN_MEMORY", "WEAK_RESERVATION", "direct_alignment", "filesystem_type", "probe"]
 
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 """Newer kernels accept O_DIRECT here, aligned or not, and go through the page cache all the same."""
@@ -55,3 +59,57 @@ def filesystem_type(folder: str | os.PathLike[str]) -> str:
     except (OSError, ValueError, IndexError):
         pass
     return "unknown"
+
+
+def probe(folder: Path, create: bool) -> FileSystemFacts:
+    """Find out by trying: the flag may be refused at open, or only at the first transfer."""
+    kind = filesystem_type(folder)
+    if kind in IN_MEMORY:
+        return _buffered(f"{kind} lies in memory")
+    try:
+        fd, writable = _open_probe(folder, create)
+    except OSError as error:
+        return _buffered(f"O_DIRECT is refused at open ({error.strerror})")
+    try:
+        memory_alignment, block = direct_alignment(fd)
+        if block > REGION_NBYTES or block & (block - 1):  # XFS: whole allocation units where it copies on write
+            return _buffered(f"O_DIRECT takes blocks of {block} bytes here; a store's are powers of two up to 64 KiB")
+        with map_memory(block) as memory, memoryview(memory)[:block] as view:
+            if writable:
+                os.pwrite(fd, view, 0)
+            else:
+                os.preadv(fd, [view], 0)
+    except OSError as error:
+        return _buffered(f"O_DIRECT is refused at the first transfer ({error.strerror})")
+    finally:
+        os.close(fd)
+    reservation = "; space reserved here may still be missing later" if kind in WEAK_RESERVATION else ""
+    return FileSystemFacts(
+        block,
+        memory_alignment,
+        direct=True,
+        why=f"O_DIRECT works on this {kind} in blocks of {block} bytes{reservation}",
+    )
+
+
+def _open_probe(folder: Path, create: bool) -> tuple[int, bool]:
+    """An existing store is probed by reading, so that opening it writes nothing; a new folder by a nameless file."""
+    flags = os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return open_regular(folder / COMMIT_NAME, os.O_RDONLY | os.O_DIRECT), False
+    except FileNotFoundError:
+        if not create:
+            raise
+    try:
+        return os.open(folder, os.O_RDWR | os.O_TMPFILE | flags, 0o600), True
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
+            raise
+    probe = folder / f".probe-{os.getpid()}"
+    fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL | flags, 0o600)
+    probe.unlink()
+    return fd, True
+
+
+def _buffered(why: str) -> FileSystemFacts:
+    return FileSystemFacts(PAGE_BYTES, 1, direct=False, why=why)
