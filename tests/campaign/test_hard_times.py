@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -74,7 +75,7 @@ EXITS = {
     "end": "",
     "sys.exit": "sys.exit(0)",
     "error": "raise ZeroDivisionError",
-    "thread": "threading.Thread(target=lambda: time.sleep(0.05)).start()",
+    "thread": "threading.Thread(target=lambda: time.sleep(0.01)).start()",
     "another thread saves": (
         "threading.Thread(target=lambda: [engine.checkpoint(state(n), step=n) for n in range(4, 8)]).start()"
     ),
@@ -87,8 +88,8 @@ EXITING = """
 import os, random, signal, sys, threading, time, torch
 from pccheck_async import SyncCheckpointEngine
 def state(step):
-    return {"tensor": torch.arange(200_000) * (step + 1), "step": step}
-engine = SyncCheckpointEngine(sys.argv[1], io=sys.argv[2], max_in_flight=4, chunk_bytes=64 << 10).open()
+    return {"tensor": torch.arange(2_000_000) * (step + 1), "step": step}
+engine = SyncCheckpointEngine(sys.argv[1], io=sys.argv[2], max_in_flight=4, chunk_bytes=1 << 20).open()
 engine.checkpoint(state(0), step=0).result()
 print("saved", flush=True)
 for step in range(1, 4):
@@ -99,8 +100,8 @@ time.sleep(float(sys.argv[3]))
 
 @pytest.mark.parametrize("how", EXITS)
 def test_exits_with_saves_in_flight(tmp_path: Path, how: str, io: str) -> None:
-    rng, steps = random.Random(1), []
-    for number in range(6):
+    rng, steps, drained, orderly = random.Random(1), [], 0, how in ("end", "sys.exit", "error", "thread")
+    for number in range(4):
         folder = tmp_path / str(number)
         program = textwrap.dedent(EXITING) + EXITS[how]
         arguments = [sys.executable, "-c", program, str(folder), io, str(rng.choice([0, rng.uniform(0, 0.02)]))]
@@ -111,10 +112,12 @@ def test_exits_with_saves_in_flight(tmp_path: Path, how: str, io: str) -> None:
         state = load_sync(folder)
         assert is_whole(state)
         steps.append(state["step"])
-        if how in ("end", "sys.exit", "error", "thread"):
+        if orderly:
             assert state["step"] == 3, ran.stderr
-            assert "drained" in ran.stderr
-    print(f"\n{io}, {how}: loads steps {steps}")
+            drained += "checkpoint(s) in flight were drained" in ran.stderr
+        shutil.rmtree(folder)
+    assert drained or not orderly  # else nothing was in flight
+    print(f"\n{io}, {how}: loads steps {steps}, {drained} times drained")
 
 
 class Uneven(WrappingWriter):
