@@ -11,6 +11,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ _FORBIDDEN = (
     "pickle.find_class",
     "socket.connect",
 )
+_MOST_PLACES = 10_000
 NUMBERS = [*(2**n + d for n in (0, 6, 8, 9, 12, 16, 31, 32, 48, 53, 61, 62, 63) for d in (-1, 0, 1)), 0, 100, 2**64 - 1]
 _NAMES = """
 array stateful list tuple set frozenset dict ordered counter int complex str bytes bytearray size dtype device npscalar
@@ -115,7 +117,9 @@ class Forger:
         """Return a changed copy."""
         tree = [copy.deepcopy(tree)]
         for _ in range(self._rng.choice((1, 1, 1, 2, 3, 8))):
-            places = [*_places(tree)]
+            places = [*islice(_places(tree), _MOST_PLACES)]
+            if len(places) == _MOST_PLACES:
+                break  # doubled again and again, it would fill the memory of the forger
             inner, key = self._rng.choice(places)
             self._rng.choice(self._ways)(inner, key, places)
             if not tree:
