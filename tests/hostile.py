@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
+import resource
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -33,6 +38,18 @@ from pccheck_async.state.match import allocate, match
 from pccheck_async.testing import CrashDisk, CrashWriter, Image, ImageWriter
 from tests.round_trip import Saved
 
+MEMORY = 1 << 30
+"""Of addresses: the least that leaves room for the threads of a load."""
+_FORBIDDEN = (
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.fork",
+    "subprocess.Popen",
+    "pickle.find_class",
+    "socket.connect",
+)
+_MOST_PLACES = 10_000
 NUMBERS = [*(2**n + d for n in (0, 6, 8, 9, 12, 16, 31, 32, 48, 53, 61, 62, 63) for d in (-1, 0, 1)), 0, 100, 2**64 - 1]
 _NAMES = """
 array stateful list tuple set frozenset dict ordered counter int complex str bytes bytearray size dtype device npscalar
@@ -41,6 +58,22 @@ npdtype tensor parameter ndarray float32 float64 bfloat16 complex64 int64 bool u
 ../../etc/passwd /etc/passwd step weight model * a.b
 """
 WORDS = [*_NAMES.split(), "", "\\", "\0", "\ud7ff", "a" * 5000]
+
+
+def confine() -> None:
+    """Leave this process little memory, and end it where it would run something or write a file."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+    sys.addaudithook(_no_code)
+
+
+def _no_code(event: str, arguments: tuple[object, ...]) -> None:
+    writes = event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")
+    if event in _FORBIDDEN or writes:
+        os.write(2, f"{event} {arguments}\n".encode())
+        os._exit(3)
 
 
 def victim() -> dict[Any, Any]:
@@ -84,7 +117,9 @@ class Forger:
         """Return a changed copy."""
         tree = [copy.deepcopy(tree)]
         for _ in range(self._rng.choice((1, 1, 1, 2, 3, 8))):
-            places = [*_places(tree)]
+            places = [*islice(_places(tree), _MOST_PLACES)]
+            if len(places) == _MOST_PLACES:
+                break  # doubled again and again, it would fill the memory of the forger
             inner, key = self._rng.choice(places)
             self._rng.choice(self._ways)(inner, key, places)
             if not tree:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import signal
-import sys
 import time
 import traceback
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -18,25 +15,12 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from pccheck_async.layout import IDENTITY_NAME
 from pccheck_async.testing import Image
-from tests.hostile import Forger, Prey, examine_image, examine_manifest, victim, with_right_checksums
+from tests.hostile import Forger, Prey, confine, examine_image, examine_manifest, victim, with_right_checksums
 
 pytestmark = pytest.mark.slow
-
-MEMORY = 1 << 30
-"""Of addresses: the least that leaves room for the threads of a load."""
-_FORBIDDEN = (
-    "os.system",
-    "os.exec",
-    "os.posix_spawn",
-    "os.fork",
-    "subprocess.Popen",
-    "pickle.find_class",
-    "socket.connect",
-)
 
 
 def manifests(rng: random.Random, count: int, log: Callable[[str], None]) -> Counter[str]:
@@ -87,11 +71,7 @@ def in_a_cage(folder: Path, seed: int, forge: Callable[..., Counter[str]], count
         status = 1
         try:
             os.close(reader)
-            torch.set_num_threads(1)
-            warnings.simplefilter("ignore")
-            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
-            sys.addaudithook(_no_code)
+            confine()
             last = os.open(folder / "last", os.O_RDWR | os.O_CREAT)
 
             def log(text: str) -> None:
@@ -110,13 +90,6 @@ def in_a_cage(folder: Path, seed: int, forge: Callable[..., Counter[str]], count
     _, status = os.waitpid(child, 0)
     assert status == 0, f"seed {seed}, status {status}: {(folder / 'last').read_bytes()[:3000]!r}"
     return Counter(msgspec.json.decode(found))
-
-
-def _no_code(event: str, arguments: tuple[object, ...]) -> None:
-    writes = event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")
-    if event in _FORBIDDEN or writes:
-        os.write(2, f"{event} {arguments}\n".encode())
-        os._exit(3)
 
 
 @pytest.mark.parametrize("forge", [manifests, records])

@@ -115,6 +115,8 @@ class Trainer:
         self.kept: list[One] = []
         self.instead: list[list[One]] = []
         """What a power failure may go back to, as long as what a killed process wrote was not flushed by the next."""
+        self.durable = False
+        """Whether the engine pinned: also that flushes what a dead predecessor left."""
         self.seed = 0
         self.history: list[Snapshot] = []
         self.engine: CheckpointEngine
@@ -133,6 +135,7 @@ class Trainer:
             keep_best=self.rules.keep_best,
         )
         await self.engine.open()
+        self.durable = False
 
     async def save(self, step: int, loss: float | None) -> Any:
         metadata = {} if loss is None else {"loss": loss}
@@ -153,6 +156,7 @@ class Trainer:
             for number, one in enumerate(self.kept)
         ]
         assert (await change(step)).pinned == pinned
+        self.durable = True
 
     async def fail(self, step: int) -> None:
         self.writer.broken = True
@@ -191,7 +195,7 @@ class Trainer:
 
     async def check(self) -> None:
         await self.engine.drain()
-        if self.engine.statistics().durable:
+        if self.durable or self.engine.statistics().durable:
             self.instead = []
         assert same(as_ones(self.engine.checkpoints()), self.kept)
 

@@ -1,4 +1,4 @@
-"""Half a million crash states of one store: rules, pins, failures, cancellations, readers, restarts, all mixed."""
+"""A million crash states of one store: rules, pins, failures, cancellations, readers, restarts, all mixed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ RULES: list[dict[str, Any]] = [
     {"keep_every": 7, "keep_best": ("loss", 1, "min")},
 ]
 STATES = 10_000
-"""At least, in each of 48 scenarios."""
+"""At least, in each of 96 scenarios."""
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("turn", range(2))
+@pytest.mark.parametrize("turn", range(4))
 @pytest.mark.parametrize("rules", RULES, ids=str)
 @pytest.mark.parametrize("max_in_flight", [1, 2, 4])
 @pytest.mark.parametrize("keep_last", [1, 3])

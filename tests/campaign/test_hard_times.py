@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -74,7 +75,7 @@ EXITS = {
     "end": "",
     "sys.exit": "sys.exit(0)",
     "error": "raise ZeroDivisionError",
-    "thread": "threading.Thread(target=lambda: time.sleep(0.05)).start()",
+    "thread": "threading.Thread(target=lambda: time.sleep(0.01)).start()",
     "another thread saves": (
         "threading.Thread(target=lambda: [engine.checkpoint(state(n), step=n) for n in range(4, 8)]).start()"
     ),
@@ -87,8 +88,8 @@ EXITING = """
 import os, random, signal, sys, threading, time, torch
 from pccheck_async import SyncCheckpointEngine
 def state(step):
-    return {"tensor": torch.arange(200_000) * (step + 1), "step": step}
-engine = SyncCheckpointEngine(sys.argv[1], io=sys.argv[2], max_in_flight=4, chunk_bytes=64 << 10).open()
+    return {"tensor": torch.arange(2_000_000) * (step + 1), "step": step}
+engine = SyncCheckpointEngine(sys.argv[1], io=sys.argv[2], max_in_flight=4, chunk_bytes=1 << 20).open()
 engine.checkpoint(state(0), step=0).result()
 print("saved", flush=True)
 for step in range(1, 4):
@@ -99,8 +100,8 @@ time.sleep(float(sys.argv[3]))
 
 @pytest.mark.parametrize("how", EXITS)
 def test_exits_with_saves_in_flight(tmp_path: Path, how: str, io: str) -> None:
-    rng, steps = random.Random(1), []
-    for number in range(6):
+    rng, steps, drained, orderly = random.Random(1), [], 0, how in ("end", "sys.exit", "error", "thread")
+    for number in range(4):
         folder = tmp_path / str(number)
         program = textwrap.dedent(EXITING) + EXITS[how]
         arguments = [sys.executable, "-c", program, str(folder), io, str(rng.choice([0, rng.uniform(0, 0.02)]))]
@@ -111,10 +112,12 @@ def test_exits_with_saves_in_flight(tmp_path: Path, how: str, io: str) -> None:
         state = load_sync(folder)
         assert is_whole(state)
         steps.append(state["step"])
-        if how in ("end", "sys.exit", "error", "thread"):
+        if orderly:
             assert state["step"] == 3, ran.stderr
-            assert "drained" in ran.stderr
-    print(f"\n{io}, {how}: loads steps {steps}")
+            drained += "checkpoint(s) in flight were drained" in ran.stderr
+        shutil.rmtree(folder)
+    assert drained or not orderly  # else nothing was in flight
+    print(f"\n{io}, {how}: loads steps {steps}, {drained} times drained")
 
 
 class Uneven(WrappingWriter):
@@ -160,21 +163,30 @@ def test_a_slow_and_uneven_device(tmp_path: Path, seed: int) -> None:
     print(f"\n{statistics.durable} durable, {statistics.superseded} superseded, stall {statistics.stall_seconds:.2f} s")
 
 
-@pytest.mark.parametrize("kind", ["write", "flush", "rename", "create"])
+@pytest.mark.parametrize("kind", ["write", "flush", "create", "rename"])
 def test_a_device_that_hangs_for_thirty_seconds(tmp_path: Path, kind: str) -> None:
+    """In mid-save, or while a store is made, since only that renames."""
     made: list[StuckWriter] = []
+    stuck: list[Access] = []
 
     def make(path: str, operations: Operations) -> Writer:
-        made.append(StuckWriter(PosixWriter(path, operations), kinds=(kind,), after=0))
+        made.append(StuckWriter(PosixWriter(path, operations), kinds=("rename",) if kind == "rename" else ()))
         return made[-1]
 
-    timer = threading.Timer(30, made[0].release)
+    def go_on() -> None:
+        stuck.extend(made[0].stuck)
+        made[0].release()
+
+    timer = threading.Timer(30, go_on)
     timer.start()
     start = time.perf_counter()
     with SyncCheckpointEngine(tmp_path, io=make, max_in_flight=2) as engine:
-        pendings = [engine.checkpoint(state_of(step), step=step) for step in range(4)]
+        engine.checkpoint(state_of(0), step=0).result(60)
+        made[0].hold(kind)
+        pendings = [engine.checkpoint(state_of(step, 400_000), step=step) for step in range(1, 5)]
         steps = [pending.result(60).step for pending in pendings]
     timer.join()
-    assert max(steps) == 3
+    assert {access.kind for access in stuck} == {kind}
+    assert max(steps) == 4
     assert is_whole(load_sync(tmp_path))
     print(f"\n{kind} hung: {steps} after {time.perf_counter() - start:.0f} s")
