@@ -288,9 +288,11 @@ def test_a_whole_program(tmp_path: Path, signum: int, status: int) -> None:
         [sys.executable, "-c", SCRIPT, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert program.stdout is not None
-    first = program.stdout.readline()
-    program.send_signal(signum)
-    output, errors = program.communicate(timeout=120)
+    assert program.stderr is not None
+    with program:
+        first = program.stdout.readline()
+        program.send_signal(signum)
+        output, errors = program.stdout.read(), program.stderr.read()  # communicate() passes over what is buffered
     *_, last, end = (first + output).split()
     assert (program.returncode, end) == (status, "finally"), errors
     assert steps_of(tmp_path) == [int(last)]
