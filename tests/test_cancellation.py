@@ -32,8 +32,9 @@ from pccheck_async.loop import finish
 from pccheck_async.memory import PAGE_BYTES
 from pccheck_async.operations.base import Operations
 from pccheck_async.operations.python import PythonOperations
+from pccheck_async.regular_file import open_regular
 from pccheck_async.testing import FailingWriter, StuckWriter
-from pccheck_async.writer import Writer
+from pccheck_async.writer import Writer, folder
 from pccheck_async.writer.posix import PosixWriter
 from tests.processes import open_files, passes_in_a_forked_child
 
@@ -349,12 +350,14 @@ def test_a_forked_child_does_not_wait_for_a_checkpoint_of_its_parent(tmp_path: P
         assert pending.result(60).step == 2
 
 
-def test_a_child_forked_while_a_file_is_opened_does_not_hold_it(tmp_path: Path) -> None:
+def test_a_child_forked_while_a_file_is_opened_does_not_hold_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "slot-000").touch()
     began = threading.Event()
 
-    def open_slowly(path: Path) -> int:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    def open_slowly(*arguments: Any, **settings: Any) -> int:
+        fd = open_regular(*arguments, **settings)
         began.set()
         threading.Event().wait(0.2)  # as a thread may that has to wait for the GIL
         return fd
@@ -362,11 +365,11 @@ def test_a_child_forked_while_a_file_is_opened_does_not_hold_it(tmp_path: Path) 
     async def main() -> None:
         operations = PythonOperations(io_threads=1, copy_threads=1)
         writer = PosixWriter(tmp_path, operations)
-        opening = threading.Thread(target=writer._opened, args=(open_slowly, tmp_path / "slot-000"))
-        opening.start()
+        monkeypatch.setattr(folder, "open_regular", open_slowly)
+        opening = asyncio.create_task(writer.open("slot-000", writable=True))
         await asyncio.to_thread(began.wait)
         assert passes_in_a_forked_child(holds_nothing)
-        opening.join()
+        await opening
         assert open_files(tmp_path)
         writer.abandon()
         await operations.close()
