@@ -6,7 +6,6 @@ import asyncio
 import concurrent.futures
 import errno
 import gc
-import os
 import threading
 from contextlib import nullcontext
 from pathlib import Path
