@@ -26,15 +26,22 @@ def open_regular(path: str | os.PathLike[str], flags: int, mode: int = 0o666, *,
     Opening a pipe waits for whoever opens its other end, a symbolic link leads into somebody else's file, and a device
     may do anything. None of these is made by this package.
 
+    Args:
+        path: Of the file.
+        flags: As for :func:`os.open`.
+        mode: As for :func:`os.open`.
+        dir_fd: A folder that is open: only the last part of ``path`` is looked up, there.
+
     Raises:
         CorruptStoreError: it is no regular file.
         OSError: it cannot be opened.
     """
+    name = path if dir_fd is None else os.path.basename(path)
     try:
-        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode, dir_fd=dir_fd)
+        fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode, dir_fd=dir_fd)
     except OSError as error:
         if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
-            _check(path, _mode(path, dir_fd))
+            _check(path, _mode(name, dir_fd))
         raise
     try:
         _check(path, os.fstat(fd).st_mode)

@@ -316,13 +316,6 @@ def test_what_cannot_be_saved_is_refused_as_ever() -> None:
         arranged(leaves_of(np.array([None])), remembered(np.array([1])))
 
 
-def test_a_dtype_that_does_not_say_it_all_is_looked_at_every_time() -> None:
-    bits = torch.zeros(2, dtype=torch.int8).view(torch.qint8)
-    assert not bits.is_quantized
-    _, last = arranged(leaves_of(bits))
-    assert last is None
-
-
 def test_no_memory_is_held() -> None:
     arrays = [np.ones(4) for _ in range(4)]
     kept = [weakref.ref(array) for array in arrays]

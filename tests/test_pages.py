@@ -139,7 +139,7 @@ def test_blocks_that_no_store_has_mean_buffered_io(tmp_path: Path, monkeypatch: 
     with SyncCheckpointEngine(tmp_path / "usual") as engine:
         if ", direct:" not in engine.statistics().io:
             pytest.skip("no direct I/O on this filesystem")
-    monkeypatch.setattr("pccheck_async.writer.posix.direct_alignment", lambda fd: (512, asked))
+    monkeypatch.setattr("pccheck_async.writer.filesystem.direct_alignment", lambda fd: (512, asked))
     with SyncCheckpointEngine(tmp_path / "odd") as engine:
         assert f"buffered: O_DIRECT takes blocks of {asked} bytes" in engine.statistics().io
         engine.checkpoint(state_of(0), step=0).result(60)

@@ -54,9 +54,7 @@ def arranged(leaves: Leaves, last: Arrangement | None = None) -> tuple[Layout, A
 
 
 def _remembered(leaves: Leaves, layout: Layout, origins: Origins) -> Arrangement | None:
-    if origins.several or any(
-        entry.dtype not in dtypes.STORABLE for entry in layout.tensors if entry.kind != "ndarray"
-    ):
+    if origins.several:
         return None
     arrangement = Arrangement(leaves, layout, origins)
     found = arrangement.again(leaves)  # refuses what cannot be told quickly: better now than at every save

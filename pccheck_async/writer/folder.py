@@ -60,7 +60,7 @@ class Folder:
 
     def open_unknown(self, name: str, flags: int) -> int:
         """Open a file, making it with ``O_CREAT``, for a moment: whoever asked closes it."""
-        return open_regular(self._named(name), flags, _MODE, dir_fd=self._handle)
+        return open_regular(self.path / name, flags, _MODE, dir_fd=self._handle)
 
     def make(self, name: str, flags: int, nbytes: int) -> int:
         """Make a file with space reserved for ``nbytes``."""
