@@ -159,7 +159,7 @@ class PosixWriter(Writer):
 
     async def persist(self, parts: Sequence[Part], unsure: Callable[[OSError], None]) -> None:
         for file, _ in parts:
-            if os.fstat(file.fd).st_nlink == 0:  # all of it would succeed, and be gone with the descriptor
+            if _is_removed(file.fd):  # all of it would succeed, and be gone with the descriptor
                 removed = OSError(errno.ENOENT, "the file was removed while the store was open; open it again")
                 lost = self._mapped(removed, file.name)
                 unsure(lost)
@@ -269,6 +269,13 @@ class PosixWriter(Writer):
         if error.errno in _NO_SPACE:
             return StoreFullError(error.errno, f"{error.strerror}; the last checkpoint is untouched", os.fspath(path))
         return write_error(error, path)
+
+
+def _is_removed(fd: int) -> bool:
+    try:
+        return os.fstat(fd).st_nlink == 0
+    except OSError:
+        return False  # what is done with it will say what is wrong
 
 
 def _steps(parts: Sequence[Part]) -> list[_FileStep]:
