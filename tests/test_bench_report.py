@@ -158,6 +158,10 @@ def test_ratios_are_taken_round_by_round() -> None:
     assert Ratio.of({0: 0.0, 1: 0.0}, {0: 0.0, 1: 0.0}) == Ratio(1.0, 1.0, 1.0, 2)
 
 
+def test_what_is_next_to_nothing_is_as_good_as_less() -> None:
+    assert Ratio.of({0: 2e-5, 1: 0.004}, {0: 1e-5, 1: 2e-5}, least=1e-3) == Ratio(2.5, 1.0, 4.0, 2)
+
+
 NINE = tuple(1 + 0.01 * number for number in range(9))
 
 

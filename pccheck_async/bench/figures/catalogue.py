@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -52,6 +53,7 @@ class FigureSpec:
         floor_label: What the limit is called.
         floor_each: Every bar has a limit of its own, and not every x.
         x_text: Writes an x.
+        least: Smaller values are compared as if they were this one: what they differ by is nothing to a user.
     """
 
     title: str
@@ -69,6 +71,7 @@ class FigureSpec:
     floor_label: str = "limit of the storage"
     floor_each: bool = False
     x_text: Callable[[float], str] = _plain
+    least: float = -math.inf
 
 
 _INTERVAL = "checkpoint interval (steps)"
@@ -87,6 +90,7 @@ CATALOGUE: dict[str, FigureSpec] = {
         x_label=_INTERVAL,
         y_label="drain",
         kind="bars",
+        least=1e-3,
     ),
     "9": FigureSpec(
         title="Goodput under failures",

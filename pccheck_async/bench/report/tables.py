@@ -49,8 +49,12 @@ class Ratio:
     difference: bool = False
 
     @classmethod
-    def of(cls, values: Values, base: Values, *, difference: bool = False) -> Ratio:
-        """Compare repetition by repetition where both have it: interleaved rounds saw the same disturbances."""
+    def of(cls, values: Values, base: Values, *, difference: bool = False, least: float = -math.inf) -> Ratio:
+        """Compare repetition by repetition where both have it: interleaved rounds saw the same disturbances.
+
+        What is less than ``least`` is taken for that.
+        """
+        values, base = ({n: max(each, least) for n, each in which.items()} for which in (values, base))
         compare = _subtract if difference else _divide
         both = sorted(values.keys() & base.keys())
         if len(both) < 2:
@@ -192,6 +196,7 @@ def _sum_up(figure: str, workload: str, rows: Sequence[Row]) -> Summed:
         values.setdefault(key, {})[row.repetition] = row.value
         if row.floor is not None:
             floors.setdefault(key, []).append(row.floor)
+    least = -math.inf if spec is None else spec.least
     methods = list(dict.fromkeys(row.method for row in rows))
     baseline = next((each for each in sorted(methods, key=lambda name: name != BASELINE) if is_own(each)), None)
 
@@ -205,7 +210,7 @@ def _sum_up(figure: str, workload: str, rows: Sequence[Row]) -> Summed:
             label=method_style(method, methods).label,
             series=series,
             point=Point.of(list(values[key].values())),
-            ratio=Ratio.of(values[key], base, difference=rows[0].unit == "%") if base else None,
+            ratio=Ratio.of(values[key], base, difference=rows[0].unit == "%", least=least) if base else None,
             floor=median(floors[key]) if key in floors else None,
         )
 
