@@ -197,7 +197,7 @@ def test_laid_out_as_if_it_were_the_first_time(by_dlpack: bool, data: st.DataObj
                 tensors = [number for number, value in enumerate(values) if isinstance(value, torch.Tensor)]
                 if tensors:
                     n, other = (data.draw(st.sampled_from(tensors)) for _ in range(2))
-                    with torch.no_grad(), suppress(RuntimeError, TypeError, IndexError):  # not of this one
+                    with torch.no_grad(), suppress(RuntimeError, TypeError, IndexError, AssertionError):  # not of it
                         change(values, n, values[other])
                     if change in (CHANGES["freed"], CHANGES["shrunk"]):
                         break  # to read such a tensor, as other changes do, is not defined
