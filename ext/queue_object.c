@@ -1,0 +1,285 @@
+#include "queue_object.h"
+
+#include <errno.h>
+#include <stdbool.h>
+#include <unistd.h>
+
+#include "queue.h"
+#include "request.h"
+
+typedef struct {
+    PyObject_HEAD
+    struct queue *queue;
+    struct request *live; /* submitted and not reaped, for the garbage collector */
+    Py_ssize_t running;   /* how many those are */
+    pid_t pid;            /* a forked child has the memory but not the threads, and must not touch the locks */
+    bool closing;
+} QueueObject;
+
+static void request_link(QueueObject *self, struct request *request)
+{
+    request->before = NULL;
+    request->after = self->live;
+    if (self->live)
+        self->live->before = request;
+    self->live = request;
+    self->running++;
+}
+
+static void request_unlink(QueueObject *self, struct request *request)
+{
+    if (request->before)
+        request->before->after = request->after;
+    else
+        self->live = request->after;
+    if (request->after)
+        request->after->before = request->before;
+    self->running--;
+}
+
+static bool is_forked(const QueueObject *self)
+{
+    return self->pid != getpid();
+}
+
+static int check_open(const QueueObject *self)
+{
+    if (is_forked(self)) {
+        PyErr_Format(PyExc_RuntimeError, "the queue belongs to process %ld and does not work in its forked children",
+                     (long)self->pid);
+        return -1;
+    }
+    if (self->closing) {
+        PyErr_SetString(PyExc_ValueError, "the queue is closed");
+        return -1;
+    }
+    return 0;
+}
+
+static PyObject *queue_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"io_threads", "copy_threads", "engine", NULL};
+    const char *engine_name = "threads";
+    const struct engine *engine;
+    int io_threads, copy_threads, error;
+    QueueObject *self = NULL;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ii|s:Queue", names, &io_threads, &copy_threads, &engine_name))
+        goto fail;
+    if (io_threads < 1 || io_threads > ENGINE_MOST_THREADS || copy_threads < 1 || copy_threads > ENGINE_MOST_THREADS) {
+        PyErr_Format(PyExc_ValueError, "a queue has 1 to %d threads of each kind, not %d and %d", ENGINE_MOST_THREADS,
+                     io_threads, copy_threads);
+        goto fail;
+    }
+    engine = queue_engine(engine_name);
+    if (!engine) {
+        PyErr_Format(PyExc_ValueError, "there is no engine named '%s'", engine_name);
+        goto fail;
+    }
+    self = (QueueObject *)type->tp_alloc(type, 0);
+    if (!self)
+        goto fail;
+    self->pid = getpid();
+    error = queue_open(engine, &(struct engine_options){(unsigned)io_threads, (unsigned)copy_threads}, &self->queue);
+    if (error < 0) {
+        errno = -error;
+        PyErr_SetFromErrno(PyExc_OSError);
+        goto fail;
+    }
+    return (PyObject *)self;
+
+fail:
+    Py_XDECREF(self);
+    return NULL;
+}
+
+static PyObject *queue_fileno(QueueObject *self, PyObject *Py_UNUSED(ignored))
+{
+    return check_open(self) < 0 ? NULL : PyLong_FromLong(queue_fd(self->queue));
+}
+
+static PyObject *queue_py_submit(QueueObject *self, PyObject *batch)
+{
+    struct op_list requests = {0};
+    PyObject *items = PySequence_Tuple(batch); /* a copy: converting an operation may run code that changes a list */
+    if (!items)
+        goto fail;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items); i++) {
+        struct request *request = PyMem_Calloc(1, sizeof *request);
+        if (!request) {
+            PyErr_NoMemory();
+            goto fail;
+        }
+        op_list_push(&requests, &request->op);
+        if (request_parse(request, PyTuple_GET_ITEM(items, i)) < 0)
+            goto fail;
+        if (request->op.kind == OP_UNLOCK) {
+            PyErr_SetString(PyExc_ValueError, "only a chain unlocks: by itself it is a system call that never waits");
+            goto fail;
+        }
+    }
+    if (check_open(self) < 0) /* only now: the same code may have closed the queue */
+        goto fail;
+    Py_DECREF(items);
+    for (struct op *op = requests.first; op; op = op->next)
+        request_link(self, (struct request *)op);
+    queue_submit(self->queue, &requests);
+    Py_RETURN_NONE;
+
+fail:
+    request_free_all(&requests);
+    Py_XDECREF(items);
+    return NULL;
+}
+
+static PyObject *queue_py_reap(QueueObject *self, PyObject *Py_UNUSED(ignored))
+{
+    struct op_list ended = {0};
+    PyObject *list = NULL;
+
+    if (is_forked(self)) {
+        check_open(self);
+        return NULL;
+    }
+    ended = queue_reap(self->queue);
+    list = PyList_New((Py_ssize_t)ended.count);
+    if (!list)
+        goto fail;
+    Py_ssize_t i = 0;
+    for (const struct op *op = ended.first; op; op = op->next, i++) {
+        PyObject *entry = request_completion(op);
+        if (!entry)
+            goto fail;
+        PyList_SET_ITEM(list, i, entry);
+    }
+    /* Only now, since letting go of objects runs any code, this function included. */
+    for (struct op *op; (op = op_list_pop(&ended)) != NULL;) {
+        request_unlink(self, (struct request *)op);
+        request_free((struct request *)op);
+    }
+    return list;
+
+fail:
+    queue_unreap(self->queue, &ended);
+    Py_XDECREF(list);
+    return NULL;
+}
+
+static PyObject *queue_py_cancel(QueueObject *self, PyObject *argument)
+{
+    uint64_t token;
+    if (!request_unsigned(argument, &token) || check_open(self) < 0)
+        return NULL;
+    return PyBool_FromLong(queue_cancel(self->queue, token));
+}
+
+static void close_queue(QueueObject *self)
+{
+    self->closing = true;
+    if (is_forked(self)) {
+        queue_disown(self->queue);
+        return;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    queue_close(self->queue);
+    Py_END_ALLOW_THREADS
+}
+
+static PyObject *queue_py_close(QueueObject *self, PyObject *Py_UNUSED(ignored))
+{
+    close_queue(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *queue_get_running(QueueObject *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromSsize_t(self->running);
+}
+
+static int queue_traverse(QueueObject *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    for (const struct request *request = self->live; request; request = request->after) {
+        const int stop = request_traverse(request, visit, arg);
+        if (stop)
+            return stop;
+    }
+    return 0;
+}
+
+/* Nothing may be let go of while a thread may use it: so this is where a forgotten queue is closed, before
+ * queue_clear() breaks cycles. */
+static void queue_finalize(QueueObject *self)
+{
+    if (!self->queue || self->closing || is_forked(self))
+        return;
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    if (PyErr_ResourceWarning((PyObject *)self, 1, "unclosed %R", self) < 0)
+        PyErr_WriteUnraisable((PyObject *)self);
+    close_queue(self);
+    PyErr_Restore(type, value, traceback);
+}
+
+static int queue_clear(QueueObject *self)
+{
+    if (!self->queue || is_forked(self))
+        return 0;
+    (void)queue_reap(self->queue); /* every live request is in it */
+    while (self->live) {
+        struct request *request = self->live;
+        request_unlink(self, request);
+        request_free(request);
+    }
+    return 0;
+}
+
+static void queue_dealloc(QueueObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    if (PyObject_CallFinalizerFromDealloc((PyObject *)self) < 0)
+        return;
+    PyObject_GC_UnTrack(self);
+    if (self->queue && !is_forked(self)) { /* a child leaks it: locks of vanished threads guard it */
+        queue_clear(self);
+        queue_free(self->queue);
+    }
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyMethodDef queue_methods[] = {
+    {"fileno", (PyCFunction)(void (*)(void))queue_fileno, METH_NOARGS, NULL},
+    {"submit", (PyCFunction)(void (*)(void))queue_py_submit, METH_O, NULL},
+    {"reap", (PyCFunction)(void (*)(void))queue_py_reap, METH_NOARGS, NULL},
+    {"cancel", (PyCFunction)(void (*)(void))queue_py_cancel, METH_O, NULL},
+    {"close", (PyCFunction)(void (*)(void))queue_py_close, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef queue_getset[] = {
+    {"running", (getter)(void (*)(void))queue_get_running, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+PyDoc_STRVAR(queue_doc, "Queue(io_threads, copy_threads, engine='threads')\n--\n\n"
+                        "Operations on bytes, submitted in batches, finished on one eventfd, reaped in batches.");
+
+static PyType_Slot queue_slots[] = {
+    {Py_tp_doc, (void *)queue_doc},
+    {Py_tp_new, queue_new},
+    {Py_tp_methods, queue_methods},
+    {Py_tp_getset, queue_getset},
+    {Py_tp_traverse, queue_traverse},
+    {Py_tp_clear, queue_clear},
+    {Py_tp_finalize, queue_finalize},
+    {Py_tp_dealloc, queue_dealloc},
+    {0, NULL},
+};
+
+PyType_Spec queue_object_spec = {
+    .name = "pccheck_async._ext.Queue",
+    .basicsize = sizeof(QueueObject),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = queue_slots,
+};

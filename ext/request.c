@@ -1,0 +1,202 @@
+#include "request.h"
+
+#include <stdbool.h>
+
+#include "copy.h"
+
+void request_free(struct request *request)
+{
+    for (struct op *step = request->op.steps, *next; step; step = next) {
+        next = step->next;
+        request_free((struct request *)step);
+    }
+    if (request->view.obj)
+        PyBuffer_Release(&request->view);
+    Py_XDECREF(request->segments);
+    Py_XDECREF(request->keepalive);
+    PyMem_Free(request);
+}
+
+void request_free_all(struct op_list *list)
+{
+    for (struct op *op; (op = op_list_pop(list)) != NULL;)
+        request_free((struct request *)op);
+}
+
+int request_traverse(const struct request *request, visitproc visit, void *arg)
+{
+    Py_VISIT(request->view.obj);
+    Py_VISIT(request->keepalive);
+    for (const struct op *step = request->op.steps; step; step = step->next)
+        Py_VISIT(((const struct request *)step)->view.obj);
+    return 0;
+}
+
+int request_unsigned(PyObject *object, void *into)
+{
+    const unsigned long long value = PyLong_AsUnsignedLongLong(object);
+    if (value == (unsigned long long)-1 && PyErr_Occurred()) {
+        if (PyErr_ExceptionMatches(PyExc_OverflowError))
+            PyErr_Format(PyExc_ValueError, "%R is negative or has more than 64 bits", object);
+        return 0;
+    }
+    *(uint64_t *)into = value;
+    return 1;
+}
+
+static int as_checksum(PyObject *object, void *into)
+{
+    uint64_t value;
+    if (!request_unsigned(object, &value))
+        return 0;
+    if (value > UINT32_MAX) {
+        PyErr_Format(PyExc_ValueError, "checksum %R has more than 32 bits", object);
+        return 0;
+    }
+    *(uint32_t *)into = (uint32_t)value;
+    return 1;
+}
+
+int request_set_segments(struct request *request, PyObject *segments, PyObject *keepalive)
+{
+    struct op *op = &request->op;
+    const size_t bytes = (size_t)PyBytes_GET_SIZE(segments);
+    size_t bad;
+
+    request->segments = Py_NewRef(segments);
+    request->keepalive = Py_NewRef(keepalive);
+    op->segments = PyBytes_AS_STRING(segments);
+    op->segment_count = bytes / sizeof(struct copy_segment);
+    if (bytes % sizeof(struct copy_segment) != 0) {
+        PyErr_Format(PyExc_ValueError, "a table of segments has %zu bytes, no multiple of %zu", bytes,
+                     sizeof(struct copy_segment));
+        return -1;
+    }
+    if (copy_check(op->segments, op->segment_count, op->size, op->kind == OP_GATHER, &bad) < 0) {
+        PyErr_Format(PyExc_ValueError, "segment %zu lies outside its buffer of %zd bytes%s", bad, request->view.len,
+                     op->kind == OP_GATHER ? ", or not behind the one before it" : "");
+        return -1;
+    }
+    return 0;
+}
+
+static bool is_step(const struct op *op)
+{
+    return op->kind == OP_WRITE || op->kind == OP_FLUSH || op->kind == OP_UNLOCK;
+}
+
+/* Let the request own the operations of a chain. */
+static int request_set_steps(struct request *request, PyObject *items)
+{
+    struct op **last = &request->op.steps;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items); i++) {
+        struct request *step = PyMem_Calloc(1, sizeof *step);
+        if (!step) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        *last = &step->op;
+        last = &step->op.next;
+        if (request_parse(step, PyTuple_GET_ITEM(items, i)) < 0)
+            return -1;
+        if (!is_step(&step->op)) {
+            PyErr_SetString(PyExc_ValueError, "a chain is made of writes, flushes and unlocks");
+            return -1;
+        }
+    }
+    if (!request->op.steps) {
+        PyErr_SetString(PyExc_ValueError, "a chain has at least one step");
+        return -1;
+    }
+    return 0;
+}
+
+int request_parse(struct request *request, PyObject *item)
+{
+    struct op *op = &request->op;
+    PyObject *data = NULL, *segments = NULL, *keepalive = NULL, *steps = NULL;
+    long number;
+    int kind;
+    bool parsed = false;
+
+    if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) < 2) {
+        PyErr_SetString(PyExc_TypeError, "an operation is a tuple (token, kind, ...)");
+        return -1;
+    }
+    number = PyLong_AsLong(PyTuple_GET_ITEM(item, 1));
+    if (number == -1 && PyErr_Occurred())
+        return -1;
+    switch (number) {
+    case OP_WRITE:
+    case OP_READ:
+        parsed = PyArg_ParseTuple(item, "O&iiO&O:transfer", request_unsigned, &op->token, &kind, &op->fd,
+                                  request_unsigned, &op->offset, &data);
+        break;
+    case OP_FLUSH:
+    case OP_UNLOCK:
+        parsed = PyArg_ParseTuple(item, "O&ii:descriptor", request_unsigned, &op->token, &kind, &op->fd);
+        break;
+    case OP_GATHER:
+        parsed = PyArg_ParseTuple(item, "O&iSOO:gather", request_unsigned, &op->token, &kind, &segments, &data,
+                                  &keepalive);
+        break;
+    case OP_SCATTER:
+        parsed = PyArg_ParseTuple(item, "O&iOO&SO:scatter", request_unsigned, &op->token, &kind, &data, as_checksum,
+                                  &op->checksum, &segments, &keepalive);
+        break;
+    case OP_CHECKSUM:
+        parsed = PyArg_ParseTuple(item, "O&iO:checksum", request_unsigned, &op->token, &kind, &data);
+        break;
+    case OP_CHAIN:
+        parsed = PyArg_ParseTuple(item, "O&iO!:chain", request_unsigned, &op->token, &kind, &PyTuple_Type, &steps);
+        break;
+    default:
+        PyErr_Format(PyExc_ValueError, "no kind of operation has the number %ld", number);
+    }
+    if (!parsed)
+        return -1;
+
+    op->kind = (enum op_kind)kind;
+    if (data) {
+        const bool fills = op->kind == OP_READ || op->kind == OP_GATHER;
+        if (PyObject_GetBuffer(data, &request->view, fills ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0)
+            return -1;
+        op->data = request->view.buf;
+        op->size = (uint64_t)request->view.len;
+    }
+    if (op->offset > (uint64_t)INT64_MAX - op->size) {
+        PyErr_Format(PyExc_ValueError, "no file reaches to offset %llu", (unsigned long long)op->offset);
+        return -1;
+    }
+    if (steps)
+        return request_set_steps(request, steps);
+    return segments ? request_set_segments(request, segments, keepalive) : 0;
+}
+
+/* How each step that was performed ended: a list of (result, seconds of the monotonic clock). */
+static PyObject *steps_of(const struct op *chain)
+{
+    PyObject *list = PyList_New((Py_ssize_t)chain->steps_ended);
+    const struct op *step = chain->steps;
+    for (Py_ssize_t i = 0; list && i < PyList_GET_SIZE(list); i++, step = step->next) {
+        PyObject *entry = Py_BuildValue("Ld", (long long)step->result, (double)step->ended_at * 1e-9);
+        if (!entry)
+            Py_CLEAR(list);
+        else
+            PyList_SET_ITEM(list, i, entry);
+    }
+    return list;
+}
+
+PyObject *request_completion(const struct op *op)
+{
+    const unsigned long long token = op->token;
+    const long long result = op->result;
+    if (op->result >= 0 && (op->kind == OP_GATHER || op->kind == OP_CHECKSUM))
+        return Py_BuildValue("KLk", token, result, (unsigned long)op->checksum);
+    if (op->steps_ended > 0) {
+        PyObject *steps = steps_of(op);
+        return steps ? Py_BuildValue("KLN", token, result, steps) : NULL;
+    }
+    return Py_BuildValue("KLO", token, result, Py_None);
+}
