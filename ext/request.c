@@ -80,10 +80,7 @@ int request_set_segments(struct request *request, PyObject *segments, PyObject *
     return 0;
 }
 
-static bool is_step(const struct op *op)
-{
-    return op->kind == OP_WRITE || op->kind == OP_FLUSH || op->kind == OP_UNLOCK;
-}
+static int parse(struct request *request, PyObject *item, bool is_step);
 
 /* Let the request own the operations of a chain. */
 static int request_set_steps(struct request *request, PyObject *items)
@@ -97,12 +94,8 @@ static int request_set_steps(struct request *request, PyObject *items)
         }
         *last = &step->op;
         last = &step->op.next;
-        if (request_parse(step, PyTuple_GET_ITEM(items, i)) < 0)
+        if (parse(step, PyTuple_GET_ITEM(items, i), true) < 0)
             return -1;
-        if (!is_step(&step->op)) {
-            PyErr_SetString(PyExc_ValueError, "a chain is made of writes, flushes and unlocks");
-            return -1;
-        }
     }
     if (!request->op.steps) {
         PyErr_SetString(PyExc_ValueError, "a chain has at least one step");
@@ -111,12 +104,11 @@ static int request_set_steps(struct request *request, PyObject *items)
     return 0;
 }
 
-int request_parse(struct request *request, PyObject *item)
+static int parse(struct request *request, PyObject *item, bool is_step)
 {
     struct op *op = &request->op;
-    PyObject *data = NULL, *segments = NULL, *keepalive = NULL, *steps = NULL;
+    PyObject *kind, *data = NULL, *segments = NULL, *keepalive = NULL, *steps = NULL;
     long number;
-    int kind;
     bool parsed = false;
 
     if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) < 2) {
@@ -126,29 +118,33 @@ int request_parse(struct request *request, PyObject *item)
     number = PyLong_AsLong(PyTuple_GET_ITEM(item, 1));
     if (number == -1 && PyErr_Occurred())
         return -1;
-    switch (number) {
+    if (is_step && number != OP_WRITE && number != OP_FLUSH && number != OP_UNLOCK) { /* first: chains would nest */
+        PyErr_SetString(PyExc_ValueError, "a chain is made of writes, flushes and unlocks");
+        return -1;
+    }
+    switch (number) { /* `kind` is not asked again: it may answer differently */
     case OP_WRITE:
     case OP_READ:
-        parsed = PyArg_ParseTuple(item, "O&iiO&O:transfer", request_unsigned, &op->token, &kind, &op->fd,
+        parsed = PyArg_ParseTuple(item, "O&OiO&O:transfer", request_unsigned, &op->token, &kind, &op->fd,
                                   request_unsigned, &op->offset, &data);
         break;
     case OP_FLUSH:
     case OP_UNLOCK:
-        parsed = PyArg_ParseTuple(item, "O&ii:descriptor", request_unsigned, &op->token, &kind, &op->fd);
+        parsed = PyArg_ParseTuple(item, "O&Oi:descriptor", request_unsigned, &op->token, &kind, &op->fd);
         break;
     case OP_GATHER:
-        parsed = PyArg_ParseTuple(item, "O&iSOO:gather", request_unsigned, &op->token, &kind, &segments, &data,
+        parsed = PyArg_ParseTuple(item, "O&OSOO:gather", request_unsigned, &op->token, &kind, &segments, &data,
                                   &keepalive);
         break;
     case OP_SCATTER:
-        parsed = PyArg_ParseTuple(item, "O&iOO&SO:scatter", request_unsigned, &op->token, &kind, &data, as_checksum,
+        parsed = PyArg_ParseTuple(item, "O&OOO&SO:scatter", request_unsigned, &op->token, &kind, &data, as_checksum,
                                   &op->checksum, &segments, &keepalive);
         break;
     case OP_CHECKSUM:
-        parsed = PyArg_ParseTuple(item, "O&iO:checksum", request_unsigned, &op->token, &kind, &data);
+        parsed = PyArg_ParseTuple(item, "O&OO:checksum", request_unsigned, &op->token, &kind, &data);
         break;
     case OP_CHAIN:
-        parsed = PyArg_ParseTuple(item, "O&iO!:chain", request_unsigned, &op->token, &kind, &PyTuple_Type, &steps);
+        parsed = PyArg_ParseTuple(item, "O&OO!:chain", request_unsigned, &op->token, &kind, &PyTuple_Type, &steps);
         break;
     default:
         PyErr_Format(PyExc_ValueError, "no kind of operation has the number %ld", number);
@@ -156,7 +152,7 @@ int request_parse(struct request *request, PyObject *item)
     if (!parsed)
         return -1;
 
-    op->kind = (enum op_kind)kind;
+    op->kind = (enum op_kind)number;
     if (data) {
         const bool fills = op->kind == OP_READ || op->kind == OP_GATHER;
         if (PyObject_GetBuffer(data, &request->view, fills ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0)
@@ -171,6 +167,11 @@ int request_parse(struct request *request, PyObject *item)
     if (steps)
         return request_set_steps(request, steps);
     return segments ? request_set_segments(request, segments, keepalive) : 0;
+}
+
+int request_parse(struct request *request, PyObject *item)
+{
+    return parse(request, item, false);
 }
 
 /* How each step that was performed ended: a list of (result, seconds of the monotonic clock). */

@@ -681,6 +681,12 @@ if native.available():
             (1, _ext.SCATTER, b"", 2**32, b"", None),
             (1, _ext.SCATTER, b"", -1, b"", None),
             (1, _ext.SCATTER, b"8 bytes.", 0, table((1, 8, 1)), None),
+            (1, _ext.UNLOCK, 0),
+            (1, _ext.CHAIN, ()),
+            (1, _ext.CHAIN, [(0, _ext.FLUSH, 0)]),
+            (1, _ext.CHAIN, ((0, _ext.WRITE, 0, 0, bytearray(1)), (0, _ext.FLUSH))),
+            (1, _ext.CHAIN, ((0, _ext.FLUSH, 0), (0, _ext.READ, 0, 0, bytearray(1)))),
+            (1, _ext.CHAIN, ((0, _ext.CHAIN, ((0, _ext.FLUSH, 0),)),)),
         ],
     )
     def test_a_batch_is_all_or_nothing(queue: _ext.Queue, bad: Any) -> None:
@@ -694,6 +700,23 @@ if native.available():
         data.append(1)
         del good, owner
         assert watch() is None
+
+    def test_chains_do_not_nest_however_deep(queue: _ext.Queue) -> None:
+        steps: tuple[Any, ...] = ()
+        for _ in range(200_000):  # too deep for a C stack
+            steps = ((0, _ext.CHAIN, steps),)
+        with pytest.raises(ValueError, match="a chain is made of"):
+            queue.submit([(1, _ext.CHAIN, steps)])
+
+    def test_an_operation_is_of_the_kind_that_was_checked(queue: _ext.Queue) -> None:
+        class Fickle:
+            kinds = iter((_ext.CHECKSUM, _ext.CHAIN))
+
+            def __index__(self) -> int:
+                return next(self.kinds)
+
+        queue.submit([(1, Fickle(), b"abc")])  # type: ignore[list-item]
+        assert reap(queue, 1) == {1: (0, zlib.crc32(b"abc"))}
 
     def test_buffers_are_held_until_reaped(queue: _ext.Queue) -> None:
         data, owner = bytearray(100), Owner()
