@@ -26,6 +26,7 @@ void request_free_all(struct op_list *list)
 int request_traverse(const struct request *request, visitproc visit, void *arg)
 {
     Py_VISIT(request->view.obj);
+    Py_VISIT(request->segments); /* of a subclass of bytes they refer to anything */
     Py_VISIT(request->keepalive);
     for (const struct op *step = request->op.steps; step; step = step->next)
         Py_VISIT(((const struct request *)step)->view.obj);

@@ -208,9 +208,13 @@ async def test_nothing_of_a_chain_follows_a_failure(runner: asyncio.Runner, oper
 
 @on_loop
 async def test_a_refused_chain_does_nothing(runner: asyncio.Runner, operations: Operations, fd: int) -> None:
-    with pytest.raises((ValueError, OSError)):
-        await operations.chain([Write(fd, -1, memoryview(b"x")), Write(fd, 0, memoryview(b"y"))], [])
-    assert os.fstat(fd).st_size == 0
+    good = Write(fd, 0, memoryview(b"y"))
+    for offset in (-1, 2**63 - 1, 2**64):
+        bad = Write(fd, offset, memoryview(b"x"))
+        for steps in ([bad, good], [good, bad]):
+            with pytest.raises(ValueError, match=r"offset|negative|64 bits"):
+                await operations.chain(steps, [])
+            assert os.fstat(fd).st_size == 0
 
 
 @on_loop
@@ -780,14 +784,29 @@ if native.available():
         with pytest.raises(TypeError):
             _ext.Queue()  # type: ignore[call-arg]
 
-    def test_forgotten_queues_close_with_a_warning(kind: str) -> None:
+    class Table(bytes):
+        queue: _ext.Queue
+
+    class Buffer(bytearray):
+        queue: _ext.Queue
+
+    @pytest.mark.parametrize("through", ["segments", "buffer", "keepalive", "step"])
+    def test_forgotten_queues_close_with_a_warning(kind: str, through: str, fd: int) -> None:
         threads, fds = threads_now(), fds_now()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             queue = _ext.Queue(2, 2, kind)
-            cycle = [queue]  # only the garbage collector finds it
-            queue.submit([(1, _ext.GATHER, b"", bytearray(CHUNK), cycle)])
-            del queue, cycle
+            table, buffer, keepalive = Table(), Buffer(CHUNK), Owner()
+            batch: dict[str, tuple[Any, Any]] = {
+                "segments": (table, (1, _ext.GATHER, table, bytearray(CHUNK), None)),
+                "buffer": (buffer, (1, _ext.GATHER, b"", buffer, None)),
+                "keepalive": (keepalive, (1, _ext.GATHER, b"", bytearray(CHUNK), keepalive)),
+                "step": (buffer, (1, _ext.CHAIN, ((0, _ext.WRITE, fd, 0, buffer),))),
+            }
+            owner, operation = batch[through]
+            owner.queue = queue  # only the garbage collector finds it
+            queue.submit([operation])
+            del queue, table, buffer, keepalive, batch, owner, operation
             gc.collect()
         assert [warning.category for warning in caught] == [ResourceWarning]
         assert fds_now() == fds

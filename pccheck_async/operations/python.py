@@ -35,6 +35,7 @@ __all__ = ["PythonOperations"]
 _IO = (Write, Read, Flush, Chain)
 _SEGMENT = struct.Struct("=QQQ")
 _LAST_ADDRESS = ctypes.c_size_t(-1).value
+_LAST_OFFSET = 2**63 - 1
 _SMALLEST_SECTOR = 512
 """No direct I/O is aligned to less."""
 _MOST_PER_CALL = 1 << 30
@@ -101,7 +102,10 @@ def _perform(operation: Operation | Unlock) -> Any:
 
 
 def chain(steps: Sequence[Write | Flush | Unlock]) -> list[Step]:
-    """Perform ``steps`` until one fails."""
+    """Perform ``steps`` until one fails; none where one is impossible."""
+    for step in steps:
+        if isinstance(step, Write):
+            _check_offset(step.offset, step.data.nbytes)
     ended: list[Step] = []
     for step in steps:
         error = None
@@ -117,7 +121,7 @@ def chain(steps: Sequence[Write | Flush | Unlock]) -> list[Step]:
 
 def write_all(fd: int, offset: int, data: memoryview) -> None:
     """Write all of ``data`` at ``offset``, however many system calls that takes."""
-    _check_offset(offset)
+    _check_offset(offset, data.nbytes)
     done = 0
     with data.cast("B") as octets:
         while done < len(octets):
@@ -130,7 +134,7 @@ def write_all(fd: int, offset: int, data: memoryview) -> None:
 
 def read_all(fd: int, offset: int, into: memoryview) -> int:
     """Fill ``into`` from ``offset``; return the bytes read, short only at the end of the file."""
-    _check_offset(offset)
+    _check_offset(offset, into.nbytes)
     done = 0
     with into.cast("B") as octets:
         while done < len(octets):
@@ -171,9 +175,11 @@ def scatter(source: memoryview, checksum: int, segments: bytes) -> None:
         ctypes.memmove(address, base + offset, length)
 
 
-def _check_offset(offset: int) -> None:
+def _check_offset(offset: int, nbytes: int) -> None:
     if offset < 0:
         raise ValueError(f"offset {offset} is negative")
+    if offset > _LAST_OFFSET - nbytes:
+        raise ValueError(f"no file reaches to offset {offset}")
 
 
 def _checked(segments: bytes, size: int, *, ordered: bool) -> list[tuple[int, int, int]]:
