@@ -156,6 +156,14 @@ def test_a_raw_transfer_moves_the_bytes_of_a_free_slot(tmp_path: Path) -> None:
     assert differences(Raw(MIB, 2).state(), into) == []
 
 
+def test_a_raw_transfer_that_fails_is_no_limit(tmp_path: Path) -> None:
+    short = tmp_path / "short"
+    short.write_bytes(bytes(4096))
+    for way in ways():
+        with pytest.raises(OSError, match="raw transfer"):
+            RawDisk(8192).read_seconds(short, way)
+
+
 def test_the_bare_sequence_writes_what_it_says(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with BareSequence(tmp_path, 64 << 10) as sequence:

@@ -12,6 +12,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,16 +87,17 @@ class RawDisk:
         fd = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_DIRECT)
         offsets = range(0, self.nbytes, way.block)
         pieces = [(offset, self._view[offset : min(offset + way.block, self.nbytes)]) for offset in offsets]
-        start = time.perf_counter()
-        if way.uring:
-            _by_ring(fd, pieces, way.streams, write=write)
-        else:
-            _by_threads(fd, pieces, way.streams, os.pwritev if write else os.preadv)
-        if write:
-            os.fdatasync(fd)
-        seconds = time.perf_counter() - start
-        os.close(fd)
-        return seconds
+        try:
+            start = time.perf_counter()
+            if way.uring:
+                _by_ring(fd, pieces, way.streams, write=write)
+            else:
+                _by_threads(fd, pieces, way.streams, os.pwritev if write else os.preadv)
+            if write:
+                os.fdatasync(fd)
+            return time.perf_counter() - start
+        finally:
+            os.close(fd)
 
 
 class RawLimit:
@@ -174,28 +176,34 @@ class BareSequence:
 def _by_threads(
     fd: int, pieces: list[tuple[int, memoryview]], streams: int, move: Callable[[int, list[memoryview], int], int]
 ) -> None:
+    failures: list[OSError] = []
+
     def work(first: int) -> None:
-        for offset, piece in pieces[first::streams]:
-            if move(fd, [piece], offset) != len(piece):
-                raise OSError("a raw transfer was short")
+        try:
+            for offset, piece in pieces[first::streams]:
+                if move(fd, [piece], offset) != len(piece):
+                    raise OSError("a raw transfer was short")
+        except OSError as error:
+            failures.append(error)
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(streams)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    if failures:
+        raise failures[0]
 
 
 def _by_ring(fd: int, pieces: list[tuple[int, memoryview]], depth: int, *, write: bool) -> None:
     from pccheck_async import _ext
 
-    queue = _ext.Queue(depth, 1, "io_uring")
     kind = _ext.WRITE if write else _ext.READ
     batch: list[tuple[Any, ...]] = [(token, kind, fd, offset, piece) for token, (offset, piece) in enumerate(pieces)]
-    queue.submit(batch)
-    while queue.running:
-        select.select([queue.fileno()], [], [])
-        for token, result, _ in queue.reap():
-            if result < 0 or (not write and result != len(pieces[token][1])):
-                raise OSError(-result, "a raw transfer failed")
-    queue.close()
+    with closing(_ext.Queue(depth, 1, "io_uring")) as queue:
+        queue.submit(batch)
+        while queue.running:
+            select.select([queue.fileno()], [], [])
+            for token, result, _ in queue.reap():
+                if result < 0 or (not write and result != len(pieces[token][1])):
+                    raise OSError(-result, "a raw transfer failed")
