@@ -200,7 +200,8 @@ def check_metadata(metadata: Mapping[str, object]) -> dict[str, str | int | floa
         plain = _metadata_decoder.decode(encoded)
     except (TypeError, OverflowError, UnicodeEncodeError, msgspec.MsgspecError) as error:
         raise UnsupportedStateError(
-            f"metadata maps str to str, int, float, bool or None ({error}); put anything else into the state"
+            f"metadata maps str to str, int, float, bool or None ({error}); give a tensor's number as x.item(), "
+            "put anything else into the state"
         ) from None
     if len(encoded) > MOST_METADATA_NBYTES:
         raise UnsupportedStateError(

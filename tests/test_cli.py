@@ -19,6 +19,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import pccheck_async
 from pccheck_async import SyncCheckpointEngine, read_tuning
 from pccheck_async.cli import app
 from pccheck_async.cli.compare import compare_losses, compare_states, draw, read_losses
@@ -134,6 +135,12 @@ def test_wrong_usage_is_2(arguments: list[str]) -> None:
     result = runner.invoke(app, arguments)
     assert result.exit_code == 2
     assert "Traceback" not in result.output
+
+
+def test_version() -> None:
+    result = runner.invoke(app, ["--version"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.split()[-1] == pccheck_async.__version__
 
 
 def test_demo_says_at_once_that_it_cannot_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

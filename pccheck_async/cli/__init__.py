@@ -42,6 +42,23 @@ app = typer.Typer(
 app.add_typer(bench_app)
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        from pccheck_async import __version__
+
+        typer.echo(f"pccheck_async {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options of the command itself."""
+
+
 @app.command("demo")
 def run_demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 60,
@@ -331,7 +348,9 @@ def run_import(
     file: Annotated[Path, typer.Argument(help="A file of torch.save or of safetensors.")],
     path: Annotated[Path, typer.Argument(help="Folder of the store; nobody else may write to it.")],
     source: Annotated[_Source, typer.Option("--from", help="The format.")],
-    step: Annotated[int | None, typer.Option(help="The step of the new checkpoint.")] = None,
+    step: Annotated[
+        int | None, typer.Option(help="The step of the new checkpoint (default: what the file says, or a count).")
+    ] = None,
     root: Annotated[str | None, typer.Option(help="Put it below this name, such as 'model'.")] = None,
     json: _Json = False,
 ) -> None:
