@@ -49,7 +49,7 @@ from pccheck_async.scratch import free_bytes, slot_bytes
 from pccheck_async.session import IO, Session, check_io, open_session
 from pccheck_async.statistics import EngineStatistics, Spread, StageClock
 from pccheck_async.steps import Steps, block_on, run
-from pccheck_async.store import Store
+from pccheck_async.store import Store, open_store
 from pccheck_async.tracing import Sink, Span
 from pccheck_async.training import TrainingStep, TrainingSteps
 
@@ -143,8 +143,12 @@ class EngineCore:
         self._session = await open_session(self.path, self.io, writers=first.writers, copiers=first.copiers)
         try:
             writer = self._session.writer
-            self._store = Store(writer, retention=config.retention, max_in_flight=config.max_in_flight)
-            await self._store.open(config.lock_timeout)
+            self._store = await open_store(
+                writer,
+                retention=config.retention,
+                max_in_flight=config.max_in_flight,
+                lock_timeout=config.lock_timeout,
+            )
             decided = decide(config, block_bytes=self._store.block_bytes, cores=cores, memory=memory)
             decided.reasons["io"] = self._session.reason
             self._decisions = decided

@@ -17,7 +17,7 @@ from pccheck_async.manifest import encode
 from pccheck_async.memory import aligned_buffer
 from pccheck_async.retention import KeepAll
 from pccheck_async.session import IO, Session
-from pccheck_async.store import SlotLease, Store
+from pccheck_async.store import SlotLease, Store, open_store
 from pccheck_async.store_reader import OneLoop, with_session
 from pccheck_async.upkeep.chunks import Progress, Run, check_chunks, make_pool
 from pccheck_async.upkeep.held import LOCK_SECONDS, Held, hold, open_reader
@@ -73,8 +73,7 @@ def copy_checkpoint(
             return await with_session(target, io, lambda second: write(held, second), EngineConfig())
 
     async def write(held: Held, session: Session) -> CheckpointInfo:
-        store = Store(session.writer, retention=KeepAll(), max_in_flight=1)
-        await store.open(LOCK_SECONDS)
+        store = await open_store(session.writer, retention=KeepAll(), max_in_flight=1, lock_timeout=LOCK_SECONDS)
         if len(store.entries) >= MOST_ENTRIES:
             raise StoreFullError(
                 errno.ENOSPC, f"a commit record names {MOST_ENTRIES} checkpoints: remove some first", os.fspath(target)
