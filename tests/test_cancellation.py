@@ -201,7 +201,7 @@ def test_cancelled_after_its_capture_it_goes_on_and_its_failure_is_told(tmp_path
             core = engine._core
             pending, _ = core.admit(state_of(1), 1, None)
             await asyncio.to_thread(pending.wait_captured)
-            await core.aborts.abort(pending)  # what a cancelled checkpoint() does, too late
+            await core.pipeline.aborts.abort(pending)  # what a cancelled checkpoint() does, too late
             stuck.writer.release()
             with pytest.raises(WriteError):
                 await engine.drain()
@@ -295,7 +295,7 @@ def test_a_child_forked_while_a_deadline_left_files_behind_holds_none(tmp_path: 
     assert passes_in_a_forked_child(holds_nothing)
     stuck.writer.release()
     core = engine._core
-    core.loop.call(core._close(None))
+    core.loop.call(core.pipeline.close())
     core.loop.stop()
 
 

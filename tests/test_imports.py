@@ -23,8 +23,9 @@ LAYERS = [
     {  # engine
         "loop", "lifetime", "moment", "pending", "records", "reading", "image", "capture", "commit_file", "slot_files",
         "store", "restore", "scheduler", "read_lease", "steps", "restorer", "admissions", "overlap", "preemption",
-        "training", "reporter", "publisher", "progress", "aborts", "core", "scratch", "trials", "tuned", "tuner",
-        "engine_base", "engine", "sync", "loading", "data", "store_reader", "upkeep", "verified", "opened",
+        "training", "reporter", "publisher", "progress", "aborts", "pipeline", "stalls", "ledger", "core", "scratch",
+        "trials", "tuned", "tuner", "engine_base", "engine", "sync", "loading", "data", "store_reader", "upkeep",
+        "verified", "opened",
     },
     {"", "bench", "cli", "converting", "testing", "examples", "__main__"},  # edge
 ]  # fmt: skip
