@@ -299,6 +299,29 @@ def test_a_child_forked_while_a_deadline_left_files_behind_holds_none(tmp_path: 
     core.loop.stop()
 
 
+def test_a_child_forked_while_the_store_is_opened_holds_none_of_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        stuck, made, loop = Stuck("flush"), asyncio.Event(), asyncio.get_running_loop()
+
+        def make(path: str, operations: Operations) -> Writer:
+            writer = stuck(path, operations)
+            loop.call_soon_threadsafe(made.set)
+            return writer
+
+        opening = asyncio.create_task(CheckpointEngine(tmp_path, io=make).open())
+        await made.wait()
+        await asyncio.to_thread(stuck.writer.wait_stuck)
+        assert open_files(tmp_path), "the store is locked already"
+        assert passes_in_a_forked_child(holds_nothing)
+        stuck.writer.release()
+        await (await opening).close()
+
+    def holds_nothing() -> None:
+        assert open_files(tmp_path) == []
+
+    asyncio.run(main())
+
+
 def test_an_open_cancelled_after_it_succeeded_gives_the_store_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
