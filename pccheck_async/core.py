@@ -342,7 +342,7 @@ class EngineCore:
     @property
     def infos(self) -> list[CheckpointInfo]:
         """Committed checkpoints, newest first."""
-        return [entry.info for entry in self.pipeline.store.entries]
+        return [entry.info for entry in self.pipeline.store.committed.entries]
 
     async def pin(self, step: int, pinned: bool) -> CheckpointInfo:
         """Keep the newest checkpoint of a step whatever the rules say, or leave it to them again."""

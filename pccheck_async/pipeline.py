@@ -165,7 +165,7 @@ async def open_pipeline(
         restorer = Restorer(
             store=store, writer=writer, backend=backend, pool=pool, clock=clock, post=loop.post, tell=tell
         )
-        admissions.counter = store.largest_counter
+        admissions.counter = store.committed.largest_counter
         return Pipeline(
             loop=loop,
             session=session,

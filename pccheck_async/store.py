@@ -89,6 +89,9 @@ class Store:
         committed: What the newest record names.
         slots: Where checkpoints go.
         latch: Ends the commits after an error.
+
+    Attributes:
+        committed: What the newest record names.
     """
 
     def __init__(
@@ -96,14 +99,12 @@ class Store:
     ) -> None:
         self._writer = writer
         self._commit = commit
-        self._committed = committed
+        self.committed = committed
         self._slots = slots
         self._latch = latch
         self._commit_lock = asyncio.Lock()
         self._took_over = False
         self._commits = self._superseded = 0
-
-    # -- what is committed
 
     @property
     def block_bytes(self) -> int:
@@ -111,23 +112,9 @@ class Store:
         return self._commit.identity.block_bytes
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
-        """Committed checkpoints, newest first, those known to be damaged left out."""
-        return self._committed.entries
-
-    @property
-    def largest_counter(self) -> int:
-        """The largest counter that was ever committed and is still known, -1 for none."""
-        return self._committed.largest_counter
-
-    @property
     def failure(self) -> BaseException | None:
         """What latched the store, None while it takes commits."""
         return self._latch.failure
-
-    def mark_damaged(self, counter: int) -> None:
-        """Leave a checkpoint whose bytes are not what was written out of the next record."""
-        self._committed.mark_damaged(counter)
 
     def start_reading(self, entry: Entry) -> File:
         """Keep a checkpoint's slot from being reused until :meth:`stop_reading`, and return its file.
@@ -136,7 +123,7 @@ class Store:
             NoCheckpointError: it was dropped meanwhile.
             CorruptStoreError: its slot is missing.
         """
-        if entry not in self._committed.record.entries:
+        if entry not in self.committed.record.entries:
             raise NoCheckpointError(f"checkpoint {entry.counter} (step {entry.step}) is not kept any more")
         return self._slots.start_reading(entry.slot)
 
@@ -237,7 +224,7 @@ class Store:
     async def _commit_at_once(self, lease: SlotLease, rest: Sequence[Piece], entry: Entry) -> bool:
         async with self._commit_lock:  # until the record is written: what is decided here stays right
             self._latch.check()
-            entries = self._committed.retain(entry)
+            entries = self.committed.retain(entry)
             if entry not in entries:
                 self._superseded += 1
                 await self.release(lease)
@@ -261,7 +248,7 @@ class Store:
             raise
         try:
             self._latch.check()
-            entries = self._committed.retain(entry)
+            entries = self.committed.retain(entry)
             if entry not in entries:
                 self._superseded += 1
                 self._slots.drop(lease)
@@ -272,7 +259,7 @@ class Store:
         return True
 
     async def _replace_record(self, entries: Iterable[Entry], slot: Sequence[Part] = ()) -> None:
-        record = Record(self._committed.record.generation + 1, tuple(entries))
+        record = Record(self.committed.record.generation + 1, tuple(entries))
         try:
             await self._persist_record(record, slot)  # crash: acknowledged, the old slot reused, this in flight (I3)
         except BaseException as error:
@@ -280,7 +267,7 @@ class Store:
                 self._latch.set(error)  # which of the two records a restart will find is unknown: write nothing more
             self._latch.raise_as_failed(error)
             raise
-        self._committed.publish(record)
+        self.committed.publish(record)
         self._commits += 1
         self._slots.committed(entry.slot for entry in record.entries)
 
@@ -303,8 +290,8 @@ class Store:
                     await self._take_over()  # crash: this record overwrites the last durable one
         async with self._commit_lock:
             self._latch.check()
-            entries = tuple(change(self.entries))
-            if entries != self._committed.record.entries:
+            entries = tuple(change(self.committed.entries))
+            if entries != self.committed.record.entries:
                 await uninterrupted(self._replace_record(entries))  # a record half written would latch the store
 
     async def pin(self, step: int, pinned: bool) -> Entry:
@@ -312,8 +299,8 @@ class Store:
 
         Durability: as of :meth:`amend`. Raises what that does and what :meth:`Retention.pin` does.
         """
-        await self.amend(lambda entries: self._committed.retention.pin(entries, step, pinned))
-        return next(entry for entry in self.entries if entry.step == step)
+        await self.amend(lambda entries: self.committed.retention.pin(entries, step, pinned))
+        return next(entry for entry in self.committed.entries if entry.step == step)
 
     async def _persist_slot(self, file: File, rest: Sequence[Piece]) -> None:
         try:
@@ -331,7 +318,7 @@ class Store:
         return StoreStatistics(
             slots=self._slots.count,
             slot_bytes=self._slots.nbytes,
-            generation=self._committed.record.generation,
+            generation=self.committed.record.generation,
             commits=self._commits,
             superseded=self._superseded,
             reader_waits=self._slots.reader_waits,

@@ -74,7 +74,7 @@ def copy_checkpoint(
 
     async def write(held: Held, session: Session) -> CheckpointInfo:
         store = await open_store(session.writer, retention=KeepAll(), max_in_flight=1, lock_timeout=LOCK_SECONDS)
-        if len(store.entries) >= MOST_ENTRIES:
+        if len(store.committed.entries) >= MOST_ENTRIES:
             raise StoreFullError(
                 errno.ENOSPC, f"a commit record names {MOST_ENTRIES} checkpoints: remove some first", os.fspath(target)
             )
@@ -87,7 +87,7 @@ def copy_checkpoint(
 async def _copy(held: Held, store: Store, session: Session, pinned: bool | None, progress: Progress) -> CheckpointInfo:
     entry = structs.replace(
         held.entry,
-        counter=max(held.entry.counter, store.largest_counter + 1),
+        counter=max(held.entry.counter, store.committed.largest_counter + 1),
         pinned=held.entry.pinned if pinned is None else pinned,
     )
     manifest = structs.replace(held.manifest, counter=entry.counter)
