@@ -299,25 +299,38 @@ def test_a_child_forked_while_a_deadline_left_files_behind_holds_none(tmp_path: 
     core.loop.stop()
 
 
-def test_a_child_forked_while_the_store_is_opened_holds_none_of_it(tmp_path: Path) -> None:
+class Told(StuckWriter):
+    """Hangs at the first flush, and knows of forks only what the engine tells."""
+
+    told = False
+
+    def abandon(self) -> None:
+        self.told = True
+        super().abandon()
+
+
+def test_a_child_forked_while_the_store_is_opened_lets_go_of_it(tmp_path: Path) -> None:
     async def main() -> None:
-        stuck, made, loop = Stuck("flush"), asyncio.Event(), asyncio.get_running_loop()
+        made: asyncio.Future[Told] = asyncio.get_running_loop().create_future()
 
         def make(path: str, operations: Operations) -> Writer:
-            writer = stuck(path, operations)
-            loop.call_soon_threadsafe(made.set)
+            writer = Told(PosixWriter(path, operations), kinds=("flush",))
+            made.get_loop().call_soon_threadsafe(made.set_result, writer)
             return writer
 
         opening = asyncio.create_task(CheckpointEngine(tmp_path, io=make).open())
-        await made.wait()
-        await asyncio.to_thread(stuck.writer.wait_stuck)
-        assert open_files(tmp_path), "the store is locked already"
-        assert passes_in_a_forked_child(holds_nothing)
-        stuck.writer.release()
-        await (await opening).close()
+        writer = await made
+        await asyncio.to_thread(writer.wait_stuck)
 
-    def holds_nothing() -> None:
-        assert open_files(tmp_path) == []
+        def holds_nothing() -> None:
+            assert writer.told
+            assert open_files(tmp_path) == []
+
+        held, let_go = open_files(tmp_path), passes_in_a_forked_child(holds_nothing)
+        writer.release()
+        await (await opening).close()
+        assert held, "the store is locked already"
+        assert let_go
 
     asyncio.run(main())
 
