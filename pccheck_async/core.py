@@ -2,61 +2,45 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from pccheck_async.aborts import Aborts
 from pccheck_async.admissions import Admissions
 from pccheck_async.capture import Snapshots
-from pccheck_async.config import Decisions, EngineConfig, decide
-from pccheck_async.copying import CopyBackend, CudaCopy, make_backend
-from pccheck_async.errors import (
-    CheckpointError,
-    ClosedError,
-    NoCheckpointError,
-)
-from pccheck_async.events import Opened, Waited
-from pccheck_async.image import Images
+from pccheck_async.config import EngineConfig
+from pccheck_async.errors import CheckpointError, ClosedError, NoCheckpointError
+from pccheck_async.events import Opened
 from pccheck_async.info import CheckpointInfo, Metadata, Restored, check_step
 from pccheck_async.layout import check_metadata
+from pccheck_async.ledger import Ledger
 from pccheck_async.lifetime import forget, remember
 from pccheck_async.logs import about
 from pccheck_async.loop import EngineLoop
-from pccheck_async.machine import available_cores, available_memory
-from pccheck_async.manifest import MIN_BLOCK
 from pccheck_async.overlap import Guard, Overlapped
 from pccheck_async.pending import PendingCheckpoint
-from pccheck_async.plan import Planner
+from pccheck_async.pipeline import Pipeline, open_pipeline
 from pccheck_async.policy import make_policy
-from pccheck_async.pool import BufferPool
 from pccheck_async.preemption import Preemption
 from pccheck_async.progress import ReadProgress
-from pccheck_async.published import Status
-from pccheck_async.publisher import Publisher, make_status
 from pccheck_async.reporter import Reporter
-from pccheck_async.restorer import Restorer
 from pccheck_async.retention import SpaceNeeded
-from pccheck_async.scheduler import Job, Scheduler
+from pccheck_async.scheduler import Job
 from pccheck_async.scratch import free_bytes, slot_bytes
-from pccheck_async.session import IO, Session, check_io, open_session
-from pccheck_async.statistics import EngineStatistics, Spread, StageClock
+from pccheck_async.session import IO, Session, check_io
+from pccheck_async.stalls import Stalls
+from pccheck_async.statistics import EngineStatistics
 from pccheck_async.steps import Steps, block_on, run
-from pccheck_async.store import Store
 from pccheck_async.tracing import Sink, Span
 from pccheck_async.training import TrainingStep, TrainingSteps
 
 __all__ = ["EngineCore"]
 
-_AT_ONCE = 256 << 10
-"""Bytes of a state that is captured before the engine's thread hears of it."""
 _HOOKS_SECONDS = 1.0
 """What hooks get to hear of the end."""
 
@@ -76,30 +60,17 @@ class EngineCore:
         self._pid = os.getpid()
         self._state = "new"
         self.reporter = Reporter(self.path)
-        self._publisher: Publisher | None = None
-        self._opened_at = 0.0
-        self.admissions = Admissions(config, self.reporter.tell)
-        self.guard = Guard(config.max_stall, self._abandon, self._note_guard)
-        self.steps = TrainingSteps(make_policy(config.interval, config.max_in_flight), self.admissions, self.guard)
-        self.preemption = Preemption(self)
-        self.stall = self._last_stall = self._state_seconds = self._guard_seconds = 0.0
-        self._clock = StageClock("capture", "commit", "restore")
-        self._stalls = {"checkpoint": Spread(), "optimizer": Spread()}
         self.trace: Sink | None = None
+        self.stalls = Stalls(self.reporter.tell, lambda: self.trace)
+        self.admissions = Admissions(config, self.reporter.tell)
+        self.guard = Guard(config.max_stall, self._abandon, self.stalls.note_step)
+        self.steps = TrainingSteps(make_policy(config.interval, config.max_in_flight), self.admissions, self.guard)
+        self._ledger = Ledger(self.admissions, self.stalls, self.guard, self.steps, self.reporter)
+        self.preemption = Preemption(self)
         self._snapshots = Snapshots()
         self.loop: EngineLoop
-        self._session: Session | None = None
-        self._ended = asyncio.Event()  # on the engine's loop, as are those who wait for it
-        self._waiting_for_end: set[asyncio.Task[Any] | None] = set()
-        self._store: Store
-        self._decisions: Decisions
-        self._backend: CopyBackend
-        self._pool: BufferPool
-        self._planner: Planner
-        self._images: Images
-        self._scheduler: Scheduler
-        self._restorer: Restorer
-        self.aborts: Aborts
+        self._session: Session | None = None  # known before the store is locked, to let go of it in a forked child
+        self._pipeline: Pipeline | None = None
 
     # -- driving
 
@@ -125,64 +96,31 @@ class EngineCore:
         except BaseException:
             self._state = "closed"
             forget(self)
-            if self._session is not None:  # opened, and then the caller was cancelled before it got to know
-                self.loop.call(self._session.close())
+            if self._pipeline is not None:  # opened, and then the caller was cancelled before it got to know
+                self.loop.call(self._pipeline.close())
             self.loop.stop()
             self.reporter.hooks.close(_HOOKS_SECONDS)
             raise
         self._state = "open"
-        self._opened_at = time.time()
-        infos = self.infos
-        self.reporter.tell(Opened(checkpoints=len(infos), step=self.newest_step, io=self.statistics().io))
+        self._ledger.begin()
+        self.reporter.tell(Opened(checkpoints=len(self.infos), step=self.newest_step, io=self.statistics().io))
 
     async def _open(self) -> None:
         about.set({"store": self.path})
-        config = self.config
-        cores, memory = available_cores(), available_memory()
-        first = decide(config, block_bytes=MIN_BLOCK, cores=cores, memory=memory)
-        self._session = await open_session(self.path, self.io, writers=first.writers, copiers=first.copiers)
-        try:
-            writer = self._session.writer
-            self._store = Store(writer, retention=config.retention, max_in_flight=config.max_in_flight)
-            await self._store.open(config.lock_timeout)
-            decided = decide(config, block_bytes=self._store.block_bytes, cores=cores, memory=memory)
-            decided.reasons["io"] = self._session.reason
-            self._decisions = decided
-            self._backend = make_backend(self._session.operations, config.device)
-            pinning = self._backend.pinning if isinstance(self._backend, CudaCopy) else None
-            self._pool = BufferPool(decided.host_memory, decided.chunk_bytes, pinning)
-            self._planner = Planner(decided.chunk_bytes, self._store.block_bytes)
-            self._images = Images(self._session.operations, self._planner, min(_AT_ONCE, decided.chunk_bytes))
-            self._scheduler = Scheduler(
-                store=self._store,
-                writer=writer,
-                backend=self._backend,
-                pool=self._pool,
-                planner=self._planner,
-                images=self._images,
-                max_in_flight=config.max_in_flight,
-                clock=self._clock,
-                ended=self.admissions.note_end,
-                tell=self.reporter.tell,
-                path=self.path,
-            )
-            self.aborts = Aborts(self.loop, self._scheduler, self.admissions, lambda: self.preemption.patience)
-            self._restorer = Restorer(
-                store=self._store,
-                writer=writer,
-                backend=self._backend,
-                pool=self._pool,
-                clock=self._clock,
-                post=self.loop.post,
-                tell=self.reporter.tell,
-            )
-            self.admissions.counter = self._store.largest_counter
-            if isinstance(self.io, str):  # of other writers' folders only they know what and where they are
-                self._publisher = Publisher(self.path, self._status)
-        except BaseException:
-            session, self._session = self._session, None
-            await session.close()
-            raise
+        self._pipeline = await open_pipeline(
+            self.path,
+            self.io,
+            self.config,
+            loop=self.loop,
+            admissions=self.admissions,
+            tell=self.reporter.tell,
+            patience=lambda: self.preemption.patience,
+            collect=lambda: self._ledger.status(self.pipeline),
+            began=self._note_session,
+        )
+
+    def _note_session(self, session: Session) -> None:
+        self._session = session
 
     def close(self, deadline: float | None = None) -> Steps:
         """Drain, then close; idempotent. Raises the failures that nobody saw.
@@ -201,14 +139,15 @@ class EngineCore:
             return
         left: list[PendingCheckpoint] = []
         try:
-            left = yield self._close(deadline)
+            left = yield self.pipeline.close(deadline)
         finally:
             self._state = "closed"
             self.guard.close()
             forget(self)
             if not left:
                 self.loop.stop()
-            self._report_end(0.0 if left else _HOOKS_SECONDS)
+            self._ledger.end()
+            self.reporter.hooks.close(0.0 if left else _HOOKS_SECONDS)
         if left:
             steps = ", ".join(str(pending.step) for pending in left)
             when = "at the deadline of a preemption" if self.preemption.asked else f"after {deadline} s"
@@ -222,52 +161,12 @@ class EngineCore:
 
     def _closed_by_another(self, deadline: float | None) -> Steps:
         """Wait while another thread or task closes the engine."""
-
-        async def wait() -> None:
-            self._waiting_for_end.add(asyncio.current_task())
-            async with asyncio.timeout(deadline):
-                await self._ended.wait()
-
         try:
-            yield wait()
+            yield self.pipeline.wait_closed(deadline)
         except TimeoutError:
             raise CheckpointError(f"gave up after {deadline} s: the engine of {self.path} is still closing") from None
         except ClosedError:  # its loop is over already
             return
-
-    async def _close(self, deadline: float | None) -> list[PendingCheckpoint]:
-        try:
-            return await self._end(deadline)
-        finally:
-            self._ended.set()
-
-    async def _end(self, deadline: float | None) -> list[PendingCheckpoint]:
-        left: list[PendingCheckpoint] = []
-        try:
-            left = await self._scheduler.drain(deadline, last=True)
-        finally:
-            if self._publisher is not None:
-                self._publisher.close(0.1 if left else 5.0)  # while the store is locked
-            if left:
-                self._scheduler.give_up(left)  # what they still had to capture may change from now on
-            else:
-                await self._scheduler.cancel_all()  # nothing, unless the drain was cancelled
-                await self.loop.end_others(self._waiting_for_end)  # restores of other threads
-                await self._opened().close()
-                self._backend.close()
-                self._pool.close()
-        return left
-
-    def _report_end(self, hooks_seconds: float) -> None:
-        counts = self.admissions.counts
-        self.reporter.closed(
-            durable=counts.durable,
-            superseded=counts.superseded,
-            failed=counts.failed,
-            skipped=counts.skipped,
-            stall=self.stall,
-        )
-        self.reporter.hooks.close(hooks_seconds)
 
     def close_at_exit(self) -> str:
         """Drain with a deadline because the interpreter exits; return what to tell the user. Never raises."""
@@ -285,27 +184,29 @@ class EngineCore:
         self._state = "closed"
         if self._session is not None:
             self._session.writer.abandon()
-        if self._publisher is not None:
-            self._publisher.abandon()
+        if self._pipeline is not None and self._pipeline.publisher is not None:
+            self._pipeline.publisher.abandon()
 
-    def check_alive(self) -> None:
-        """Raise ClosedError unless the engine is open, here, in this process."""
+    def check_alive(self) -> Pipeline:
+        """Return the pipeline of an engine that is open, here, in this process; else raise ClosedError."""
         if os.getpid() != self._pid:
             raise ClosedError(
                 "this engine belongs to the parent process; open one of your own (another folder) after a fork"
             )
+        if self._state == "open" and self._pipeline is not None:
+            return self._pipeline
         if self._state in ("new", "opening"):
             raise ClosedError(f"the engine of {self.path} is not open yet; use it as a context manager, or call open()")
-        if self._state != "open":
-            raise ClosedError(f"the engine of {self.path} is {self._state}")
+        raise ClosedError(f"the engine of {self.path} is {self._state}")
 
-    def _opened(self) -> Session:
-        """The session of an engine that was opened, closed or not: what was counted stays readable."""
-        if self._session is None or self._state in ("new", "opening"):
+    @property
+    def pipeline(self) -> Pipeline:
+        """That of an engine that was opened, closed or not: what was counted stays readable."""
+        if self._pipeline is None:
             raise ClosedError(
                 f"the engine of {self.path} was never opened; use it as a context manager, or call open()"
             )
-        return self._session
+        return self._pipeline
 
     # -- checkpoints
 
@@ -319,7 +220,7 @@ class EngineCore:
     ) -> tuple[PendingCheckpoint, float]:
         """Read the state and hand it to the scheduler, all on the caller's thread. Returns when it began, too."""
         start = time.perf_counter()
-        self.check_alive()
+        pipeline = self.check_alive()
         self.preemption.go_on()
         last = self.preemption.pending  # there is no later one: neither skipped, nor prevented by an earlier failure
         if not last:
@@ -331,8 +232,8 @@ class EngineCore:
             return skipped, start
         optimizers = self.guard.optimizers if overlap else None
         compare = self.config.check_captures
-        snapshot = self._snapshots.take(state, self._backend, optimizers, compare=compare, images=self._images)
-        self._state_seconds += time.perf_counter() - start
+        snapshot = self._snapshots.take(state, pipeline.backend, optimizers, compare=compare, images=pipeline.images)
+        self.stalls.state_seconds += time.perf_counter() - start
         pending: PendingCheckpoint | None = None
         try:
             with self.admissions.lock:
@@ -344,8 +245,8 @@ class EngineCore:
                 captured = snapshot.image is not None and len(self.admissions.in_flight) < self.config.max_in_flight
                 # Before the engine hears of it: an interrupt must not give it away twice.
                 pending = self.admissions.add(step)
-                if self._publisher is not None:
-                    self._publisher.start()
+                if pipeline.publisher is not None:
+                    pipeline.publisher.start()
                 job = Job(pending, snapshot, plain, trace=self.trace)
                 if snapshot.lazy is not None:
                     job.overlapped = Overlapped(pending, snapshot.lazy.versions)
@@ -353,13 +254,13 @@ class EngineCore:
                     self.guard.watch(job.overlapped)
                     if not snapshot.lazy.any_held:
                         pending.set_held_captured()
-                if not self.loop.post(self._scheduler.start, job):
+                if not self.loop.post(pipeline.scheduler.start, job):
                     raise ClosedError(f"the engine of {self.path} is closed")
                 if captured:
                     pending.set_captured()
         except BaseException:  # KeyboardInterrupt: nobody will wait for it before changing the state
             if pending is not None:
-                self.aborts.take_back(pending)
+                pipeline.aborts.take_back(pending)
             raise
         return pending, start
 
@@ -371,7 +272,7 @@ class EngineCore:
         self.preemption.go_on()
         if not self.preemption.pending:
             self.admissions.raise_untold()
-        self.steps.begin(this, self.stall)
+        self.steps.begin(this, self.stalls.seconds)
         try:
             yield
         except BaseException:
@@ -385,7 +286,7 @@ class EngineCore:
             end = time.perf_counter()
             start = end - (time.monotonic() - this.began)
             self.trace(Span(name="step", start=start, end=end, step=this.step))
-        return self.steps.end(this, self.stall) and not self.preemption.pending
+        return self.steps.end(this, self.stalls.seconds) and not self.preemption.pending
 
     def is_last(self, this: TrainingStep) -> bool:
         """Whether the process was asked to go, and may after this step."""
@@ -398,8 +299,8 @@ class EngineCore:
             if this.pending is None or this.pending.skipped:
                 this.pending, _ = self.admit(this.state, this.step, this.metadata)
             pending = this.pending
-            yield self._scheduler.drain(last=True)
-            self.note_stall(pending, start)
+            yield self.pipeline.scheduler.drain(last=True)
+            self.stalls.note_call(pending, start)
             info = pending.result(0)
         except TimeoutError:
             say("gave up: step %d was still being written; nothing newer than %s", this.step, self.preemption.newest)
@@ -416,28 +317,10 @@ class EngineCore:
 
     def limit(self, until: float | None) -> None:
         """Let last drains end at a time of the monotonic clock."""
-        self.loop.post(self._scheduler.limit, until)
-
-    def note_stall(self, pending: PendingCheckpoint, start: float) -> None:
-        """Count the time since ``start`` as time that a caller of ``checkpoint()`` was kept waiting."""
-        self._last_stall = time.perf_counter() - start
-        self._add_stall(pending, self._last_stall, "checkpoint")
+        self.loop.post(self.pipeline.scheduler.limit, until)
 
     def _abandon(self, pending: PendingCheckpoint) -> None:
-        self.aborts.abandon(pending, self.config.max_stall)
-
-    def _note_guard(self, pending: PendingCheckpoint, seconds: float) -> None:
-        self._guard_seconds += seconds
-        self._add_stall(pending, seconds, "optimizer")
-
-    def _add_stall(self, pending: PendingCheckpoint, seconds: float, where: Literal["checkpoint", "optimizer"]) -> None:
-        pending.stall += seconds
-        self.stall += seconds
-        self._stalls[where].add(seconds)
-        self.reporter.tell(Waited(step=pending.step, counter=pending.counter, seconds=seconds, where=where))
-        if self.trace is not None:
-            end = time.perf_counter()
-            self.trace(Span(name="stall", start=end - seconds, end=end, step=pending.step, counter=pending.counter))
+        self.pipeline.aborts.abandon(pending, self.config.max_stall)
 
     def warn_of(self, pending: PendingCheckpoint, error: Exception) -> bool:
         """Warn of a failure instead of raising it, where the user chose that; False where it is to be raised."""
@@ -452,19 +335,18 @@ class EngineCore:
 
     async def drain(self) -> None:
         """Wait until every admitted checkpoint ended."""
-        await self._scheduler.drain()
+        await self.pipeline.scheduler.drain()
 
     # -- reading
 
     @property
     def infos(self) -> list[CheckpointInfo]:
         """Committed checkpoints, newest first."""
-        self._opened()
-        return [entry.info for entry in self._store.entries]
+        return [entry.info for entry in self.pipeline.store.committed.entries]
 
     async def pin(self, step: int, pinned: bool) -> CheckpointInfo:
         """Keep the newest checkpoint of a step whatever the rules say, or leave it to them again."""
-        return (await self._store.pin(step, pinned)).info
+        return (await self.pipeline.store.pin(step, pinned)).info
 
     def space_needed(self, nbytes: int) -> SpaceNeeded:
         """Return the storage that this engine takes for checkpoints of ``nbytes``."""
@@ -481,71 +363,17 @@ class EngineCore:
         strict: bool = True,
     ) -> Steps:
         """Restore the newest checkpoint (or that of ``step``) into ``state``, falling back where one is damaged."""
-        self.check_alive()
+        pipeline = self.check_alive()
         self.admissions.raise_untold()
         step = check_step(step)
         for pending in self.admissions.in_flight:
             yield pending.out_of_reach()  # what is restored would tear its capture
         self.guard.wait()
-        restored: Restored | None = yield from self._restorer.restore(state, step, progress, strict=strict)
+        restored: Restored | None = yield from pipeline.restorer.restore(state, step, progress, strict=strict)
         if restored is None and step is not None:
             raise NoCheckpointError(f"{self.path} has no checkpoint of step {step}")
         return restored
 
-    # -- statistics
-
     def statistics(self) -> EngineStatistics:
         """Return a snapshot of everything counted so far."""
-        io = self._opened().writer.statistics()
-        pool, store, copying = self._pool.statistics(), self._store.statistics(), self._backend.statistics()
-        decisions = replace(self._decisions, reasons=self._decisions.reasons | {"device": copying.reason})
-        counts = self.admissions.counts
-        with self.admissions.lock:
-            return EngineStatistics(
-                admitted=counts.admitted,
-                durable=counts.durable,
-                superseded=counts.superseded,
-                failed=counts.failed,
-                skipped=counts.skipped,
-                abandoned=counts.abandoned,
-                in_flight=len(self.admissions.in_flight),
-                stall_seconds=self.stall,
-                guard_seconds=self._guard_seconds,
-                guard_fences=self.guard.fenced,
-                interval=self.steps.decision,
-                last_stall_seconds=self._last_stall,
-                state_seconds=self._state_seconds,
-                stages=self._clock.stages() | {"write": io.write, "read": io.read, "flush": io.flush},
-                decisions=decisions,
-                io=f"{io.engine}, {'direct' if io.direct else 'buffered'}: {io.why}",
-                loop=self.loop.kind,
-                pool_bytes=pool.touched * pool.buffer_bytes,
-                pool_peak=pool.peak,
-                pool_waits=pool.waited,
-                device_bytes=copying.device_bytes,
-                device_peak_bytes=copying.device_peak_bytes,
-                snapshots=copying.snapshots,
-                slots=store.slots,
-                slot_bytes=store.slot_bytes,
-                plan_hits=self._planner.hits,
-                plan_misses=self._planner.misses,
-                latest=next(iter(self.infos), None),
-                durable_bytes=self.reporter.nbytes,
-                save_seconds=self.admissions.save_seconds.distribution(),
-                capture_seconds=self.admissions.capture_seconds.distribution(),
-                stalls={where: spread.distribution() for where, spread in self._stalls.items()},
-                pool_in_use_bytes=pool.in_use * pool.buffer_bytes,
-                events_dropped=self.reporter.hooks.dropped,
-            )
-
-    def _status(self) -> Status:
-        """What other processes may know, called on the publisher's thread."""
-        return make_status(
-            self.statistics(),
-            started=self._opened_at,
-            in_flight=self.admissions.in_flight,
-            committed=self.infos,
-            newest=self.admissions.newest,
-            report=self.steps.last,
-            failure=self._store.failure,
-        )
+        return self._ledger.statistics(self.pipeline)

@@ -177,13 +177,13 @@ class CheckpointEngine(EngineBase):
         try:
             await (pending.held_captured() if overlap else pending.captured())
         except asyncio.CancelledError:
-            await self._core.aborts.abort(pending)
+            await self._core.pipeline.aborts.abort(pending)
             raise
         except Exception as error:
             if not self._core.warn_of(pending, error):
                 raise
         finally:
-            self._core.note_stall(pending, start)
+            self._core.stalls.note_call(pending, start)
         return pending
 
     async def restore(

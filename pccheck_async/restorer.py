@@ -76,16 +76,16 @@ class Restorer:
         """
         start = time.perf_counter()
         unreadable: set[int] = set()
-        while (entry := choose(self._store.entries, step, unreadable)) is not None:
+        while (entry := choose(self._store.committed.entries, step, unreadable)) is not None:
             try:
                 restored: Restored = yield from self._restore(state, entry, progress, strict)
             except DroppedMeanwhileError:
                 continue  # newer ones were committed
             except (CorruptStoreError, ReadError) as error:
                 if isinstance(error, CorruptStoreError):
-                    self._post(self._store.mark_damaged, entry.counter)
+                    self._post(self._store.committed.mark_damaged, entry.counter)
                 unreadable.add(entry.counter)
-                older = choose(self._store.entries, step, unreadable)
+                older = choose(self._store.committed.entries, step, unreadable)
                 if step is not None or older is None:
                     raise
                 warn_damaged(entry, older, error)

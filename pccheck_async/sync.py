@@ -84,10 +84,10 @@ class SyncCheckpointEngine(EngineBase):
             if not self._core.warn_of(pending, error):
                 raise
         except BaseException:  # KeyboardInterrupt
-            self._core.aborts.abort_blocking(pending)
+            self._core.pipeline.aborts.abort_blocking(pending)
             raise
         finally:
-            self._core.note_stall(pending, start)
+            self._core.stalls.note_call(pending, start)
         return pending
 
     def restore(

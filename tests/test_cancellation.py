@@ -201,7 +201,7 @@ def test_cancelled_after_its_capture_it_goes_on_and_its_failure_is_told(tmp_path
             core = engine._core
             pending, _ = core.admit(state_of(1), 1, None)
             await asyncio.to_thread(pending.wait_captured)
-            await core.aborts.abort(pending)  # what a cancelled checkpoint() does, too late
+            await core.pipeline.aborts.abort(pending)  # what a cancelled checkpoint() does, too late
             stuck.writer.release()
             with pytest.raises(WriteError):
                 await engine.drain()
@@ -295,8 +295,44 @@ def test_a_child_forked_while_a_deadline_left_files_behind_holds_none(tmp_path: 
     assert passes_in_a_forked_child(holds_nothing)
     stuck.writer.release()
     core = engine._core
-    core.loop.call(core._close(None))
+    core.loop.call(core.pipeline.close())
     core.loop.stop()
+
+
+class Told(StuckWriter):
+    """Hangs at the first flush, and knows of forks only what the engine tells."""
+
+    told = False
+
+    def abandon(self) -> None:
+        self.told = True
+        super().abandon()
+
+
+def test_a_child_forked_while_the_store_is_opened_lets_go_of_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        made: asyncio.Future[Told] = asyncio.get_running_loop().create_future()
+
+        def make(path: str, operations: Operations) -> Writer:
+            writer = Told(PosixWriter(path, operations), kinds=("flush",))
+            made.get_loop().call_soon_threadsafe(made.set_result, writer)
+            return writer
+
+        opening = asyncio.create_task(CheckpointEngine(tmp_path, io=make).open())
+        writer = await made
+        await asyncio.to_thread(writer.wait_stuck)
+
+        def holds_nothing() -> None:
+            assert writer.told
+            assert open_files(tmp_path) == []
+
+        held, let_go = open_files(tmp_path), passes_in_a_forked_child(holds_nothing)
+        writer.release()
+        await (await opening).close()
+        assert held, "the store is locked already"
+        assert let_go
+
+    asyncio.run(main())
 
 
 def test_an_open_cancelled_after_it_succeeded_gives_the_store_free(

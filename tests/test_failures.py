@@ -558,7 +558,7 @@ def test_close_gives_up_at_its_deadline(tmp_path: Path) -> None:
     # What was left behind is left alone; here it is ended so that the test leaves nothing.
     stuck[0].release()
     core = engine._core
-    core.loop.call(core._close(None))
+    core.loop.call(core.pipeline.close())
     core.loop.stop()
 
 

@@ -13,17 +13,19 @@ ROOT = Path(pccheck_async.__file__).parent
 LAYERS = [
     {  # pure: no await, no file descriptor
         "errors", "info", "checksum", "layout", "config", "statistics", "slots", "retention", "manifest", "plan",
-        "segments", "state", "failures", "tracing", "tuning", "policy", "logs", "events", "metrics", "_ext",
+        "segments", "state", "failures", "tracing", "tuning", "policy", "logs", "events", "metrics", "committed",
+        "_ext",
     },
     {  # resources
         "memory", "machine", "limiter", "pool", "operations", "writer", "copying", "uninterrupted", "session", "hooks",
-        "published", "regular_file", "fork_lock",
+        "published", "regular_file", "fork_lock", "latch",
     },
     {  # engine
-        "loop", "lifetime", "moment", "pending", "records", "reading", "image", "capture", "slot_files", "store",
-        "restore", "scheduler", "read_lease", "steps", "restorer", "admissions", "overlap", "preemption", "training",
-        "reporter", "publisher", "progress", "aborts", "core", "scratch", "trials", "tuned", "tuner", "engine_base",
-        "engine", "sync", "loading", "data", "store_reader", "upkeep", "verified", "opened",
+        "loop", "lifetime", "moment", "pending", "records", "reading", "image", "capture", "commit_file", "slot_files",
+        "store", "restore", "scheduler", "read_lease", "steps", "restorer", "admissions", "overlap", "preemption",
+        "training", "reporter", "publisher", "progress", "aborts", "pipeline", "stalls", "ledger", "core", "scratch",
+        "trials", "tuned", "tuner", "engine_base", "engine", "sync", "loading", "data", "store_reader", "upkeep",
+        "verified", "opened",
     },
     {"", "bench", "cli", "converting", "testing", "examples", "__main__"},  # edge
 ]  # fmt: skip

@@ -478,7 +478,7 @@ def test_what_closing_gave_up_is_not_committed_later(tmp_path: Path, overlap: bo
     optimizer.step()  # the checkpoint failed: nothing holds training up any more
     io.writer.release()
     core = engine._core
-    core.loop.call(core._close(None))  # what was left behind ends, so that the test leaves nothing
+    core.loop.call(core.pipeline.close())  # what was left behind ends, so that the test leaves nothing
     core.loop.stop()
     assert list_checkpoints(tmp_path) == []
 

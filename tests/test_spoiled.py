@@ -128,7 +128,7 @@ def give_up(engine: SyncCheckpointEngine, device: Device) -> None:
         engine.close(0.0)
     device.writer.release()
     core = engine._core
-    core.loop.call(core._close(None))
+    core.loop.call(core.pipeline.close())
     core.loop.stop()
 
 
@@ -165,7 +165,7 @@ def test_one_that_closing_gave_up_while_another_was_committed(tmp_path: Path) ->
     device.writer.wait_stuck(2)
     device.writer.release(hold_on=True)
     device.writer.wait_stuck()  # one's record
-    lock: Any = engine._core._store._commit_lock
+    lock: Any = engine._core.pipeline.store._commit_lock
     waits = threading.Event()
     while not lock._waiters:  # the other
         waits.wait(0.001)

@@ -197,7 +197,8 @@ def test_without_a_recorder_no_span_is_made(tmp_path: Path, monkeypatch: pytest.
         raise AssertionError("a span was made")
 
     monkeypatch.setattr("pccheck_async.tracing.Span", never)
-    monkeypatch.setattr("pccheck_async.core.Span", never)
+    for module in ("core", "stalls"):
+        monkeypatch.setattr(f"pccheck_async.{module}.Span", never)
     with SyncCheckpointEngine(tmp_path / "store", interval=1) as engine:
         with engine.step({"x": torch.zeros(10)}, 0):
             pass

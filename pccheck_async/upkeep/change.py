@@ -15,7 +15,7 @@ from pccheck_async.layout import Entry, slot_number
 from pccheck_async.retention import KeepAll
 from pccheck_async.scratch import slot_bytes
 from pccheck_async.session import IO, Session
-from pccheck_async.store import Store
+from pccheck_async.store import Store, open_store
 from pccheck_async.store_reader import OneLoop, with_session
 from pccheck_async.upkeep.held import LOCK_SECONDS, open_reader
 
@@ -109,10 +109,9 @@ def _with_store(path: str | os.PathLike[str], io: IO, work: Callable[[Store], Co
         committed = len((await reader.record()).entries)
         await session.writer.close_file(reader.commit)
         slots = sum(1 for name in await session.writer.names() if slot_number(name) is not None)
-        # As many slots stay free as there are: the trainer reserved them.
-        store = Store(session.writer, retention=KeepAll(), max_in_flight=max(0, slots - committed))
+        free = max(0, slots - committed)  # as many stay free: the trainer reserved them
         try:
-            await store.open(LOCK_SECONDS)
+            store = await open_store(session.writer, retention=KeepAll(), max_in_flight=free, lock_timeout=LOCK_SECONDS)
         except StoreLockedError as error:
             raise StoreLockedError(
                 f"{error}. A trainer that has it open pins with engine.pin(step) and engine.unpin(step); what none of "

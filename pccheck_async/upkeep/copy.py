@@ -17,7 +17,7 @@ from pccheck_async.manifest import encode
 from pccheck_async.memory import aligned_buffer
 from pccheck_async.retention import KeepAll
 from pccheck_async.session import IO, Session
-from pccheck_async.store import SlotLease, Store
+from pccheck_async.store import SlotLease, Store, open_store
 from pccheck_async.store_reader import OneLoop, with_session
 from pccheck_async.upkeep.chunks import Progress, Run, check_chunks, make_pool
 from pccheck_async.upkeep.held import LOCK_SECONDS, Held, hold, open_reader
@@ -73,9 +73,8 @@ def copy_checkpoint(
             return await with_session(target, io, lambda second: write(held, second), EngineConfig())
 
     async def write(held: Held, session: Session) -> CheckpointInfo:
-        store = Store(session.writer, retention=KeepAll(), max_in_flight=1)
-        await store.open(LOCK_SECONDS)
-        if len(store.entries) >= MOST_ENTRIES:
+        store = await open_store(session.writer, retention=KeepAll(), max_in_flight=1, lock_timeout=LOCK_SECONDS)
+        if len(store.committed.entries) >= MOST_ENTRIES:
             raise StoreFullError(
                 errno.ENOSPC, f"a commit record names {MOST_ENTRIES} checkpoints: remove some first", os.fspath(target)
             )
@@ -88,7 +87,7 @@ def copy_checkpoint(
 async def _copy(held: Held, store: Store, session: Session, pinned: bool | None, progress: Progress) -> CheckpointInfo:
     entry = structs.replace(
         held.entry,
-        counter=max(held.entry.counter, store.largest_counter + 1),
+        counter=max(held.entry.counter, store.committed.largest_counter + 1),
         pinned=held.entry.pinned if pinned is None else pinned,
     )
     manifest = structs.replace(held.manifest, counter=entry.counter)

@@ -1,0 +1,127 @@
+"""The file ``commit`` of a store: made together with the store, locked against other writers, laid out."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import secrets
+
+from pccheck_async import checksum
+from pccheck_async.errors import CorruptStoreError, StoreLockedError, WriteError
+from pccheck_async.layout import (
+    COMMIT_NAME,
+    COMMIT_NBYTES,
+    FORMAT_VERSION,
+    IDENTITY_NAME,
+    REGION_NBYTES,
+    Identity,
+    Record,
+    encode_identity,
+    encode_record,
+    names_checkpoints,
+    region_offsets,
+)
+from pccheck_async.memory import PAGE_BYTES, aligned_buffer
+from pccheck_async.records import read_identity
+from pccheck_async.writer import File, Part, Writer
+
+__all__ = ["CommitFile", "open_commit"]
+
+_POLL_SECONDS = 0.01
+"""Locks of other processes can only be polled: flock tells nobody when it becomes free."""
+
+
+class CommitFile:
+    """Where the records of a store go, locked as long as it is open. Made by :func:`open_commit`.
+
+    Attributes:
+        file: The file.
+        identity: What ``store.json`` beside it says.
+    """
+
+    def __init__(self, file: File, identity: Identity) -> None:
+        self.file = file
+        self.identity = identity
+        self._buffer = aligned_buffer(REGION_NBYTES)
+
+    def part(self, record: Record) -> Part:
+        """Return what is written for a record; good until the next call."""
+        data = encode_record(record, self.identity.id_bytes, self.identity.block_bytes)
+        # Two copies on separate blocks: one damaged block does not cost the record. Both only ever touch this
+        # generation's parity, so the record before stays whole whatever happens here, in whatever order.
+        view = self._buffer[: len(data)]
+        view[:] = data
+        return self.file, [(offset, view) for offset in region_offsets(record.generation)]
+
+
+async def open_commit(writer: Writer, lock_timeout: float) -> CommitFile:
+    """Lock the store, and create it where there is none.
+
+    Durability: opening an existing store writes nothing.
+
+    Raises:
+        StoreLockedError: another writer held the store for ``lock_timeout`` seconds.
+        CorruptStoreError: the folder holds something else.
+    """
+    facts = await writer.prepare(create=True)
+    file = await _open(writer)
+    await _lock(writer, file, lock_timeout)
+    # Only now that nobody else, not even a dying writer's last request, can change it, is anything read.
+    identity = await read_identity(writer)
+    if identity is None:
+        identity = await _create(writer, file, max(facts.block_bytes, PAGE_BYTES))
+    return CommitFile(file, identity)
+
+
+async def _open(writer: Writer) -> File:
+    try:
+        return await writer.open(COMMIT_NAME, writable=True)
+    except FileNotFoundError:
+        if await read_identity(writer) is not None:
+            raise CorruptStoreError(f"{COMMIT_NAME!r} is missing beside {IDENTITY_NAME}") from None
+    try:
+        return await writer.create(COMMIT_NAME, COMMIT_NBYTES)
+    except WriteError as error:
+        if error.errno != errno.EEXIST:
+            raise
+        # Another writer was faster; the lock decides.
+        return await writer.open(COMMIT_NAME, writable=True)
+
+
+async def _lock(writer: Writer, file: File, timeout: float) -> None:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout
+    while not await writer.try_lock(file):
+        if loop.time() >= deadline:
+            raise StoreLockedError(
+                f"another writer has held this store for {timeout} s: close it first, or use another folder "
+                "(reading with load or list_checkpoints works meanwhile)"
+            )
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+async def _create(writer: Writer, file: File, block_bytes: int) -> Identity:
+    """Make the folder a store; ``store.json`` comes last, so a crash leaves either no store or a whole one."""
+    if file.nbytes > COMMIT_NBYTES:
+        raise CorruptStoreError(f"there is a file {COMMIT_NAME!r} here that is not a store's; use an empty folder")
+    view = aligned_buffer(COMMIT_NBYTES)
+    if names_checkpoints(bytes(view[: await writer.read(file, 0, view)])):
+        raise CorruptStoreError(f"{IDENTITY_NAME} is missing beside a {COMMIT_NAME!r} file that names checkpoints")
+    identity = Identity(
+        format=FORMAT_VERSION, store_id=secrets.token_hex(16), checksum=checksum.NAME, block_bytes=block_bytes
+    )
+    first = encode_record(Record(0, ()), identity.id_bytes, block_bytes).ljust(COMMIT_NBYTES, b"\0")
+    second_copy = region_offsets(0)[1]
+    image = bytearray(first)
+    image[second_copy : second_copy + REGION_NBYTES] = first[:REGION_NBYTES]
+    view[:] = image
+    await writer.write(file, 0, view)
+    await writer.flush(file)  # crash: store.json without a first record behind it
+    await writer.sync_folder()  # crash: store.json without a commit file beside it
+    passing = IDENTITY_NAME + ".tmp"
+    if passing in await writer.names():
+        await writer.unlink(passing)  # crash: what its killed writer had queued lands in ours, with another id
+    await writer.write_small(passing, encode_identity(identity))
+    await writer.rename(passing, IDENTITY_NAME)
+    await writer.sync_folder()  # crash: checkpoints acknowledged in a folder that is no store
+    return identity

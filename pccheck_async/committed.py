@@ -1,0 +1,67 @@
+"""What the newest record of a store names, and what the next one will."""
+
+from __future__ import annotations
+
+import logging
+
+from pccheck_async.layout import MOST_ENTRIES, Entry, Record
+from pccheck_async.logs import write
+from pccheck_async.retention import Retention
+
+__all__ = ["Committed"]
+
+
+class Committed:
+    """The committed checkpoints of one store.
+
+    Args:
+        record: The newest durable one.
+        retention: Which checkpoints are kept.
+
+    Attributes:
+        record: The newest durable one.
+        retention: The rules.
+    """
+
+    def __init__(self, record: Record, retention: Retention) -> None:
+        self.record = record
+        self.retention = retention
+        self._damaged: set[int] = set()
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Committed checkpoints, newest first, those known to be damaged left out."""
+        return tuple(entry for entry in self.record.entries if entry.counter not in self._damaged)
+
+    @property
+    def largest_counter(self) -> int:
+        """The largest counter that was ever committed and is still known, -1 for none."""
+        return max((entry.counter for entry in self.record.entries), default=-1)
+
+    def mark_damaged(self, counter: int) -> None:
+        """Leave a checkpoint whose bytes are not what was written out of the next record."""
+        self._damaged.add(counter)
+
+    def publish(self, record: Record) -> None:
+        """Take note that ``record`` is durable."""
+        self.record = record
+        self._damaged.intersection_update(entry.counter for entry in record.entries)
+
+    def check_rules(self) -> None:
+        """Say which checkpoints the rules do not keep. Raises StoreFullError where more are pinned than there is room.
+
+        These are dropped with the next commit.
+        """
+        self.retention.check_room(self.record.entries)
+        dropped = [entry.step for entry in self.retention.dropped(self.record.entries)]
+        if dropped:
+            text = "the next checkpoint drops those of steps %s: no rule of this engine keeps them"
+            write(logging.WARNING, "dropping", text, dropped)
+
+    def retain(self, new: Entry) -> list[Entry]:
+        """Return what the next record names; ``new`` is not among it where it is superseded (I6)."""
+        kept = self.retention.retain(self.record.entries, new, self._damaged)
+        for entry in kept.crowded_out:
+            text = "the checkpoint of step %d is dropped although it is a multiple of keep_every: a record names %d"
+            write(logging.WARNING, "crowded_out", text, entry.step, MOST_ENTRIES)
+        return kept.entries

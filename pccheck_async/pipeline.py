@@ -1,0 +1,187 @@
+"""The pipeline of an engine: all that bytes go through between a state and its store, made and closed together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pccheck_async.aborts import Aborts
+from pccheck_async.admissions import Admissions
+from pccheck_async.config import Decisions, EngineConfig, decide
+from pccheck_async.copying import CopyBackend, CudaCopy, make_backend
+from pccheck_async.events import Event
+from pccheck_async.image import Images
+from pccheck_async.loop import EngineLoop
+from pccheck_async.machine import available_cores, available_memory
+from pccheck_async.manifest import MIN_BLOCK
+from pccheck_async.pending import PendingCheckpoint
+from pccheck_async.plan import Planner
+from pccheck_async.pool import BufferPool
+from pccheck_async.published import Status
+from pccheck_async.publisher import Publisher
+from pccheck_async.restorer import Restorer
+from pccheck_async.scheduler import Scheduler
+from pccheck_async.session import IO, Session, open_session
+from pccheck_async.statistics import StageClock
+from pccheck_async.store import Store, open_store
+
+__all__ = ["Pipeline", "open_pipeline"]
+
+_AT_ONCE = 256 << 10
+"""Bytes of a state that is captured before the engine's thread hears of it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Pipeline:
+    """What an engine is made of once its store is open. Made by :func:`open_pipeline`.
+
+    Attributes:
+        loop: Runs it.
+        session: Operations, and the files of the store.
+        store: Where checkpoints go.
+        decisions: The numbers behind every "auto".
+        backend: Copies.
+        pool: Staging buffers.
+        planner: Lays states out.
+        images: Makes the images of small ones.
+        clock: Stage times.
+        scheduler: Runs checkpoints.
+        aborts: Ends them early.
+        restorer: Runs restores.
+        publisher: Tells other processes; None for a folder that only a user's writer knows.
+    """
+
+    loop: EngineLoop
+    session: Session
+    store: Store
+    decisions: Decisions
+    backend: CopyBackend
+    pool: BufferPool
+    planner: Planner
+    images: Images
+    clock: StageClock
+    scheduler: Scheduler
+    aborts: Aborts
+    restorer: Restorer
+    publisher: Publisher | None
+    _closed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _closers: set[asyncio.Task[Any] | None] = field(default_factory=set, init=False)
+
+    async def close(self, deadline: float | None = None) -> list[PendingCheckpoint]:
+        """Drain, and close all of it; return what had not ended after ``deadline`` seconds, and then all stays open.
+
+        Cancellation: aborts what is in flight, waits for its operations, and closes.
+        """
+        try:
+            return await self._close(deadline)
+        finally:
+            self._closed.set()
+
+    async def _close(self, deadline: float | None) -> list[PendingCheckpoint]:
+        left: list[PendingCheckpoint] = []
+        try:
+            left = await self.scheduler.drain(deadline, last=True)
+        finally:
+            if self.publisher is not None:
+                self.publisher.close(0.1 if left else 5.0)  # while the store is locked
+            if left:
+                self.scheduler.give_up(left)  # what they still had to capture may change from now on
+            else:
+                await self.scheduler.cancel_all()  # nothing, unless the drain was cancelled
+                await self.loop.end_others(self._closers)  # restores of other threads
+                await self.session.close()
+                self.backend.close()
+                self.pool.close()
+        return left
+
+    async def wait_closed(self, timeout: float | None) -> None:
+        """Wait until a :meth:`close` that somebody else runs has ended. Raises TimeoutError after so many seconds."""
+        self._closers.add(asyncio.current_task())
+        async with asyncio.timeout(timeout):
+            await self._closed.wait()
+
+
+async def open_pipeline(
+    path: str,
+    io: IO,
+    config: EngineConfig,
+    *,
+    loop: EngineLoop,
+    admissions: Admissions,
+    tell: Callable[[Event], None],
+    patience: Callable[[], float | None],
+    collect: Callable[[], Status],
+    began: Callable[[Session], None],
+) -> Pipeline:
+    """Lock (or create) the store, recover, and make everything around it.
+
+    Args:
+        path: Folder of the store.
+        io: Operations engine, or writer.
+        config: The user's settings.
+        loop: The engine's, on which this is called.
+        admissions: The engine's; they go on from the largest counter of the store.
+        tell: Called with what happens.
+        patience: As for :class:`Aborts`.
+        collect: As for :class:`Publisher`.
+        began: Called with the session before any file of it is open.
+
+    Raises:
+        StoreLockedError, CorruptStoreError, StoreFullError: as :func:`open_store`.
+        WriteError: the folder cannot be written.
+    """
+    cores, memory = available_cores(), available_memory()
+    first = decide(config, block_bytes=MIN_BLOCK, cores=cores, memory=memory)
+    session = await open_session(path, io, writers=first.writers, copiers=first.copiers)
+    began(session)
+    try:
+        in_flight, writer = config.max_in_flight, session.writer
+        store = await open_store(
+            writer, retention=config.retention, max_in_flight=in_flight, lock_timeout=config.lock_timeout
+        )
+        decisions = decide(config, block_bytes=store.block_bytes, cores=cores, memory=memory)
+        decisions.reasons["io"] = session.reason
+        backend = make_backend(session.operations, config.device)
+        pinning = backend.pinning if isinstance(backend, CudaCopy) else None
+        pool = BufferPool(decisions.host_memory, decisions.chunk_bytes, pinning)
+        planner = Planner(decisions.chunk_bytes, store.block_bytes)
+        images = Images(session.operations, planner, min(_AT_ONCE, decisions.chunk_bytes))
+        clock = StageClock("capture", "commit", "restore")
+        scheduler = Scheduler(
+            store=store,
+            writer=writer,
+            backend=backend,
+            pool=pool,
+            planner=planner,
+            images=images,
+            max_in_flight=in_flight,
+            clock=clock,
+            ended=admissions.note_end,
+            tell=tell,
+            path=path,
+        )
+        restorer = Restorer(
+            store=store, writer=writer, backend=backend, pool=pool, clock=clock, post=loop.post, tell=tell
+        )
+        admissions.counter = store.committed.largest_counter
+        return Pipeline(
+            loop=loop,
+            session=session,
+            store=store,
+            decisions=decisions,
+            backend=backend,
+            pool=pool,
+            planner=planner,
+            images=images,
+            clock=clock,
+            scheduler=scheduler,
+            aborts=Aborts(loop, scheduler, admissions, patience),
+            restorer=restorer,
+            # Of other writers' folders only they know what and where they are.
+            publisher=Publisher(path, collect) if isinstance(io, str) else None,
+        )
+    except BaseException:
+        await session.close()
+        raise
