@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from pccheck_async import CheckpointEngine, StoreFailedError, SyncCheckpointEngine, WriteError, load_sync
+from pccheck_async import CheckpointEngine, StoreFailedError, SyncCheckpointEngine, WriteError, load_sync, scheduler
 from pccheck_async.layout import COMMIT_NAME, Entry
 from pccheck_async.memory import aligned_buffer
 from pccheck_async.pending import CheckpointProgress
@@ -191,6 +191,23 @@ def test_slots_of_failed_writes_come_back() -> None:
             writer.broken = False
             engine.checkpoint(small(), step=step).result(30)
         assert engine.statistics().slots == slots
+
+
+def test_without_memory_for_its_manifest_a_checkpoint_takes_no_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = small() | {"numbers": list(range(100_000))}  # no room for them behind the tensors
+    with SyncCheckpointEngine(tmp_path, max_in_flight=1) as engine:
+        with monkeypatch.context() as patched:
+            patched.setattr(scheduler, "aligned_buffer", no_memory)
+            for step in range(3):  # one more than there are slots
+                with pytest.raises(OSError, match="no memory"):
+                    engine.checkpoint(state, step=step).result(30)
+        engine.checkpoint(state, step=3).result(30)
+
+
+def no_memory(nbytes: int) -> memoryview:
+    raise OSError(errno.ENOMEM, f"no memory for {nbytes} bytes")
 
 
 def entry_of(counter: int, slot: int) -> Entry:
