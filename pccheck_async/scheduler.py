@@ -273,14 +273,14 @@ class Scheduler:
     ) -> tuple[CheckpointInfo, bool]:
         """Write a buffer that begins with all of a state, and the manifest behind that where there is room."""
         data = self._encode(job, plan, chunks)
-        slot = await self._store.reserve(self._nbytes(plan, len(data)))
-        entry = self._entry(job, plan, slot, data)
         padded = align(len(data), self._store.block_bytes)
-        end = entry.manifest_offset + padded
-        rest = [(0, buffer[:end])]
-        if end > len(buffer):
-            rest = [(0, buffer[: entry.manifest_offset]), (entry.manifest_offset, aligned_buffer(padded))]
+        start = align(plan.payload_nbytes, self._store.block_bytes)
+        rest = [(0, buffer[: start + padded])]
+        if start + padded > len(buffer):
+            rest = [(0, buffer[:start]), (start, aligned_buffer(padded))]
         rest[-1][1][-padded:] = data.ljust(padded, b"\0")
+        slot = await self._store.reserve(self._nbytes(plan, len(data)))  # last: who has it gives it back
+        entry = self._entry(job, plan, slot, data)
         return await self._finish(job, slot, entry, rest)
 
     async def _finish(

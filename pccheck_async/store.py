@@ -28,7 +28,7 @@ from pccheck_async.memory import aligned_buffer
 from pccheck_async.records import read_record
 from pccheck_async.retention import Retention
 from pccheck_async.slot_files import SlotFiles, SlotLease, open_slots
-from pccheck_async.uninterrupted import uninterrupted
+from pccheck_async.uninterrupted import to_its_end, uninterrupted
 from pccheck_async.writer import File, Part, Piece, Writer
 
 __all__ = ["SlotLease", "Store", "StoreStatistics", "open_store"]
@@ -206,20 +206,28 @@ class Store:
 
         Durability: on True the checkpoint survives power loss.
 
+        Cancellation: once the writing of slot and record has begun it ends as if nobody had cancelled it.
+
         Raises:
             WriteError, StoreFullError: a write to the slot failed, and nothing else (I11).
             StoreFailedError: a flush or the record failed, now or before; no further commits (I11).
         """
         apart = self._commit_lock.locked() or not self._writer.persists_at_once
+        committed = False
         try:
-            if not apart:
-                return await self._commit_at_once(lease, rest, entry)
-            await self.persist(lease, rest)
+            if apart:
+                await self.persist(lease, rest)
+            else:
+                committed = await self._commit_at_once(lease, rest, entry)
         except BaseException:
             if apart or self._latch.failure is None:
                 await self.release(lease, entry.manifest_offset)
             raise
-        return await self.commit(lease, entry)
+        if apart:
+            return await self.commit(lease, entry)
+        if not committed:
+            await self.release(lease)  # once only: by then it may be another checkpoint's
+        return committed
 
     async def _commit_at_once(self, lease: SlotLease, rest: Sequence[Piece], entry: Entry) -> bool:
         async with self._commit_lock:  # until the record is written: what is decided here stays right
@@ -227,7 +235,6 @@ class Store:
             entries = self.committed.retain(entry)
             if entry not in entries:
                 self._superseded += 1
-                await self.release(lease)
                 return False
             await self._replace_record(entries, [(lease.file, rest)])
         return True
@@ -236,6 +243,8 @@ class Store:
         """Commit a persisted checkpoint; False where it is superseded, and then its slot is free again (I6).
 
         Durability: on True the checkpoint survives power loss. The lease is given back either way.
+
+        Cancellation: once the record is being written it ends as if nobody had cancelled it.
 
         Raises:
             StoreFailedError: a flush or the record failed, now or before; no further commits (I11).
@@ -261,7 +270,9 @@ class Store:
     async def _replace_record(self, entries: Iterable[Entry], slot: Sequence[Part] = ()) -> None:
         record = Record(self.committed.record.generation + 1, tuple(entries))
         try:
-            await self._persist_record(record, slot)  # crash: acknowledged, the old slot reused, this in flight (I3)
+            # Crash: acknowledged, the old slot reused, this in flight (I3). To its end: a record of which nobody knows
+            # whether it is durable would latch the store.
+            await to_its_end(self._persist_record(record, slot))
         except BaseException as error:
             if not (slot and isinstance(error, OSError)):  # else it is latched, or only a write to the slot failed
                 self._latch.set(error)  # which of the two records a restart will find is unknown: write nothing more

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
-__all__ = ["uninterrupted"]
+__all__ = ["to_its_end", "uninterrupted"]
 
 T = TypeVar("T")
 
@@ -28,3 +29,15 @@ async def uninterrupted(step: Coroutine[Any, Any, T]) -> T:
         if not task.cancelled():
             task.exception()  # retrieved: the cancellation is what the caller gets to know
         raise
+
+
+async def to_its_end(step: Coroutine[Any, Any, T]) -> T:
+    """Await ``step`` in a task of its own; return its result, or raise its error.
+
+    Cancellation: comes too late; what came of the step is what the caller has to know.
+    """
+    task = asyncio.ensure_future(step)
+    while not task.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait((task,))
+    return task.result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import threading
 from collections.abc import Awaitable, Callable
@@ -12,9 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from pccheck_async import StoreFailedError, SyncCheckpointEngine, WriteError, load_sync
-from pccheck_async.layout import COMMIT_NAME
+from pccheck_async import CheckpointEngine, StoreFailedError, SyncCheckpointEngine, WriteError, load_sync, scheduler
+from pccheck_async.layout import COMMIT_NAME, Entry
+from pccheck_async.memory import aligned_buffer
 from pccheck_async.pending import CheckpointProgress
+from pccheck_async.retention import Retention
+from pccheck_async.store import Store
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, StuckWriter, WrappingWriter
 from pccheck_async.testing.wrapping import Access
 from pccheck_async.writer import File, Writer
@@ -187,6 +191,89 @@ def test_slots_of_failed_writes_come_back() -> None:
             writer.broken = False
             engine.checkpoint(small(), step=step).result(30)
         assert engine.statistics().slots == slots
+
+
+def test_without_memory_for_its_manifest_a_checkpoint_takes_no_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = small() | {"numbers": list(range(100_000))}  # no room for them behind the tensors
+    with SyncCheckpointEngine(tmp_path, max_in_flight=1) as engine:
+        with monkeypatch.context() as patched:
+            patched.setattr(scheduler, "aligned_buffer", no_memory)
+            for step in range(3):  # one more than there are slots
+                with pytest.raises(OSError, match="no memory"):
+                    engine.checkpoint(state, step=step).result(30)
+        engine.checkpoint(state, step=3).result(30)
+
+
+def no_memory(nbytes: int) -> memoryview:
+    raise OSError(errno.ENOMEM, f"no memory for {nbytes} bytes")
+
+
+def entry_of(counter: int, slot: int) -> Entry:
+    return Entry(
+        counter=counter,
+        step=counter,
+        time=0.0,
+        nbytes=4096,
+        slot=slot,
+        manifest_offset=4096,
+        manifest_nbytes=1,
+        manifest_checksum=0,
+        pinned=False,
+        metadata={},
+    )
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_superseded_one_that_is_cancelled_gives_its_slot_back_once(turns: int) -> None:
+    """The second time it would be another checkpoint's, and what that one wrote would be overwritten."""
+
+    async def main() -> None:
+        writer = Noting(CrashWriter(CrashDisk()))
+        store = Store(writer, retention=Retention(keep_last=1), max_in_flight=2)
+        await store.open(0)
+        data = aligned_buffer(8192)
+        old, new = await store.reserve(8192), await store.reserve(8192)
+        assert await store.persist_and_commit(new, [(0, data)], entry_of(2, new.slot))
+        writer.seen.clear()
+        saving = asyncio.create_task(store.persist_and_commit(old, [(0, data)], entry_of(1, old.slot)))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        saving.cancel()
+        await asyncio.wait((saving,))
+        assert saving.cancelled() or saving.result() is False
+        assert writer.seen.count(("unlock", old.file.name)) <= 1
+        assert ("write", old.file.name) not in writer.seen
+        await writer.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_record_under_way_when_closing_is_cancelled_is_told_as_it_ends(at_once: bool) -> None:
+    disk = CrashDisk()
+    writer = StuckWriter(CrashWriter(disk), kinds=())
+    writer.persists_at_once = at_once
+
+    async def main() -> None:
+        engine = await CheckpointEngine(FOLDER, io=writer).open()
+        await (await engine.checkpoint(small(), step=1))
+        writer.hold("flush", after=1)
+        pending = await engine.checkpoint(small(), step=2)
+        await asyncio.to_thread(writer.wait_stuck)
+        assert [access.name for access in writer.stuck] == [COMMIT_NAME]
+        closing = asyncio.create_task(engine.close())
+        await asyncio.sleep(0.05)
+        closing.cancel()
+        await asyncio.sleep(0.05)
+        writer.release()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert (await pending).step == 2
+
+    asyncio.run(main())
+    assert load_sync(FOLDER, step=2, io=CrashWriter(disk, read_only=True))["step"] == 1
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4])

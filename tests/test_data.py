@@ -70,6 +70,14 @@ def test_orders_stay_as_they_are_from_release_to_release() -> None:
     assert Order(10, 1, "keyed").indices(2, 0, 10) == [4, 0, 7, 9, 3, 2, 8, 6, 1, 5]
 
 
+@pytest.mark.parametrize("off", [0, np.False_])
+def test_what_equals_false_does_not_shuffle(off: Any) -> None:
+    sampler = ResumableSampler(8, batch_size=4, shuffle=off, drop_last=off)
+    assert list(sampler) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    state = json.loads(json.dumps(sampler.state_dict()))
+    ResumableSampler(8, batch_size=4, shuffle=False).load_state_dict(state)
+
+
 # The sampler
 
 

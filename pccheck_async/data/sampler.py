@@ -66,10 +66,12 @@ class ResumableSampler(Sampler[list[int]]):
     ) -> None:
         self.size = _size(data)
         self.batch_size, self.seed = operator.index(batch_size), operator.index(seed)
-        self.shuffle, self.drop_last = shuffle, drop_last
         self.rank, self.world_size = _ranks(rank, world_size)
         if shuffle not in (True, False, "keyed"):
             raise ValueError(f"shuffle is {shuffle!r}; use True, False or 'keyed'")
+        # What only equals a bool, such as 0 or one of numpy's, could not be told from it later, or saved.
+        self.shuffle: Shuffle = "keyed" if shuffle == "keyed" else bool(shuffle)
+        self.drop_last = bool(drop_last)
         if self.batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; it is at least 1")
         self._step = self.batch_size * self.world_size
@@ -79,7 +81,7 @@ class ResumableSampler(Sampler[list[int]]):
                 f"{self.size} samples are no step for {self.world_size} ranks with batch_size={batch_size} and "
                 f"drop_last={drop_last}; use more data, fewer ranks or smaller batches"
             )
-        self._order = Order(self.size, self.seed, shuffle)
+        self._order = Order(self.size, self.seed, self.shuffle)
         self._epoch = self._position = 0
         self._iterators = 0
 
