@@ -18,7 +18,7 @@ from pccheck_async.layout import COMMIT_NAME, Entry
 from pccheck_async.memory import aligned_buffer
 from pccheck_async.pending import CheckpointProgress
 from pccheck_async.retention import Retention
-from pccheck_async.store import Store
+from pccheck_async.store import open_store
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, StuckWriter, WrappingWriter
 from pccheck_async.testing.wrapping import Access
 from pccheck_async.writer import File, Writer
@@ -231,8 +231,7 @@ def test_a_superseded_one_that_is_cancelled_gives_its_slot_back_once(turns: int)
 
     async def main() -> None:
         writer = Noting(CrashWriter(CrashDisk()))
-        store = Store(writer, retention=Retention(keep_last=1), max_in_flight=2)
-        await store.open(0)
+        store = await open_store(writer, retention=Retention(keep_last=1), max_in_flight=2, lock_timeout=0)
         data = aligned_buffer(8192)
         old, new = await store.reserve(8192), await store.reserve(8192)
         assert await store.persist_and_commit(new, [(0, data)], entry_of(2, new.slot))
