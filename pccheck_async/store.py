@@ -310,8 +310,14 @@ class Store:
 
         Durability: as of :meth:`amend`. Raises what that does and what :meth:`Retention.pin` does.
         """
-        await self.amend(lambda entries: self.committed.retention.pin(entries, step, pinned))
-        return next(entry for entry in self.committed.entries if entry.step == step)
+        changed: list[Entry] = []
+
+        def change(entries: tuple[Entry, ...]) -> list[Entry]:
+            changed[:] = self.committed.retention.pin(entries, step, pinned)
+            return changed
+
+        await self.amend(change)
+        return next(entry for entry in changed if entry.step == step)
 
     async def _persist_slot(self, file: File, rest: Sequence[Piece]) -> None:
         try:
