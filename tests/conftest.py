@@ -24,6 +24,12 @@ ENGINES: dict[str, Callable[..., Operations]] = {
 """Every I/O engine by its name."""
 
 
+def pytest_configure() -> None:
+    # Tests run in two processes: threads that wait for each other's part of a sum would take the other one's core.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not (torch.cuda.is_available() and find_spec("cupy")):

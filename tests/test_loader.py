@@ -212,9 +212,10 @@ def test_arguments_that_the_loader_refuses(arguments: dict[str, Any], error: typ
 
 
 @pytest.mark.slow
-def test_fifty_crashes_with_workers() -> None:
-    draw = random.Random(7)
-    for _ in range(50):
+@pytest.mark.parametrize("crashes", [15, pytest.param(50, marks=pytest.mark.campaign)])
+def test_crashes_with_workers(crashes: int) -> None:
+    draw = random.Random(crashes)
+    for _ in range(crashes):
         size, batch_size, world = draw.randint(8, 60), draw.randint(1, 6), draw.randint(1, 3)
         arguments: dict[str, Any] = {
             "batch_size": batch_size,
