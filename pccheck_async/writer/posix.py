@@ -14,7 +14,7 @@ from typing import TypeAlias, TypeVar
 
 import aiofiles
 
-from pccheck_async.errors import ClosedError, StoreFullError, WriteError, read_error, write_error
+from pccheck_async.errors import ClosedError, StoreFullError, folder_error, read_error, write_error
 from pccheck_async.logs import write
 from pccheck_async.operations.base import Flush, Operations, Step, Unlock, Write
 from pccheck_async.statistics import StageClock
@@ -64,12 +64,7 @@ class PosixWriter(Writer):
         except OSError as error:
             if error.errno in _NO_SPACE:
                 raise self._mapped(error, "") from error
-            why = "it is no folder" if error.errno in (errno.EEXIST, errno.ENOTDIR) else error.strerror
-            at, path = os.fspath(error.filename or self._folder.path), os.fspath(self._folder.path)
-            if at != path:
-                why = f"{at}: {why}"
-            text = f"the store's folder cannot be made or opened ({why}); use a folder that this process may write"
-            raise WriteError(error.errno, text, path) from error
+            raise folder_error(error, self._folder.path) from error
 
     async def names(self) -> list[str]:
         try:
