@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import secrets
 
 from pccheck_async import checksum
@@ -29,6 +30,7 @@ __all__ = ["CommitFile", "open_commit"]
 
 _POLL_SECONDS = 0.01
 """Locks of other processes can only be polled: flock tells nobody when it becomes free."""
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
 
 
 class CommitFile:
@@ -54,18 +56,25 @@ class CommitFile:
         return self.file, [(offset, view) for offset in region_offsets(record.generation)]
 
 
-async def open_commit(writer: Writer, lock_timeout: float) -> CommitFile:
-    """Lock the store, and create it where there is none.
+async def open_commit(writer: Writer, path: str | os.PathLike[str], lock_timeout: float) -> CommitFile:
+    """Lock the store, and create it where there is none. ``path`` is for messages.
 
     Durability: opening an existing store writes nothing.
 
     Raises:
         StoreLockedError: another writer held the store for ``lock_timeout`` seconds.
         CorruptStoreError: the folder holds something else.
+        WriteError: the folder cannot be written.
     """
     facts = await writer.prepare(create=True)
-    file = await _open(writer)
-    await _lock(writer, file, lock_timeout)
+    try:
+        file = await _open(writer)
+    except WriteError as error:
+        if error.errno not in _REFUSED:
+            raise
+        text = f"the store's files cannot be written ({error.strerror}); use a folder that this process may write"
+        raise WriteError(error.errno, text, error.filename) from error
+    await _lock(writer, path, file, lock_timeout)
     # Only now that nobody else, not even a dying writer's last request, can change it, is anything read.
     identity = await read_identity(writer)
     if identity is None:
@@ -88,13 +97,13 @@ async def _open(writer: Writer) -> File:
         return await writer.open(COMMIT_NAME, writable=True)
 
 
-async def _lock(writer: Writer, file: File, timeout: float) -> None:
+async def _lock(writer: Writer, path: str | os.PathLike[str], file: File, timeout: float) -> None:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout
     while not await writer.try_lock(file):
         if loop.time() >= deadline:
             raise StoreLockedError(
-                f"another writer has held this store for {timeout} s: close it first, or use another folder "
+                f"another writer has held {os.fspath(path)} for {timeout} s: close it first, or use another folder "
                 "(reading with load or list_checkpoints works meanwhile)"
             )
         await asyncio.sleep(_POLL_SECONDS)

@@ -27,6 +27,7 @@ class Committed:
         self.record = record
         self.retention = retention
         self._damaged: set[int] = set()
+        self._without_metric = False
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -64,4 +65,11 @@ class Committed:
         for entry in kept.crowded_out:
             text = "the checkpoint of step %d is dropped although it is a multiple of keep_every: a record names %d"
             write(logging.WARNING, "crowded_out", text, entry.step, MOST_ENTRIES)
+        best = self.retention.keep_best
+        if best is not None and not self._without_metric and best.number(new) is None:
+            self._without_metric = True
+            text = (
+                "keep_best takes no notice of checkpoints without a number %r in their metadata; that of step %d is %s"
+            )
+            write(logging.WARNING, "no_metric", text, best.metric, new.step, new.metadata or "empty")
         return kept.entries

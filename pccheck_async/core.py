@@ -275,6 +275,8 @@ class EngineCore:
         self.steps.begin(this, self.stalls.seconds)
         try:
             yield
+            if this.metadata:
+                check_metadata(this.metadata)  # now, and not in an hour, when a step is saved
         except BaseException:
             self.steps.fail()
             raise

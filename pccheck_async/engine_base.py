@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from datetime import timedelta
-from typing import Any, Literal
+from difflib import get_close_matches
+from typing import Any, Literal, Never
 
 import torch
 
@@ -46,7 +48,10 @@ class EngineBase:
         on_error: Literal["raise", "warn"] = "raise",
         lock_timeout: float = 5.0,
         exit_timeout: float = 60.0,
+        **unknown: Never,
     ) -> None:
+        if unknown:
+            raise _unknown(type(self).__name__, next(iter(unknown)))
         config = EngineConfig(
             max_in_flight=max_in_flight,
             keep_last=keep_last,
@@ -164,3 +169,11 @@ class EngineBase:
     def path(self) -> str:
         """Folder of the store."""
         return self._core.path
+
+
+def _unknown(engine: str, name: str) -> TypeError:
+    """Return the error for an argument that there is not; Python's own would name the class that nobody called."""
+    near = get_close_matches(name, [*(field.name for field in fields(EngineConfig)), "io"], cutoff=0.5)
+    return TypeError(
+        f"{engine} has no argument {name!r}" + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "")
+    )

@@ -140,6 +140,16 @@ def write_error(error: OSError, path: str | os.PathLike[str]) -> WriteError:
     return WriteError(error.errno or _errno.EIO, error.strerror or str(error), os.fspath(path))
 
 
+def folder_error(error: OSError, path: str | os.PathLike[str]) -> WriteError:
+    """Map the ``OSError`` of a store's folder that cannot be made or opened; names what is in the way."""
+    why = "it is no folder" if error.errno in (_errno.EEXIST, _errno.ENOTDIR) else error.strerror or str(error)
+    at, folder = os.fspath(error.filename or path), os.fspath(path)
+    if at != folder:
+        why = f"{at}: {why}"
+    text = f"the store's folder cannot be made or opened ({why}); use a folder that this process may write"
+    return WriteError(error.errno or _errno.EIO, text, folder)
+
+
 def read_error(error: OSError, path: str | os.PathLike[str]) -> ReadError:
     """Map the ``OSError`` of a failed read, keeping errno and naming the file."""
     return ReadError(error.errno or _errno.EIO, error.strerror or str(error), os.fspath(path))

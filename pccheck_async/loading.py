@@ -10,7 +10,6 @@ import torch
 
 from pccheck_async.config import Auto, EngineConfig, decide
 from pccheck_async.copying import HostCopy
-from pccheck_async.errors import NoCheckpointError
 from pccheck_async.info import CheckpointInfo, check_step
 from pccheck_async.layout import Entry
 from pccheck_async.machine import available_cores, available_memory
@@ -21,7 +20,7 @@ from pccheck_async.reading import pool_for
 from pccheck_async.restore import read_payload
 from pccheck_async.session import IO, Session
 from pccheck_async.state.match import allocate
-from pccheck_async.store_reader import OneLoop, StoreReader, with_session
+from pccheck_async.store_reader import OneLoop, StoreReader, no_store, with_session
 from pccheck_async.writer import File
 
 __all__ = ["list_checkpoints", "load", "load_sync"]
@@ -116,7 +115,7 @@ async def _load(
     async def work(session: Session) -> dict[str, Any]:
         reader = await StoreReader.open(session)
         if reader is None:
-            raise NoCheckpointError(f"{os.fspath(path)} holds no store")
+            raise no_store(session, path)
         decided = decide(
             config, block_bytes=reader.identity.block_bytes, cores=available_cores(), memory=available_memory()
         )

@@ -18,7 +18,7 @@ import torch
 from msgspec import structs
 
 from pccheck_async.config import Auto, EngineConfig, decide
-from pccheck_async.errors import ClosedError, NoCheckpointError
+from pccheck_async.errors import ClosedError
 from pccheck_async.info import CheckpointInfo, check_step
 from pccheck_async.layout import Entry
 from pccheck_async.loop import EngineLoop
@@ -33,7 +33,7 @@ from pccheck_async.state.nodes import ArrayNode, Node, arrays
 from pccheck_async.state.rebuild import rebuild
 from pccheck_async.state.targets import Targets
 from pccheck_async.state.walk import below, leaves, opened
-from pccheck_async.store_reader import StoreReader
+from pccheck_async.store_reader import StoreReader, no_store
 from pccheck_async.verified import VerifiedChunks
 from pccheck_async.writer import File
 
@@ -107,7 +107,7 @@ class Connection:
         try:
             reader = await StoreReader.open(session)
             if reader is None:
-                raise NoCheckpointError(f"{self.path} holds no store")
+                raise no_store(session, self.path)
             decided = decide(config, block_bytes=reader.identity.block_bytes, cores=cores, memory=memory)
             pool = BufferPool(decided.host_memory, decided.chunk_bytes)
 

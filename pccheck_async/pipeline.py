@@ -139,7 +139,7 @@ async def open_pipeline(
     try:
         in_flight, writer = config.max_in_flight, session.writer
         store = await open_store(
-            writer, retention=config.retention, max_in_flight=in_flight, lock_timeout=config.lock_timeout
+            writer, path=path, retention=config.retention, max_in_flight=in_flight, lock_timeout=config.lock_timeout
         )
         decisions = decide(config, block_bytes=store.block_bytes, cores=cores, memory=memory)
         decisions.reasons["io"] = session.reason

@@ -30,10 +30,15 @@ class Best:
     count: int
     mode: Literal["min", "max"]
 
+    def number(self, entry: Entry) -> float | None:
+        """Return the number of that name in the metadata of a checkpoint, None where there is none."""
+        value = entry.metadata.get(self.metric)
+        return None if isinstance(value, bool) or not isinstance(value, int | float) else value
+
     def rank(self, entry: Entry) -> float | None:
         """Return a number that is smaller for a better checkpoint, None where it has no such number or that is NaN."""
-        value = entry.metadata.get(self.metric)
-        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        value = self.number(entry)
+        if value is None or math.isnan(value):
             return None
         return value if self.mode == "min" else -value
 

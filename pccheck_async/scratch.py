@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from pccheck_async.errors import StoreLockedError, write_error
+from pccheck_async.errors import StoreLockedError, folder_error
 from pccheck_async.layout import slot_number
 
 __all__ = ["free_bytes", "scratch_folder", "slot_bytes"]
@@ -49,7 +49,7 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
                 stack.enter_context(_alone(folder))
                 made = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=folder, ignore_cleanup_errors=True)
             except OSError as error:
-                raise write_error(error, folder) from error
+                raise folder_error(error, folder) from error
             yield Path(stack.enter_context(made))
     finally:
         for parent in missing:

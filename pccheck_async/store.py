@@ -14,6 +14,7 @@ until this one is.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -55,11 +56,14 @@ class StoreStatistics:
     reader_waits: int
 
 
-async def open_store(writer: Writer, *, retention: Retention, max_in_flight: int, lock_timeout: float) -> Store:
+async def open_store(
+    writer: Writer, *, path: str | os.PathLike[str], retention: Retention, max_in_flight: int, lock_timeout: float
+) -> Store:
     """Lock the store, create it where there is none, and recover: the newest valid record decides.
 
     Args:
         writer: The folder's files.
+        path: The folder, for messages.
         retention: Which checkpoints are kept.
         max_in_flight: Checkpoints written at a time.
         lock_timeout: Seconds to wait for another writer.
@@ -71,7 +75,7 @@ async def open_store(writer: Writer, *, retention: Retention, max_in_flight: int
         CorruptStoreError: the folder holds something else, or no valid record.
         StoreFullError: so many checkpoints are pinned that a record has no room for those to be kept.
     """
-    commit = await open_commit(writer, lock_timeout)
+    commit = await open_commit(writer, path, lock_timeout)
     committed = Committed(await read_record(writer, commit.file, commit.identity), retention)
     committed.check_rules()
     latch = Latch()

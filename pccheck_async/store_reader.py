@@ -19,12 +19,24 @@ from pccheck_async.records import read_identity, read_record
 from pccheck_async.restore import read_manifest
 from pccheck_async.session import IO, Session, open_session
 from pccheck_async.writer import File
+from pccheck_async.writer.posix import PosixWriter
 
-__all__ = ["OneLoop", "StoreReader", "with_session"]
+__all__ = ["OneLoop", "StoreReader", "no_store", "with_session"]
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.001
 _LOCK_SECONDS = 30.0
+
+
+def no_store(session: Session, path: str | os.PathLike[str], what: str = "no store") -> NoCheckpointError:
+    """Return what to raise where there is no store: whether the path is wrong, or nothing was saved there."""
+    text = f"{os.fspath(path)} holds {what}"
+    if isinstance(session.writer, PosixWriter):  # of other writers' folders only they know what and where they are
+        if not os.path.lexists(path):
+            text = f"{os.fspath(path)} does not exist, so it holds {what}; check the path"
+        elif not os.path.isdir(path):
+            text = f"{os.fspath(path)} is no folder, so it holds {what}; give the folder that the engine saved into"
+    return NoCheckpointError(text)
 
 
 class OneLoop:

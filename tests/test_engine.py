@@ -24,6 +24,7 @@ from pccheck_async import (
     load,
     load_sync,
 )
+from pccheck_async.engine_base import EngineBase
 from pccheck_async.layout import (
     COMMIT_NAME,
     COMMIT_NBYTES,
@@ -227,6 +228,15 @@ def test_unsupported_state_names_its_path_and_harms_nothing(tmp_path: Path) -> N
         with pytest.raises(TypeError, match="step"):
             engine.checkpoint({"a": 1}, step=1.5)  # type: ignore[arg-type]
         assert engine.checkpoint({"a": 1}, step=2).result(60).counter == 0
+
+
+@pytest.mark.parametrize("kind", [CheckpointEngine, SyncCheckpointEngine])
+def test_an_argument_that_there_is_not(kind: type[EngineBase]) -> None:
+    likely = "did you mean .*'keep_last'"
+    with pytest.raises(TypeError, match=rf"^{kind.__name__} has no argument 'keep'; {likely}"):
+        kind("nowhere", keep=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=rf"^{kind.__name__} has no argument 'colour'$"):
+        kind("nowhere", colour="red")  # type: ignore[arg-type]
 
 
 def test_closed_engine(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import fcntl
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -325,19 +326,42 @@ def test_a_full_filesystem(small_disk: Path, io: str) -> None:
 def test_a_read_only_filesystem(small_disk: Path) -> None:
     save(small_disk / "s", 1)
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    with pytest.raises(WriteError) as refused, SyncCheckpointEngine(small_disk / "s"):
+    with pytest.raises(WriteError, match="files cannot be written") as refused, SyncCheckpointEngine(small_disk / "s"):
         pass
     assert refused.value.errno == errno.EROFS
-    with pytest.raises(WriteError), SyncCheckpointEngine(small_disk / "new"):
+    with pytest.raises(WriteError, match="folder cannot be made"), SyncCheckpointEngine(small_disk / "new"):
         pass
     assert loaded_step(small_disk / "s") == 1
 
 
 def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(WriteError), SyncCheckpointEngine(tmp_path / "file"):
+    asked = "; use a folder that this process may write: "
+    refused = pytest.raises(WriteError, match=rf"folder cannot be made or opened \(it is no folder\){asked}'.*/file'")
+    with refused, SyncCheckpointEngine(tmp_path / "file"):
+        pass
+    refused = pytest.raises(WriteError, match=rf"opened \(.*/file: it is no folder\){asked}'.*/file/below'")
+    with refused, SyncCheckpointEngine(tmp_path / "file" / "below"):
         pass
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_folder_that_cannot_be_made() -> None:
+    missing = (
+        r"folder cannot be made or opened \(/proc/foo: No such file or directory\); use a folder .*: '/proc/foo/ck'"
+    )
+    with pytest.raises(WriteError, match=missing) as refused, SyncCheckpointEngine("/proc/foo/ck"):
+        pass
+    assert (refused.value.errno, refused.value.filename) == (errno.ENOENT, "/proc/foo/ck")
+
+
+def test_a_folder_that_takes_no_files() -> None:
+    """Of procfs: of another one root may write to whatever it likes."""
+    refusal = (
+        r"the store's files cannot be written \(.+\); use a folder that this process may write: '/proc/sys/commit'"
+    )
+    with pytest.raises(WriteError, match=refusal), SyncCheckpointEngine("/proc/sys"):
+        pass
 
 
 def test_a_foreign_commit_file_is_left_alone(tmp_path: Path) -> None:
@@ -352,7 +376,8 @@ def test_a_foreign_commit_file_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path) as engine:
-        with pytest.raises(StoreLockedError, match="another writer"), SyncCheckpointEngine(tmp_path, lock_timeout=0):
+        refused = pytest.raises(StoreLockedError, match=f"another writer has held {re.escape(str(tmp_path))} for")
+        with refused, SyncCheckpointEngine(tmp_path, lock_timeout=0):
             pass
         assert engine.checkpoint(state_of(1), step=1).result(60).step == 1
     save(tmp_path, 2)

@@ -95,6 +95,18 @@ def test_failures_are_warnings_and_say_why(lines: JSONLines) -> None:
     assert failed["error"].startswith("WriteError: ")
 
 
+def test_checkpoints_that_keep_best_cannot_compare_are_told_of_once(tmp_path: Path, lines: JSONLines) -> None:
+    with SyncCheckpointEngine(tmp_path, keep_best=("loss", 2, "min")) as engine:
+        engine.checkpoint({"x": 1}, step=1, metadata={"loss": 0.5}).result()
+        engine.checkpoint({"x": 1}, step=2, metadata={"loss": float("nan")}).result()  # a number, and the worst
+        assert lines.of("no_metric") == []
+        engine.checkpoint({"x": 1}, step=3, metadata={"Loss": 0.25}).result()
+        engine.checkpoint({"x": 1}, step=4).result()
+    (line,) = lines.of("no_metric")
+    assert (line["level"], line["step"], line["store"]) == ("WARNING", 3, str(tmp_path))
+    assert "without a number 'loss' in their metadata; that of step 3 is {'Loss': 0.25}" in line["message"]
+
+
 def test_records_of_modules_below_know_what_they_are_about(tmp_path: Path, lines: JSONLines) -> None:
     token = logs.about.set({"store": str(tmp_path), "step": 3, "counter": 4})
     try:

@@ -297,6 +297,7 @@ def test_every_difference_is_listed_and_nothing_is_touched() -> None:
     ]  # fmt: skip
     assert "float32 (2,) here, float32 (3,) in the checkpoint" in str(error)
     assert str(error).endswith("; to take only part of it: load(path, keys=[...])")
+    assert "strict=False" not in str(error)  # which would not help
     assert not live["good"].any()
     assert live["step"] == 0
 
@@ -788,6 +789,7 @@ def test_top_level_keys_match() -> None:
     error = mismatch({"a": 1, "b": 2}, save({"b": 1, "c": 3}))
     assert (error.missing, error.unexpected) == (("a",), ("c",))
     assert "to take only part of it: load(path, keys=[...])" in str(error)
+    assert "to restore what both have: restore(state, strict=False)" in str(error)
     assert mismatch({}, save({"b": 1})).unexpected == ("b",)
     below = mismatch({"a": {"t": torch.ones(1)}}, save({"a": {"t": torch.ones(1), "u": 1}}))
     assert below.unexpected == ("a.u",)

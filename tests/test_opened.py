@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import subprocess
 import sys
 import tempfile
@@ -268,8 +269,13 @@ def test_one_that_nobody_closed_lets_the_writer_go_on(tmp_path: Path) -> None:
 
 
 def test_errors(tmp_path: Path) -> None:
-    with pytest.raises(NoCheckpointError, match="holds no store"):
+    with pytest.raises(NoCheckpointError, match="nothing does not exist, so it holds no store; check the path"):
         open_checkpoint(tmp_path / "nothing")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(NoCheckpointError, match="file is no folder, so it holds no store; give the folder"):
+        open_checkpoint(tmp_path / "file")
+    with pytest.raises(NoCheckpointError, match=f"^{re.escape(str(tmp_path))} holds no store$"):
+        open_checkpoint(tmp_path)
     save(tmp_path / "s", {"x": torch.zeros(3), "y": 1})
     with pytest.raises(NoCheckpointError, match="of step 9"):
         open_checkpoint(tmp_path / "s", step=9)

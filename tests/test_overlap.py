@@ -23,6 +23,7 @@ from pccheck_async import (
     RNGState,
     SyncCheckpointEngine,
     TornCaptureError,
+    UnsupportedStateError,
     WriteError,
     list_checkpoints,
     load_sync,
@@ -31,6 +32,7 @@ from pccheck_async.loop import EngineLoop
 from pccheck_async.memory import PAGE_BYTES
 from pccheck_async.operations.base import Operations
 from pccheck_async.overlap import Guard
+from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.testing import FailingWriter, StuckWriter
 from pccheck_async.writer import Writer
 from pccheck_async.writer.posix import PosixWriter
@@ -147,15 +149,24 @@ def saved(folder: Path) -> dict[str, Any]:
 # -- the guard
 
 
-def test_a_step_of_an_attached_optimizer_waits_for_the_capture(tmp_path: Path) -> None:
+def test_a_step_of_an_attached_optimizer_waits_for_the_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with held(tmp_path) as it:
+        wait = PendingCheckpoint.wait_out_of_reach
+
+        def release_and_wait(pending: PendingCheckpoint, *arguments: Any) -> bool:
+            it.io.writer.release()  # the device begins to move again when the step waits, and not before
+            return wait(pending, *arguments)
+
+        monkeypatch.setattr(PendingCheckpoint, "wait_out_of_reach", release_and_wait)
+        captured: list[bool] = []
+        it.optimizer.register_step_pre_hook(lambda *_: captured.append(it.pending.is_captured))  # after the engine's
         it.compute()  # batch normalisation changes its statistics meanwhile
-        it.step()
-        assert it.pending.is_captured
+        it.optimizer.step()
+        assert captured == [True]
         assert not equal(it.want, snapshot(it.state))
         it.pending.result()
         statistics = it.engine.statistics()
-        assert statistics.guard_seconds > 0.04
+        assert statistics.guard_seconds > 0
         assert statistics.stall_seconds >= statistics.guard_seconds
     assert equal(saved(tmp_path), it.want)
 
@@ -779,6 +790,13 @@ def test_steps_are_saved_at_the_interval_with_their_metadata(tmp_path: Path) -> 
         assert found[0].metadata == {"kind": "test", "loss": 8.0}
 
     asyncio.run(main())
+
+
+def test_metadata_that_cannot_be_saved_is_refused_at_the_first_step(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path, interval=100) as engine:
+        with pytest.raises(UnsupportedStateError, match=r"x\.item\(\)"), engine.step({"x": 1}, 0) as this:
+            this.metadata["loss"] = torch.ones(1)  # type: ignore[assignment]
+        assert engine.statistics().admitted == 0
 
 
 def test_a_skipped_gradient_scaler_step_moves_the_checkpoint(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ def test_a_store_in_order_is_left_alone(tmp_path: Path) -> None:
 def test_a_trainer_that_runs_is_not_disturbed(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, keep_last=2, chunk_bytes=CHUNK) as engine:
         engine.checkpoint(state_of(1), step=1).result(60)
-        with pytest.raises(StoreLockedError):
+        with pytest.raises(StoreLockedError, match=f"another process has {re.escape(str(tmp_path))} open"):
             recover_store(tmp_path, write=True, search=True)
         assert [info.step for info in recover_store(tmp_path, search=True).named] == [1]
         engine.checkpoint(state_of(2), step=2).result(60)

@@ -316,6 +316,12 @@ def test_what_a_killed_tuning_left_goes_with_the_next(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["commit", "store.json"]
 
 
+def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(WriteError, match=r"folder cannot be made or opened \(it is no folder\)"):
+        tune_blocking(tmp_path / "file", nbytes=MIB)
+
+
 def test_one_tuning_at_a_time(tmp_path: Path) -> None:
     class SeenError(Exception):
         pass

@@ -150,9 +150,12 @@ class _Matching:
         )
         skeleton = self._manifest.skeleton
         assert isinstance(skeleton, DictNode)
-        if set(paths.components(mapping_keys(skeleton))).isdisjoint(self._unexpected):
-            return make()
-        return make(f"{make()}; to take only part of it: load(path, keys=[...])")
+        advice = ""
+        if not self._mismatched:
+            advice = "; to restore what both have: restore(state, strict=False)"
+        if not set(paths.components(mapping_keys(skeleton))).isdisjoint(self._unexpected):
+            advice += "; to take only part of it: load(path, keys=[...])"
+        return make(f"{make()}{advice}")
 
     # -- values that are filled or replaced where they are
 

@@ -111,7 +111,9 @@ def _with_store(path: str | os.PathLike[str], io: IO, work: Callable[[Store], Co
         slots = sum(1 for name in await session.writer.names() if slot_number(name) is not None)
         free = max(0, slots - committed)  # as many stay free: the trainer reserved them
         try:
-            store = await open_store(session.writer, retention=KeepAll(), max_in_flight=free, lock_timeout=LOCK_SECONDS)
+            store = await open_store(
+                session.writer, path=path, retention=KeepAll(), max_in_flight=free, lock_timeout=LOCK_SECONDS
+            )
         except StoreLockedError as error:
             raise StoreLockedError(
                 f"{error}. A trainer that has it open pins with engine.pin(step) and engine.unpin(step); what none of "

@@ -73,7 +73,9 @@ def copy_checkpoint(
             return await with_session(target, io, lambda second: write(held, second), EngineConfig())
 
     async def write(held: Held, session: Session) -> CheckpointInfo:
-        store = await open_store(session.writer, retention=KeepAll(), max_in_flight=1, lock_timeout=LOCK_SECONDS)
+        store = await open_store(
+            session.writer, path=target, retention=KeepAll(), max_in_flight=1, lock_timeout=LOCK_SECONDS
+        )
         if len(store.committed.entries) >= MOST_ENTRIES:
             raise StoreFullError(
                 errno.ENOSPC, f"a commit record names {MOST_ENTRIES} checkpoints: remove some first", os.fspath(target)

@@ -13,7 +13,7 @@ from pccheck_async.manifest import Manifest
 from pccheck_async.reading import choose
 from pccheck_async.restore import read_manifest
 from pccheck_async.session import Session
-from pccheck_async.store_reader import StoreReader
+from pccheck_async.store_reader import StoreReader, no_store
 from pccheck_async.writer import File
 
 __all__ = ["LOCK_SECONDS", "Held", "hold", "hold_slot", "open_reader"]
@@ -43,7 +43,7 @@ async def open_reader(session: Session, path: str | os.PathLike[str]) -> StoreRe
     """Open a store for reading. Raises NoCheckpointError where there is none, CorruptStoreError."""
     reader = await StoreReader.open(session)
     if reader is None:
-        raise NoCheckpointError(f"{os.fspath(path)} holds no store")
+        raise no_store(session, path)
     return reader
 
 

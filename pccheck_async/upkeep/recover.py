@@ -35,7 +35,7 @@ from pccheck_async.manifest import MIN_BLOCK
 from pccheck_async.memory import PAGE_BYTES, aligned_buffer
 from pccheck_async.records import read_identity
 from pccheck_async.session import IO, Session
-from pccheck_async.store_reader import OneLoop, with_session
+from pccheck_async.store_reader import OneLoop, no_store, with_session
 from pccheck_async.upkeep.chunks import Progress
 from pccheck_async.upkeep.held import LOCK_SECONDS
 from pccheck_async.upkeep.salvage import FoundCheckpoint, arrange, search_slot
@@ -134,10 +134,10 @@ async def _recover(
     names = await writer.names()
     numbers = [number for name in names if (number := slot_number(name)) is not None]
     if not numbers and COMMIT_NAME not in names:
-        raise NoCheckpointError(f"{os.fspath(path)} holds no store, nor parts of one")
+        raise no_store(session, path, "no store, nor parts of one")
     facts = await writer.prepare(create=False)
     if write and COMMIT_NAME in names:
-        await _lock(writer)
+        await _lock(writer, path)
     identity_state, identity = await _identity(writer)
     commit = await _commit_bytes(writer) if COMMIT_NAME in names else None
     record, store_id = _record(commit, identity)
@@ -180,13 +180,13 @@ def _unasked(one: FoundCheckpoint) -> FoundCheckpoint:
     return replace(one, entry=None, note=one.note or "not asked for")
 
 
-async def _lock(writer: Writer) -> None:
+async def _lock(writer: Writer, path: str | os.PathLike[str]) -> None:
     """Hold the writer's lock until the session ends."""
     file = await writer.open(COMMIT_NAME, writable=True)
     deadline = asyncio.get_running_loop().time() + LOCK_SECONDS
     while not await writer.try_lock(file):
         if asyncio.get_running_loop().time() >= deadline:
-            raise StoreLockedError("another process has this store open for writing: close it first")
+            raise StoreLockedError(f"another process has {os.fspath(path)} open for writing: close it first")
         await asyncio.sleep(_POLL_SECONDS)
 
 

@@ -14,7 +14,7 @@ from typing import TypeAlias, TypeVar
 
 import aiofiles
 
-from pccheck_async.errors import ClosedError, StoreFullError, read_error, write_error
+from pccheck_async.errors import ClosedError, StoreFullError, folder_error, read_error, write_error
 from pccheck_async.logs import write
 from pccheck_async.operations.base import Flush, Operations, Step, Unlock, Write
 from pccheck_async.statistics import StageClock
@@ -51,12 +51,20 @@ class PosixWriter(Writer):
 
     async def prepare(self, *, create: bool) -> FileSystemFacts:
         if create:
-            await self._change("", self._folder.create)
-            await self._change("", self._folder.hold)
+            await self._make_folder()
         self._facts = await self._operations.call(probe, self._folder.path, create)
         if not self._facts.direct:
             write(logging.INFO, "buffered", _BUFFERED, self._folder.path, self._facts.why)
         return self._facts
+
+    async def _make_folder(self) -> None:
+        try:
+            await self._operations.call(self._folder.create)
+            await self._operations.call(self._folder.hold)
+        except OSError as error:
+            if error.errno in _NO_SPACE:
+                raise self._mapped(error, "") from error
+            raise folder_error(error, self._folder.path) from error
 
     async def names(self) -> list[str]:
         try:
