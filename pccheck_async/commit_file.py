@@ -17,6 +17,7 @@ from pccheck_async.layout import (
     REGION_NBYTES,
     Identity,
     Record,
+    decode_record,
     encode_identity,
     encode_record,
     names_checkpoints,
@@ -54,6 +55,14 @@ class CommitFile:
         view = self._buffer[: len(data)]
         view[:] = data
         return self.file, [(offset, view) for offset in region_offsets(record.generation)]
+
+    async def torn(self, writer: Writer, record: Record) -> Part | None:
+        """Return what erases the remains of a torn record where the one after ``record`` goes; None: there are none."""
+        view = aligned_buffer(COMMIT_NBYTES)
+        await writer.read(self.file, 0, view)
+        regions = [(start, view[start : start + REGION_NBYTES]) for start in region_offsets(record.generation + 1)]
+        torn = [start for start, region in regions if any(region) and not decode_record(region, self.identity.id_bytes)]
+        return (self.file, [(start, aligned_buffer(REGION_NBYTES)) for start in torn]) if torn else None
 
 
 async def open_commit(writer: Writer, path: str | os.PathLike[str], lock_timeout: float) -> CommitFile:

@@ -176,13 +176,20 @@ class Store:
             await self._slots.release(lease)
 
     async def _take_over(self) -> None:
-        """Flush what a dead predecessor wrote and did not flush, before anything builds on it (I12).
+        """Make the record that was found the one that any later crash falls back to (I12).
 
-        Crash: a record that was only in the device's cache names the slots this writer keeps; if the power fails after
-        new data went into the slots it freed, the older record comes back and names overwritten slots.
+        Flush what a dead predecessor wrote and did not flush. Crash: a record that was only in the device's cache names
+        the slots this writer keeps; if the power fails after new data went into the slots it freed, the older record
+        comes back and names overwritten slots.
+
+        Erase what a predecessor tore. Crash: its first sectors and the last ones of this writer's record, torn in turn,
+        may be the whole record that nobody found, of the same generation, which names overwritten slots.
         """
         await self._latch.flush(partial(self._writer.flush, self._commit.file))
         await self._latch.flush(self._writer.sync_folder)
+        torn = await self._commit.torn(self._writer, self.committed.record)
+        if torn is not None:
+            await self._latch.flush(partial(self._writer.persist, [torn], self._latch.set))
         self._took_over = True
 
     async def remove_surplus(self) -> None:

@@ -231,7 +231,7 @@ def test_a_superseded_one_that_is_cancelled_gives_its_slot_back_once(turns: int)
 
     async def main() -> None:
         writer = Noting(CrashWriter(CrashDisk()))
-        store = await open_store(writer, retention=Retention(keep_last=1), max_in_flight=2, lock_timeout=0)
+        store = await open_store(writer, path=FOLDER, retention=Retention(keep_last=1), max_in_flight=2, lock_timeout=0)
         data = aligned_buffer(8192)
         old, new = await store.reserve(8192), await store.reserve(8192)
         assert await store.persist_and_commit(new, [(0, data)], entry_of(2, new.slot))

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ from pccheck_async import (
     WriteError,
     list_checkpoints,
     load,
+    load_sync,
     open_checkpoint,
 )
 from pccheck_async.layout import COMMIT_NAME, MOST_ENTRIES
@@ -40,6 +41,7 @@ from pccheck_async.testing import (
     WrappingWriter,
     power_loss_images,
 )
+from pccheck_async.testing.snapshot import Change, Written
 
 T = TypeVar("T")
 FOLDER = "anywhere"
@@ -440,3 +442,65 @@ def test_a_pin_makes_durable_first_what_a_dead_writer_left_in_the_cache() -> Non
                 assert steps in (before, after), snapshot.boundary
 
     asyncio.run(run())
+
+
+def in_flight(change: Change) -> TypeGuard[Written]:
+    return isinstance(change, Written) and not change.completed
+
+
+def torn(snapshot: Snapshot, landed: slice) -> CrashDisk:
+    """The disk as the next process finds it; of writes in flight only these sectors are there."""
+    files = {
+        number: replace(
+            file,
+            unflushed=tuple(
+                part
+                for change in file.unflushed
+                for part in ([*change.sectors(512)][landed] if in_flight(change) else [change])
+            ),
+        )
+        for number, file in snapshot.files.items()
+    }
+    return CrashDisk.after_process_death(replace(snapshot, files=files))
+
+
+def test_a_record_of_which_two_writers_tore_one_part_each_is_none() -> None:
+    """Records of one generation differ in what is new: one's first sectors and the other's last ones may fit (I12)."""
+    kept = 16  # a record of several sectors
+
+    async def run() -> None:
+        trainer = Trainer(Rules(keep_last=kept))
+        await trainer.open()
+        for step in range(kept):
+            await (await trainer.save(step, None)).durable()
+        history: list[Snapshot] = []
+        trainer.disk.observer = history.append
+        await (await trainer.save(kept, None)).durable()
+        await trainer.engine.close()
+        killed = records_in_flight(history)[0]
+        tried = 0
+        for cut in range(1, 4096 // 512):
+            trainer.disk = torn(killed, slice(cut))
+            if newest(trainer.disk) == kept:
+                continue  # what is missing is empty: it is not torn
+            await trainer.open()
+            history.clear()
+            trainer.disk.observer = history.append
+            await (await trainer.save(kept + 1, None)).durable()
+            await trainer.engine.close()
+            for snapshot in records_in_flight(history):
+                tried += 1
+                assert newest(torn(snapshot, slice(cut, None))) in (kept - 1, kept + 1), (cut, snapshot.boundary)
+        assert tried >= 2
+
+    asyncio.run(run())
+
+
+def records_in_flight(history: list[Snapshot]) -> list[Snapshot]:
+    return [s for s in history if s.boundary.startswith("write commit") and s.boundary.endswith("submitted")]
+
+
+def newest(disk: CrashDisk) -> int:
+    """The step of what loads."""
+    step: int = load_sync(FOLDER, io=CrashWriter(disk, read_only=True))["step"]
+    return step
