@@ -61,7 +61,7 @@ class CommitFile:
         view = aligned_buffer(COMMIT_NBYTES)
         await writer.read(self.file, 0, view)
         regions = [(start, view[start : start + REGION_NBYTES]) for start in region_offsets(record.generation + 1)]
-        torn = [start for start, region in regions if any(region) and not decode_record(region, self.identity.id_bytes)]
+        torn = [start for start, region in regions if not decode_record(region, self.identity.id_bytes) and any(region)]
         return (self.file, [(start, aligned_buffer(REGION_NBYTES)) for start in torn]) if torn else None
 
 
