@@ -60,9 +60,12 @@ class CommitFile:
         """Return what erases the remains of a torn record where the one after ``record`` goes; None: there are none."""
         view = aligned_buffer(COMMIT_NBYTES)
         await writer.read(self.file, 0, view)
-        regions = [(start, view[start : start + REGION_NBYTES]) for start in region_offsets(record.generation + 1)]
-        torn = [start for start, region in regions if not decode_record(region, self.identity.id_bytes) and any(region)]
-        return (self.file, [(start, aligned_buffer(REGION_NBYTES)) for start in torn]) if torn else None
+        pieces = []
+        for start in region_offsets(record.generation + 1):
+            region = bytes(view[start : start + REGION_NBYTES])
+            if decode_record(region, self.identity.id_bytes) is None and region.strip(b"\0"):
+                pieces.append((start, aligned_buffer(REGION_NBYTES)))
+        return (self.file, pieces) if pieces else None
 
 
 async def open_commit(writer: Writer, path: str | os.PathLike[str], lock_timeout: float) -> CommitFile:

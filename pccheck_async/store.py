@@ -76,12 +76,14 @@ async def open_store(
         StoreFullError: so many checkpoints are pinned that a record has no room for those to be kept.
     """
     commit = await open_commit(writer, path, lock_timeout)
-    committed = Committed(await read_record(writer, commit.file, commit.identity), retention)
+    record = await read_record(writer, commit.file, commit.identity)
+    torn = await commit.torn(writer, record)
+    committed = Committed(record, retention)
     committed.check_rules()
     latch = Latch()
     named = [entry.slot for entry in committed.record.entries]
     slots = await open_slots(writer, named, in_flight=max_in_flight, kept=retention.reserved, flush=latch.flush)
-    return Store(writer, commit, committed, slots, latch)
+    return Store(writer, commit, committed, slots, latch, torn)
 
 
 class Store:
@@ -93,19 +95,27 @@ class Store:
         committed: What the newest record names.
         slots: Where checkpoints go.
         latch: Ends the commits after an error.
+        torn: Erases what a predecessor tore, if it did.
 
     Attributes:
         committed: What the newest record names.
     """
 
     def __init__(
-        self, writer: Writer, commit: CommitFile, committed: Committed, slots: SlotFiles, latch: Latch
+        self,
+        writer: Writer,
+        commit: CommitFile,
+        committed: Committed,
+        slots: SlotFiles,
+        latch: Latch,
+        torn: Part | None,
     ) -> None:
         self._writer = writer
         self._commit = commit
         self.committed = committed
         self._slots = slots
         self._latch = latch
+        self._torn = torn
         self._commit_lock = asyncio.Lock()
         self._took_over = False
         self._commits = self._superseded = 0
@@ -187,9 +197,8 @@ class Store:
         """
         await self._latch.flush(partial(self._writer.flush, self._commit.file))
         await self._latch.flush(self._writer.sync_folder)
-        torn = await self._commit.torn(self._writer, self.committed.record)
-        if torn is not None:
-            await self._latch.flush(partial(self._writer.persist, [torn], self._latch.set))
+        if self._torn is not None:
+            await self._latch.flush(partial(self._writer.persist, [self._torn], self._latch.set))
         self._took_over = True
 
     async def remove_surplus(self) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pccheck_async import capture, core, restorer
+from pccheck_async import capture, pipeline, restorer
 from pccheck_async.copying import CopyBackend, CudaCopy
 from pccheck_async.copying.snapshot import DeviceMemory, DeviceMode
 from pccheck_async.operations.base import Operations
@@ -257,4 +257,4 @@ def keep_on(monkeypatch: pytest.MonkeyPatch, devices: Sequence[PretendDevice], p
 
     monkeypatch.setattr(capture, "arranged", arranged_on_devices)
     monkeypatch.setattr(restorer, "match", match_on_devices)
-    monkeypatch.setattr(core, "make_backend", make)
+    monkeypatch.setattr(pipeline, "make_backend", make)
