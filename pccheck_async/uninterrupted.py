@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from contextlib import suppress
 from typing import Any, TypeVar
 
 __all__ = ["to_its_end", "uninterrupted"]
@@ -37,7 +36,9 @@ async def to_its_end(step: Coroutine[Any, Any, T]) -> T:
     Cancellation: comes too late; what came of the step is what the caller has to know.
     """
     task = asyncio.ensure_future(step)
-    while not task.done():
-        with suppress(asyncio.CancelledError):
-            await asyncio.wait((task,))
-    return task.result()
+    while True:
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.done():
+                return task.result()

@@ -252,9 +252,12 @@ def held_beside(folder: Path, critic: nn.Module) -> Iterator[tuple[Held, Any, di
 
 
 def release_until_returned(it: Held, done: threading.Event) -> None:
-    """Let writes through one by one until the call that waits for some of them returned."""
+    """Let writes through one by one as long as the call waits for some of them."""
+    admissions = it.engine._core.admissions
     while not done.wait(0.001):
-        it.io.writer.release(hold_on=True)
+        newest = admissions.newest
+        if newest is None or newest is it.pending or not newest._held.over:  # it may be a while until it returns
+            it.io.writer.release(hold_on=True)
 
 
 def test_what_nobody_guards_is_captured_before_the_call_returns(tmp_path: Path) -> None:
