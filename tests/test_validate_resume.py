@@ -96,7 +96,8 @@ def test_killed_between_saves_and_resumed(runs: Runs, method: str) -> None:
     runs.die("killed", method, "--crash-at=11")
     said = runs.train("killed", method, resume=True)
     # A save in the background may not have come as far as the kill.
-    assert said[0] in ("resumed from step 8", *(["resumed from step 4"] if method in ("checkfreq", "pccheck") else []))
+    background = ["resumed from step 4", "starting from scratch"]  # on a slow disk steps are ahead of what is durable
+    assert said[0] in ("resumed from step 8", *(background if method in ("checkfreq", "pccheck") else []))
     assert said[-1] == expected[-1]
     assert runs.same_losses("killed", "whole")
 
