@@ -2,10 +2,8 @@
 
 Run: ``python -m tests.campaign.speed [--folder DIR] [--gib 1] [--host-memory MIB] [--pairs 9] [--io threads]``.
 
-Each pair times the engine between two rounds of every raw way (threads, io_uring) on the engine's own slot files: the
-one that it writes next, the one that it read. The limit is the way with the smallest median of the whole run, and each
-ratio is that way's time around a measurement (mean of before and after) divided by the engine's: the fastest of many
-noisy samples would compare a lucky one with a usual one.
+Each pair times the engine between two rounds of the raw ways (threads, io_uring) on the engine's own slot files: that
+which it writes next, that which it read. Each ratio is the limit around a measurement divided by the engine's time.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ import torch
 
 from pccheck_async import SyncCheckpointEngine
 from pccheck_async.bench.medians import summary
-from pccheck_async.bench.raw_disk import RawDisk, Way, slot_file, ways
+from pccheck_async.bench.raw_disk import RawDisk, RawLimit, slot_file
 from pccheck_async.bench.usage import busy_seconds
 
 
@@ -47,28 +45,30 @@ def change(state: dict[str, torch.Tensor], step: int) -> None:
 
 
 class Pairs:
-    """Measurements of something between measurements of every raw way."""
+    """Measurements of something, each between two rounds of the disk's limit (see ``RawLimit``).
 
-    def __init__(self, raw: Callable[[Way], float]) -> None:
-        self._raw = raw
-        self._limits: dict[Way, list[float]] = {way: [] for way in ways()}
+    Args:
+        limit: What is compared with.
+        path: Returns the file that the next round is measured on.
+    """
+
+    def __init__(self, limit: RawLimit, path: Callable[[], Path]) -> None:
+        self._limit = limit
+        self._path = path
         self._ours: list[float] = []
+        limit.measure(path())
 
     def measure(self, ours: Callable[[], float]) -> None:
         """Take one pair."""
-        before = {way: self._raw(way) for way in self._limits}
         self._ours.append(ours())
-        for way, seconds in before.items():
-            self._limits[way].append((seconds + self._raw(way)) / 2)
+        self._limit.measure(self._path())
 
-    def report(self, name: str, nbytes: int) -> None:
+    def report(self, name: str) -> None:
         """Print the limit, and our share of it."""
-        for way, seconds in self._limits.items():
-            print(f"    {way.name}: {nbytes / statistics.median(seconds) / 1e9:.2f} GB/s")
-        best = min(self._limits, key=lambda way: statistics.median(self._limits[way]))
-        shares = [limit / ours for limit, ours in zip(self._limits[best], self._ours, strict=True)]
-        print(summary(f"{name}: share of the raw limit ({best.name})", shares))
-        print(summary(f"{name}: seconds", self._ours))
+        limits = self._limit.between()
+        rate = self._limit.disk.nbytes / statistics.median(limits) / 1e9
+        print(summary(f"{name}: share of the raw limit", [a / b for a, b in zip(limits, self._ours, strict=True)]))
+        print(summary(f"{name}: seconds", self._ours), f"(limit {rate:.2f} GB/s: {self._limit.way.name})")
 
 
 def main() -> None:
@@ -110,16 +110,16 @@ def main() -> None:
             engine.restore(state)
             return time.perf_counter() - start
 
-        writes = Pairs(lambda way: disk.write_seconds(slot_file(store, committed=False), way))
-        reads = Pairs(lambda way: disk.read_seconds(slot_file(store, committed=True), way))
+        writes = Pairs(RawLimit(disk, write=True), lambda: slot_file(store, committed=False))
         for _ in range(args.pairs):
             writes.measure(save)
         saved = peak_rss() - base
+        reads = Pairs(RawLimit(disk, write=False), lambda: slot_file(store, committed=True))
         for _ in range(args.pairs):
             reads.measure(restore)
         found = engine.statistics()
-    writes.report("durable", nbytes)
-    reads.report("restore", nbytes)
+    writes.report("durable")
+    reads.report("restore")
     print(summary("stall, seconds", stall))
     print(f"processor seconds per GiB made durable, all of the system: {sum(busy) / args.pairs / args.gib:.3f}")
     print(f"saving raised the peak RSS by {saved >> 20} MiB; {os.cpu_count()} cores")

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from pccheck_async import SyncCheckpointEngine, copy_checkpoint, verify_checkpoints
-from pccheck_async.bench.raw_disk import RawDisk, slot_file
+from pccheck_async.bench.raw_disk import RawDisk, RawLimit, slot_file
 from tests.campaign.speed import Pairs, build
 
 
@@ -38,10 +38,10 @@ def main() -> None:
             assert found.direct
             return found.seconds
 
-        reads = Pairs(lambda way: disk.read_seconds(slot_file(store, committed=True), way))
+        reads = Pairs(RawLimit(disk, write=False), lambda: slot_file(store, committed=True))
         for _ in range(args.pairs):
             reads.measure(verify)
-        reads.report("verify", nbytes)
+        reads.report("verify")
         if args.copy:
             copied = copy_checkpoint(store, Path(folder) / "copy")
             assert verify_checkpoints(Path(folder) / "copy").whole
