@@ -25,6 +25,9 @@ class WorkerThreads:
         complete: Called with (token, result, error) for every job.
         count: Threads; all are started at once, since none can be started while the interpreter exits.
         name: Prefix of the threads' names.
+
+    Raises:
+        RuntimeError: The system has no room for as many threads; none is left.
     """
 
     def __init__(
@@ -43,9 +46,15 @@ class WorkerThreads:
         self._closed = False
         self._signalled = False
         self._pid = os.getpid()
-        self._threads = [threading.Thread(target=self._work, name=f"{name}-{n}", daemon=True) for n in range(count)]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for n in range(count):
+                thread = threading.Thread(target=self._work, name=f"{name}-{n}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:
+            self.close()
+            raise
 
     def submit(self, jobs: Iterable[Job]) -> None:
         """Queue jobs, first in first out. Raises RuntimeError in a forked child, where the threads do not exist."""
