@@ -870,6 +870,43 @@ if native.available():
         assert fds_now() == fds
         assert threads_settle_at(threads)
 
+    def forgotten(kind: str) -> list[Owner]:
+        """A queue in a cycle, which alone holds a view that is older: the garbage collector comes to the view first."""
+        view, owner = memoryview(bytearray(CHUNK)), Owner()
+        queue = _ext.Queue(1, 1, kind)
+        owner.queue = queue  # type: ignore[attr-defined]
+        queue.submit([(1, _ext.GATHER, b"", view, owner)])
+        return [owner]
+
+    @pytest.mark.parametrize("closed", [False, True])
+    def test_a_forgotten_queue_lets_go_of_views_in_time(kind: str, closed: bool) -> None:
+        def child() -> None:  # it would crash
+            [owner] = forgotten(kind)
+            if closed:
+                owner.queue.close()  # type: ignore[attr-defined]
+            del owner
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ResourceWarning)
+                gc.collect()
+
+        assert in_forked_child(child) == 0
+
+    def test_a_forked_child_keeps_what_the_queue_holds(kind: str) -> None:
+        owners, unraisable = forgotten(kind), list[object]()
+        queue = owners[0].queue  # type: ignore[attr-defined]
+
+        def child() -> None:
+            nonlocal queue
+            sys.unraisablehook = unraisable.append
+            owners.clear()
+            del queue
+            gc.collect()
+            assert not unraisable
+
+        assert in_forked_child(child) == 0
+        queue.close()
+        queue.reap()
+
     def test_forked_children_cannot_use_it(kind: str) -> None:
         before = rings_now()
         queue = _ext.Queue(2, 1, kind)
