@@ -53,7 +53,7 @@ if _why_not is None:
         Unlock: _ext.UNLOCK,
     }
 _open: weakref.WeakSet[NativeOperations] = weakref.WeakSet()
-_changing = ForkLock()
+_making = ForkLock()
 
 
 def available() -> bool:
@@ -95,7 +95,7 @@ class NativeOperations(Operations):
             ) from _why_not
         super().__init__()
         try:
-            with _changing:
+            with _making:
                 self._queue = _ext.Queue(io_threads, copy_threads, engine)
                 _open.add(self)
         except BaseException:
@@ -116,8 +116,7 @@ class NativeOperations(Operations):
 
     def _shutdown(self) -> None:
         self._loop.remove_reader(self._fd)
-        with _changing:
-            self._queue.close()
+        self._queue.close()
 
     def disown(self) -> None:
         """In a forked child: close its copies of the engine's descriptors. Nothing else works there any more."""
