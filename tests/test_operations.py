@@ -562,6 +562,8 @@ async def test_calls(runner: asyncio.Runner, operations: Operations) -> None:
     assert await operations.call(threading.get_ident) != threading.get_ident()
     with pytest.raises(ZeroDivisionError):
         await operations.call(divmod, 1, 0)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await operations.call(next, iter(()))
 
 
 def test_nothing_leaks(runner: asyncio.Runner, engine: Callable[..., Operations], fd: int) -> None:

@@ -87,6 +87,7 @@ class WorkerThreads:
             thread.join()
 
     def _work(self) -> None:
+        error: BaseException | None
         while True:
             with self._ready:
                 while not self._jobs:
@@ -96,6 +97,8 @@ class WorkerThreads:
                 token, function, arguments = self._jobs.popleft()
             try:
                 result, error = function(*arguments), None
+            except StopIteration as raised:  # which no future takes; coroutines turn it into the same
+                result, error = None, RuntimeError(f"the call raised {raised!r}")
             except BaseException as raised:  # noqa: BLE001 - carried to the awaiter
                 result, error = None, raised
             # What the job held must be free when its awaiter is told, so that a buffer can be resized or let go of.
