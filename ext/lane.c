@@ -87,15 +87,19 @@ static void *work(void *argument)
     return NULL;
 }
 
-int lane_thread(pthread_t *thread, const char *name, unsigned number, void *(*work)(void *), void *argument)
+int lane_thread(pthread_t *thread, const char *name, unsigned number, void *(*body)(void *), void *argument)
 {
-    sigset_t all, before;
+    sigset_t blocked, before;
     char title[32]; /* the kernel keeps 15 characters, enough for three digits */
 
-    /* The process's signals belong to threads that know what to do about them; new threads inherit the mask. */
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    const int error = -pthread_create(thread, NULL, work, argument);
+    /* The process's signals belong to threads that know what to do about them; new threads inherit the mask. A fault of
+     * the thread's own (a mapped file that was cut off, as a source) is told to whoever handles it: blocked, it kills. */
+    static const int faults[] = {SIGBUS, SIGFPE, SIGILL, SIGSEGV};
+    sigfillset(&blocked);
+    for (size_t i = 0; i < sizeof faults / sizeof *faults; i++)
+        sigdelset(&blocked, faults[i]);
+    pthread_sigmask(SIG_SETMASK, &blocked, &before);
+    const int error = -pthread_create(thread, NULL, body, argument);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (error == 0) {
         snprintf(title, sizeof title, "pccheck-%s-%u", name, number % 1000);

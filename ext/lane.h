@@ -31,8 +31,8 @@ static inline void lane_stage(struct lane *lane, struct op *op)
 /* Perform an operation at once, on the calling thread: its result. */
 void lane_perform(struct op *op);
 
-/* Start a thread named pccheck-<name>-<number> that handles no signals: 0, or -errno. */
-int lane_thread(pthread_t *thread, const char *name, unsigned number, void *(*work)(void *), void *argument);
+/* Start a thread named pccheck-<name>-<number> that handles no signals but for faults of its own: 0, or -errno. */
+int lane_thread(pthread_t *thread, const char *name, unsigned number, void *(*body)(void *), void *argument);
 
 /* Let what was staged start. */
 void lane_commit(struct lane *lane);

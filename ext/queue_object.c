@@ -199,26 +199,14 @@ static PyObject *queue_get_running(QueueObject *self, void *Py_UNUSED(closure))
 static int queue_traverse(QueueObject *self, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(self));
+    if (is_forked(self))
+        return 0; /* what it holds there it holds for ever, as if from outside of any cycle */
     for (const struct request *request = self->live; request; request = request->after) {
         const int stop = request_traverse(request, visit, arg);
         if (stop)
             return stop;
     }
     return 0;
-}
-
-/* Nothing may be let go of while a thread may use it: so this is where a forgotten queue is closed, before
- * queue_clear() breaks cycles. */
-static void queue_finalize(QueueObject *self)
-{
-    if (!self->queue || self->closing || is_forked(self))
-        return;
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    if (PyErr_ResourceWarning((PyObject *)self, 1, "unclosed %R", self) < 0)
-        PyErr_WriteUnraisable((PyObject *)self);
-    close_queue(self);
-    PyErr_Restore(type, value, traceback);
 }
 
 static int queue_clear(QueueObject *self)
@@ -232,6 +220,24 @@ static int queue_clear(QueueObject *self)
         request_free(request);
     }
     return 0;
+}
+
+/* Nothing may be let go of while a thread may use it: so this is where a forgotten queue is closed, before cycles are
+ * broken. And a memoryview whose cycle is broken while a buffer of it is held crashes, before Python 3.12.6 (gh-77894):
+ * so this is where all of them are let go of, too. */
+static void queue_finalize(QueueObject *self)
+{
+    if (!self->queue || is_forked(self))
+        return;
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    if (!self->closing) {
+        if (PyErr_ResourceWarning((PyObject *)self, 1, "unclosed %R", self) < 0)
+            PyErr_WriteUnraisable((PyObject *)self);
+        close_queue(self);
+    }
+    queue_clear(self);
+    PyErr_Restore(type, value, traceback);
 }
 
 static void queue_dealloc(QueueObject *self)

@@ -12,7 +12,7 @@ _SECONDS = 1.0
 
 
 class ForkLock:
-    """Held while a file is opened and noted: a child that is forked in between would keep it, and its lock, unknown.
+    """Held while a file or a ring is opened and noted: a child forked in between would keep it, and its lock, unknown.
 
     A fork waits for it, a second at most: opening a file on a stuck disk may take for ever. Make one for a module: it
     is never forgotten.

@@ -8,10 +8,12 @@ import errno
 import fcntl
 import functools
 import gc
+import itertools
 import mmap
 import os
 import platform
 import re
+import resource
 import select
 import struct
 import subprocess
@@ -32,7 +34,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pccheck_async import checksum
-from pccheck_async.operations import native
+from pccheck_async.operations import native, python
 from pccheck_async.operations.base import Flush, Operations, Step, Unlock, Write
 from pccheck_async.operations.threads import WorkerThreads
 from tests.conftest import ENGINES, need
@@ -560,6 +562,8 @@ async def test_calls(runner: asyncio.Runner, operations: Operations) -> None:
     assert await operations.call(threading.get_ident) != threading.get_ident()
     with pytest.raises(ZeroDivisionError):
         await operations.call(divmod, 1, 0)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await operations.call(next, iter(()))
 
 
 def test_nothing_leaks(runner: asyncio.Runner, engine: Callable[..., Operations], fd: int) -> None:
@@ -624,6 +628,62 @@ async def test_a_forked_child_inherits_no_ring(runner: asyncio.Runner, engine: C
     assert in_forked_child(child) == 0
     await operations.close()
     assert rings_now() == before
+
+
+@pytest.fixture
+def room_for_threads() -> Iterator[Callable[[int], None]]:
+    """Limit how many more threads find room for their stacks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    stack = threading.stack_size(1 << 30)
+
+    def limit(count: int) -> None:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+        resource.setrlimit(resource.RLIMIT_AS, (used + (count << 30) + (1 << 29), hard))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    threading.stack_size(stack)
+
+
+@on_loop
+async def test_threads_that_cannot_all_be_started_are_not_left(
+    runner: asyncio.Runner, engine: Callable[..., Operations], room_for_threads: Callable[[int], None]
+) -> None:
+    before, refused = threading.active_count(), 0
+    for count in range(7):
+        room_for_threads(count)
+        try:
+            operations = engine(io_threads=2, copy_threads=2)
+        except RuntimeError:
+            refused += 1
+        else:
+            await operations.close()
+        assert threading.active_count() == before
+    assert refused
+
+
+def test_python_waits_where_a_device_is_out_of_requests(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the extension does (``tests/c/test_transfer.c``): no file here answers EAGAIN when asked to."""
+    answers = iter([errno.EAGAIN, 0, errno.EAGAIN, errno.EAGAIN, 0])
+
+    def busy(move: Callable[..., int]) -> Callable[..., int]:
+        def moved(*arguments: Any) -> int:
+            if number := next(answers):
+                raise OSError(number, os.strerror(number))
+            return move(*arguments)
+
+        return moved
+
+    monkeypatch.setattr(os, "pwrite", busy(os.pwrite))
+    monkeypatch.setattr(os, "preadv", busy(os.preadv))
+    python.write_all(fd, 0, memoryview(b"data"))
+    into = bytearray(4)
+    assert python.read_all(fd, 0, memoryview(into)) == 4
+    assert into == b"data"
+    assert next(answers, None) is None
+    answers = itertools.repeat(errno.EAGAIN)
+    with pytest.raises(BlockingIOError):
+        python.write_all(fd, 0, memoryview(b"data"))
 
 
 # ---- The extension's own contracts
@@ -812,6 +872,43 @@ if native.available():
         assert fds_now() == fds
         assert threads_settle_at(threads)
 
+    def forgotten(kind: str) -> list[Owner]:
+        """A queue in a cycle, which alone holds a view that is older: the garbage collector comes to the view first."""
+        view, owner = memoryview(bytearray(CHUNK)), Owner()
+        queue = _ext.Queue(1, 1, kind)
+        owner.queue = queue  # type: ignore[attr-defined]
+        queue.submit([(1, _ext.GATHER, b"", view, owner)])
+        return [owner]
+
+    @pytest.mark.parametrize("closed", [False, True])
+    def test_a_forgotten_queue_lets_go_of_views_in_time(kind: str, closed: bool) -> None:
+        def child() -> None:  # it would crash
+            [owner] = forgotten(kind)
+            if closed:
+                owner.queue.close()  # type: ignore[attr-defined]
+            del owner
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ResourceWarning)
+                gc.collect()
+
+        assert in_forked_child(child) == 0
+
+    def test_a_forked_child_keeps_what_the_queue_holds(kind: str) -> None:
+        owners, unraisable = forgotten(kind), list[object]()
+        queue = owners[0].queue  # type: ignore[attr-defined]
+
+        def child() -> None:
+            nonlocal queue
+            sys.unraisablehook = unraisable.append
+            owners.clear()
+            del queue
+            gc.collect()
+            assert not unraisable
+
+        assert in_forked_child(child) == 0
+        queue.close()
+        queue.reap()
+
     def test_forked_children_cannot_use_it(kind: str) -> None:
         before = rings_now()
         queue = _ext.Queue(2, 1, kind)
@@ -833,6 +930,30 @@ if native.available():
         assert in_forked_child(child) == 0
         assert len(reap(queue, 50)) == 50
         queue.close()
+
+    @on_loop
+    async def test_a_child_forked_while_a_ring_is_made_does_not_inherit_it(
+        runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        need("io_uring")
+        make, exits, before = _ext.Queue, list[int](), rings_now()
+
+        def child() -> None:
+            assert rings_now() == before
+
+        forking = threading.Thread(target=lambda: exits.append(in_forked_child(child)))
+
+        def make_while_another_forks(*arguments: Any) -> _ext.Queue:
+            queue = make(*arguments)
+            forking.start()
+            forking.join(0.2)  # where it does not wait for the engine, it is through by then
+            return queue
+
+        monkeypatch.setattr(_ext, "Queue", make_while_another_forks)
+        operations = ENGINES["io_uring"](io_threads=1, copy_threads=1)
+        forking.join()
+        await operations.close()
+        assert exits == [0]
 
     def test_a_forked_child_forgets_a_queue_without_hanging(kind: str) -> None:
         queues = [_ext.Queue(1, 1, kind)]

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from pccheck_async.fork_lock import ForkLock
 from pccheck_async.operations.base import (
     Chain,
     Checksum,
@@ -52,6 +53,7 @@ if _why_not is None:
         Unlock: _ext.UNLOCK,
     }
 _open: weakref.WeakSet[NativeOperations] = weakref.WeakSet()
+_making = ForkLock()
 
 
 def available() -> bool:
@@ -93,11 +95,12 @@ class NativeOperations(Operations):
             ) from _why_not
         super().__init__()
         try:
-            self._queue = _ext.Queue(io_threads, copy_threads, engine)
+            with _making:
+                self._queue = _ext.Queue(io_threads, copy_threads, engine)
+                _open.add(self)
         except BaseException:
             self._helpers.close()
             raise
-        _open.add(self)
         self._fd: int = self._queue.fileno()
         self._loop.add_reader(self._fd, self._reap)
 

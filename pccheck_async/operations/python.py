@@ -8,7 +8,8 @@ import fcntl
 import os
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,8 @@ _SMALLEST_SECTOR = 512
 """No direct I/O is aligned to less."""
 _MOST_PER_CALL = 1 << 30
 """Linux moves at most 2 GiB - 4 KiB per call; a power of two keeps direct I/O aligned."""
+_MOST_RETRIES = 1000
+"""Busy answers in a row, a millisecond apart, before they are reported."""
 
 
 class PythonOperations(Operations):
@@ -54,8 +57,12 @@ class PythonOperations(Operations):
 
     def __init__(self, *, io_threads: int, copy_threads: int) -> None:
         super().__init__()
-        self._io = WorkerThreads(self._loop, self._complete, count=io_threads, name="pccheck-io")
-        self._copy = WorkerThreads(self._loop, self._complete, count=copy_threads, name="pccheck-copy")
+        with ExitStack() as started:  # to be ended where no more can be
+            started.callback(self._helpers.close)
+            self._io = WorkerThreads(self._loop, self._complete, count=io_threads, name="pccheck-io")
+            started.callback(self._io.close)
+            self._copy = WorkerThreads(self._loop, self._complete, count=copy_threads, name="pccheck-copy")
+            started.pop_all()
 
     def gather_at_once(self, segments: bytes, into: memoryview) -> int:
         """Gather on this thread (see :class:`Operations`)."""
@@ -126,7 +133,7 @@ def write_all(fd: int, offset: int, data: memoryview) -> None:
     with data.cast("B") as octets:
         while done < len(octets):
             with octets[done : done + _MOST_PER_CALL] as part:
-                written = os.pwrite(fd, part, offset + done)
+                written = _patiently(os.pwrite, fd, part, offset + done)
             if written == 0:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             done += written
@@ -140,7 +147,7 @@ def read_all(fd: int, offset: int, into: memoryview) -> int:
         while done < len(octets):
             with octets[done : done + _MOST_PER_CALL] as part:
                 try:
-                    got = os.preadv(fd, [part], offset + done)
+                    got = _patiently(os.preadv, fd, [part], offset + done)
                 except OSError as error:
                     # A direct read ended inside a sector: that is the end of the file, and some refuse to go on there.
                     if error.errno == errno.EINVAL and done % _SMALLEST_SECTOR:
@@ -150,6 +157,16 @@ def read_all(fd: int, offset: int, into: memoryview) -> int:
                 break
             done += got
     return done
+
+
+def _patiently(move: Callable[..., int], *arguments: Any) -> int:
+    """Call again where a filesystem or a driver is out of requests for a moment: files always poll as ready."""
+    for _ in range(_MOST_RETRIES):
+        try:
+            return move(*arguments)
+        except BlockingIOError:
+            time.sleep(1e-3)
+    return move(*arguments)
 
 
 def gather(segments: bytes, into: memoryview) -> int:

@@ -25,6 +25,9 @@ class WorkerThreads:
         complete: Called with (token, result, error) for every job.
         count: Threads; all are started at once, since none can be started while the interpreter exits.
         name: Prefix of the threads' names.
+
+    Raises:
+        RuntimeError: The system has no room for as many threads; none is left.
     """
 
     def __init__(
@@ -43,9 +46,15 @@ class WorkerThreads:
         self._closed = False
         self._signalled = False
         self._pid = os.getpid()
-        self._threads = [threading.Thread(target=self._work, name=f"{name}-{n}", daemon=True) for n in range(count)]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for n in range(count):
+                thread = threading.Thread(target=self._work, name=f"{name}-{n}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:
+            self.close()
+            raise
 
     def submit(self, jobs: Iterable[Job]) -> None:
         """Queue jobs, first in first out. Raises RuntimeError in a forked child, where the threads do not exist."""
@@ -78,6 +87,7 @@ class WorkerThreads:
             thread.join()
 
     def _work(self) -> None:
+        error: BaseException | None
         while True:
             with self._ready:
                 while not self._jobs:
@@ -87,6 +97,8 @@ class WorkerThreads:
                 token, function, arguments = self._jobs.popleft()
             try:
                 result, error = function(*arguments), None
+            except StopIteration as raised:  # which no future takes; coroutines turn it into the same
+                result, error = None, RuntimeError(f"the call raised {raised!r}")
             except BaseException as raised:  # noqa: BLE001 - carried to the awaiter
                 result, error = None, raised
             # What the job held must be free when its awaiter is told, so that a buffer can be resized or let go of.

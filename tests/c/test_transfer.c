@@ -5,6 +5,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 /* A file in memory, and a script of answers: a number of bytes at most, -errno, or ALL. */
@@ -55,6 +56,11 @@ static int fake_fdatasync(int fd)
     return next_answer(0) < 0 ? -1 : 0;
 }
 
+static int fake_statx(int fd, const char *path, int flags, unsigned mask, struct statx *status)
+{
+    return next_answer(0) < 0 ? -1 : statx(fd, path, flags, mask, status);
+}
+
 static int fake_poll(void)
 {
     return 0;
@@ -65,6 +71,7 @@ static int fake_poll(void)
 #define pread fake_pread
 #define fdatasync fake_fdatasync
 #define poll(...) fake_poll()
+#define statx(...) fake_statx(__VA_ARGS__)
 #define TRANSFER_MOST_BYTES UINT64_C(1024)
 #define TRANSFER_MOST_RETRIES 3
 #include "transfer.c"
@@ -72,6 +79,7 @@ static int fake_poll(void)
 #undef pread
 #undef fdatasync
 #undef poll
+#undef statx
 
 #define SCRIPT(...) (script = (const int[]){__VA_ARGS__, 0}, calls = 0, largest = 0)
 
@@ -131,6 +139,9 @@ static void test_alignment(void)
     const int fd = mkstemp(name);
     CHECK(fd >= 0);
     unlink(name);
+    SCRIPT(-ENOSYS, -EINVAL, -EPERM, -EIO); /* an old kernel; a filter that knows of no such call; a device */
+    CHECK(transfer_alignment(fd, &memory, &offset) == -ENODATA && transfer_alignment(fd, &memory, &offset) == -ENODATA);
+    CHECK(transfer_alignment(fd, &memory, &offset) == -ENODATA && transfer_alignment(fd, &memory, &offset) == -EIO);
     const int found = transfer_alignment(fd, &memory, &offset);
     CHECK(found == 0 || found == -ENODATA);
     if (found == 0)
