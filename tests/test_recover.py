@@ -6,7 +6,10 @@ import errno
 import os
 import random
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import msgspec
@@ -32,11 +35,12 @@ from pccheck_async.testing import (
     CrashWriter,
     Image,
     ImageWriter,
+    StuckWriter,
     WrappingWriter,
     power_loss_images,
 )
 from pccheck_async.upkeep.salvage import FoundCheckpoint, arrange
-from pccheck_async.writer import Writer
+from pccheck_async.writer import File, Writer
 from pccheck_async.writer.posix import PosixWriter
 from tests.state_strategies import difference
 
@@ -158,6 +162,44 @@ def test_a_trainer_that_runs_is_not_disturbed(tmp_path: Path) -> None:
         assert [info.step for info in recover_store(tmp_path, search=True).named] == [1]
         engine.checkpoint(state_of(2), step=2).result(60)
     check(tmp_path, 2, 1)
+
+
+class Waiting(WrappingWriter):
+    """Tells when it was refused a lock."""
+
+    refused = threading.Event()
+
+    async def try_lock(self, file: File, *, shared: bool = False) -> bool:
+        locked = await super().try_lock(file, shared=shared)
+        if not locked:
+            self.refused.set()
+        return locked
+
+
+def test_a_trainer_that_waits_for_a_recovery_goes_on_with_its_records(tmp_path: Path) -> None:
+    """It waits for the file that is moved aside, and its records belong into the new one."""
+    save(tmp_path, 1, 2, keep_last=1)
+    recoverer: Queue[StuckWriter] = Queue()
+
+    def stuck(path: str, operations: Operations) -> Writer:
+        recoverer.put(writer := StuckWriter(PosixWriter(path, operations), kinds=("rename",)))
+        return writer
+
+    def waiting(path: str, operations: Operations) -> Writer:
+        return Waiting(PosixWriter(path, operations))
+
+    with ThreadPoolExecutor(2) as threads:
+        recovering = threads.submit(recover_store, tmp_path, write=True, search=True, io=stuck)
+        writer = recoverer.get(timeout=60)
+        writer.wait_stuck()
+        engine = SyncCheckpointEngine(tmp_path, keep_last=8, chunk_bytes=CHUNK, io=waiting, lock_timeout=60)
+        opening = threads.submit(engine.open)
+        assert Waiting.refused.wait(60)
+        writer.release()
+        assert [info.step for info in recovering.result(60).named] == [2, 1]
+        opening.result(60).checkpoint(state_of(3), step=3).result(60)
+        engine.close()
+    check(tmp_path, 3, 2, 1)
 
 
 def test_dropped_checkpoints_come_back_on_request(tmp_path: Path) -> None:

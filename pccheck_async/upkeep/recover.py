@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 from collections.abc import Collection, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pccheck_async import checksum
+from pccheck_async.commit_file import lock_commit
 from pccheck_async.config import EngineConfig
 from pccheck_async.errors import CorruptStoreError, NoCheckpointError, StoreError, StoreLockedError
 from pccheck_async.info import CheckpointInfo
@@ -43,7 +43,6 @@ from pccheck_async.writer import Writer
 
 __all__ = ["Recovery", "recover_store"]
 
-_POLL_SECONDS = 0.01
 _NEW = ".recovered"
 _BUSY = "being written by another process"
 
@@ -182,12 +181,8 @@ def _unasked(one: FoundCheckpoint) -> FoundCheckpoint:
 
 async def _lock(writer: Writer, path: str | os.PathLike[str]) -> None:
     """Hold the writer's lock until the session ends."""
-    file = await writer.open(COMMIT_NAME, writable=True)
-    deadline = asyncio.get_running_loop().time() + LOCK_SECONDS
-    while not await writer.try_lock(file):
-        if asyncio.get_running_loop().time() >= deadline:
-            raise StoreLockedError(f"another process has {os.fspath(path)} open for writing: close it first")
-        await asyncio.sleep(_POLL_SECONDS)
+    if await lock_commit(writer, lambda: writer.open(COMMIT_NAME, writable=True), LOCK_SECONDS) is None:
+        raise StoreLockedError(f"another process has {os.fspath(path)} open for writing: close it first")
 
 
 async def _identity(writer: Writer) -> tuple[FileState, Identity | None]:
