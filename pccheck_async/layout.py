@@ -55,6 +55,7 @@ __all__ = [
     "REGION_NBYTES",
     "Entry",
     "Identity",
+    "NewerFormatError",
     "Record",
     "align",
     "check_metadata",
@@ -90,6 +91,10 @@ _TIMES = (-62_135_596_800, 253_402_300_799)
 """Seconds since the epoch of the years 1 and 9999, between which ``datetime`` knows its way."""
 
 _SLOT_NAME = re.compile(r"slot-(\d{3,9})")
+
+
+class NewerFormatError(CorruptStoreError):
+    """A newer version of this package made the store: it is not damaged, and nothing in it is to be changed."""
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,9 +185,8 @@ def decode_identity(data: bytes) -> Identity:
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise CorruptStoreError(f"{IDENTITY_NAME} is damaged: {error}") from None
     if identity.format != FORMAT_VERSION:
-        raise CorruptStoreError(
-            f"{IDENTITY_NAME} says format {identity.format}; this version reads format {FORMAT_VERSION}"
-        )
+        kind = NewerFormatError if identity.format > FORMAT_VERSION else CorruptStoreError
+        raise kind(f"{IDENTITY_NAME} says format {identity.format}; this version reads format {FORMAT_VERSION}")
     if identity.checksum != checksum.NAME:
         raise CorruptStoreError(f"{IDENTITY_NAME} names checksum {identity.checksum!r}; known: {checksum.NAME!r}")
     block = identity.block_bytes

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from pccheck_async import (
+    CorruptStoreError,
     NoCheckpointError,
     ReadError,
     StoreError,
@@ -151,6 +152,20 @@ def test_a_store_in_order_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="is in order: nothing was written"):
         recover_store(tmp_path, write=True)
     assert {file.name: file.stat().st_mtime_ns for file in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("records", ["valid", "of another format"])
+def test_a_store_of_a_newer_format_is_left_alone(tmp_path: Path, records: str) -> None:
+    save(tmp_path, 1, 2)
+    store = tmp_path / "store.json"
+    store.write_text(store.read_text().replace('"format": 1', '"format": 2'))
+    if records != "valid":
+        (tmp_path / "commit").write_bytes(os.urandom(COMMIT_NBYTES))
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    for write in (False, True):
+        with pytest.raises(CorruptStoreError, match=r"says format 2.* recover it with the version that made it"):
+            recover_store(tmp_path, write=write)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from pccheck_async.layout import (
     REGION_NBYTES,
     Entry,
     Identity,
+    NewerFormatError,
     Record,
     decode_record,
     encode_identity,
@@ -111,6 +112,7 @@ def recover_store(
         NoCheckpointError: there is nothing here that could be recovered.
         StoreError: ``write`` where nothing is missing or damaged.
         StoreLockedError: ``write`` while a trainer has the store open.
+        CorruptStoreError: a newer version of this package made the store.
         ReadError, WriteError: the device failed.
     """
 
@@ -188,6 +190,8 @@ async def _lock(writer: Writer, path: str | os.PathLike[str]) -> None:
 async def _identity(writer: Writer) -> tuple[FileState, Identity | None]:
     try:
         identity = await read_identity(writer)
+    except NewerFormatError as error:
+        raise NewerFormatError(f"{error}: nothing was written; recover it with the version that made it") from None
     except CorruptStoreError:
         return "damaged", None
     return ("missing", None) if identity is None else ("valid", identity)
