@@ -40,6 +40,7 @@ from pccheck_async.testing import (
     WrappingWriter,
     power_loss_images,
 )
+from pccheck_async.upkeep import recover
 from pccheck_async.upkeep.salvage import FoundCheckpoint, arrange
 from pccheck_async.writer import File, Writer
 from pccheck_async.writer.posix import PosixWriter
@@ -182,7 +183,9 @@ def test_a_trainer_that_runs_is_not_disturbed(tmp_path: Path) -> None:
 class Waiting(WrappingWriter):
     """Tells when it was refused a lock."""
 
-    refused = threading.Event()
+    def __init__(self, inner: Writer, refused: threading.Event) -> None:
+        super().__init__(inner)
+        self.refused = refused
 
     async def try_lock(self, file: File, *, shared: bool = False) -> bool:
         locked = await super().try_lock(file, shared=shared)
@@ -195,13 +198,14 @@ def test_a_trainer_that_waits_for_a_recovery_goes_on_with_its_records(tmp_path: 
     """It waits for the file that is moved aside, and its records belong into the new one."""
     save(tmp_path, 1, 2, keep_last=1)
     recoverer: Queue[StuckWriter] = Queue()
+    refused = threading.Event()
 
     def stuck(path: str, operations: Operations) -> Writer:
         recoverer.put(writer := StuckWriter(PosixWriter(path, operations), kinds=("rename",)))
         return writer
 
     def waiting(path: str, operations: Operations) -> Writer:
-        return Waiting(PosixWriter(path, operations))
+        return Waiting(PosixWriter(path, operations), refused)
 
     with ThreadPoolExecutor(2) as threads:
         recovering = threads.submit(recover_store, tmp_path, write=True, search=True, io=stuck)
@@ -209,12 +213,28 @@ def test_a_trainer_that_waits_for_a_recovery_goes_on_with_its_records(tmp_path: 
         writer.wait_stuck()
         engine = SyncCheckpointEngine(tmp_path, keep_last=8, chunk_bytes=CHUNK, io=waiting, lock_timeout=60)
         opening = threads.submit(engine.open)
-        assert Waiting.refused.wait(60)
+        assert refused.wait(60)
         writer.release()
         assert [info.step for info in recovering.result(60).named] == [2, 1]
         opening.result(60).checkpoint(state_of(3), step=3).result(60)
         engine.close()
     check(tmp_path, 3, 2, 1)
+
+
+def test_what_a_trainer_saved_until_it_let_go_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recover, "LOCK_SECONDS", 60.0)
+    refused = threading.Event()
+
+    def waiting(path: str, operations: Operations) -> Writer:
+        return Waiting(PosixWriter(path, operations), refused)
+
+    with ThreadPoolExecutor(1) as threads:
+        with SyncCheckpointEngine(tmp_path, keep_last=8, chunk_bytes=CHUNK) as engine:
+            recovering = threads.submit(recover_store, tmp_path, write=True, search=True, io=waiting)
+            assert refused.wait(60)
+            engine.checkpoint(state_of(1), step=1).result(60)  # makes the first slots
+        assert [info.step for info in recovering.result(60).named] == [1]
+    check(tmp_path, 1)
 
 
 def test_dropped_checkpoints_come_back_on_request(tmp_path: Path) -> None:

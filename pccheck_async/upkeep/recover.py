@@ -132,13 +132,13 @@ async def _recover(
     progress: Progress,
 ) -> Recovery:
     writer = session.writer
-    names = await writer.names()
+    if write and COMMIT_NAME in await writer.names():
+        await _lock(writer, path)
+    names = await writer.names()  # only now: whoever held the lock may have made slots
     numbers = [number for name in names if (number := slot_number(name)) is not None]
     if not numbers and COMMIT_NAME not in names:
         raise no_store(session, path, "no store, nor parts of one")
     facts = await writer.prepare(create=False)
-    if write and COMMIT_NAME in names:
-        await _lock(writer, path)
     identity_state, identity = await _identity(writer)
     commit = await _commit_bytes(writer) if COMMIT_NAME in names else None
     record, store_id = _record(commit, identity)
