@@ -444,6 +444,26 @@ def test_both_copies_damaged_go_back_one_record(tmp_path: Path) -> None:
     assert loaded_step(tmp_path) == 0
 
 
+@pytest.mark.parametrize("kind", ["write", "flush"])
+def test_remains_of_a_record_that_cannot_be_erased_latch_the_store(tmp_path: Path, kind: str) -> None:
+    save(tmp_path, 0, 1)
+    region = record_region(tmp_path, newest=False)
+    for start in (region, region - REGION_NBYTES):
+        flip(tmp_path / "commit", start + 70)
+    before = (tmp_path / "commit").read_bytes()
+    failing = Failing(fail_at=1 if kind == "write" else 2, kinds=(kind,))  # the first flush is I12's
+    with SyncCheckpointEngine(tmp_path, keep_last=3, io=failing) as engine:
+        for step in (2, 3):
+            with pytest.raises(StoreFailedError):
+                engine.checkpoint(state_of(step), step=step).result(60)
+    assert failing.writer.failed
+    if kind == "write":
+        assert (tmp_path / "commit").read_bytes() == before
+    assert [info.step for info in list_checkpoints(tmp_path)] == [1, 0]
+    save(tmp_path, 2)
+    assert [info.step for info in list_checkpoints(tmp_path)] == [2, 1, 0]
+
+
 @pytest.mark.parametrize("what", ["counter", "generation"])
 def test_where_counting_ends_nothing_is_lost(tmp_path: Path, what: str) -> None:
     """Nobody counts that far, but whoever finds such a record acknowledges nothing that cannot be read again."""
