@@ -57,15 +57,29 @@ class CommitFile:
         view[:] = data
         return self.file, [(offset, view) for offset in region_offsets(record.generation)]
 
-    async def torn(self, writer: Writer, record: Record) -> Part | None:
-        """Return what erases the remains of a torn record where the one after ``record`` goes; None: there are none."""
+    async def unsettled(self, writer: Writer, record: Record) -> Part | None:
+        """Return what has to be written before any crash falls back to ``record``; None: nothing.
+
+        Zeros over the remains of a torn record, where the next one goes. And one copy of ``record`` where it is written
+        through the page cache: after a flush that failed, that may show a record that the disk does not have, and that
+        no later flush writes.
+        """
         view = aligned_buffer(COMMIT_NBYTES)
         await writer.read(self.file, 0, view)
+
+        def is_record(start: int) -> bool:
+            return decode_record(view[start : start + REGION_NBYTES], self.identity.id_bytes) is not None
+
         pieces = []
         for start in region_offsets(record.generation + 1):
-            region = bytes(view[start : start + REGION_NBYTES])
-            if decode_record(region, self.identity.id_bytes) is None and region.strip(b"\0"):
+            if not is_record(start) and bytes(view[start : start + REGION_NBYTES]).strip(b"\0"):
                 pieces.append((start, aligned_buffer(REGION_NBYTES)))
+        if not self.file.direct:
+            data = encode_record(record, self.identity.id_bytes, self.identity.block_bytes)
+            copy = aligned_buffer(len(data))
+            copy[:] = data
+            first, second = region_offsets(record.generation)
+            pieces.append((second if is_record(first) else first, copy))  # the other one stays, whatever happens
         return (self.file, pieces) if pieces else None
 
 
