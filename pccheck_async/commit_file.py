@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import secrets
+from collections.abc import Awaitable, Callable
 
 from pccheck_async import checksum
 from pccheck_async.errors import CorruptStoreError, StoreLockedError, WriteError
@@ -27,7 +28,7 @@ from pccheck_async.memory import PAGE_BYTES, aligned_buffer
 from pccheck_async.records import read_identity
 from pccheck_async.writer import File, Part, Writer
 
-__all__ = ["CommitFile", "open_commit"]
+__all__ = ["CommitFile", "lock_commit", "open_commit"]
 
 _POLL_SECONDS = 0.01
 """Locks of other processes can only be polled: flock tells nobody when it becomes free."""
@@ -56,15 +57,29 @@ class CommitFile:
         view[:] = data
         return self.file, [(offset, view) for offset in region_offsets(record.generation)]
 
-    async def torn(self, writer: Writer, record: Record) -> Part | None:
-        """Return what erases the remains of a torn record where the one after ``record`` goes; None: there are none."""
+    async def unsettled(self, writer: Writer, record: Record) -> Part | None:
+        """Return what has to be written before any crash falls back to ``record``; None: nothing.
+
+        Zeros over the remains of a torn record, where the next one goes. And one copy of ``record`` where it is written
+        through the page cache: after a flush that failed, that may show a record that the disk does not have, and that
+        no later flush writes.
+        """
         view = aligned_buffer(COMMIT_NBYTES)
         await writer.read(self.file, 0, view)
+
+        def is_record(start: int) -> bool:
+            return decode_record(view[start : start + REGION_NBYTES], self.identity.id_bytes) is not None
+
         pieces = []
         for start in region_offsets(record.generation + 1):
-            region = bytes(view[start : start + REGION_NBYTES])
-            if decode_record(region, self.identity.id_bytes) is None and region.strip(b"\0"):
+            if not is_record(start) and bytes(view[start : start + REGION_NBYTES]).strip(b"\0"):
                 pieces.append((start, aligned_buffer(REGION_NBYTES)))
+        if not self.file.direct:
+            data = encode_record(record, self.identity.id_bytes, self.identity.block_bytes)
+            copy = aligned_buffer(len(data))
+            copy[:] = data
+            first, second = region_offsets(record.generation)
+            pieces.append((second if is_record(first) else first, copy))  # the other one stays, whatever happens
         return (self.file, pieces) if pieces else None
 
 
@@ -79,14 +94,12 @@ async def open_commit(writer: Writer, path: str | os.PathLike[str], lock_timeout
         WriteError: the folder cannot be written.
     """
     facts = await writer.prepare(create=True)
-    try:
-        file = await _open(writer)
-    except WriteError as error:
-        if error.errno not in _REFUSED:
-            raise
-        text = f"the store's files cannot be written ({error.strerror}); use a folder that this process may write"
-        raise WriteError(error.errno, text, error.filename) from error
-    await _lock(writer, path, file, lock_timeout)
+    file = await lock_commit(writer, lambda: _open(writer), lock_timeout)
+    if file is None:
+        raise StoreLockedError(
+            f"another writer has held {os.fspath(path)} for {lock_timeout} s: close it first, or use another folder "
+            "(reading with load or list_checkpoints works meanwhile)"
+        )
     # Only now that nobody else, not even a dying writer's last request, can change it, is anything read.
     identity = await read_identity(writer)
     if identity is None:
@@ -94,7 +107,38 @@ async def open_commit(writer: Writer, path: str | os.PathLike[str], lock_timeout
     return CommitFile(file, identity)
 
 
+async def lock_commit(writer: Writer, opening: Callable[[], Awaitable[File]], timeout: float) -> File | None:
+    """Open the file and lock it against other writers; None where one held it for ``timeout`` seconds.
+
+    Whoever held it may have put another one in its place, as recovering does: then it is that one which is locked.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout
+    file = await opening()
+    while True:
+        locked = await writer.try_lock(file)
+        if locked and await writer.in_place(file):
+            return file
+        if loop.time() >= deadline:
+            return None
+        if locked:
+            await writer.close_file(file)
+            file = await opening()
+        else:
+            await asyncio.sleep(_POLL_SECONDS)
+
+
 async def _open(writer: Writer) -> File:
+    try:
+        return await _open_or_create(writer)
+    except WriteError as error:
+        if error.errno not in _REFUSED:
+            raise
+        text = f"the store's files cannot be written ({error.strerror}); use a folder that this process may write"
+        raise WriteError(error.errno, text, error.filename) from error
+
+
+async def _open_or_create(writer: Writer) -> File:
     try:
         return await writer.open(COMMIT_NAME, writable=True)
     except FileNotFoundError:
@@ -107,18 +151,6 @@ async def _open(writer: Writer) -> File:
             raise
         # Another writer was faster; the lock decides.
         return await writer.open(COMMIT_NAME, writable=True)
-
-
-async def _lock(writer: Writer, path: str | os.PathLike[str], file: File, timeout: float) -> None:
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + timeout
-    while not await writer.try_lock(file):
-        if loop.time() >= deadline:
-            raise StoreLockedError(
-                f"another writer has held {os.fspath(path)} for {timeout} s: close it first, or use another folder "
-                "(reading with load or list_checkpoints works meanwhile)"
-            )
-        await asyncio.sleep(_POLL_SECONDS)
 
 
 async def _create(writer: Writer, file: File, block_bytes: int) -> Identity:

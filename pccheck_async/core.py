@@ -138,22 +138,26 @@ class EngineCore:
             yield from self._closed_by_another(deadline)
             return
         left: list[PendingCheckpoint] = []
+        closed = True
         try:
-            left = yield self.pipeline.close(deadline)
+            closed, left = yield self.pipeline.close(deadline)
         finally:
             self._state = "closed"
             self.guard.close()
             forget(self)
-            if not left:
+            if closed:
                 self.loop.stop()
             self._ledger.end()
-            self.reporter.hooks.close(0.0 if left else _HOOKS_SECONDS)
-        if left:
+            self.reporter.hooks.close(_HOOKS_SECONDS if closed else 0.0)
+        if not closed:
             steps = ", ".join(str(pending.step) for pending in left)
             when = "at the deadline of a preemption" if self.preemption.asked else f"after {deadline} s"
-            error = CheckpointError(
-                f"gave up {when}: the checkpoints of steps {steps} were still being written; left behind"
+            what = (
+                f"the checkpoints of steps {steps} were still being written"
+                if left
+                else "a restore, a pin or the removal of a slot had not ended"
             )
+            error = CheckpointError(f"gave up {when}: {what}; left behind")
             for pending in left:
                 pending.set_failed(error)
             raise error

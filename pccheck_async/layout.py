@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import msgspec
@@ -55,6 +55,7 @@ __all__ = [
     "REGION_NBYTES",
     "Entry",
     "Identity",
+    "NewerFormatError",
     "Record",
     "align",
     "check_metadata",
@@ -90,6 +91,10 @@ _TIMES = (-62_135_596_800, 253_402_300_799)
 """Seconds since the epoch of the years 1 and 9999, between which ``datetime`` knows its way."""
 
 _SLOT_NAME = re.compile(r"slot-(\d{3,9})")
+
+
+class NewerFormatError(CorruptStoreError):
+    """A newer version of this package made the store: it is not damaged, and nothing in it is to be changed."""
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,9 +185,8 @@ def decode_identity(data: bytes) -> Identity:
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise CorruptStoreError(f"{IDENTITY_NAME} is damaged: {error}") from None
     if identity.format != FORMAT_VERSION:
-        raise CorruptStoreError(
-            f"{IDENTITY_NAME} says format {identity.format}; this version reads format {FORMAT_VERSION}"
-        )
+        kind = NewerFormatError if identity.format > FORMAT_VERSION else CorruptStoreError
+        raise kind(f"{IDENTITY_NAME} says format {identity.format}; this version reads format {FORMAT_VERSION}")
     if identity.checksum != checksum.NAME:
         raise CorruptStoreError(f"{IDENTITY_NAME} names checksum {identity.checksum!r}; known: {checksum.NAME!r}")
     block = identity.block_bytes
@@ -215,9 +219,10 @@ def encode_record(record: Record, store_id: bytes, block_bytes: int) -> bytes:
     """Return one copy of a record, padded to whole blocks."""
     if len(record.entries) > MOST_ENTRIES:
         raise ValueError(f"{len(record.entries)} checkpoints, a record holds at most {MOST_ENTRIES}")
-    if not _sane(record.entries):
+    if not _sane(record):
         raise ValueError(
-            "counters fall, slots differ, none is negative or too large: no reader would accept this record"
+            "counters fall, slots differ, none is negative or too large, times are in a calendar: "
+            "no reader would accept this record"
         )
     body = msgspec.msgpack.encode(record.entries)
     checked = _CHECKED_HEADER.pack(MAGIC, FORMAT_VERSION, len(body), store_id, record.generation)
@@ -248,7 +253,8 @@ def decode_record(region: bytes | bytearray | memoryview, store_id: bytes) -> Re
         entries = _entries_decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None
-    return Record(generation, entries) if generation <= _LARGEST and _sane(entries) and _reachable(entries) else None
+    record = Record(generation, entries)
+    return record if _sane(record) else None
 
 
 def newest_record(commit: bytes | bytearray | memoryview, store_id: bytes) -> Record | None:
@@ -269,23 +275,21 @@ def names_checkpoints(commit: bytes | bytearray | memoryview) -> bool:
     return False
 
 
-def _reachable(entries: Iterable[Entry]) -> bool:
-    """Whether a writer may have come to these numbers by counting, and can go on; and a calendar to these times."""
-    return all(entry.counter <= _LARGEST and _TIMES[0] <= entry.time <= _TIMES[1] for entry in entries)
-
-
-def _sane(entries: Iterable[Entry]) -> bool:
+def _sane(record: Record) -> bool:
+    """Whether a writer may have come to these numbers by counting, and a calendar to these times."""
     counters: list[int] = []
     slots: set[int] = set()
-    for entry in entries:
+    for entry in record.entries:
         sizes = (entry.counter, entry.nbytes, entry.slot, entry.manifest_offset, entry.manifest_nbytes)
         if (
             min(sizes) < 0
+            or entry.counter > _LARGEST
             or entry.slot > MOST_SLOT
             or entry.slot in slots
             or (counters and entry.counter >= counters[-1])
+            or not _TIMES[0] <= entry.time <= _TIMES[1]
         ):
             return False
         counters.append(entry.counter)
         slots.add(entry.slot)
-    return len(counters) <= MOST_ENTRIES
+    return len(counters) <= MOST_ENTRIES and record.generation <= _LARGEST

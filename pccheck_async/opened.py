@@ -88,7 +88,7 @@ class Connection:
         self.path = os.fspath(path)
         self.device = device
         self._pid = os.getpid()
-        self._closed = False
+        self._closed = True
         self.entry: Entry
         self.manifest: Manifest
         self.chunks: VerifiedChunks
@@ -97,6 +97,7 @@ class Connection:
         try:
             self._loop.call(self._open(step, EngineConfig(host_memory=host_memory), io))
         except BaseException:
+            self.close()  # where the caller was interrupted and does not get it
             self._loop.stop()
             raise
 
@@ -123,6 +124,7 @@ class Connection:
         # A lock that nobody can let go of any more would hold up the writer for as long as this process lives.
         self._forgotten = weakref.finalize(self, _let_go, self._loop, session, self.path, self._pid)
         self._forgotten.atexit = False
+        self._closed = False
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the loop that reads, and block until it ended. Raises ClosedError."""
@@ -146,8 +148,10 @@ class Connection:
             return
         self._closed = True
         self._forgotten.detach()
-        self._loop.call(self.session.close())
-        self._loop.stop()
+        try:
+            self._loop.call(self.session.close())
+        finally:
+            self._loop.stop()
 
     def rebuild(self, node: Node) -> Any:
         """Read all that is below ``node`` and return the value."""

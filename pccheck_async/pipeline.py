@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,11 +27,14 @@ from pccheck_async.scheduler import Scheduler
 from pccheck_async.session import IO, Session, open_session
 from pccheck_async.statistics import StageClock
 from pccheck_async.store import Store, open_store
+from pccheck_async.uninterrupted import uninterrupted
 
 __all__ = ["Pipeline", "open_pipeline"]
 
 _AT_ONCE = 256 << 10
 """Bytes of a state that is captured before the engine's thread hears of it."""
+_END_SECONDS = 0.5
+"""What the end of threads and files may take in any case, where nothing hangs."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -69,32 +73,50 @@ class Pipeline:
     _closed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _closers: set[asyncio.Task[Any] | None] = field(default_factory=set, init=False)
 
-    async def close(self, deadline: float | None = None) -> list[PendingCheckpoint]:
-        """Drain, and close all of it; return what had not ended after ``deadline`` seconds, and then all stays open.
+    async def close(self, deadline: float | None = None) -> tuple[bool, list[PendingCheckpoint]]:
+        """Drain, and close all of it.
+
+        Returns:
+            Whether all of it is closed, and the checkpoints that had not ended after ``deadline`` seconds. Where there
+            are any, or anything else had not ended by then, all of it is left behind.
 
         Cancellation: aborts what is in flight, waits for its operations, and closes.
         """
+        self._closers.add(asyncio.current_task())
         try:
             return await self._close(deadline)
         finally:
             self._closed.set()
 
-    async def _close(self, deadline: float | None) -> list[PendingCheckpoint]:
-        left: list[PendingCheckpoint] = []
+    async def _close(self, deadline: float | None) -> tuple[bool, list[PendingCheckpoint]]:
+        began, ending = time.monotonic(), None
         try:
             left = await self.scheduler.drain(deadline, last=True)
-        finally:
-            if self.publisher is not None:
-                self.publisher.close(0.1 if left else 5.0)  # while the store is locked
             if left:
+                self._stop_publishing(0.1)
                 self.scheduler.give_up(left)  # what they still had to capture may change from now on
-            else:
-                await self.scheduler.cancel_all()  # nothing, unless the drain was cancelled
-                await self.loop.end_others(self._closers)  # restores of other threads
-                await self.session.close()
-                self.backend.close()
-                self.pool.close()
-        return left
+                return False, left
+            rest = None if deadline is None else max(_END_SECONDS, began + deadline - time.monotonic())
+            ending = asyncio.ensure_future(self._end(rest))
+            await asyncio.wait((ending,), timeout=rest)
+        except asyncio.CancelledError:
+            await uninterrupted(ending or self._end())
+            raise
+        if ending.done():
+            ending.result()
+        return ending.done(), []
+
+    async def _end(self, seconds: float | None = None) -> None:
+        self._stop_publishing(5.0 if seconds is None else min(5.0, seconds))
+        await self.scheduler.cancel_all()  # nothing but the removal of slots, unless the drain was cancelled
+        await self.loop.end_others(self._closers)  # restores of other threads
+        await self.session.close()
+        self.backend.close()
+        self.pool.close()
+
+    def _stop_publishing(self, seconds: float) -> None:
+        if self.publisher is not None:
+            self.publisher.close(seconds)  # while the store is locked
 
     async def wait_closed(self, timeout: float | None) -> None:
         """Wait until a :meth:`close` that somebody else runs has ended. Raises TimeoutError after so many seconds."""

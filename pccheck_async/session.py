@@ -11,6 +11,7 @@ from pccheck_async.operations import native
 from pccheck_async.operations.base import Operations
 from pccheck_async.operations.native import NativeOperations
 from pccheck_async.operations.python import PythonOperations
+from pccheck_async.uninterrupted import uninterrupted
 from pccheck_async.writer import Writer
 from pccheck_async.writer.posix import PosixWriter
 
@@ -38,7 +39,13 @@ class Session:
     reason: str
 
     async def close(self) -> None:
-        """Wait until every operation ended and stop the threads; only then close the files."""
+        """Wait until every operation ended and stop the threads; only then close the files.
+
+        Cancellation: raised when all of it is closed; else the files would stay locked.
+        """
+        await uninterrupted(self._close())
+
+    async def _close(self) -> None:
         await self.operations.close()
         await self.writer.close()
 

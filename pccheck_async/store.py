@@ -77,13 +77,13 @@ async def open_store(
     """
     commit = await open_commit(writer, path, lock_timeout)
     record = await read_record(writer, commit.file, commit.identity)
-    torn = await commit.torn(writer, record)
+    unsettled = await commit.unsettled(writer, record)
     committed = Committed(record, retention)
     committed.check_rules()
     latch = Latch()
     named = [entry.slot for entry in committed.record.entries]
     slots = await open_slots(writer, named, in_flight=max_in_flight, kept=retention.reserved, flush=latch.flush)
-    return Store(writer, commit, committed, slots, latch, torn)
+    return Store(writer, commit, committed, slots, latch, unsettled)
 
 
 class Store:
@@ -95,7 +95,7 @@ class Store:
         committed: What the newest record names.
         slots: Where checkpoints go.
         latch: Ends the commits after an error.
-        torn: Erases what a predecessor tore, if it did.
+        unsettled: What is written before anything else.
 
     Attributes:
         committed: What the newest record names.
@@ -108,14 +108,14 @@ class Store:
         committed: Committed,
         slots: SlotFiles,
         latch: Latch,
-        torn: Part | None,
+        unsettled: Part | None,
     ) -> None:
         self._writer = writer
         self._commit = commit
         self.committed = committed
         self._slots = slots
         self._latch = latch
-        self._torn = torn
+        self._unsettled = unsettled
         self._commit_lock = asyncio.Lock()
         self._took_over = False
         self._commits = self._superseded = 0
@@ -194,11 +194,15 @@ class Store:
 
         Erase what a predecessor tore. Crash: its first sectors and the last ones of this writer's record, torn in turn,
         may be the whole record that nobody found, of the same generation, which names overwritten slots.
+
+        Write the record once more where a page cache may show what no disk has, because a predecessor's flush failed.
+        Crash: the older record comes back here, too.
         """
         await self._latch.flush(partial(self._writer.flush, self._commit.file))
         await self._latch.flush(self._writer.sync_folder)
-        if self._torn is not None:
-            await self._latch.flush(partial(self._writer.persist, [self._torn], self._latch.set))
+        if self._unsettled is not None:
+            await self._latch.flush(partial(self._writer.persist, [self._unsettled], self._latch.set))
+            self._unsettled = None
         self._took_over = True
 
     async def remove_surplus(self) -> None:

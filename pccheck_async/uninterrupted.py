@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
 
 __all__ = ["to_its_end", "uninterrupted"]
@@ -11,8 +11,8 @@ __all__ = ["to_its_end", "uninterrupted"]
 T = TypeVar("T")
 
 
-async def uninterrupted(step: Coroutine[Any, Any, T]) -> T:
-    """Await ``step`` in a task of its own.
+async def uninterrupted(step: Awaitable[T]) -> T:
+    """Await ``step``, a coroutine in a task of its own.
 
     Cancellation: raised once the step has ended; its result or error is then dropped, its effects are whole.
     """

@@ -280,6 +280,67 @@ def test_an_engine_that_is_closed_twice_at_the_same_time(tmp_path: Path) -> None
     assert [info.step for info in list_checkpoints(tmp_path)] == [1]
 
 
+@pytest.mark.parametrize(("what", "kind"), [("restore", "read"), ("pin", "flush"), ("surplus", "unlink")])
+def test_a_deadline_holds_whatever_hangs(tmp_path: Path, what: str, kind: str) -> None:
+    with SyncCheckpointEngine(tmp_path, keep_last=3) as engine:
+        for step in range(3):
+            engine.checkpoint(state_of(step), step=step).result(60)
+    stuck = Stuck()
+    engine = SyncCheckpointEngine(tmp_path, keep_last=3 if what == "pin" else 1, max_in_flight=1, io=stuck).open()
+
+    def work() -> None:
+        match what:
+            case "restore":
+                engine.restore(state_of(0))
+            case "pin":
+                engine.pin(1)
+            case _:
+                engine.checkpoint(state_of(3), step=3).result(60)
+
+    stuck.writer.hold(kind)
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        working = threads.submit(work)
+        stuck.writer.wait_stuck()
+        with pytest.raises(CheckpointError, match="a restore, a pin or the removal of a slot had not ended"):
+            engine.close(deadline=0.01)
+        assert open_files(tmp_path)
+        stuck.writer.release()  # what was left behind ends
+        error = working.exception(60)
+    assert error is None if what == "surplus" else isinstance(error, ClosedError)
+    while open_files(tmp_path):
+        threading.Event().wait(0.001)
+    engine._core.loop.stop()
+    assert list_checkpoints(tmp_path)[0].step == (3 if what == "surplus" else 2)
+
+
+def test_a_close_that_is_interrupted_twice_still_closes(tmp_path: Path) -> None:
+    """Whoever interrupts it again waits no more for what it does, and stops the loop."""
+    stuck = Stuck()
+    engine = SyncCheckpointEngine(tmp_path, io=stuck).open()
+    stuck.writer.hold("write")
+    pending = engine.checkpoint(state_of(1), step=1)
+    stuck.writer.wait_stuck()
+    core = engine._core
+    (saving,) = core.pipeline.scheduler._tasks.values()
+    closing, cancel = core.loop.submit(core.pipeline.close())
+    cancel()
+    while not saving.cancelling():
+        threading.Event().wait(0.001)
+    stopping = threading.Thread(target=core.loop.stop)
+    stopping.start()
+    while not core.loop._stopping:
+        threading.Event().wait(0.001)
+    threading.Event().wait(0.1)  # and now it is cancelled once more
+    stuck.writer.release()
+    stopping.join(60)
+    assert isinstance(closing.exception(60), ClosedError)
+    with pytest.raises(CheckpointError, match="nothing was committed"):
+        pending.result(60)
+    assert not open_files(tmp_path)
+    with pytest.raises(ClosedError):
+        engine.close()
+
+
 def test_a_child_forked_while_a_deadline_left_files_behind_holds_none(tmp_path: Path) -> None:
     stuck = Stuck()
     engine = SyncCheckpointEngine(tmp_path, io=stuck).open()

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from pccheck_async import (
     CheckpointEngine,
@@ -38,7 +39,15 @@ from pccheck_async import (
     list_checkpoints,
     load_sync,
 )
-from pccheck_async.layout import COMMIT_NBYTES, REGION_NBYTES
+from pccheck_async.layout import (
+    COMMIT_NBYTES,
+    REGION_NBYTES,
+    Record,
+    decode_identity,
+    encode_record,
+    newest_record,
+    region_offsets,
+)
 from pccheck_async.memory import PAGE_BYTES
 from pccheck_async.operations.base import Operations
 from pccheck_async.testing import FailingWriter, StuckWriter
@@ -433,6 +442,49 @@ def test_both_copies_damaged_go_back_one_record(tmp_path: Path) -> None:
     flip(tmp_path / "commit", region + 70)
     flip(tmp_path / "commit", region + REGION_NBYTES + 70)
     assert loaded_step(tmp_path) == 0
+
+
+@pytest.mark.parametrize("kind", ["write", "flush"])
+def test_remains_of_a_record_that_cannot_be_erased_latch_the_store(tmp_path: Path, kind: str) -> None:
+    save(tmp_path, 0, 1)
+    region = record_region(tmp_path, newest=False)
+    for start in (region, region - REGION_NBYTES):
+        flip(tmp_path / "commit", start + 70)
+    before = (tmp_path / "commit").read_bytes()
+    failing = Failing(fail_at=1 if kind == "write" else 2, kinds=(kind,))  # the first flush is I12's
+    with SyncCheckpointEngine(tmp_path, keep_last=3, io=failing) as engine:
+        for step in (2, 3):
+            with pytest.raises(StoreFailedError):
+                engine.checkpoint(state_of(step), step=step).result(60)
+    assert failing.writer.failed
+    if kind == "write":
+        assert (tmp_path / "commit").read_bytes() == before
+    assert [info.step for info in list_checkpoints(tmp_path)] == [1, 0]
+    save(tmp_path, 2)
+    assert [info.step for info in list_checkpoints(tmp_path)] == [2, 1, 0]
+
+
+@pytest.mark.parametrize("what", ["counter", "generation"])
+def test_where_counting_ends_nothing_is_lost(tmp_path: Path, what: str) -> None:
+    """Nobody counts that far, but whoever finds such a record acknowledges nothing that cannot be read again."""
+    save(tmp_path, 0, 1, keep_last=1)
+    identity = decode_identity((tmp_path / "store.json").read_bytes())
+    image = bytearray((tmp_path / "commit").read_bytes())
+    record = newest_record(image, identity.id_bytes)
+    assert record is not None
+    if what == "counter":
+        record = Record(record.generation, (structs.replace(record.entries[0], counter=2**62),))
+    else:
+        record = Record(2**62, record.entries)
+    data = encode_record(record, identity.id_bytes, identity.block_bytes)
+    for offset in region_offsets(record.generation):
+        image[offset : offset + len(data)] = data
+    (tmp_path / "commit").write_bytes(image)
+    with SyncCheckpointEngine(tmp_path) as engine:
+        for step in (2, 3):
+            with pytest.raises(StoreFailedError, match="no reader would accept this record"):
+                engine.checkpoint(state_of(step), step=step).result(60)
+    assert [info.step for info in list_checkpoints(tmp_path)] == [1]
 
 
 def test_all_records_damaged(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 import random
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
@@ -23,6 +24,7 @@ from pccheck_async import (
     CheckpointEngine,
     CheckpointInfo,
     NoCheckpointError,
+    StoreFailedError,
     StoreFullError,
     SyncCheckpointEngine,
     WriteError,
@@ -42,6 +44,7 @@ from pccheck_async.testing import (
     power_loss_images,
 )
 from pccheck_async.testing.snapshot import Change, Written
+from pccheck_async.writer import File
 
 T = TypeVar("T")
 FOLDER = "anywhere"
@@ -504,3 +507,51 @@ def newest(disk: CrashDisk) -> int:
     """The step of what loads."""
     step: int = load_sync(FOLDER, io=CrashWriter(disk, read_only=True))["step"]
     return step
+
+
+class Forgetful(WrappingWriter):
+    """A page cache: what a flush failed to write is shown as if it were on the disk, and no later flush writes it."""
+
+    persists_at_once = True
+    inner: CrashWriter
+
+    def __init__(self, disk: CrashDisk) -> None:
+        super().__init__(CrashWriter(disk))
+        self.fails = False
+
+    async def open(self, name: str, *, writable: bool) -> File:
+        file = await super().open(name, writable=writable)
+        file.direct = False
+        return file
+
+    async def flush(self, file: File) -> None:
+        if self.fails and file.name == COMMIT_NAME:
+            self.inner.disk.forget(self.inner.disk.find(file.name))
+            raise WriteError(errno.EIO, os.strerror(errno.EIO), file.name)
+        await super().flush(file)
+
+
+def test_a_record_that_only_the_page_cache_has_is_written_again_before_slots_are() -> None:
+    """Else a crash finds the older one, whose slots were written over (I4)."""
+
+    async def run() -> None:
+        history: list[Snapshot] = []
+        disk, state = CrashDisk(), {"x": torch.arange(3000), "step": 0}
+        writer = Forgetful(disk)
+        async with CheckpointEngine(FOLDER, io=writer) as engine:
+            await (await engine.checkpoint(state, step=0)).durable()
+            writer.fails = True
+            with pytest.raises(StoreFailedError):
+                await (await engine.checkpoint(state | {"step": 1}, step=1)).durable()
+        async with CheckpointEngine(FOLDER, io=Forgetful(disk)) as engine:
+            assert [info.step for info in engine.checkpoints()] == [1]  # so the slot of step 0 is free
+            disk.observer = history.append
+            await (await engine.checkpoint(state | {"step": 2}, step=2)).durable()
+        found = {
+            newest(CrashDisk.from_image(image))
+            for snapshot in history
+            for image in power_loss_images(snapshot, sector=512, limit=16)
+        }
+        assert found == {0, 1, 2}
+
+    asyncio.run(run())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,9 +33,11 @@ from pccheck_async import (
 )
 from pccheck_async.operations.base import Operations
 from pccheck_async.state.walk import below, leaves, opened
+from pccheck_async.testing import WrappingWriter
+from pccheck_async.writer import File
 from pccheck_async.writer.posix import PosixWriter
 from tests import state_strategies
-from tests.processes import passes_in_a_forked_child
+from tests.processes import open_files, passes_in_a_forked_child
 from tests.round_trip import save as save_in_memory
 from tests.state_strategies import difference
 
@@ -266,6 +270,33 @@ def test_one_that_nobody_closed_lets_the_writer_go_on(tmp_path: Path) -> None:
         engine.checkpoint({"x": torch.zeros(100)}, step=4).result(60)
         assert part.read()[0] == 3  # what was taken from it still has it
         part._connection.close()
+
+
+def test_an_interrupt_while_it_is_opened_leaves_nothing_locked(tmp_path: Path) -> None:
+    """It comes when the reading has ended, and before the caller gets to know."""
+    save(tmp_path, {"x": torch.zeros(100)})
+    interrupted = threading.Event()
+
+    class Interrupting(WrappingWriter):
+        async def read(self, file: File, offset: int, into: memoryview) -> int:
+            got = await super().read(file, offset, into)
+            if file.name == "slot-000":
+                os.kill(os.getpid(), signal.SIGINT)
+                interrupted.wait(60)
+                threading.Event().wait(0.1)  # the loop hears of it when this has ended
+            return got
+
+    def interrupt(*_: Any) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            open_checkpoint(tmp_path, io=lambda path, operations: Interrupting(PosixWriter(path, operations)))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not open_files(tmp_path)
 
 
 def test_errors(tmp_path: Path) -> None:

@@ -6,7 +6,10 @@ import errno
 import os
 import random
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import msgspec
@@ -14,6 +17,7 @@ import pytest
 import torch
 
 from pccheck_async import (
+    CorruptStoreError,
     NoCheckpointError,
     ReadError,
     StoreError,
@@ -32,11 +36,13 @@ from pccheck_async.testing import (
     CrashWriter,
     Image,
     ImageWriter,
+    StuckWriter,
     WrappingWriter,
     power_loss_images,
 )
+from pccheck_async.upkeep import recover
 from pccheck_async.upkeep.salvage import FoundCheckpoint, arrange
-from pccheck_async.writer import Writer
+from pccheck_async.writer import File, Writer
 from pccheck_async.writer.posix import PosixWriter
 from tests.state_strategies import difference
 
@@ -149,6 +155,20 @@ def test_a_store_in_order_is_left_alone(tmp_path: Path) -> None:
     assert {file.name: file.stat().st_mtime_ns for file in tmp_path.iterdir()} == before
 
 
+@pytest.mark.parametrize("records", ["valid", "of another format"])
+def test_a_store_of_a_newer_format_is_left_alone(tmp_path: Path, records: str) -> None:
+    save(tmp_path, 1, 2)
+    store = tmp_path / "store.json"
+    store.write_text(store.read_text().replace('"format": 1', '"format": 2'))
+    if records != "valid":
+        (tmp_path / "commit").write_bytes(os.urandom(COMMIT_NBYTES))
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    for write in (False, True):
+        with pytest.raises(CorruptStoreError, match=r"says format 2.* recover it with the version that made it"):
+            recover_store(tmp_path, write=write)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
 @pytest.mark.slow
 def test_a_trainer_that_runs_is_not_disturbed(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, keep_last=2, chunk_bytes=CHUNK) as engine:
@@ -158,6 +178,63 @@ def test_a_trainer_that_runs_is_not_disturbed(tmp_path: Path) -> None:
         assert [info.step for info in recover_store(tmp_path, search=True).named] == [1]
         engine.checkpoint(state_of(2), step=2).result(60)
     check(tmp_path, 2, 1)
+
+
+class Waiting(WrappingWriter):
+    """Tells when it was refused a lock."""
+
+    def __init__(self, inner: Writer, refused: threading.Event) -> None:
+        super().__init__(inner)
+        self.refused = refused
+
+    async def try_lock(self, file: File, *, shared: bool = False) -> bool:
+        locked = await super().try_lock(file, shared=shared)
+        if not locked:
+            self.refused.set()
+        return locked
+
+
+def test_a_trainer_that_waits_for_a_recovery_goes_on_with_its_records(tmp_path: Path) -> None:
+    """It waits for the file that is moved aside, and its records belong into the new one."""
+    save(tmp_path, 1, 2, keep_last=1)
+    recoverer: Queue[StuckWriter] = Queue()
+    refused = threading.Event()
+
+    def stuck(path: str, operations: Operations) -> Writer:
+        recoverer.put(writer := StuckWriter(PosixWriter(path, operations), kinds=("rename",)))
+        return writer
+
+    def waiting(path: str, operations: Operations) -> Writer:
+        return Waiting(PosixWriter(path, operations), refused)
+
+    with ThreadPoolExecutor(2) as threads:
+        recovering = threads.submit(recover_store, tmp_path, write=True, search=True, io=stuck)
+        writer = recoverer.get(timeout=60)
+        writer.wait_stuck()
+        engine = SyncCheckpointEngine(tmp_path, keep_last=8, chunk_bytes=CHUNK, io=waiting, lock_timeout=60)
+        opening = threads.submit(engine.open)
+        assert refused.wait(60)
+        writer.release()
+        assert [info.step for info in recovering.result(60).named] == [2, 1]
+        opening.result(60).checkpoint(state_of(3), step=3).result(60)
+        engine.close()
+    check(tmp_path, 3, 2, 1)
+
+
+def test_what_a_trainer_saved_until_it_let_go_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recover, "LOCK_SECONDS", 60.0)
+    refused = threading.Event()
+
+    def waiting(path: str, operations: Operations) -> Writer:
+        return Waiting(PosixWriter(path, operations), refused)
+
+    with ThreadPoolExecutor(1) as threads:
+        with SyncCheckpointEngine(tmp_path, keep_last=8, chunk_bytes=CHUNK) as engine:
+            recovering = threads.submit(recover_store, tmp_path, write=True, search=True, io=waiting)
+            assert refused.wait(60)
+            engine.checkpoint(state_of(1), step=1).result(60)  # makes the first slots
+        assert [info.step for info in recovering.result(60).named] == [1]
+    check(tmp_path, 1)
 
 
 def test_dropped_checkpoints_come_back_on_request(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import errno
 import os
 import re
 import struct
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +17,9 @@ import torch
 
 from pccheck_async import SyncCheckpointEngine, load_sync
 from pccheck_async.operations import native
+from pccheck_async.session import open_session
 from tests.conftest import ENGINES, need
-from tests.processes import passes_in_a_forked_child
+from tests.processes import open_files, passes_in_a_forked_child
 
 _IO_URING_SETUP = 425
 
@@ -111,3 +114,26 @@ def test_a_function_that_makes_no_writer_leaves_nothing_behind(
 
     with pytest.raises(RuntimeError, match="no writer"), SyncCheckpointEngine(tmp_path, io=fails):  # type: ignore[arg-type]
         pass
+
+
+def test_a_cancelled_close_closes_the_files(tmp_path: Path) -> None:
+    """Else they would stay locked, with nobody left to close them."""
+    gate = threading.Event()
+
+    async def main() -> None:
+        session = await open_session(tmp_path, "python", writers=1, copiers=1)
+        file = await session.writer.create("file", 4096)
+        assert await session.writer.try_lock(file)
+        running = asyncio.create_task(session.operations.call(gate.wait, 60))
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(session.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.sleep(0)
+        gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert await running
+        assert not open_files(tmp_path)
+
+    asyncio.run(main())

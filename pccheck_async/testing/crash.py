@@ -89,6 +89,12 @@ class CrashWriter(Writer):
         if inode is not None:
             self.disk.unlock(inode, file)
 
+    async def in_place(self, file: File) -> bool:
+        try:
+            return self.disk.find(file.name) == self._inode(file)
+        except FileNotFoundError:
+            return False
+
     async def try_lock(self, file: File, *, shared: bool = False) -> bool:
         return self.disk.try_lock(self._inode(file), file, shared=shared)
 

@@ -244,6 +244,11 @@ class CrashDisk:
             file.durable = replay(file.durable, (c for c in file.unflushed if id(c) in known))
             file.unflushed = [change for change in file.unflushed if id(change) not in known]
 
+    def forget(self, inode: int) -> None:
+        """Take changes that are not durable for durable ones, as a page cache does after a flush that failed."""
+        with self._guard:
+            self._inodes[inode].unflushed.clear()
+
     def submit_sync(self) -> list[FolderChange]:
         """Start to sync the folder and return what that covers: the changes that are complete now."""
         with self._guard:

@@ -86,6 +86,9 @@ class WrappingWriter(Writer):
     async def close_file(self, file: File) -> None:
         await self.perform(Access("close_file", file.name), lambda: self.inner.close_file(file))
 
+    async def in_place(self, file: File) -> bool:
+        return await self.perform(Access("in_place", file.name), lambda: self.inner.in_place(file))
+
     async def try_lock(self, file: File, *, shared: bool = False) -> bool:
         return await self.perform(Access("try_lock", file.name), lambda: self.inner.try_lock(file, shared=shared))
 

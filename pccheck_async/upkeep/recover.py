@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 from collections.abc import Collection, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pccheck_async import checksum
+from pccheck_async.commit_file import lock_commit
 from pccheck_async.config import EngineConfig
 from pccheck_async.errors import CorruptStoreError, NoCheckpointError, StoreError, StoreLockedError
 from pccheck_async.info import CheckpointInfo
@@ -22,6 +22,7 @@ from pccheck_async.layout import (
     REGION_NBYTES,
     Entry,
     Identity,
+    NewerFormatError,
     Record,
     decode_record,
     encode_identity,
@@ -43,7 +44,6 @@ from pccheck_async.writer import Writer
 
 __all__ = ["Recovery", "recover_store"]
 
-_POLL_SECONDS = 0.01
 _NEW = ".recovered"
 _BUSY = "being written by another process"
 
@@ -112,6 +112,7 @@ def recover_store(
         NoCheckpointError: there is nothing here that could be recovered.
         StoreError: ``write`` where nothing is missing or damaged.
         StoreLockedError: ``write`` while a trainer has the store open.
+        CorruptStoreError: a newer version of this package made the store.
         ReadError, WriteError: the device failed.
     """
 
@@ -131,13 +132,13 @@ async def _recover(
     progress: Progress,
 ) -> Recovery:
     writer = session.writer
-    names = await writer.names()
+    if write and COMMIT_NAME in await writer.names():
+        await _lock(writer, path)
+    names = await writer.names()  # only now: whoever held the lock may have made slots
     numbers = [number for name in names if (number := slot_number(name)) is not None]
     if not numbers and COMMIT_NAME not in names:
         raise no_store(session, path, "no store, nor parts of one")
     facts = await writer.prepare(create=False)
-    if write and COMMIT_NAME in names:
-        await _lock(writer, path)
     identity_state, identity = await _identity(writer)
     commit = await _commit_bytes(writer) if COMMIT_NAME in names else None
     record, store_id = _record(commit, identity)
@@ -182,17 +183,15 @@ def _unasked(one: FoundCheckpoint) -> FoundCheckpoint:
 
 async def _lock(writer: Writer, path: str | os.PathLike[str]) -> None:
     """Hold the writer's lock until the session ends."""
-    file = await writer.open(COMMIT_NAME, writable=True)
-    deadline = asyncio.get_running_loop().time() + LOCK_SECONDS
-    while not await writer.try_lock(file):
-        if asyncio.get_running_loop().time() >= deadline:
-            raise StoreLockedError(f"another process has {os.fspath(path)} open for writing: close it first")
-        await asyncio.sleep(_POLL_SECONDS)
+    if await lock_commit(writer, lambda: writer.open(COMMIT_NAME, writable=True), LOCK_SECONDS) is None:
+        raise StoreLockedError(f"another process has {os.fspath(path)} open for writing: close it first")
 
 
 async def _identity(writer: Writer) -> tuple[FileState, Identity | None]:
     try:
         identity = await read_identity(writer)
+    except NewerFormatError as error:
+        raise NewerFormatError(f"{error}: nothing was written; recover it with the version that made it") from None
     except CorruptStoreError:
         return "damaged", None
     return ("missing", None) if identity is None else ("valid", identity)

@@ -137,6 +137,10 @@ class Writer(abc.ABC):
     async def close_file(self, file: File) -> None:
         """Close a file; its lock goes with it."""
 
+    async def in_place(self, file: File) -> bool:
+        """Whether the name of an open file still leads to it: another process may have put a new one there."""
+        return True
+
     @abc.abstractmethod
     async def try_lock(self, file: File, *, shared: bool = False) -> bool:
         """``flock`` without waiting; False where somebody else holds it."""

@@ -75,6 +75,14 @@ class Folder:
             raise
         return fd
 
+    def leads_to(self, name: str, fd: int) -> bool:
+        """Whether a name is that of the file which is open as ``fd``."""
+        try:
+            found = os.stat(self._named(name), dir_fd=self._handle, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(found, os.fstat(fd))
+
     def close_file(self, fd: int) -> None:
         """Close a descriptor of :meth:`open` or :meth:`make`."""
         self._fds.remove(fd)

@@ -128,6 +128,12 @@ class PosixWriter(Writer):
             self._folder.close_file(file.fd)
             file.fd = -1
 
+    async def in_place(self, file: File) -> bool:
+        try:
+            return await self._operations.call(self._folder.leads_to, file.name, file.fd)
+        except OSError as error:
+            raise read_error(error, self._folder.path / file.name) from error
+
     async def try_lock(self, file: File, *, shared: bool = False) -> bool:
         # Without waiting flock returns at once, so it needs no helper thread.
         try:
