@@ -291,7 +291,7 @@ class Scheduler:
             if rest and job.overlapped is None and sum(len(data) for _, data in rest) <= _AT_ONCE:
                 committed = await self._store.persist_and_commit(slot, rest, entry)
                 job.pending.written_nbytes = entry.nbytes
-                return (entry.info, False) if committed else (self._store.committed.entries[0].info, True)
+                return (entry.info, False) if committed else (self._store.committed.record.entries[0].info, True)
             try:
                 await self._store.persist(slot, rest)
                 job.pending.written_nbytes = entry.nbytes
@@ -301,7 +301,7 @@ class Scheduler:
                 await self._store.release(slot, entry.manifest_offset)  # every operation on it has ended
                 raise
             committed = await self._store.commit(slot, entry)
-        return (entry.info, False) if committed else (self._store.committed.entries[0].info, True)
+        return (entry.info, False) if committed else (self._store.committed.record.entries[0].info, True)
 
     def _captured(self, pending: PendingCheckpoint) -> None:
         at = pending.captured_at if pending.is_captured else time.monotonic()  # a small one before it came here
