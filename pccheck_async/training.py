@@ -10,11 +10,13 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from pccheck_async.admissions import Admissions
-from pccheck_async.info import Metadata
+from pccheck_async.info import Metadata, whole_step
+from pccheck_async.layout import check_metadata
 from pccheck_async.logs import write
 from pccheck_async.overlap import Guard
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.policy import Decision, Policy, StepReport
+from pccheck_async.state.flatten import check_outermost
 
 __all__ = ["AsyncBracket", "Bracket", "TrainingStep", "TrainingSteps"]
 
@@ -30,9 +32,10 @@ class TrainingStep:
     """
 
     def __init__(self, state: Mapping[str, Any], step: int, metadata: Metadata | None) -> None:
+        check_outermost(state)  # now, and not in an hour, when a step is saved
         self.state = state
-        self.step = step
-        self.metadata = dict(metadata or {})
+        self.step = whole_step(step)
+        self.metadata = check_metadata(metadata) if metadata else {}
         self.pending: PendingCheckpoint | None = None
         self.whole = False
         self.began = time.monotonic()
