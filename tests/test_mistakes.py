@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
+import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from pccheck_async import (
     CheckpointEngine,
     ClosedError,
     NoCheckpointError,
+    StateMismatchError,
     SyncCheckpointEngine,
     UnsupportedStateError,
     load_sync,
@@ -61,7 +66,7 @@ def test_a_setting_of_another_type(tmp_path: Path, setting: str, value: Any) -> 
         ((STATE, None), None, TypeError, "step is a whole number, not None"),
         ((STATE, "7"), None, TypeError, "step is a whole number, not '7'"),
         ((7, STATE), None, UnsupportedStateError, "the state is a int; give a mapping"),
-        ((torch.nn.Linear(1, 1), 7), None, UnsupportedStateError, "the state is a Linear; give a mapping"),
+        ((nn.Linear(1, 1), 7), None, UnsupportedStateError, "the state is a Linear; give a mapping"),
         ((STATE, 7), 0.5, UnsupportedStateError, r"metadata maps str to .*\(not float\)"),
         ((STATE, 7), ["loss"], UnsupportedStateError, r"metadata maps str to .*\(not list\)"),
         ((STATE, 7), {"loss": torch.ones(())}, UnsupportedStateError, r"x\.item\(\)"),
@@ -110,7 +115,7 @@ def test_waiting_in_vain_says_for_what(tmp_path: Path) -> None:
         return stuck[0]
 
     with SyncCheckpointEngine(tmp_path, io=make) as engine:
-        stuck[0].hold()
+        stuck[0].hold("write", "flush")
         pending = engine.checkpoint(STATE, step=5)
         with pytest.raises(TimeoutError, match=r"the checkpoint of step 5 is \w+ after 0.01 s; it goes on"):
             pending.result(0.01)
@@ -160,3 +165,30 @@ def test_values_that_have_a_better_way(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedStateError, match=r"later: .*; await it"):
             engine.checkpoint({"later": coroutine})
     coroutine.close()
+
+
+def test_an_engine_is_neither_copied_nor_pickled(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        for use in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="a SyncCheckpointEngine cannot be copied or pickled"):
+                use(engine)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "inside"),
+    [
+        (nn.DataParallel, r"model\.module"),
+        pytest.param(partial(torch.compile, backend="eager"), r"model\._orig_mod", marks=pytest.mark.slow),
+    ],
+)
+def test_a_wrapped_model_and_a_plain_one(tmp_path: Path, wrap: Callable[[nn.Module], Any], inside: str) -> None:
+    def plain() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+    for saved, live, where in ((plain(), wrap(plain()), "here"), (wrap(plain()), plain(), "in the checkpoint")):
+        folder = tmp_path / where[:4]
+        with SyncCheckpointEngine(folder) as engine:
+            engine.checkpoint({"net": saved}).result()
+            with pytest.raises(StateMismatchError, match=rf"a model {where} is wrapped by .*\({inside}\)$") as raised:
+                engine.restore({"net": live})
+            assert "strict" not in str(raised.value)

@@ -155,8 +155,8 @@ class _Matching:
         )
         skeleton = self._manifest.skeleton
         assert isinstance(skeleton, DictNode)
-        advice = ""
-        if not self._mismatched:
+        advice = _wrapped(self._missing, self._unexpected)
+        if not self._mismatched and not advice:
             advice = "; to restore what both have: restore(state, strict=False)"
         if not set(paths.components(mapping_keys(skeleton))).isdisjoint(self._unexpected):
             advice += "; to take only part of it: load(path, keys=[...])"
@@ -362,6 +362,17 @@ class _Matching:
         else:
             stored = f"a {_type_name(node)}"
         self._mismatched.append(f"{path} (a {type(live).__qualname__} here, {stored} in the checkpoint)")
+
+
+def _wrapped(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """What to do where names differ by what a wrapper of models puts before them."""
+    for attribute, wrapper in (("module", "DistributedDataParallel or its like"), ("_orig_mod", "torch.compile")):
+        prefix = paths.escape(f"{attribute}.")
+        for where, wrapped, plain in (("here", missing, unexpected), ("in the checkpoint", unexpected, missing)):
+            if not {path.replace(prefix, "", 1) for path in wrapped if prefix in path}.isdisjoint(plain):
+                inside = f"save and restore the module inside (model.{attribute})"
+                return f"; a model {where} is wrapped by {wrapper}: {inside}"
+    return ""
 
 
 def _load_into(live: torch.nn.Module, own: Mapping[Any, Any], stored: Mapping[Any, Any]) -> None:
