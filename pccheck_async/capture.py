@@ -17,6 +17,7 @@ from pccheck_async.copying import CopyBackend, Fence, Fenced
 from pccheck_async.image import Image, Images
 from pccheck_async.manifest import ChunkEntry
 from pccheck_async.plan import Chunk, Plan, segments
+from pccheck_async.state.ambient import apart, refuse_tracing
 from pccheck_async.state.arrangement import Arrangement, arranged
 from pccheck_async.state.aside import set_aside
 from pccheck_async.state.flatten import FlatState, take_apart
@@ -105,12 +106,26 @@ class Snapshots:
             images: Copies a small state here and now, where there are no ``optimizers``.
 
         Raises:
-            UnsupportedStateError: naming the path of what cannot be saved.
+            UnsupportedStateError: naming the path of what cannot be saved; or called where tensors are traced.
         """
+        refuse_tracing("checkpoint")
         outline, arrangement = self._last
         flat = take_apart(state, outline)
-        layout, arrangement = arranged(flat.leaves, arrangement)
-        self._last = flat.outline, arrangement
+        with apart():
+            layout, arrangement = arranged(flat.leaves, arrangement)
+            self._last = flat.outline, arrangement
+            return self._see(flat, layout, backend, optimizers, compare=compare, images=images)
+
+    def _see(
+        self,
+        flat: FlatState,
+        layout: Layout,
+        backend: CopyBackend,
+        optimizers: Iterable[torch.optim.Optimizer] | None,
+        *,
+        compare: bool,
+        images: Images | None,
+    ) -> Snapshot:
         sources = layout.sources
         if sources.devices and not backend.by_address:
             sources.pack_devices()

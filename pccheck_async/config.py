@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import timedelta
+from numbers import Real
 from typing import Literal
 
 from pccheck_async.layout import align
@@ -55,10 +56,12 @@ class EngineConfig:
         if self.on_error not in ("raise", "warn"):
             raise ValueError(f"on_error is 'raise' or 'warn', not {self.on_error!r}")
         make_policy(self.interval)
-        if self.max_stall is not None and not self.max_stall >= 0:
-            raise ValueError(f"max_stall is seconds or None, not {self.max_stall!r}")
-        if self.lock_timeout < 0 or self.exit_timeout < 0:
-            raise ValueError("lock_timeout and exit_timeout are seconds, not negative")
+        if self.max_stall is not None:
+            _check_seconds("max_stall", self.max_stall, " or None")
+        _check_seconds("lock_timeout", self.lock_timeout)
+        _check_seconds("exit_timeout", self.exit_timeout)
+        if not isinstance(self.check_captures, bool):
+            raise ValueError(f"check_captures is True or False, not {self.check_captures!r}")
 
     @property
     def retention(self) -> Retention:
@@ -131,3 +134,8 @@ def decide(config: EngineConfig, *, block_bytes: int, cores: int, memory: int) -
 def _check_count(name: str, value: object) -> None:
     if type(value) is not int or value < 1:
         raise ValueError(f"{name} is a whole number of at least 1, not {value!r}")
+
+
+def _check_seconds(name: str, value: object, other: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, Real) or not float(value) >= 0:
+        raise ValueError(f"{name} is a number of seconds from 0 on{other}, not {value!r}")

@@ -16,7 +16,7 @@ from pccheck_async.capture import Snapshots
 from pccheck_async.config import EngineConfig
 from pccheck_async.errors import CheckpointError, ClosedError, NoCheckpointError
 from pccheck_async.events import Opened
-from pccheck_async.info import CheckpointInfo, Metadata, Restored, check_step
+from pccheck_async.info import CheckpointInfo, Metadata, Restored, check_step, whole_step
 from pccheck_async.layout import check_metadata
 from pccheck_async.ledger import Ledger
 from pccheck_async.lifetime import forget, remember
@@ -54,7 +54,7 @@ class EngineCore:
 
     def __init__(self, path: str | os.PathLike[str], io: IO, config: EngineConfig) -> None:
         check_io(io)
-        self.path = os.fspath(Path(path).absolute() if isinstance(io, str) else path)  # the process may change folders
+        self.path = _folder(path) if isinstance(io, str) else os.fspath(path)
         self.config = config
         self.io = io
         self._pid = os.getpid()
@@ -87,7 +87,8 @@ class EngineCore:
     def open(self) -> Steps:
         """Lock (or create) the store, recover, and start the engine."""
         if self._state != "new":
-            raise ClosedError(f"the engine of {self.path} is {self._state}; make a new one")
+            state = "closed; make a new one" if self._state in ("closing", "closed") else "open already"
+            raise ClosedError(f"the engine of {self.path} is {state}")
         self._state = "opening"
         self.loop = EngineLoop()
         remember(self)  # before the first lock: a child forked meanwhile must not keep it
@@ -352,7 +353,7 @@ class EngineCore:
 
     async def pin(self, step: int, pinned: bool) -> CheckpointInfo:
         """Keep the newest checkpoint of a step whatever the rules say, or leave it to them again."""
-        return (await self.pipeline.store.pin(step, pinned)).info
+        return (await self.pipeline.store.pin(whole_step(step), pinned)).info
 
     def space_needed(self, nbytes: int) -> SpaceNeeded:
         """Return the storage that this engine takes for checkpoints of ``nbytes``."""
@@ -383,3 +384,15 @@ class EngineCore:
     def statistics(self) -> EngineStatistics:
         """Return a snapshot of everything counted so far."""
         return self._ledger.statistics(self.pipeline)
+
+
+def _folder(path: str | os.PathLike[str]) -> str:
+    """Return where a store is, wherever the process goes. Raises ValueError for what means another place."""
+    text = str(os.fspath(path))
+    if not text:
+        raise ValueError("the path of the store is empty; the current folder is '.'")
+    if text.startswith("~"):
+        raise ValueError(f"{text!r} begins with '~', which only shells replace; use os.path.expanduser({text!r})")
+    if "://" in text:
+        raise ValueError(f"{text!r} is a URL; a store is a folder on a disk, or on a network filesystem mounted here")
+    return os.fspath(Path(path).absolute())

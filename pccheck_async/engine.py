@@ -12,7 +12,7 @@ from pccheck_async.engine_base import EngineBase
 from pccheck_async.info import CheckpointInfo, Metadata, Restored
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.progress import ReadProgress
-from pccheck_async.training import TrainingStep
+from pccheck_async.training import AsyncBracket, TrainingStep
 from pccheck_async.tuned import Tuning
 from pccheck_async.tuner import Progress, checkpoint_bytes, tune
 
@@ -109,10 +109,7 @@ class CheckpointEngine(EngineBase):
                 raise
             error.add_note(f"a checkpoint failed too: {type(failure).__name__}: {failure}")
 
-    @asynccontextmanager
-    async def step(
-        self, state: Mapping[str, Any], step: int, *, metadata: Metadata | None = None
-    ) -> AsyncIterator[TrainingStep]:
+    def step(self, state: Mapping[str, Any], step: int, *, metadata: Metadata | None = None) -> AsyncBracket:
         """Bracket one training step, and checkpoint after it when the policy (``interval``) says so.
 
         With attached optimizers the capture overlaps with the next step, and waits for the end of a window of gradient
@@ -126,12 +123,15 @@ class CheckpointEngine(EngineBase):
         Raises:
             CheckpointError: a checkpoint failed and nobody saw it; and what :meth:`checkpoint` raises.
         """
-        this = TrainingStep(state, step, metadata)
+        return AsyncBracket(self._bracket(TrainingStep(state, step, metadata)))
+
+    @asynccontextmanager
+    async def _bracket(self, this: TrainingStep) -> AsyncIterator[TrainingStep]:
         with self._core.bracket(this):
             yield this
         if self._core.end_step(this):
             overlap = bool(self._core.guard.optimizers)
-            pending = await self.checkpoint(state, step=step, metadata=this.metadata, overlap=overlap)
+            pending = await self.checkpoint(this.state, step=this.step, metadata=this.metadata, overlap=overlap)
             self._core.steps.note(this, pending)
         if self._core.is_last(this):
             await self._core.run(self._core.last(this))
@@ -169,7 +169,8 @@ class CheckpointEngine(EngineBase):
         Cancellation: before the capture ended, aborts this checkpoint and returns once its operations completed.
 
         Raises:
-            UnsupportedStateError: a value cannot be saved; names its path.
+            UnsupportedStateError: a value cannot be saved; names its path. Or tensors are none where this was called:
+                in FakeTensorMode, a function of torch.compile or a transform of torch.func.
             ClosedError: the engine is not open, or belongs to a parent process.
             CheckpointError: this checkpoint failed during capture, or an earlier one failed and nobody saw it.
         """
@@ -217,7 +218,7 @@ class CheckpointEngine(EngineBase):
 
         Raises:
             StateMismatchError: leaves differ; nothing was changed (a note tells of a damaged one tried before).
-            UnsupportedStateError: ``state`` is no mapping from names.
+            UnsupportedStateError: ``state`` is no mapping from names; or as for :meth:`checkpoint`.
             CorruptStoreError: no checkpoint is whole; ``state`` may hold a mixture.
             Exception: what a ``load_state_dict`` raised, with a note that names the object.
             NoCheckpointError: there is none of ``step``.

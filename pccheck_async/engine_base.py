@@ -71,6 +71,12 @@ class EngineBase:
         )
         self._core = EngineCore(path, io, config)
 
+    def __reduce_ex__(self, protocol: object) -> Never:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled: there is one for a store; keep it out of what goes "
+            "to other processes or is deep-copied"
+        )
+
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Let every step of ``optimizer`` wait until captures of what it changes ended.
 

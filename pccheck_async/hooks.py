@@ -37,7 +37,9 @@ class Hooks:
         self.dropped = 0
 
     def add(self, hook: Hook) -> Callable[[], None]:
-        """Call ``hook`` with every event from now on. Returns what ends that."""
+        """Call ``hook`` with every event from now on. Returns what ends that. Raises TypeError."""
+        if not callable(hook):
+            raise TypeError(f"a hook is called with every event, and {hook!r} cannot be called")
         with self._lock:
             self._hooks = (*self._hooks, hook)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from types import MappingProxyType
 
-__all__ = ["CheckpointInfo", "Metadata", "Restored", "check_step"]
+__all__ = ["CheckpointInfo", "Metadata", "Restored", "check_step", "whole_step"]
 
 Metadata = Mapping[str, str | int | float | bool | None]
 
@@ -70,8 +70,11 @@ class Restored(CheckpointInfo):
 
 def check_step(step: object) -> int | None:
     """Return a user's step as an int (numpy's integers too), None for none. Raises TypeError, ValueError."""
-    if step is None:
-        return None
+    return None if step is None else whole_step(step)
+
+
+def whole_step(step: object) -> int:
+    """Do the same where there has to be one."""
     try:
         number = operator.index(step)  # type: ignore[arg-type]
     except TypeError:

@@ -155,9 +155,11 @@ class Connection:
 
     def rebuild(self, node: Node) -> Any:
         """Read all that is below ``node`` and return the value."""
-        self.check_open()
+        return self.call(self._rebuild(node))
+
+    async def _rebuild(self, node: Node) -> Any:
         allocation = Allocation(self.manifest, sorted(arrays(node)))
-        self.call(self.chunks.fill(Targets(allocation.targets())))
+        await self.chunks.fill(Targets(allocation.targets()))
         return rebuild(node, lambda index: allocation.array(index, self.device))
 
     def read(self, entry: TensorEntry) -> Array:

@@ -151,7 +151,13 @@ class PendingCheckpoint:
         if outcome is not None and outcome[1] is None:
             return outcome[0]
         with self._waiting(moment):
-            return moment.result(timeout)
+            try:
+                return moment.result(timeout)
+            except TimeoutError:
+                if moment.over:
+                    raise
+                where = f"the checkpoint of step {self.step} is {self.progress.phase}"
+                raise TimeoutError(f"{where} after {timeout} s; it goes on") from None
 
     @contextmanager
     def _waiting(self, moment: Moment[Any]) -> Iterator[None]:

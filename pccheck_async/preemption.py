@@ -300,6 +300,9 @@ class Preemption:
             raise ValueError(f"deadline is seconds, more than 0, not {deadline!r}")
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("only the main thread may install signal handlers; call engine.on_preemption there")
+        for each in signals:
+            if not isinstance(each, int):
+                raise TypeError(f"signals are numbers, such as signal.SIGTERM, not {each!r}")
         chosen = frozenset(map(int, signals or (signal.SIGTERM,)))
         if odd := chosen - set(signal.valid_signals()) | chosen & {signal.SIGKILL, signal.SIGSTOP}:
             raise ValueError(f"no process can handle {', '.join(map(_name, sorted(odd)))}")

@@ -17,6 +17,8 @@ calls nothing of the engine. If it raises, that is logged and it is not called a
 
 def reading_progress(callback: ReadProgress | None, nbytes: int) -> Callable[[int], None]:
     """Return what is called with the bytes of each chunk that is read, or that need not be, of ``nbytes`` in all."""
+    if callback is not None and not callable(callback):
+        raise TypeError(f"progress is called with two numbers of bytes, and {callback!r} cannot be called")
     done, current = 0, callback
 
     def advance(nbytes_more: int) -> None:

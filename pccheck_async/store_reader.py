@@ -6,11 +6,12 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeVar
 
 from pccheck_async.config import EngineConfig, decide
 from pccheck_async.errors import CorruptStoreError, NoCheckpointError, ReadError
-from pccheck_async.layout import COMMIT_NAME, Entry, Identity, Record, slot_name
+from pccheck_async.layout import COMMIT_NAME, IDENTITY_NAME, Entry, Identity, Record, slot_name
 from pccheck_async.loop import EngineLoop
 from pccheck_async.machine import available_cores, available_memory
 from pccheck_async.manifest import MIN_BLOCK, Manifest
@@ -36,7 +37,19 @@ def no_store(session: Session, path: str | os.PathLike[str], what: str = "no sto
             text = f"{os.fspath(path)} does not exist, so it holds {what}; check the path"
         elif not os.path.isdir(path):
             text = f"{os.fspath(path)} is no folder, so it holds {what}; give the folder that the engine saved into"
+        elif inside := _stores_in(path):
+            text += f"; there are stores in it: {', '.join(inside)}"
     return NoCheckpointError(text)
+
+
+def _stores_in(path: str | os.PathLike[str]) -> list[str]:
+    """The names of a few folders in ``path`` that are stores."""
+    try:
+        with os.scandir(path) as entries:
+            found = [e.name for e in islice(entries, 1000) if os.path.exists(os.path.join(e.path, IDENTITY_NAME))]
+    except OSError:
+        return []
+    return [*sorted(found)[:5], *(["..."] if len(found) > 5 else [])]
 
 
 class OneLoop:

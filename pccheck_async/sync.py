@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from pccheck_async.engine_base import EngineBase
 from pccheck_async.info import CheckpointInfo, Metadata, Restored
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.progress import ReadProgress
-from pccheck_async.training import TrainingStep
+from pccheck_async.training import Bracket, TrainingStep
 from pccheck_async.tuned import Tuning
 from pccheck_async.tuner import Progress, checkpoint_bytes, tune_blocking
 
@@ -35,6 +35,11 @@ class SyncCheckpointEngine(EngineBase):
         with self._core.preemption.ending():
             self._core.block_on(self._core.close(deadline))
 
+    def __aenter__(self) -> NoReturn:
+        raise TypeError("use 'with SyncCheckpointEngine(...)', or CheckpointEngine in async code")
+
+    def __aexit__(self, *_: object) -> None: ...
+
     def __enter__(self) -> Self:
         return self.open()
 
@@ -49,15 +54,17 @@ class SyncCheckpointEngine(EngineBase):
                 raise
             error.add_note(f"a checkpoint failed too: {type(failure).__name__}: {failure}")
 
-    @contextmanager
-    def step(self, state: Mapping[str, Any], step: int, *, metadata: Metadata | None = None) -> Iterator[TrainingStep]:
+    def step(self, state: Mapping[str, Any], step: int, *, metadata: Metadata | None = None) -> Bracket:
         """Bracket one training step, and checkpoint after it (see :meth:`pccheck_async.CheckpointEngine.step`)."""
-        this = TrainingStep(state, step, metadata)
+        return Bracket(self._bracket(TrainingStep(state, step, metadata)))
+
+    @contextmanager
+    def _bracket(self, this: TrainingStep) -> Iterator[TrainingStep]:
         with self._core.bracket(this):
             yield this
         if self._core.end_step(this):
             overlap = bool(self._core.guard.optimizers)
-            pending = self.checkpoint(state, step=step, metadata=this.metadata, overlap=overlap)
+            pending = self.checkpoint(this.state, step=this.step, metadata=this.metadata, overlap=overlap)
             self._core.steps.note(this, pending)
         if self._core.is_last(this):
             self._core.block_on(self._core.last(this))

@@ -5,16 +5,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from types import TracebackType
+from typing import Any, NoReturn
 
 from pccheck_async.admissions import Admissions
-from pccheck_async.info import Metadata
+from pccheck_async.info import Metadata, whole_step
+from pccheck_async.layout import check_metadata
 from pccheck_async.logs import write
 from pccheck_async.overlap import Guard
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.policy import Decision, Policy, StepReport
+from pccheck_async.state.flatten import check_outermost
 
-__all__ = ["TrainingStep", "TrainingSteps"]
+__all__ = ["AsyncBracket", "Bracket", "TrainingStep", "TrainingSteps"]
 
 
 class TrainingStep:
@@ -28,14 +32,55 @@ class TrainingStep:
     """
 
     def __init__(self, state: Mapping[str, Any], step: int, metadata: Metadata | None) -> None:
+        check_outermost(state)  # now, and not in an hour, when a step is saved
         self.state = state
-        self.step = step
-        self.metadata = dict(metadata or {})
+        self.step = whole_step(step)
+        self.metadata = check_metadata(metadata) if metadata else {}
         self.pending: PendingCheckpoint | None = None
         self.whole = False
         self.began = time.monotonic()
         self.stall_then = 0.0
         self.in_flight = 0
+
+
+class Bracket(AbstractContextManager["TrainingStep", None]):
+    """What ``SyncCheckpointEngine.step`` returns: for ``with``, and for those who write ``async with`` an error."""
+
+    def __init__(self, inner: AbstractContextManager[TrainingStep, Any]) -> None:
+        self._inner = inner
+
+    def __enter__(self) -> TrainingStep:
+        return self._inner.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._inner.__exit__(kind, error, traceback)
+
+    def __aenter__(self) -> NoReturn:
+        raise TypeError("use 'with engine.step(...)': this engine is a SyncCheckpointEngine")
+
+    def __aexit__(self, *_: object) -> None: ...
+
+
+class AsyncBracket(AbstractAsyncContextManager["TrainingStep", None]):
+    """What ``CheckpointEngine.step`` returns: for ``async with``, and for those who write ``with`` an error."""
+
+    def __init__(self, inner: AbstractAsyncContextManager[TrainingStep, Any]) -> None:
+        self._inner = inner
+
+    async def __aenter__(self) -> TrainingStep:
+        return await self._inner.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._inner.__aexit__(kind, error, traceback)
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError("use 'async with engine.step(...)', or a SyncCheckpointEngine where nothing is async")
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 class TrainingSteps:

@@ -12,6 +12,7 @@ import sys
 import termios
 from collections import OrderedDict
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -376,3 +377,18 @@ def on_a_terminal(columns: int, *arguments: str) -> tuple[int, str]:
             shown += piece
     os.close(master)
     return process.wait(60), re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+
+
+COMMANDS = ["demo", "ls", "tune", "watch", "show", "verify", "diff", "copy", "rm", "pin", "unpin", "recover"]
+COMMANDS += ["export", "import", "bench run", "bench report", "bench goodput", "bench plot"]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fills_the_width(command: str, width: int) -> None:
+    output = runner.invoke(app, [*command.split(), "--help"], env={"COLUMNS": str(width), "TERM": "dumb"}).output
+    lines = [line.strip() for line in output.partition("╭")[0].splitlines()]
+    assert any(line.startswith("Exit status: 0 ") for line in lines)
+    for line, following in pairwise(lines):
+        if line and following:
+            assert len(f" {line} {following.split()[0]}") > width - 1, f"{line!r} ends too early"

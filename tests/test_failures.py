@@ -750,6 +750,24 @@ def test_the_wrong_with() -> None:
         pass
 
 
+def test_a_step_entered_the_wrong_way_says_how(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with CheckpointEngine(tmp_path / "a") as engine:
+            with pytest.raises(TypeError, match=r"use 'async with engine\.step"), engine.step({}, 1):
+                raise AssertionError("not entered")
+        with SyncCheckpointEngine(tmp_path / "b") as blocking:
+            with pytest.raises(TypeError, match=r"use 'with engine\.step"):
+                async with blocking.step({}, 1):  # type: ignore[misc]
+                    raise AssertionError("not entered")
+            assert blocking.latest is None
+        with pytest.raises(TypeError, match=r"use 'with SyncCheckpointEngine"):
+            async with SyncCheckpointEngine(tmp_path / "c"):  # type: ignore[misc]
+                raise AssertionError("not entered")
+        assert not (tmp_path / "c").exists()
+
+    asyncio.run(main())
+
+
 def test_a_cancelled_close_still_closes(tmp_path: Path) -> None:
     stuck, make = stuck_writer()
 

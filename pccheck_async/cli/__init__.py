@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from pccheck_async.cli.bench import app as bench_app
+from pccheck_async.cli.flow import flow_help
 
 __all__ = ["app", "main"]
 
@@ -361,6 +362,9 @@ def run_import(
     from pccheck_async.cli.convert import run_import as run
 
     raise typer.Exit(run(file, path, source=source.value, step=step, root=root, json=json))
+
+
+flow_help(app)
 
 
 def main() -> None:

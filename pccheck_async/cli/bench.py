@@ -46,8 +46,10 @@ def run_run(
 
     Nothing else should use the disk or the cores meanwhile. OUT gets for each experiment NAME.csv (every repetition),
     NAME.json (when, where, how, and what to know), NAME-FIGURE.png where matplotlib is installed, and timelines for
-    https://ui.perfetto.dev. Exit status: 0 measured, 1 an experiment failed or one that was named cannot run here, 2
-    wrong usage, 130 interrupted.
+    https://ui.perfetto.dev.
+
+    Exit status: 0 measured, 1 an experiment failed or one that was named cannot run here, 2 wrong usage, 130
+    interrupted.
     """
     from pccheck_async.cli import bench_run
 
@@ -76,8 +78,9 @@ def run_report(
 ) -> None:
     """Make one HTML page of what was measured: who is ahead where and by how much, all tables, all figures.
 
-    The page needs no other file and no network. Exit status: 0 written, 1 a file cannot be read or written or is
-    damaged, 2 wrong usage, 3 there is nothing in OUT.
+    The page needs no other file and no network.
+
+    Exit status: 0 written, 1 a file cannot be read or written or is damaged, 2 wrong usage, 3 there is nothing in OUT.
     """
     from pccheck_async.cli.bench_report import run
 
@@ -114,7 +117,9 @@ def run_goodput(
     """Predict the steps per second that are left under failures, by PCcheck's model (figure 9).
 
     Failures in a trace are counted in three ways, and each costs what it does on average or at worst: all six results
-    are shown. Exit status: 0 predicted, 1 a file cannot be read or written or is no table, 2 wrong usage.
+    are shown.
+
+    Exit status: 0 predicted, 1 a file cannot be read or written or is no table, 2 wrong usage.
     """
     from pccheck_async.cli.bench_goodput import parse_durable, run
 

@@ -85,7 +85,7 @@ class ResumableLoader:
             rank=rank,
             world_size=world_size,
         )
-        self._generator = torch.Generator()  # the global one would be drawn from by every new iterator
+        self._generator = torch.Generator("cpu")  # the global one would be drawn from by every new iterator
         if seed_samples:
             dataset = _Seeded(dataset, self.sampler.seed)
             dataloader_kwargs["worker_init_fn"] = _Introduce(dataloader_kwargs.get("worker_init_fn"))

@@ -53,7 +53,8 @@ class Order:
         key = mix("order", self.seed, epoch)
         if self.shuffle == "keyed":
             return KeyedPermutation(self.size, key)
-        return torch.randperm(self.size, generator=torch.Generator().manual_seed(key))
+        generator = torch.Generator("cpu").manual_seed(key)
+        return torch.randperm(self.size, generator=generator, device="cpu")  # whatever the default device
 
 
 class KeyedPermutation:

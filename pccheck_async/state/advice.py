@@ -9,12 +9,14 @@ import decimal
 import enum
 import pathlib
 import random
+import types
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
 import numpy as np
 import torch
+import torch.utils.data
 
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.state import values
@@ -25,6 +27,7 @@ _ADVICE: Final[tuple[tuple[tuple[type, ...], str], ...]] = (
     ((torch.Tensor,), "save a plain tensor (x.to_local(), x.as_subclass(torch.Tensor)); run lazy modules once first"),
     ((np.ma.MaskedArray,), "save numpy.ma.getdata(x) and numpy.ma.getmaskarray(x)"),
     ((np.ndarray,), "save numpy.asarray(x)"),
+    ((torch.utils.data.DataLoader,), "save where it is: with pccheck_async.ResumableLoader in its place"),
     ((torch.Generator,), "save x.get_state()"),
     ((np.random.Generator,), "save x.bit_generator.state"),
     ((np.random.RandomState,), "save x.get_state(legacy=False)"),
@@ -38,6 +41,7 @@ _ADVICE: Final[tuple[tuple[tuple[type, ...], str], ...]] = (
     ((datetime.date, datetime.time), "save x.isoformat()"),
     ((datetime.timedelta,), "save x.total_seconds()"),
     ((memoryview,), "save bytes(x)"),
+    ((types.CoroutineType,), "await it, and save what that gives"),
 )
 """What to save instead of a value of these types; the first that fits."""
 

@@ -98,7 +98,7 @@ def _tensor_trouble(tensor: torch.Tensor) -> str:
 @cache
 def _negates(dtype: torch.dtype) -> bool:
     try:
-        torch.zeros(1, dtype=dtype).neg()
+        torch.zeros(1, dtype=dtype, device="cpu").neg()
     except (RuntimeError, NotImplementedError):
         return False
     return True

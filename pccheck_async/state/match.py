@@ -16,8 +16,9 @@ from pccheck_async.errors import StateMismatchError
 from pccheck_async.manifest import Manifest
 from pccheck_async.state import optimizers, paths
 from pccheck_async.state.allocation import Allocation
+from pccheck_async.state.ambient import apart, refuse_tracing
 from pccheck_async.state.filling import Filling, describe, difference
-from pccheck_async.state.flatten import check_outermost, is_stateful, noting
+from pccheck_async.state.flatten import Array, check_outermost, is_stateful, noting
 from pccheck_async.state.modules import live_state
 from pccheck_async.state.nodes import (
     ArrayNode,
@@ -99,10 +100,11 @@ def match(
         returns ``state``.
 
     Raises:
-        UnsupportedStateError: ``state`` is not a mapping with strings for keys.
+        UnsupportedStateError: ``state`` is not a mapping with strings for keys; or called where tensors are traced.
         StateMismatchError: The state differs; lists the paths.
         CorruptStoreError: The skeleton describes no value.
     """
+    refuse_tracing("restore")
     check_outermost(state)
     matching = _Matching(manifest, by_address, strict)
     skeleton = manifest.skeleton
@@ -131,10 +133,13 @@ class _Matching:
         self._mismatched += self._filling.conflicts()
         if self._mismatched or (self._strict and (self._missing or self._unexpected)):
             raise self._error()
-        self._filling.allocate(self._wanted)
+        with apart():
+            self._filling.allocate(self._wanted)
+            targets = Targets(self._filling.targets())
 
         def finish() -> Mapping[str, Any]:
-            self._filling.finish()
+            with apart():
+                self._filling.finish()
             inference = self._filling.inference
             gradients = torch.is_grad_enabled() and not inference  # inference_mode(False) would switch them on
             with torch.inference_mode(inference), torch.set_grad_enabled(gradients):
@@ -142,7 +147,7 @@ class _Matching:
                     action()
             return state
 
-        return Restoration(Targets(self._filling.targets()), finish, tuple(self._missing), tuple(self._unexpected))
+        return Restoration(targets, finish, tuple(self._missing), tuple(self._unexpected))
 
     def _error(self) -> StateMismatchError:
         make = partial(
@@ -150,8 +155,8 @@ class _Matching:
         )
         skeleton = self._manifest.skeleton
         assert isinstance(skeleton, DictNode)
-        advice = ""
-        if not self._mismatched:
+        advice = _wrapped(self._missing, self._unexpected)
+        if not self._mismatched and not advice:
             advice = "; to restore what both have: restore(state, strict=False)"
         if not set(paths.components(mapping_keys(skeleton))).isdisjoint(self._unexpected):
             advice += "; to take only part of it: load(path, keys=[...])"
@@ -197,7 +202,8 @@ class _Matching:
             return
         trouble = difference(self._manifest.tensors[node.index], live)
         if not trouble:
-            self._filling.add(path, node.index, live, strict=strict)
+            with apart():
+                self._filling.add(path, node.index, live, strict=strict)
         elif strict:
             self._mismatched.append(f"{path} ({trouble})")
 
@@ -340,7 +346,11 @@ class _Matching:
         rebuild(node, lambda index: index)
 
     def _rebuild(self, node: Node) -> Any:
-        return rebuild(node, self._filling.value, self._object)
+        return rebuild(node, self._value, self._object)
+
+    def _value(self, index: int) -> Array:
+        with apart():
+            return self._filling.value(index)
 
     def _object(self, node: StatefulNode) -> Any:
         return self._objects[id(node)] if id(node) in self._objects else self._rebuild(node.child)
@@ -352,6 +362,17 @@ class _Matching:
         else:
             stored = f"a {_type_name(node)}"
         self._mismatched.append(f"{path} (a {type(live).__qualname__} here, {stored} in the checkpoint)")
+
+
+def _wrapped(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """What to do where names differ by what a wrapper of models puts before them."""
+    for attribute, wrapper in (("module", "DistributedDataParallel or its like"), ("_orig_mod", "torch.compile")):
+        prefix = paths.escape(f"{attribute}.")
+        for where, wrapped, plain in (("here", missing, unexpected), ("in the checkpoint", unexpected, missing)):
+            if not {path.replace(prefix, "", 1) for path in wrapped if prefix in path}.isdisjoint(plain):
+                inside = f"save and restore the module inside (model.{attribute})"
+                return f"; a model {where} is wrapped by {wrapper}: {inside}"
+    return ""
 
 
 def _load_into(live: torch.nn.Module, own: Mapping[Any, Any], stored: Mapping[Any, Any]) -> None:
