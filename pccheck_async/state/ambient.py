@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Final
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from operator import attrgetter
+from typing import Any, Final
 
 import torch
 
@@ -12,8 +13,26 @@ from pccheck_async.errors import UnsupportedStateError
 
 __all__ = ["apart", "refuse_tracing"]
 
-_KEYS: Final = torch._C._TorchDispatchModeKey
-_compiler: Final[Callable[[], object]] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
+
+def _of_torch(name: str, otherwise: Any = lambda *_: None) -> Any:
+    """Return what has a private name in torch; a version without it is not asked: a state is saved all the same."""
+    try:
+        return attrgetter(name)(torch._C)
+    except AttributeError:
+        return otherwise
+
+
+_no_functions: Final = _of_torch("DisableTorchFunction", nullcontext)
+_no_dispatch: Final = _of_torch("_DisableTorchDispatch", nullcontext)
+_transform: Final = _of_torch("_functorch.peek_interpreter_stack")
+_dispatch_modes: Final = _of_torch("_len_torch_dispatch_stack")
+_dispatch_mode: Final = _of_torch("_get_dispatch_mode")
+_traced: Final = _of_torch("_get_tracing_state")
+_compiler: Final = _of_torch("_dynamo.eval_frame.get_eval_frame_callback")
+_DISPATCH_MODES: Final = tuple(
+    (_of_torch(f"_TorchDispatchModeKey.{name}", None), what)
+    for name, what in (("FAKE", "FakeTensorMode"), ("PROXY", "make_fx"), ("FUNCTIONAL", "FunctionalTensorMode"))
+)
 
 
 @contextmanager
@@ -22,7 +41,7 @@ def apart() -> Iterator[None]:
 
     For the package's own calls only. What users wrote (``state_dict()``, ``load_state_dict()``) runs in their modes.
     """
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+    with _no_functions(), _no_dispatch():
         yield
 
 
@@ -41,16 +60,13 @@ def refuse_tracing(call: str) -> None:
 
 
 def _tracer() -> str:
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if _transform() is not None:
         return "a transform of torch.func (vmap, grad, functionalize, ...)"
-    if torch._C._len_torch_dispatch_stack():
-        if torch._C._get_dispatch_mode(_KEYS.FAKE) is not None:
-            return "FakeTensorMode"
-        if torch._C._get_dispatch_mode(_KEYS.PROXY) is not None:
-            return "make_fx"
-        if torch._C._get_dispatch_mode(_KEYS.FUNCTIONAL) is not None:
-            return "FunctionalTensorMode"
-    if torch._C._get_tracing_state() is not None:
+    if _dispatch_modes():
+        for key, what in _DISPATCH_MODES:
+            if key is not None and _dispatch_mode(key) is not None:
+                return what
+    if _traced() is not None:
         return "torch.jit.trace"
     if _compiler():
         return "a function of torch.compile (torch.compiler.disable keeps what calls this out of it)"
