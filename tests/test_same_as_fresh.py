@@ -222,10 +222,10 @@ def test_saved_as_a_fresh_engine_would(most_aside: int, monkeypatch: pytest.Monk
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("block", range(20))
+@pytest.mark.parametrize("block", range(120))
 def test_many_saved_as_a_fresh_engine_would(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: Counter[str] = Counter()
-    for seed in range(1000 + 60 * block, 1060 + 60 * block):
+    for seed in range(1000 + 10 * block, 1010 + 10 * block):
         monkeypatch.setattr(aside, "_LARGEST", [1 << 20, 40, 0][seed % 3])
         if seed % 5 == 0:
             monkeypatch.setattr(forms, "_dlpack_forms", None)
