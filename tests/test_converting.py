@@ -316,7 +316,7 @@ def _contiguous(value: Any) -> Any:
                 .requires_grad_(value.requires_grad)
             )
         case np.ndarray():
-            return np.ascontiguousarray(value).reshape(value.shape)
+            return value.copy(order="C")
         case OrderedDict() | Counter() | dict():
             return type(value)({key: _contiguous(item) for key, item in value.items()})
         case list() | tuple() if type(value) in (list, tuple):

@@ -280,3 +280,12 @@ def test_packed_pieces_outside() -> None:
     for low, high, room in ((0, 17, 17), (-1, 4, 5), (8, 4, 0), (0, 8, 9)):
         with pytest.raises(ValueError, match="fit"):
             source.copy(low, high, memoryview(bytearray(room)))
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_one_item_of_an_expanded_tensor(shift: int) -> None:
+    """Its stride is 0, which is as good as any of one item, but not for a view of it as bytes."""
+    source = PackedSource(torch.tensor([7], dtype=torch.int16).expand(3))
+    into = bytearray(shift + 2)
+    source.copy(2, 4, memoryview(into)[shift:])
+    assert into[shift:] == b"\x07\0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import save, save_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -51,14 +52,23 @@ def write(found: Contents, connection: Connection, path: Path) -> None:
     with new_folder(path) as folder:
         writer = _Writer(folder)
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be here
-                save(state, storage_writer=writer, planner=planner, no_dist=True)
+            _save_alone(state, writer, planner)
         except CheckpointException as error:
             failure = next(iter(error.failures.values()), (error,))[0]
             if isinstance(failure, ValueError) and not isinstance(failure, CheckpointError):  # two leaves of one name
                 raise UnsupportedStateError(f"torch.distributed.checkpoint refuses this state: {failure}") from error
             raise failure from error
+
+
+def _save_alone(state: dict[str, Any], writer: FileSystemWriter, planner: SavePlanner) -> None:
+    """Save from this process only, whatever process group it is in."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be here
+        if "no_dist" in inspect.signature(save).parameters:
+            save(state, storage_writer=writer, planner=planner, no_dist=True)
+        else:  # torch up to 2.6
+            warnings.simplefilter("ignore", FutureWarning)
+            save_state_dict(state, writer, no_dist=True, planner=planner)
 
 
 class _Writer(FileSystemWriter):

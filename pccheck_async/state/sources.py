@@ -225,7 +225,8 @@ def _copy_tensor(piece: torch.Tensor, into: memoryview) -> None:
     bits = _resolved_bits(piece)
     flat = torch.frombuffer(into, dtype=torch.uint8)
     if flat.data_ptr() % bits.element_size():
-        flat.copy_(bits.cpu().contiguous().reshape(-1).view(torch.uint8))
+        dense = bits.cpu().reshape(-1).clone(memory_format=torch.contiguous_format)  # its stride is 1, of one item, too
+        flat.copy_(dense.view(torch.uint8))
     else:
         flat.view(bits.dtype).reshape(bits.shape).copy_(bits)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -46,6 +47,13 @@ class _Dcp(Method):
 
     durable = False
     atomic = resumable = True
+
+    @classmethod
+    def why_not(cls) -> str | None:
+        """Return whether this torch saves from one process beside a process group."""
+        if "no_dist" not in inspect.signature(save).parameters:
+            return f"torch {torch.__version__} has no dcp.save(no_dist=True) (2.7 or newer has)"
+        return None
 
     def load(self, into: State) -> int:
         """Read into the tensors of ``into``."""
