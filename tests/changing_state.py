@@ -197,6 +197,7 @@ class ChangingState:
     def change_back(self) -> None:
         container, key, value = self.rng.choice(self._before)
         container[key] = value
+        self._untie()
 
     def change_leaf(self) -> None:
         self.put(self.place(), self.leaf())

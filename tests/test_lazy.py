@@ -185,6 +185,18 @@ def test_modules_are_walked_again_where_they_are_others() -> None:
         assert {*map(id, found.frozen())} == {*map(id, module.parameters())}
 
 
+def test_a_frozen_parameter_that_was_replaced_is_none_though_it_lives_on() -> None:
+    module, parameters = torch.nn.Linear(2, 2, bias=False).requires_grad_(False), ModuleParameters()
+    module.register_buffer("mean", module.weight.detach())  # the forward pass may change it
+    flat, before = take_apart({"m": module}), module.weight
+    for _ in range(2):
+        assert [*map(id, parameters.look([module], flat.outline).frozen())] == [id(before)]
+    module.weight = torch.nn.Parameter(torch.ones(2, 2), requires_grad=False)
+    assert not parameters.look([module], flat.outline).frozen()
+    module.weight = before
+    assert [*map(id, parameters.look([module], flat.outline).frozen())] == [id(before)]
+
+
 def test_an_embedding_may_begin_to_renormalise() -> None:
     embedding, parameters = torch.nn.Embedding(3, 2), ModuleParameters()
     flat = take_apart({"m": embedding})

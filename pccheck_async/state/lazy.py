@@ -73,7 +73,12 @@ class _Modules:
         self._roots = [*map(weakref.ref, roots)]
         self._parts = [*map(weakref.ref, parts)]
         self._children = [weakref.ref(child) for part in parts for child in _children(part)]
-        self._others = [weakref.ref(p) for root in roots for p in root.parameters() if id(p) not in optimized]
+        self._others = [
+            (weakref.ref(part), name, weakref.ref(parameter))
+            for part in parts
+            for name, parameter in part.named_parameters(recurse=False)
+            if id(parameter) not in optimized
+        ]
         self._tables = [weakref.ref(part) for part in parts if isinstance(part, tables)]
 
     def are(self, roots: Sequence[torch.nn.Module]) -> bool:
@@ -88,8 +93,15 @@ class _Modules:
 
     def frozen(self) -> list[torch.Tensor]:
         """Return those parameters among the others that no optimizer changes (``requires_grad=False``)."""
-        alive = map(_alive, self._others)
-        return [parameter for parameter in alive if parameter is not None and not parameter.requires_grad]
+        found: dict[int, torch.Tensor] = {}
+        for holder, name, reference in self._others:
+            part, parameter = holder(), reference()
+            if part is None or parameter is None or parameter.requires_grad:
+                continue
+            # One that was replaced, and lives on, is no parameter: what shares its memory now may change at any time.
+            if name in part._parameters and part._parameters[name] is parameter:
+                found[id(parameter)] = parameter
+        return list(found.values())
 
     def changed_by_forward(self) -> list[torch.Tensor]:
         """Return those that change in the forward pass: the weights of embeddings with ``max_norm``."""
