@@ -417,7 +417,7 @@ def test_dcp_loads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = load_sync(tmp_path / "s")
     del target["nothing"]
     _blank(target)
-    load_dcp(target, checkpoint_id=tmp_path / "d", no_dist=True)
+    load_dcp(target, checkpoint_id=tmp_path / "d")
     assert digests(target) == digests(loaded)
     assert (target["step"], target["optimizer"]["param_groups"]) == (7, loaded["optimizer"]["param_groups"])
     assert np.array_equal(target["array"], loaded["array"])
@@ -459,7 +459,7 @@ about = reader.read_metadata().state_dict_metadata
 found = {}
 for name, entry in about.items():
     part = {name: torch.empty(entry.size, dtype=entry.properties.dtype)}
-    load(part, storage_reader=FileSystemReader(sys.argv[1]), no_dist=True)
+    load(part, storage_reader=FileSystemReader(sys.argv[1]))
     bits = part[name].contiguous().reshape(-1).view(torch.uint8).numpy()
     found[name] = [list(part[name].shape), str(part[name].dtype), hashlib.sha256(bits).hexdigest()]
 assert "pccheck_async" not in sys.modules
