@@ -21,7 +21,7 @@ from pccheck_async.state.ambient import apart, refuse_tracing
 from pccheck_async.state.arrangement import Arrangement, arranged
 from pccheck_async.state.aside import set_aside
 from pccheck_async.state.flatten import FlatState, take_apart
-from pccheck_async.state.lazy import LazySources, ModuleParameters, optimized
+from pccheck_async.state.lazy import LazySources, ModuleParameters, optimized, sharing_nothing
 from pccheck_async.state.outline import Outline
 from pccheck_async.state.reference import Reference
 from pccheck_async.state.sources import HOST, Sources
@@ -153,8 +153,8 @@ class Snapshots:
         if flat.objects:
             modules = self._modules.look(flat.objects, flat.outline, unchanged)
             unchanged += modules.frozen()
-            if changing := set(map(id, modules.changed_by_forward())):
-                unchanged = [tensor for tensor in unchanged if id(tensor) not in changing]
+            if changing := modules.changed_by_forward():
+                unchanged = sharing_nothing(unchanged, changing)
         sources = layout.sources
         later = self._lazy_sources.among(sources, values, unchanged)
         last = self._part

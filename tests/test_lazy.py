@@ -13,7 +13,7 @@ from pccheck_async import SyncCheckpointEngine, load_sync
 from pccheck_async.memory import PAGE_BYTES
 from pccheck_async.state import forms
 from pccheck_async.state.flatten import take_apart
-from pccheck_async.state.lazy import LazyMemory, LazySources, ModuleParameters, optimized
+from pccheck_async.state.lazy import LazyMemory, LazySources, ModuleParameters, optimized, sharing_nothing
 from pccheck_async.state.sources import PackedSource, Sources
 from pccheck_async.state.versions import Versions
 
@@ -195,6 +195,15 @@ def test_a_frozen_parameter_that_was_replaced_is_none_though_it_lives_on() -> No
     assert not parameters.look([module], flat.outline).frozen()
     module.weight = before
     assert [*map(id, parameters.look([module], flat.outline).frozen())] == [id(before)]
+
+
+@pytest.mark.parametrize("share", [lambda weight: weight, torch.Tensor.detach, lambda weight: weight.detach()[:2]])
+def test_what_shares_the_memory_of_a_renormalised_embedding_is_not_left(share: Callable[..., torch.Tensor]) -> None:
+    table, other = torch.nn.Embedding(3, 2, max_norm=1.0), torch.nn.Parameter(torch.zeros(3, 2))
+    shared = torch.nn.Parameter(share(table.weight.data), requires_grad=False)
+    sparse = torch.eye(2).to_sparse()
+    left = sharing_nothing([table.weight, shared, other, sparse], [table.weight, torch.eye(3).to_sparse()])
+    assert [*map(id, left)] == [id(other), id(sparse)]
 
 
 def test_an_embedding_may_begin_to_renormalise() -> None:

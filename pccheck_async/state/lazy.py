@@ -17,7 +17,7 @@ from pccheck_async.state.forms import tell
 from pccheck_async.state.outline import Outline
 from pccheck_async.state.sources import Sources
 
-__all__ = ["LazyMemory", "LazySources", "ModuleParameters", "optimized"]
+__all__ = ["LazyMemory", "LazySources", "ModuleParameters", "optimized", "sharing_nothing"]
 
 _Which: TypeAlias = npt.NDArray[np.bool_]
 
@@ -35,6 +35,19 @@ def optimized(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]
         kept = [each for each in optimizer.state.values() if isinstance(each, dict)]
         found += [value for value in chain.from_iterable(map(dict.values, kept)) if isinstance(value, torch.Tensor)]
     return found
+
+
+def sharing_nothing(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return those of ``tensors`` whose storage is of none of ``others``: two parameters may have the same memory."""
+    taken = set(map(_storage, others))
+    return [tensor for tensor in tensors if _storage(tensor) not in taken]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # none: sparse, or of a class that wraps others
+        return -id(tensor)
 
 
 class ModuleParameters:
