@@ -72,5 +72,5 @@ def nothing_left_behind() -> Iterator[None]:
     deadline = time.monotonic() + 10
     while threading.active_count() > threads and time.monotonic() < deadline:
         time.sleep(0.01)  # told to end; on a busy machine that takes a moment
-    assert threading.active_count() == threads, [thread.name for thread in threading.enumerate()]
-    assert len(os.listdir("/proc/self/fd")) == fds
+    assert threading.active_count() <= threads, [thread.name for thread in threading.enumerate()]
+    assert len(os.listdir("/proc/self/fd")) <= fds  # fewer: what an earlier test forgot was collected

@@ -169,7 +169,7 @@ def test_the_bare_sequence_writes_what_it_says(tmp_path: Path) -> None:
     with BareSequence(tmp_path, 64 << 10) as sequence:
         assert sequence.seconds() > 0
     assert {path.name: path.stat().st_size for path in tmp_path.iterdir()} == {"data": 64 << 10, "record": 4096}
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_savez_brings_back_what_it_saved(tmp_path: Path) -> None:

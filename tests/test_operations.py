@@ -576,7 +576,7 @@ def test_nothing_leaks(runner: asyncio.Runner, engine: Callable[..., Operations]
     threads, fds = threads_now(), fds_now()
     for _ in range(5):
         runner.run(use())
-    assert fds_now() == fds
+    assert fds_now() <= fds
     assert threads_settle_at(threads)
 
 
@@ -658,7 +658,7 @@ async def test_threads_that_cannot_all_be_started_are_not_left(
             refused += 1
         else:
             await operations.close()
-        assert threading.active_count() == before
+        assert threading.active_count() <= before
     assert refused
 
 
@@ -869,7 +869,7 @@ if native.available():
             del queue, table, buffer, keepalive, batch, owner, operation
             gc.collect()
         assert [warning.category for warning in caught] == [ResourceWarning]
-        assert fds_now() == fds
+        assert fds_now() <= fds
         assert threads_settle_at(threads)
 
     def forgotten(kind: str) -> list[Owner]:

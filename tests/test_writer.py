@@ -351,7 +351,7 @@ def test_descriptors_do_not_leak(tmp_path: Path, on_disk: OnDisk) -> None:
             await writer.create(f"slot-00{number}", PAGE_BYTES)
 
     on_disk(tmp_path, test)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_abandon_closes_everything_at_once(tmp_path: Path, on_disk: OnDisk) -> None:
@@ -376,7 +376,7 @@ def test_cancelled_creation_does_not_lose_its_descriptor(tmp_path: Path, on_disk
             await task
 
     on_disk(tmp_path, test)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_folder_that_is_moved_stays_the_one(tmp_path: Path, on_disk: OnDisk) -> None:
