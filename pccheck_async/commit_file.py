@@ -23,6 +23,7 @@ from pccheck_async.layout import (
     encode_record,
     names_checkpoints,
     region_offsets,
+    slot_number,
 )
 from pccheck_async.memory import PAGE_BYTES, aligned_buffer
 from pccheck_async.records import read_identity
@@ -142,8 +143,7 @@ async def _open_or_create(writer: Writer) -> File:
     try:
         return await writer.open(COMMIT_NAME, writable=True)
     except FileNotFoundError:
-        if await read_identity(writer) is not None:
-            raise CorruptStoreError(f"{COMMIT_NAME!r} is missing beside {IDENTITY_NAME}") from None
+        await _refuse_remains(writer)
     try:
         return await writer.create(COMMIT_NAME, COMMIT_NBYTES)
     except WriteError as error:
@@ -153,6 +153,16 @@ async def _open_or_create(writer: Writer) -> File:
         return await writer.open(COMMIT_NAME, writable=True)
 
 
+async def _refuse_remains(writer: Writer) -> None:
+    """Raise CorruptStoreError where parts of a store lie that lost its commit file: a new one would overwrite them."""
+    parts = [name for name in await writer.names() if name == IDENTITY_NAME or slot_number(name) is not None]
+    if parts and COMMIT_NAME not in await writer.names():  # looked for again: another writer may be making the store
+        raise CorruptStoreError(
+            f"{COMMIT_NAME!r} is missing beside {max(parts)}: "
+            "see what is left with `pccheck recover`, or use an empty folder"
+        )
+
+
 async def _create(writer: Writer, file: File, block_bytes: int) -> Identity:
     """Make the folder a store; ``store.json`` comes last, so a crash leaves either no store or a whole one."""
     if file.nbytes > COMMIT_NBYTES:
@@ -160,6 +170,11 @@ async def _create(writer: Writer, file: File, block_bytes: int) -> Identity:
     view = aligned_buffer(COMMIT_NBYTES)
     if names_checkpoints(bytes(view[: await writer.read(file, 0, view)])):
         raise CorruptStoreError(f"{IDENTITY_NAME} is missing beside a {COMMIT_NAME!r} file that names checkpoints")
+    if any(slot_number(name) is not None for name in await writer.names()):  # made only after both
+        raise CorruptStoreError(
+            f"{IDENTITY_NAME} is missing, {COMMIT_NAME!r} is empty, and there are slots: "
+            "see what is left with `pccheck recover`, or use an empty folder"
+        )
     identity = Identity(
         format=FORMAT_VERSION, store_id=secrets.token_hex(16), checksum=checksum.NAME, block_bytes=block_bytes
     )

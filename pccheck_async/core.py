@@ -36,6 +36,7 @@ from pccheck_async.session import IO, Session, check_io
 from pccheck_async.stalls import Stalls
 from pccheck_async.statistics import EngineStatistics
 from pccheck_async.steps import Steps, block_on, run
+from pccheck_async.store_path import store_path
 from pccheck_async.tracing import Sink, Span
 from pccheck_async.training import TrainingStep, TrainingSteps
 
@@ -54,7 +55,7 @@ class EngineCore:
 
     def __init__(self, path: str | os.PathLike[str], io: IO, config: EngineConfig) -> None:
         check_io(io)
-        self.path = _folder(path) if isinstance(io, str) else os.fspath(path)
+        self.path = store_path(path) if isinstance(io, str) else os.fspath(path)
         self.config = config
         self.io = io
         self._pid = os.getpid()
@@ -384,15 +385,3 @@ class EngineCore:
     def statistics(self) -> EngineStatistics:
         """Return a snapshot of everything counted so far."""
         return self._ledger.statistics(self.pipeline)
-
-
-def _folder(path: str | os.PathLike[str]) -> str:
-    """Return where a store is, wherever the process goes. Raises ValueError for what means another place."""
-    text = str(os.fspath(path))
-    if not text:
-        raise ValueError("the path of the store is empty; the current folder is '.'")
-    if text.startswith("~"):
-        raise ValueError(f"{text!r} begins with '~', which only shells replace; use os.path.expanduser({text!r})")
-    if "://" in text:
-        raise ValueError(f"{text!r} is a URL; a store is a folder on a disk, or on a network filesystem mounted here")
-    return os.fspath(Path(path).absolute())

@@ -30,6 +30,7 @@ from pccheck_async.scratch import free_bytes, scratch_folder, slot_bytes
 from pccheck_async.session import IO, check_io
 from pccheck_async.state.flatten import flatten
 from pccheck_async.state.storages import arrange
+from pccheck_async.store_path import store_path
 from pccheck_async.trials import Disk, Sample, Trial, run_trial, saves_of_trial, try_disk
 from pccheck_async.tuned import Measurement, Tuning
 from pccheck_async.tuning import (
@@ -174,7 +175,7 @@ async def _tune(
         if seconds is not None and not seconds > 0:
             raise ValueError(f"{name} is positive, not {seconds!r}")
     cores, memory = available_cores(), available_memory()
-    folder = Path(path)
+    folder = Path(store_path(path))
     free = free_bytes(folder)
     limits = Limits(
         storage_bytes=free + slot_bytes(folder),

@@ -23,10 +23,12 @@ from pccheck_async import (
     StateMismatchError,
     SyncCheckpointEngine,
     UnsupportedStateError,
+    copy_checkpoint,
     load_sync,
 )
 from pccheck_async.operations.base import Operations
 from pccheck_async.testing import StuckWriter
+from pccheck_async.tuner import tune_blocking
 from pccheck_async.writer.posix import PosixWriter
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -42,6 +44,15 @@ STATE = {"x": torch.ones(3)}
 def test_a_path_that_means_another_place(kind: Callable[..., Any], path: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         kind(path)
+
+
+@pytest.mark.parametrize("made", [partial(copy_checkpoint, "here"), partial(tune_blocking, nbytes=1)])
+def test_another_place_to_copy_to_or_to_measure(made: Callable[..., Any], tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path, says in (("~/copies", "expanduser"), ("s3://bucket/copies", "is a URL")):
+        with pytest.raises(ValueError, match=says):
+            made(path)
+    assert not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import random
@@ -235,6 +236,61 @@ def test_what_a_trainer_saved_until_it_let_go_is_found(tmp_path: Path, monkeypat
             engine.checkpoint(state_of(1), step=1).result(60)  # makes the first slots
         assert [info.step for info in recovering.result(60).named] == [1]
     check(tmp_path, 1)
+
+
+@pytest.mark.parametrize("commit", ["gone", "empty", "zeros"])
+@pytest.mark.parametrize("identity", ["kept", "gone"])
+def test_no_engine_makes_a_new_store_over_what_is_left(tmp_path: Path, commit: str, identity: str) -> None:
+    save(tmp_path, 1, 2)
+    if identity == "gone":
+        (tmp_path / "store.json").unlink()
+    if commit == "gone":
+        (tmp_path / "commit").unlink()
+    else:
+        (tmp_path / "commit").write_bytes(bytes(COMMIT_NBYTES if commit == "zeros" else 0))
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(CorruptStoreError, match="pccheck recover"):
+        save(tmp_path, 3)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    recover_store(tmp_path, write=True)
+    check(tmp_path, 2, 1)
+
+
+def test_one_recovery_at_a_time_where_there_is_no_commit_file_to_lock(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    (tmp_path / "commit").unlink()
+    recoverer: Queue[StuckWriter] = Queue()
+
+    def stuck(path: str, operations: Operations) -> Writer:
+        recoverer.put(writer := StuckWriter(PosixWriter(path, operations), kinds=("rename",)))
+        return writer
+
+    with ThreadPoolExecutor(1) as threads:
+        recovering = threads.submit(recover_store, tmp_path, write=True, io=stuck)
+        writer = recoverer.get(timeout=60)
+        writer.wait_stuck()
+        with pytest.raises(StoreLockedError, match="another process writes to a slot"):
+            recover_store(tmp_path, write=True)
+        writer.release()
+        assert [info.step for info in recovering.result(60).named] == [2, 1]
+    check(tmp_path, 2, 1)
+
+
+def test_a_recovery_does_not_undo_the_one_before(tmp_path: Path) -> None:
+    """And with it what a trainer committed since."""
+    save(tmp_path, 1, 2)
+    (tmp_path / "commit").unlink()
+
+    class Late(WrappingWriter):
+        async def try_lock(self, file: File, *, shared: bool = False) -> bool:
+            if not (tmp_path / "commit").exists():
+                await asyncio.to_thread(recover_store, tmp_path, write=True)
+                await asyncio.to_thread(save, tmp_path, 3)
+            return await super().try_lock(file, shared=shared)
+
+    with pytest.raises(StoreLockedError, match=r"another process recovered .* meanwhile: nothing was written"):
+        recover_store(tmp_path, write=True, io=lambda path, operations: Late(PosixWriter(path, operations)))
+    check(tmp_path, 3, 2, 1)
 
 
 def test_dropped_checkpoints_come_back_on_request(tmp_path: Path) -> None:

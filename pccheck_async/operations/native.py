@@ -83,7 +83,7 @@ class NativeOperations(Operations):
         engine: What performs them; copies and checksums are done by threads in either case.
 
     Raises:
-        RuntimeError: The extension was not built.
+        RuntimeError: The extension was not built, or the system has no room for as many threads.
         OSError: The kernel refuses the engine.
     """
 
@@ -98,8 +98,10 @@ class NativeOperations(Operations):
             with _making:
                 self._queue = _ext.Queue(io_threads, copy_threads, engine)
                 _open.add(self)
-        except BaseException:
+        except BaseException as error:
             self._helpers.close()
+            if isinstance(error, BlockingIOError):  # as Python says of its own threads
+                raise RuntimeError("can't start new threads: see ulimit -u and the cgroup's pids.max") from error
             raise
         self._fd: int = self._queue.fileno()
         self._loop.add_reader(self._fd, self._reap)

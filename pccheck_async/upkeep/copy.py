@@ -18,6 +18,7 @@ from pccheck_async.memory import aligned_buffer
 from pccheck_async.retention import KeepAll
 from pccheck_async.session import IO, Session
 from pccheck_async.store import SlotLease, Store, open_store
+from pccheck_async.store_path import store_path
 from pccheck_async.store_reader import OneLoop, with_session
 from pccheck_async.upkeep.chunks import Progress, Run, check_chunks, make_pool
 from pccheck_async.upkeep.held import LOCK_SECONDS, Held, hold, open_reader
@@ -55,14 +56,14 @@ def copy_checkpoint(
         The checkpoint as ``target`` has it.
 
     Raises:
-        ValueError: both are one folder.
+        ValueError: both are one folder, or ``target`` is a URL or begins with ``~``.
         NoCheckpointError: there is none to copy.
         CorruptStoreError: it is damaged, or ``target`` is.
         StoreLockedError: a trainer has ``target`` open.
         StoreFullError: there is no space for it, or a commit record has no room for it.
         ReadError, WriteError: a device failed.
     """
-    step = check_step(step)
+    step, target = check_step(step), store_path(target)
     with suppress(OSError):
         if os.path.samefile(source, target):
             raise ValueError(f"{os.fspath(source)} and {os.fspath(target)} are one folder: there is nothing to copy")

@@ -45,7 +45,7 @@ from pccheck_async.writer import Writer
 __all__ = ["Recovery", "recover_store"]
 
 _NEW = ".recovered"
-_BUSY = "being written by another process"
+_BUSY = "in use by another process"
 
 FileState = Literal["valid", "missing", "damaged"]
 
@@ -132,7 +132,8 @@ async def _recover(
     progress: Progress,
 ) -> Recovery:
     writer = session.writer
-    if write and COMMIT_NAME in await writer.names():
+    alone = write and COMMIT_NAME not in await writer.names()  # no trainer opens it so
+    if write and not alone:
         await _lock(writer, path)
     names = await writer.names()  # only now: whoever held the lock may have made slots
     numbers = [number for name in names if (number := slot_number(name)) is not None]
@@ -147,9 +148,11 @@ async def _recover(
     if record is None or search:
         for number in numbers:
             block_bytes = identity.block_bytes if identity else MIN_BLOCK
-            found.append(await _search(session, number, block_bytes, progress, keep=write))
+            found.append(await _search(session, number, block_bytes, progress, keep=write, alone=alone))
         if write and any(one.note == _BUSY for one in found):
             raise StoreLockedError(f"another process writes to a slot of {os.fspath(path)}: nothing was written")
+        if alone and COMMIT_NAME in await writer.names():
+            raise StoreLockedError(f"another process recovered {os.fspath(path)} meanwhile: nothing was written")
         found = [_unasked(one) if slots is not None and one.slot not in slots else one for one in found]
         entries, notes = arrange(found)
         found = [replace(one, note=notes.get(one.slot, one.note)) for one in found]
@@ -221,16 +224,19 @@ def _record(commit: memoryview | None, identity: Identity | None) -> tuple[Recor
 
 
 async def _search(
-    session: Session, number: int, block_bytes: int, progress: Progress, *, keep: bool
+    session: Session, number: int, block_bytes: int, progress: Progress, *, keep: bool, alone: bool
 ) -> FoundCheckpoint:
-    """Search a slot; it stays locked until the session ends where what was found is going to be named."""
+    """Search a slot; it stays locked until the session ends where what was found is going to be named.
+
+    With ``alone`` also against others that recover: without a commit file its lock cannot keep them out.
+    """
     name = slot_name(number)
     try:
-        file = await session.writer.open(name, writable=False)
+        file = await session.writer.open(name, writable=alone)  # flock over NFS asks for that
     except CorruptStoreError as error:
         return FoundCheckpoint(number, name, None, 0, (), None, str(error))
     try:
-        if not await session.writer.try_lock(file, shared=True):
+        if not await session.writer.try_lock(file, shared=not alone):
             keep = False
             return FoundCheckpoint(number, name, None, 0, (), None, _BUSY)
         return await search_slot(session, file, block_bytes, progress)
