@@ -461,6 +461,6 @@ def loads_as(state: Any, loaded: Any) -> str:
 
 def depth(value: Any) -> int:
     """How deep a tree is; RecursionError where it holds itself."""
-    inner = value.state if isinstance(value, Thing) else value
+    inner = (value.state,) if isinstance(value, Thing) else value
     items = inner.values() if isinstance(inner, dict) else inner if isinstance(inner, (list, tuple)) else ()
     return 1 + max(map(depth, items), default=0)
