@@ -28,6 +28,7 @@ def test_killed_in_every_phase(tmp_path: Path, io: str) -> None:
 @pytest.mark.slow
 def test_killed_while_a_state_is_written_in_one_piece(tmp_path: Path, io: str) -> None:
     campaign = Campaign(tmp_path, io=io, elements=5_000, seed=4)
+    campaign.live("acknowledged")
     for phase in ("flush", "record", "between") * 3:
         campaign.live(phase)
     campaign.live(None)
