@@ -329,6 +329,24 @@ def test_inference_tensors() -> None:
     assert torch.equal(linear.weight, stored.weight)
 
 
+def test_what_is_made_beside_an_inference_tensor_can_be_trained() -> None:
+    with torch.inference_mode():
+        best = torch.zeros(1)
+    net, live = model(), model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, optimizer)
+    fresh, thing = torch.optim.AdamW(live.parameters()), Thing()
+    saved = save({"best": torch.ones(1), "net": net, "o": optimizer, "t": Thing(t=torch.ones(2)), "p": torch.ones(3)})
+    state: dict[str, Any] = {"best": best, "net": live, "o": fresh, "t": thing, "p": None}
+    saved.restore(state)
+    assert best.tolist() == [1]
+    assert not thing.state["t"].is_inference()
+    assert not state["p"].is_inference()
+    train(net, optimizer)
+    train(live, fresh)
+    assert same(net.state_dict(), live.state_dict())
+
+
 def test_expanded_tensors_take_one_item() -> None:
     live = torch.zeros(3).expand(4, 3)
     save({"t": torch.arange(3.0).expand(4, 3)}).restore({"t": live})
@@ -636,6 +654,65 @@ def test_moments_wider_than_their_parameter(stepped: bool) -> None:
     assert not difference(one.state_dict(), two.state_dict())
 
 
+def test_hooks_decide_what_an_optimizer_loads() -> None:
+    """Those before see the stored state and may put it in another order; those after have the last word."""
+
+    def build(sizes: tuple[int, ...]) -> torch.optim.Optimizer:
+        parameters = [nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)) for size in sizes]
+        return torch.optim.SGD(parameters, 0.1, momentum=0.9)
+
+    def turn(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, "state": {0: state["state"][1], 1: state["state"][0]}}
+
+    one, two = build((2, 3)), build((3, 2))
+    for number, parameter in enumerate(one.param_groups[0]["params"]):
+        one.state[parameter]["momentum_buffer"] = torch.full(parameter.shape, 1.1 + number)
+    two.register_load_state_dict_pre_hook(turn)
+    saved = save({"o": one})
+    for _ in range(2):  # a fresh one, then one with moments
+        saved.restore({"o": two})
+        found = [two.state[parameter]["momentum_buffer"] for parameter in two.param_groups[0]["params"]]
+        assert [moment.dtype for moment in found] == [torch.float32] * 2
+        assert [moment.tolist() for moment in found] == [torch.full((3,), 2.1).tolist(), torch.full((2,), 1.1).tolist()]
+
+    def halve(optimizer: torch.optim.Optimizer) -> None:
+        for state in optimizer.state.values():
+            state["momentum_buffer"] = state["momentum_buffer"].half()
+
+    after = build((2, 3))
+    after.register_load_state_dict_post_hook(halve)
+    saved.restore({"o": after})
+    found = [state["momentum_buffer"] for state in after.state.values()]
+    assert [moment.tolist() for moment in found] == [
+        torch.full((n,), 1.1 + k).half().tolist() for k, n in ((0, 2), (1, 3))
+    ]
+    assert len(after._optimizer_load_state_dict_post_hooks) == 1
+    assert not after._optimizer_load_state_dict_pre_hooks
+
+
+def test_a_wrapper_of_an_optimizer_without_hooks() -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inside: torch.optim.Optimizer) -> None:
+            self.inside = inside
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("state", "param_groups", "defaults"):
+                return getattr(self.inside, name)
+            raise AttributeError(name)
+
+        def state_dict(self) -> Any:
+            return self.inside.state_dict()
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            self.inside.load_state_dict(state_dict)
+
+    net, live = model(), model()
+    one, two = torch.optim.AdamW(net.parameters()), torch.optim.AdamW(live.parameters())
+    train(net, one)
+    save({"o": Wrapper(one)}).restore({"o": Wrapper(two)})
+    assert not difference(one.state_dict(), two.state_dict())
+
+
 def test_optimizers_of_another_make_up() -> None:
     net = model()
     parameters = list(net.parameters())
@@ -761,6 +838,17 @@ def test_what_is_loaded_can_be_trained_whatever_mode_the_caller_is_in(mode: Any)
     train(net, optimizer)
     train(live, fresh)
     assert same(net.state_dict(), live.state_dict())
+
+
+def test_an_object_where_none_was_saved() -> None:
+    tensor = torch.zeros(2)
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([tensor], 0.1), 3)
+    saved = save({"t": torch.ones(2), "s": None})
+    assert mismatch({"t": tensor, "s": scheduler}, saved).mismatched == (
+        "s (a StepLR here, a NoneType in the checkpoint)",
+    )
+    with pytest.raises(StateMismatchError, match="a StepLR here"):
+        match({"t": tensor, "s": scheduler}, saved.decoded, strict=False)
 
 
 def test_a_stateful_inside_a_stateful_is_restored_itself() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import combinations
@@ -131,10 +131,10 @@ class Filling:
         live = self._live.get(index)
         return live.array if live is not None else self._allocation.array(index)
 
-    @property
-    def inference(self) -> bool:
-        """Whether an inference tensor is among the live ones: they change only in inference mode."""
-        return any(isinstance(live.array, torch.Tensor) and live.array.is_inference() for live in self._live.values())
+    def inference(self, indices: Iterable[int]) -> bool:
+        """Whether an inference tensor is among these of the live ones: they change only in inference mode."""
+        lives = (self._live[index] for index in indices if index in self._live)
+        return any(isinstance(live.array, torch.Tensor) and live.array.is_inference() for live in lives)
 
 
 def describe(entry: TensorEntry) -> str:
