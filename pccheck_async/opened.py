@@ -127,13 +127,21 @@ class Connection:
         self._closed = False
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the loop that reads, and block until it ended. Raises ClosedError."""
+        """Run a coroutine on the loop that reads, and block until it ended.
+
+        Raises:
+            ClosedError: this was closed, maybe by another thread meanwhile.
+        """
         try:
             self.check_open()
         except ClosedError:
             work.close()
             raise
-        return self._loop.call(work)
+        try:
+            return self._loop.call(work)
+        except (OSError, ClosedError):  # of whatever it was doing when it had to end
+            self.check_open()
+            raise
 
     def check_open(self) -> None:
         """Raise ClosedError where this was closed, or belongs to the parent of this process."""
@@ -224,8 +232,8 @@ class StoredTensor:
 
     def __getitem__(self, index: Any) -> Any:
         """Read some of it. Raises IndexError, TypeError, and what :meth:`read` raises."""
-        first, *rest = index if isinstance(index, tuple) else (index,)
-        if not isinstance(first, (slice, int, np.integer)):
+        first, *rest = index if isinstance(index, tuple) and index else (index,)
+        if not isinstance(first, (slice, int, np.integer)) or isinstance(first, bool):
             raise TypeError(f"a stored tensor takes a number or a slice first, not {first!r}; use read()[...] instead")
         if not self.shape:
             raise IndexError(f"{self.path} has no dimensions; use read()")
@@ -254,7 +262,8 @@ class StoredTensor:
         if isinstance(array, np.ndarray):
             return array.copy()
         # What lies between the items was read with them, and would stay in memory.
-        return array if array.untyped_storage().nbytes() < 2 * array.nbytes else array.clone()
+        bits = array.view(dtypes.carrier(array.dtype))  # torch cannot copy every dtype
+        return array if array.untyped_storage().nbytes() < 2 * array.nbytes else bits.clone().view(array.dtype)
 
     def __len__(self) -> int:
         if not self.shape:

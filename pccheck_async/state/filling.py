@@ -115,6 +115,11 @@ class Filling:
                 device = HOST if live.memory is None else live.memory.index
                 yield Target(offset, high - low, live.address, owner, device)
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Paths of the live arrays that are filled in place."""
+        return tuple(live.path for live in self._live.values() if live.in_place)
+
     def finish(self) -> None:
         """Copy what could not be filled in place, and let autograd know of what was."""
         for live in self._live.values():

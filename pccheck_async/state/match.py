@@ -146,7 +146,7 @@ class _Matching:
                     action()
             return state
 
-        return Restoration(targets, finish, tuple(self._missing), tuple(self._unexpected))
+        return Restoration(targets, finish, tuple(self._missing), tuple(self._unexpected), filled=self._filling.paths)
 
     def _error(self) -> StateMismatchError:
         make = partial(
