@@ -85,6 +85,7 @@ class Connection:
         host_memory: int | Auto,
         io: IO,
     ) -> None:
+        torch.empty(0, device=device)  # raises where there is no such device
         self.path = os.fspath(path)
         self.device = device
         self._pid = os.getpid()

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pickle
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from copy import deepcopy
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from torch import nn
 
 from pccheck_async.errors import CorruptStoreError, StateMismatchError, UnsupportedStateError
-from pccheck_async.state import RNGState
+from pccheck_async.state import RNGState, filling
 from pccheck_async.state.match import allocate, match
 from pccheck_async.state.nodes import DictNode, StatefulNode
 from pccheck_async.state.optimizers import places
@@ -311,6 +311,8 @@ def test_arrays_that_cannot_be_written() -> None:
     freed = torch.zeros(2)
     freed.untyped_storage().resize_(0)
     assert "freed" in mismatch({"a": freed}, save({"a": torch.ones(2)})).mismatched[0]
+    nowhere = torch._efficientzerotensor((2,))
+    assert "freed" in mismatch({"a": nowhere}, save({"a": torch.ones(2)})).mismatched[0]
     expanded = torch.zeros(1).expand(2)
     assert "expanded" in mismatch({"a": expanded}, save({"a": torch.ones(2)})).mismatched[0]
     windows = torch.zeros(4).unfold(0, 2, 1)
@@ -362,6 +364,15 @@ def test_conjugated_tensors() -> None:
     assert live.resolve_conj().tolist() == [1 + 2j] * 3
 
 
+def test_conjugated_views_of_one_memory_say_what_to_do() -> None:
+    waves = torch.ones(3, dtype=torch.complex64)
+    saved = save({"w": waves, "c": waves.conj()})
+    error = mismatch({"w": waves, "c": waves.conj()}, saved)
+    assert "c (a view of the memory of w here, conjugated or negated" in error.mismatched[0]
+    assert "resolve_conj()" in error.mismatched[0]
+    saved.restore({"w": waves, "c": waves.conj().resolve_conj()})
+
+
 def test_autograd_sees_the_change() -> None:
     weight = torch.ones(2, requires_grad=True)
     result = (weight * weight).sum()
@@ -387,6 +398,25 @@ def test_aliases() -> None:
     columns = torch.zeros(4, 2)
     save({"a": torch.zeros(4), "b": torch.ones(4)}).restore({"a": columns[:, 0], "b": columns[:, 1]})
     assert columns.tolist() == [[0, 1]] * 4
+
+
+def test_arrays_that_do_not_overlap_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Views beside each other, and one of all their memory: with each other they would be many."""
+    flat, count = torch.zeros(300), 100
+    live = Thing(flat=flat, views=list(flat.reshape(count, 3)))
+    saved = save({"x": Thing(flat=torch.ones(300), views=[torch.full((3,), 2.0) for _ in range(count)])})
+    compared: Counter[bool] = Counter()
+    share = filling._share
+
+    def counting(*lives: Any) -> bool:
+        compared[found := share(*lives)] += 1
+        return found
+
+    monkeypatch.setattr(filling, "_share", counting)
+    saved.restore({"x": live})
+    assert compared.total() <= count
+    assert live.state["flat"].tolist() == [1] * 300
+    assert all(view.tolist() == [2] * 3 for view in live.state["views"])
 
 
 @pytest.mark.slow

@@ -336,6 +336,16 @@ def test_errors(tmp_path: Path) -> None:
     assert "closed" not in repr(checkpoint)
 
 
+def test_a_device_that_is_not_there_is_no_damage(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    with SyncCheckpointEngine(tmp_path, keep_last=2) as engine:
+        for step in range(2):
+            engine.checkpoint({"x": torch.zeros(3)}, step=step).result(60)
+    for read in (load_sync, open_checkpoint):
+        with pytest.raises(RuntimeError, match=r"(?i)vulkan"):
+            read(tmp_path, device="vulkan")
+    assert not any("falling back" in str(warning.message) for warning in recwarn)
+
+
 def test_an_older_one_where_the_manifest_is_damaged(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, keep_last=2) as engine:
         for step in range(2):

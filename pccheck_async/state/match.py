@@ -59,7 +59,9 @@ def allocate(manifest: Manifest, keys: Sequence[str] | None = None, device: str 
     Raises:
         StateMismatchError: One of ``keys`` selects nothing.
         CorruptStoreError: The skeleton describes no value.
+        RuntimeError: There is no such device; raised by torch.
     """
+    torch.empty(0, device=device)  # or it would be the checkpoint of which no array can be made
     skeleton = manifest.skeleton if keys is None else select(manifest.skeleton, keys)
     allocation = Allocation(manifest, sorted(arrays(skeleton)))
     where = torch.device(device)
