@@ -70,6 +70,7 @@ def open_checkpoint(
         NoCheckpointError: there is none, or none of ``step``.
         CorruptStoreError: damaged, and nothing older to fall back to (or ``step`` was given).
         ReadError: the device failed.
+        RuntimeError: torch has no such ``device``.
     """
     return OpenCheckpoint(Connection(path, check_step(step), torch.device(device), host_memory, io))
 
