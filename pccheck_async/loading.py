@@ -58,6 +58,7 @@ async def load(
         NoCheckpointError: there is none, or none of ``step``.
         CorruptStoreError: damaged, and nothing older to fall back to (or ``step`` was given).
         ReadError: the device failed.
+        RuntimeError: torch has no such ``device``.
     """
     with OneLoop() as loop:
         state: dict[str, Any] = await loop.run(_load(path, step, keys, device, host_memory, io, progress))

@@ -70,6 +70,7 @@ def open_checkpoint(
         NoCheckpointError: there is none, or none of ``step``.
         CorruptStoreError: damaged, and nothing older to fall back to (or ``step`` was given).
         ReadError: the device failed.
+        RuntimeError: torch has no such ``device``.
     """
     return OpenCheckpoint(Connection(path, check_step(step), torch.device(device), host_memory, io))
 
@@ -85,6 +86,7 @@ class Connection:
         host_memory: int | Auto,
         io: IO,
     ) -> None:
+        torch.empty(0, device=device)  # raises where there is no such device
         self.path = os.fspath(path)
         self.device = device
         self._pid = os.getpid()
@@ -127,13 +129,21 @@ class Connection:
         self._closed = False
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the loop that reads, and block until it ended. Raises ClosedError."""
+        """Run a coroutine on the loop that reads, and block until it ended.
+
+        Raises:
+            ClosedError: this was closed, maybe by another thread meanwhile.
+        """
         try:
             self.check_open()
         except ClosedError:
             work.close()
             raise
-        return self._loop.call(work)
+        try:
+            return self._loop.call(work)
+        except (OSError, ClosedError):  # of whatever it was doing when it had to end
+            self.check_open()
+            raise
 
     def check_open(self) -> None:
         """Raise ClosedError where this was closed, or belongs to the parent of this process."""
@@ -224,8 +234,8 @@ class StoredTensor:
 
     def __getitem__(self, index: Any) -> Any:
         """Read some of it. Raises IndexError, TypeError, and what :meth:`read` raises."""
-        first, *rest = index if isinstance(index, tuple) else (index,)
-        if not isinstance(first, (slice, int, np.integer)):
+        first, *rest = index if isinstance(index, tuple) and index else (index,)
+        if not isinstance(first, (slice, int, np.integer)) or isinstance(first, bool):
             raise TypeError(f"a stored tensor takes a number or a slice first, not {first!r}; use read()[...] instead")
         if not self.shape:
             raise IndexError(f"{self.path} has no dimensions; use read()")
@@ -254,7 +264,8 @@ class StoredTensor:
         if isinstance(array, np.ndarray):
             return array.copy()
         # What lies between the items was read with them, and would stay in memory.
-        return array if array.untyped_storage().nbytes() < 2 * array.nbytes else array.clone()
+        bits = array.view(dtypes.carrier(array.dtype))  # torch cannot copy every dtype
+        return array if array.untyped_storage().nbytes() < 2 * array.nbytes else bits.clone().view(array.dtype)
 
     def __len__(self) -> int:
         if not self.shape:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pccheck_async import events
@@ -76,9 +76,10 @@ class Restorer:
         """
         start = time.perf_counter()
         unreadable: set[int] = set()
+        begun: list[str] = []
         while (entry := choose(self._store.committed.entries, step, unreadable)) is not None:
             try:
-                restored: Restored = yield from self._restore(state, entry, progress, strict)
+                restored: Restored = yield from self._restore(state, entry, progress, strict, begun)
             except DroppedMeanwhileError:
                 continue  # newer ones were committed
             except (CorruptStoreError, ReadError) as error:
@@ -106,12 +107,22 @@ class Restorer:
                 return restored
         return None
 
-    def _restore(self, state: Mapping[str, Any], entry: Entry, progress: ReadProgress | None, strict: bool) -> Steps:
+    def _restore(
+        self,
+        state: Mapping[str, Any],
+        entry: Entry,
+        progress: ReadProgress | None,
+        strict: bool,
+        begun: list[str],
+    ) -> Steps:
+        """Restore one checkpoint; to ``begun`` go the paths of live arrays that it may fill before it fails."""
         lease = ReadLease(self._store, entry)
         try:
             file = yield lease.take()
             manifest: Manifest = yield read_manifest(self._writer, file, entry, self._store.block_bytes)
             restoration: Restoration = match(state, manifest, lambda: self._backend.by_address, strict=strict)
+            _refuse_parts(entry, restoration, begun)
+            begun += restoration.filled
             admission = self._backend.admit(restoration.targets.devices)
             pool = pool_for(manifest, self._pool)
             advance = reading_progress(progress, sum(chunk.nbytes for chunk in manifest.chunks))
@@ -123,3 +134,15 @@ class Restorer:
             self._post(lease.give_back)
         restoration.finish()
         return Restored.of(entry.info, restoration.missing, restoration.unexpected)
+
+
+def _refuse_parts(entry: Entry, restoration: Restoration, begun: Sequence[str]) -> None:
+    """Raise StateMismatchError where what stays as it is would be what a damaged checkpoint left."""
+    kept = tuple(f"{path}." for path in restoration.missing)
+    if parts := sorted({path for path in begun if f"{path}.".startswith(kept)}):
+        raise StateMismatchError(
+            f"the checkpoint of step {entry.step} lacks what a damaged one had begun to fill: {', '.join(parts[:20])}"
+            f"{', ...' if len(parts) > 20 else ''}; make the state anew, then restore(state, step={entry.step}, "
+            "strict=False)",
+            missing=parts,
+        )

@@ -170,6 +170,20 @@ def test_unsupported_values_name_their_path_and_say_what_to_do(value: Any, advic
     assert advice in str(raised.value)
 
 
+def test_arrays_of_dtypes_that_others_defined() -> None:
+    """By their names, numpy would take them for plain bytes, or for nothing that it knows."""
+    core = "numpy._core" if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else "numpy.core"
+    rational = pytest.importorskip(f"{core}._rational_tests").rational
+    array = np.array([rational(1, 2), rational(2, 3)])
+    with pytest.raises(UnsupportedStateError, match=r"^a: an array of rational, not .*x\.view\('V8'\)"):
+        flatten({"a": array})
+    with pytest.raises(UnsupportedStateError, match="a: the numpy dtype rational cannot be saved"):
+        flatten({"a": array.dtype})
+    with pytest.raises(UnsupportedStateError, match=r"^a: "):
+        flatten({"a": array[0]})
+    flatten({"a": array.view("V8")})
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.quantize:UserWarning")
 def test_quantized_and_nested_tensors() -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pickle
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from copy import deepcopy
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from torch import nn
 
 from pccheck_async.errors import CorruptStoreError, StateMismatchError, UnsupportedStateError
-from pccheck_async.state import RNGState
+from pccheck_async.state import RNGState, filling
 from pccheck_async.state.match import allocate, match
 from pccheck_async.state.nodes import DictNode, StatefulNode
 from pccheck_async.state.optimizers import places
@@ -311,6 +311,8 @@ def test_arrays_that_cannot_be_written() -> None:
     freed = torch.zeros(2)
     freed.untyped_storage().resize_(0)
     assert "freed" in mismatch({"a": freed}, save({"a": torch.ones(2)})).mismatched[0]
+    nowhere = torch._efficientzerotensor((2,))
+    assert "freed" in mismatch({"a": nowhere}, save({"a": torch.ones(2)})).mismatched[0]
     expanded = torch.zeros(1).expand(2)
     assert "expanded" in mismatch({"a": expanded}, save({"a": torch.ones(2)})).mismatched[0]
     windows = torch.zeros(4).unfold(0, 2, 1)
@@ -329,6 +331,24 @@ def test_inference_tensors() -> None:
     assert torch.equal(linear.weight, stored.weight)
 
 
+def test_what_is_made_beside_an_inference_tensor_can_be_trained() -> None:
+    with torch.inference_mode():
+        best = torch.zeros(1)
+    net, live = model(), model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, optimizer)
+    fresh, thing = torch.optim.AdamW(live.parameters()), Thing()
+    saved = save({"best": torch.ones(1), "net": net, "o": optimizer, "t": Thing(t=torch.ones(2)), "p": torch.ones(3)})
+    state: dict[str, Any] = {"best": best, "net": live, "o": fresh, "t": thing, "p": None}
+    saved.restore(state)
+    assert best.tolist() == [1]
+    assert not thing.state["t"].is_inference()
+    assert not state["p"].is_inference()
+    train(net, optimizer)
+    train(live, fresh)
+    assert same(net.state_dict(), live.state_dict())
+
+
 def test_expanded_tensors_take_one_item() -> None:
     live = torch.zeros(3).expand(4, 3)
     save({"t": torch.arange(3.0).expand(4, 3)}).restore({"t": live})
@@ -342,6 +362,15 @@ def test_conjugated_tensors() -> None:
     live = torch.zeros(3, dtype=torch.complex64).conj()
     save({"t": torch.full((3,), 1 + 2j)}).restore({"t": live})
     assert live.resolve_conj().tolist() == [1 + 2j] * 3
+
+
+def test_conjugated_views_of_one_memory_say_what_to_do() -> None:
+    waves = torch.ones(3, dtype=torch.complex64)
+    saved = save({"w": waves, "c": waves.conj()})
+    error = mismatch({"w": waves, "c": waves.conj()}, saved)
+    assert "c (a view of the memory of w here, conjugated or negated" in error.mismatched[0]
+    assert "resolve_conj()" in error.mismatched[0]
+    saved.restore({"w": waves, "c": waves.conj().resolve_conj()})
 
 
 def test_autograd_sees_the_change() -> None:
@@ -369,6 +398,25 @@ def test_aliases() -> None:
     columns = torch.zeros(4, 2)
     save({"a": torch.zeros(4), "b": torch.ones(4)}).restore({"a": columns[:, 0], "b": columns[:, 1]})
     assert columns.tolist() == [[0, 1]] * 4
+
+
+def test_arrays_that_do_not_overlap_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Views beside each other, and one of all their memory: with each other they would be many."""
+    flat, count = torch.zeros(300), 100
+    live = Thing(flat=flat, views=list(flat.reshape(count, 3)))
+    saved = save({"x": Thing(flat=torch.ones(300), views=[torch.full((3,), 2.0) for _ in range(count)])})
+    compared: Counter[bool] = Counter()
+    share = filling._share
+
+    def counting(*lives: Any) -> bool:
+        compared[found := share(*lives)] += 1
+        return found
+
+    monkeypatch.setattr(filling, "_share", counting)
+    saved.restore({"x": live})
+    assert compared.total() <= count
+    assert live.state["flat"].tolist() == [1] * 300
+    assert all(view.tolist() == [2] * 3 for view in live.state["views"])
 
 
 @pytest.mark.slow
@@ -636,6 +684,65 @@ def test_moments_wider_than_their_parameter(stepped: bool) -> None:
     assert not difference(one.state_dict(), two.state_dict())
 
 
+def test_hooks_decide_what_an_optimizer_loads() -> None:
+    """Those before see the stored state and may put it in another order; those after have the last word."""
+
+    def build(sizes: tuple[int, ...]) -> torch.optim.Optimizer:
+        parameters = [nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)) for size in sizes]
+        return torch.optim.SGD(parameters, 0.1, momentum=0.9)
+
+    def turn(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, "state": {0: state["state"][1], 1: state["state"][0]}}
+
+    one, two = build((2, 3)), build((3, 2))
+    for number, parameter in enumerate(one.param_groups[0]["params"]):
+        one.state[parameter]["momentum_buffer"] = torch.full(parameter.shape, 1.1 + number)
+    two.register_load_state_dict_pre_hook(turn)
+    saved = save({"o": one})
+    for _ in range(2):  # a fresh one, then one with moments
+        saved.restore({"o": two})
+        found = [two.state[parameter]["momentum_buffer"] for parameter in two.param_groups[0]["params"]]
+        assert [moment.dtype for moment in found] == [torch.float32] * 2
+        assert [moment.tolist() for moment in found] == [torch.full((3,), 2.1).tolist(), torch.full((2,), 1.1).tolist()]
+
+    def halve(optimizer: torch.optim.Optimizer) -> None:
+        for state in optimizer.state.values():
+            state["momentum_buffer"] = state["momentum_buffer"].half()
+
+    after = build((2, 3))
+    after.register_load_state_dict_post_hook(halve)
+    saved.restore({"o": after})
+    found = [state["momentum_buffer"] for state in after.state.values()]
+    assert [moment.tolist() for moment in found] == [
+        torch.full((n,), 1.1 + k).half().tolist() for k, n in ((0, 2), (1, 3))
+    ]
+    assert len(after._optimizer_load_state_dict_post_hooks) == 1
+    assert not after._optimizer_load_state_dict_pre_hooks
+
+
+def test_a_wrapper_of_an_optimizer_without_hooks() -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inside: torch.optim.Optimizer) -> None:
+            self.inside = inside
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("state", "param_groups", "defaults"):
+                return getattr(self.inside, name)
+            raise AttributeError(name)
+
+        def state_dict(self) -> Any:
+            return self.inside.state_dict()
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            self.inside.load_state_dict(state_dict)
+
+    net, live = model(), model()
+    one, two = torch.optim.AdamW(net.parameters()), torch.optim.AdamW(live.parameters())
+    train(net, one)
+    save({"o": Wrapper(one)}).restore({"o": Wrapper(two)})
+    assert not difference(one.state_dict(), two.state_dict())
+
+
 def test_optimizers_of_another_make_up() -> None:
     net = model()
     parameters = list(net.parameters())
@@ -761,6 +868,17 @@ def test_what_is_loaded_can_be_trained_whatever_mode_the_caller_is_in(mode: Any)
     train(net, optimizer)
     train(live, fresh)
     assert same(net.state_dict(), live.state_dict())
+
+
+def test_an_object_where_none_was_saved() -> None:
+    tensor = torch.zeros(2)
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([tensor], 0.1), 3)
+    saved = save({"t": torch.ones(2), "s": None})
+    assert mismatch({"t": tensor, "s": scheduler}, saved).mismatched == (
+        "s (a StepLR here, a NoneType in the checkpoint)",
+    )
+    with pytest.raises(StateMismatchError, match="a StepLR here"):
+        match({"t": tensor, "s": scheduler}, saved.decoded, strict=False)
 
 
 def test_a_stateful_inside_a_stateful_is_restored_itself() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import re
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from pccheck_async import (
     open_checkpoint,
 )
 from pccheck_async.operations.base import Operations
+from pccheck_async.state.dtypes import TORCH_DTYPES
 from pccheck_async.state.walk import below, leaves, opened
 from pccheck_async.testing import WrappingWriter
 from pccheck_async.writer import File
@@ -119,8 +122,19 @@ def test_slices_read_the_chunks_concerned(tmp_path: Path) -> None:
             stored[1024]
         with pytest.raises(TypeError, match="backwards"):
             stored[::-1]
-        with pytest.raises(TypeError, match="a number or a slice"):
-            stored[torch.ones(1024, dtype=torch.bool)]
+        for mask in (torch.ones(1024, dtype=torch.bool), True, (), None):
+            with pytest.raises(TypeError, match="a number or a slice"):
+                stored[mask]
+
+
+def test_slices_of_what_torch_cannot_copy(tmp_path: Path) -> None:
+    bits = torch.arange(64, dtype=torch.uint8).reshape(16, 4)
+    save(tmp_path, {"x": bits.view(TORCH_DTYPES["uint4"])})
+    with open_checkpoint(tmp_path) as checkpoint:
+        for index in (3, slice(2, 5), slice(None, None, 5)):
+            found = checkpoint.tensor("x")[index]
+            assert found.dtype == TORCH_DTYPES["uint4"]
+            assert torch.equal(found.view(torch.uint8), bits[index])
 
 
 def test_what_is_known_before_anything_is_read(tmp_path: Path) -> None:
@@ -322,6 +336,16 @@ def test_errors(tmp_path: Path) -> None:
     assert "closed" not in repr(checkpoint)
 
 
+def test_a_device_that_is_not_there_is_no_damage(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    with SyncCheckpointEngine(tmp_path, keep_last=2) as engine:
+        for step in range(2):
+            engine.checkpoint({"x": torch.zeros(3)}, step=step).result(60)
+    for read in (load_sync, open_checkpoint):
+        with pytest.raises(RuntimeError, match=r"(?i)vulkan"):
+            read(tmp_path, device="vulkan")
+    assert not any("falling back" in str(warning.message) for warning in recwarn)
+
+
 def test_an_older_one_where_the_manifest_is_damaged(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, keep_last=2) as engine:
         for step in range(2):
@@ -349,6 +373,38 @@ def test_threads_share_one(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
     assert not wrong
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_closed_by_another_thread_while_it_reads(tmp_path: Path, cancelled: bool) -> None:
+    """Whether its next read fails, or it is cancelled: it says that it was closed."""
+    save(tmp_path, {"x": torch.zeros(3000)})
+    ready, reading = threading.Event(), threading.Event()
+
+    class Slow(WrappingWriter):
+        def __init__(self, inner: PosixWriter) -> None:
+            super().__init__(inner)
+            self.closing = asyncio.Event()
+
+        async def read(self, file: File, offset: int, into: memoryview) -> int:
+            if ready.is_set():
+                reading.set()
+                await (asyncio.sleep(60) if cancelled else self.closing.wait())
+            return await super().read(file, offset, into)
+
+        async def close(self) -> None:
+            self.closing.set()
+            await asyncio.sleep(0)
+            await super().close()
+
+    checkpoint = open_checkpoint(tmp_path, io=lambda path, operations: Slow(PosixWriter(path, operations)))
+    ready.set()
+    with ThreadPoolExecutor(1) as thread:
+        loading = thread.submit(checkpoint.load)
+        assert reading.wait(60)
+        checkpoint.close()
+        with pytest.raises(ClosedError, match="was closed; open it again"):
+            loading.result(60)
 
 
 @pytest.mark.slow

@@ -89,6 +89,31 @@ def test_a_mismatch_after_a_damaged_newer_one_says_what_may_have_happened(tmp_pa
         assert any("may hold parts" in note for note in mismatch.value.__notes__)
 
 
+def test_what_a_damaged_one_began_to_fill_is_not_left_as_it_is(tmp_path: Path) -> None:
+    """Where the older one lacks it: it is neither what it was nor what was saved."""
+    with SyncCheckpointEngine(tmp_path, keep_last=2, chunk_bytes=4096) as engine:
+        engine.checkpoint({"a": torch.zeros(9), "none": None}, step=0).result(60)
+        engine.checkpoint({"a": torch.ones(9), "b": {"t": torch.ones(3000)}, "none": None}, step=1).result(60)
+    slot = next(path for path in tmp_path.glob("slot-*") if path.read_bytes().startswith(b"\x00\x00\x80?"))
+    data = bytearray(slot.read_bytes())
+    data[9000] ^= 1
+    slot.write_bytes(data)
+
+    def live() -> dict[str, Any]:
+        return {"a": torch.full((9,), 5.0), "b": {"t": torch.full((3000,), 5.0)}}
+
+    with SyncCheckpointEngine(tmp_path, keep_last=2, chunk_bytes=4096) as engine:
+        with pytest.warns(RuntimeWarning, match="falling back"), pytest.raises(StateMismatchError) as mismatch:
+            engine.restore(live(), strict=False)
+        assert "step 0 lacks what a damaged one had begun to fill: b.t; make" in str(mismatch.value)
+        assert any("may hold parts" in note for note in mismatch.value.__notes__)
+        state = live()
+        restored = engine.restore(state, step=0, strict=False)
+        assert restored is not None
+        assert restored.missing == ("b",)
+        assert state["b"]["t"].tolist() == [5] * 3000
+
+
 def test_a_restore_touches_a_few_buffers(tmp_path: Path) -> None:
     """After a restart staging memory is new, and every page of it has to be zeroed by the kernel first."""
     chunks, chunk_bytes = 40, 8192

@@ -12,7 +12,7 @@ import torch
 
 from pccheck_async.errors import CorruptStoreError
 
-__all__ = ["STORABLE", "TORCH_DTYPES", "TORCH_NAMES", "carrier", "numpy_dtype", "numpy_name", "torch_dtype"]
+__all__ = ["STORABLE", "TORCH_DTYPES", "TORCH_NAMES", "carrier", "foreign", "numpy_dtype", "numpy_name", "torch_dtype"]
 
 TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
     {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
@@ -53,7 +53,15 @@ def numpy_name(dtype: np.dtype[Any]) -> str | None:
     """Return the name of a numpy dtype, byte order and unit included; None where its bytes alone do not say it all."""
     if dtype.kind not in "biufcmMSUV" or dtype.names is not None or dtype.subdtype is not None or dtype.metadata:
         return None
-    return dtype.str
+    return None if foreign(dtype) else dtype.str
+
+
+def foreign(dtype: np.dtype[Any]) -> bool:
+    """Whether another package defined a numpy dtype (ml_dtypes' bfloat16): numpy takes its name for something else."""
+    try:
+        return np.dtype(dtype.str) != dtype
+    except TypeError:
+        return True
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

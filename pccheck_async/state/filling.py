@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,7 @@ class _Live:
     address: int
     steps: tuple[int, ...]  # bytes from one item to the next along each dimension
     in_place: bool
+    lazy: bool
 
     def extent(self) -> tuple[int, int]:
         low, high = span(self.entry.shape, self.steps)
@@ -82,20 +82,26 @@ class Filling:
             address=array.data_ptr() if isinstance(array, torch.Tensor) else array.__array_interface__["data"][0],
             steps=steps,
             in_place=dense and not lazy and (on_host or self._reaches(array)),
+            lazy=lazy,
         )
 
     def conflicts(self) -> list[str]:
         """Drop arrays that would overwrite another; return those that must not be dropped, with what they overlap."""
         troubles = []
         for cluster in _overlapping([live for live in self._live.values() if live.entry.storage is not None]):
-            for one, other in combinations(cluster, 2):
-                if _alike(one, other) or not _share(one, other):
+            for one, other in _pairs(cluster):
+                if not {one.index, other.index} <= self._live.keys() or _alike(one, other) or not _share(one, other):
                     continue
                 loose = next((live for live in (other, one) if not live.strict), None)
-                if loose is None:
-                    troubles.append(f"{other.path} (shares memory with {one.path} here, but not in the checkpoint)")
+                if loose is not None:
+                    del self._live[loose.index]
+                elif one.lazy or other.lazy:
+                    troubles.append(
+                        f"{other.path} (a view of the memory of {one.path} here, conjugated or negated; the checkpoint "
+                        "has them apart: give one memory of its own with resolve_conj() or resolve_neg())"
+                    )
                 else:
-                    self._live.pop(loose.index, None)
+                    troubles.append(f"{other.path} (shares memory with {one.path} here, but not in the checkpoint)")
         return troubles
 
     def allocate(self, wanted: set[int]) -> None:
@@ -115,6 +121,11 @@ class Filling:
                 device = HOST if live.memory is None else live.memory.index
                 yield Target(offset, high - low, live.address, owner, device)
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Paths of the live arrays that are filled in place."""
+        return tuple(live.path for live in self._live.values() if live.in_place)
+
     def finish(self) -> None:
         """Copy what could not be filled in place, and let autograd know of what was."""
         for live in self._live.values():
@@ -131,10 +142,10 @@ class Filling:
         live = self._live.get(index)
         return live.array if live is not None else self._allocation.array(index)
 
-    @property
-    def inference(self) -> bool:
-        """Whether an inference tensor is among the live ones: they change only in inference mode."""
-        return any(isinstance(live.array, torch.Tensor) and live.array.is_inference() for live in self._live.values())
+    def inference(self, indices: Iterable[int]) -> bool:
+        """Whether an inference tensor is among these of the live ones: they change only in inference mode."""
+        lives = (self._live[index] for index in indices if index in self._live)
+        return any(isinstance(live.array, torch.Tensor) and live.array.is_inference() for live in lives)
 
 
 def describe(entry: TensorEntry) -> str:
@@ -181,7 +192,7 @@ def _tensor_trouble(tensor: torch.Tensor) -> str:
         return "not a plain strided tensor here"
     storage = tensor.untyped_storage()
     reach = tensor.storage_offset() + span(tensor.shape, tensor.stride())[1] + 1 if tensor.numel() else 0
-    if reach * tensor.element_size() > storage.nbytes():
+    if reach * tensor.element_size() > storage.nbytes() or (reach and not tensor.data_ptr()):
         return "the storage of the tensor here was freed or shrunk; gather it first"
     return ""
 
@@ -259,6 +270,16 @@ def _overlapping(lives: list[_Live]) -> Iterator[list[_Live]]:
         end = max(end, high)
     if not _all_alike(cluster):
         yield cluster
+
+
+def _pairs(cluster: list[_Live]) -> Iterator[tuple[_Live, _Live]]:
+    """Yield those of a group, in the order of their memory, whose spans overlap."""
+    extents = [live.extent() for live in cluster]
+    for number, (_, end) in enumerate(extents):
+        for other in range(number + 1, len(cluster)):
+            if extents[other][0] >= end:
+                break
+            yield cluster[number], cluster[other]
 
 
 def _all_alike(cluster: list[_Live]) -> bool:

@@ -109,4 +109,9 @@ def _array_trouble(array: np.ndarray[Any, Any]) -> str:
         return ""
     if array.dtype.hasobject:
         return f"an array of {array.dtype} holds Python objects, not bytes; save x.tolist()"
+    if array.dtype.names is None and dtypes.foreign(array.dtype):
+        return (
+            f"an array of {array.dtype}, not one of numpy's own dtypes, cannot be saved; save a torch tensor, or "
+            f"x.view('V{array.itemsize}') and the dtype's name"
+        )
     return f"an array of dtype {array.dtype} cannot be saved; save each of its fields as an array"

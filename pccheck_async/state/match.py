@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -58,7 +59,9 @@ def allocate(manifest: Manifest, keys: Sequence[str] | None = None, device: str 
     Raises:
         StateMismatchError: One of ``keys`` selects nothing.
         CorruptStoreError: The skeleton describes no value.
+        RuntimeError: There is no such device; raised by torch.
     """
+    torch.empty(0, device=device)  # or it would be the checkpoint of which no array can be made
     skeleton = manifest.skeleton if keys is None else select(manifest.skeleton, keys)
     allocation = Allocation(manifest, sorted(arrays(skeleton)))
     where = torch.device(device)
@@ -140,14 +143,12 @@ class _Matching:
         def finish() -> Mapping[str, Any]:
             with apart():
                 self._filling.finish()
-            inference = self._filling.inference
-            gradients = torch.is_grad_enabled() and not inference  # inference_mode(False) would switch them on
-            with torch.inference_mode(inference), torch.set_grad_enabled(gradients):
+            with _outside_inference():  # what is made new can be trained, whatever mode the caller is in
                 for action in self._actions + self._last_actions:
                     action()
             return state
 
-        return Restoration(targets, finish, tuple(self._missing), tuple(self._unexpected))
+        return Restoration(targets, finish, tuple(self._missing), tuple(self._unexpected), filled=self._filling.paths)
 
     def _error(self) -> StateMismatchError:
         make = partial(
@@ -234,6 +235,9 @@ class _Matching:
     def _stateful(self, live: Any, node: Node, path: str) -> None:
         child = node.child if isinstance(node, StatefulNode) else node
         actions, load = self._actions, live.load_state_dict
+        if node is None:  # saved before there was one: no object's state
+            self._differs(path, live, node)
+            return
         if isinstance(live, torch.nn.Module):
             child, own = self._module(live, child, path)
             if not self._strict:
@@ -255,8 +259,9 @@ class _Matching:
 
         def action() -> None:
             state = self._rebuild(child)
+            inside = torch.inference_mode() if self._filling.inference(arrays(child)) else nullcontext()
             mixture = "; the state may now be a mixture of what it was and of the checkpoint"
-            with noting("load_state_dict", path, live, mixture):
+            with inside, noting("load_state_dict", path, live, mixture):
                 load(state)
 
         actions.append(action)
@@ -362,6 +367,13 @@ class _Matching:
         else:
             stored = f"a {_type_name(node)}"
         self._mismatched.append(f"{path} (a {type(live).__qualname__} here, {stored} in the checkpoint)")
+
+
+@contextmanager
+def _outside_inference() -> Iterator[None]:
+    gradients = torch.is_grad_enabled()  # inference_mode(False) would switch them on
+    with torch.inference_mode(False), torch.set_grad_enabled(gradients):
+        yield
 
 
 def _wrapped(missing: Sequence[str], unexpected: Sequence[str]) -> str:

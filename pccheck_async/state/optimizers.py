@@ -19,6 +19,7 @@ __all__ = ["differences", "load", "places"]
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg")
 _LIKE_PARAMETER: Final = frozenset({*_MOMENTS, "acc_delta", "sum", "ax", "prev", "step_size"})
 """State of torch's own optimizers that has the shape of its parameter."""
+_HOOKS: Final = "_optimizer_load_state_dict_pre_hooks"
 
 
 def differences(
@@ -30,6 +31,8 @@ def differences(
 ) -> list[str]:
     """Return how the parameters of a live optimizer differ from those of the stored state.
 
+    Nothing is said of one that has hooks which see the stored state first: they may be there to make it fit.
+
     Args:
         optimizer: The live one.
         own: Its ``state_dict()``.
@@ -37,6 +40,8 @@ def differences(
         tensors: The stored tensors.
         path: Where the optimizer is.
     """
+    if getattr(optimizer, _HOOKS, None):
+        return []
     found = _group_differences(optimizer, own, node, path)
     if not found and type(optimizer).__module__.startswith("torch.optim"):
         found = _shape_differences(optimizer, own, node, tensors, path)
@@ -127,9 +132,27 @@ def load(optimizer: torch.optim.Optimizer, state: Any) -> None:
     """Load ``state``, and undo what torch does to it on the way.
 
     ``load_state_dict`` casts the state of a parameter to the parameter's dtype (float32 moments of a bfloat16 parameter
-    lose their low bits) and iterates over strings in it.
+    lose their low bits) and iterates over strings in it. Hooks of users' own come before and after that: what counts is
+    what they made of ``state``, and they have the last word.
     """
-    optimizer.load_state_dict(state)
+    loaded = [state]  # the last is what torch gets; emptied once it is repaired
+    handles = []
+    if hasattr(optimizer, _HOOKS):  # a wrapper of another optimizer may have none
+        handles = [
+            optimizer.register_load_state_dict_pre_hook(lambda _, state: loaded.append(state)),
+            optimizer.register_load_state_dict_post_hook(lambda _: _repair(optimizer, loaded), prepend=True),
+        ]
+    try:
+        optimizer.load_state_dict(state)
+    finally:
+        for handle in handles:
+            handle.remove()
+    _repair(optimizer, loaded)
+
+
+def _repair(optimizer: torch.optim.Optimizer, loaded: list[Any]) -> None:
+    state = loaded[-1] if loaded else None
+    loaded.clear()
     if not isinstance(state, Mapping) or "state" not in state or "param_groups" not in state:
         return
     numbers = chain.from_iterable(group["params"] for group in state["param_groups"])

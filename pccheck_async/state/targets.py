@@ -89,9 +89,11 @@ class Restoration:
         finish: Makes the state of what was filled, and returns it.
         missing: Paths that the state has and the checkpoint lacks, and that stay as they are.
         unexpected: Paths that the checkpoint has and the state lacks.
+        filled: Paths of the live arrays that the targets fill.
     """
 
     targets: Targets
     finish: Callable[[], Any]
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+    filled: tuple[str, ...] = ()

@@ -98,7 +98,7 @@ def _dtype_name(dtype: np.dtype[Any], path: str) -> str:
     if name is None:
         raise UnsupportedStateError(
             f"{path}: the numpy dtype {dtype} cannot be saved, since its bytes alone do not say what it holds; "
-            "save each field as an array of its own"
+            "save each field as an array of its own, and of dtypes that are not numpy's own plain values or tensors"
         )
     return name
 
