@@ -13,6 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ from pccheck_async import (
     load_sync,
 )
 from pccheck_async.cli import app
+from pccheck_async.converting import importing
 from pccheck_async.converting.safetensors_file import parts
 from pccheck_async.converting.target import new_folder
 from pccheck_async.manifest import TensorEntry
@@ -613,6 +615,41 @@ def test_exports_to_one_name_leave_each_other_alone(tmp_path: Path) -> None:
             assert second != first
             raise ValueError
     assert (tmp_path / "d" / "part").read_bytes() == b"1"
+
+
+def test_import_keeps_what_another_import_commits_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"x": 1}, tmp_path / "t.pt")
+    import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch", step=1)
+    seen = list_checkpoints(tmp_path / "s")
+    import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch", step=2)
+    monkeypatch.setattr(importing, "list_checkpoints", lambda _: seen)  # looked before the other one had committed
+    import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch", step=3)
+    assert [info.step for info in list_checkpoints(tmp_path / "s")] == [3, 2, 1]
+
+
+def test_an_import_that_is_refused_makes_no_store(tmp_path: Path) -> None:
+    refused: list[Any] = [torch.eye(3).to_sparse(), torch.empty(3, device="meta")]
+    for value in refused:
+        torch.save({"x": value}, tmp_path / "t.pt")
+        with pytest.raises(UnsupportedStateError, match="x"):
+            import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch")
+    torch.save({"x": 1}, tmp_path / "t.pt")
+    with pytest.raises(UnsupportedStateError, match="metadata"):
+        import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch", metadata={"text": "x" * 10_000})
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("name", ["new.pt", "old.pt"])
+def test_import_of_damaged_bytes(tmp_path: Path, name: str) -> None:
+    torch.save({"x": torch.arange(9.0)}, tmp_path / name, _use_new_zipfile_serialization=name == "new.pt")
+    whole, random = (tmp_path / name).read_bytes(), Random(5)
+    for _ in range(300):
+        data = bytearray(whole[: random.randrange(len(whole))] if random.random() < 0.2 else whole)
+        for at in random.choices(range(len(data)), k=random.choice((1, 3))) if data else ():
+            data[at] = random.randrange(256)
+        (tmp_path / "t.pt").write_bytes(data)
+        with suppress(CorruptStoreError, UnsupportedStateError):
+            importing._read_torch(tmp_path / "t.pt")
 
 
 @pytest.mark.slow
