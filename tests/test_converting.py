@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -39,10 +40,11 @@ from pccheck_async import (
     load_sync,
 )
 from pccheck_async.cli import app
-from pccheck_async.converting import importing
+from pccheck_async.converting import importing, torch_file
 from pccheck_async.converting.safetensors_file import parts
 from pccheck_async.converting.target import new_folder
 from pccheck_async.manifest import TensorEntry
+from pccheck_async.opened import Connection
 from tests import state_strategies
 from tests.state_strategies import array_bytes, difference
 
@@ -606,6 +608,36 @@ def test_import_beside_many_pinned_ones(tmp_path: Path) -> None:
                 engine.pin(step)
     assert import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch", step=34).step == 34
     assert [info.step for info in list_checkpoints(tmp_path / "s")] == [*range(34, 0, -1)]
+
+
+def test_arguments_that_no_checkpoint_has(tmp_path: Path) -> None:
+    save(tmp_path / "s", {"x": 1})
+    done = runner.invoke(app, ["export", str(tmp_path / "s"), str(tmp_path / "o"), "--to=torch", f"--step={1 << 64}"])
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.startswith("pccheck: ValueError: step has at most 64 bits")
+
+
+def test_a_torch_file_that_cannot_be_written_ends_what_is_read_ahead(tmp_path: Path) -> None:
+    save(tmp_path / "s", {"x": torch.zeros(4 * CHUNK)})
+
+    class Full:
+        async def write(self, data: Any, /) -> None:
+            if memoryview(data).nbytes == CHUNK:
+                raise OSError(28, "full")
+
+    async def work(connection: Connection) -> set[Any]:
+        before = asyncio.all_tasks()
+        archive = torch_file._Archive()
+        pieces = connection.chunks.pieces([(0, 4 * CHUNK)])
+        with suppress(OSError):
+            await archive.stream(Full(), "data/0", 4 * CHUNK, pieces)
+        return asyncio.all_tasks() - before
+
+    connection = Connection(tmp_path / "s", None, torch.device("cpu"), 1 << 20, "auto")
+    try:
+        assert connection.call(work(connection)) == set()
+    finally:
+        connection.close()
 
 
 def test_exports_to_one_name_leave_each_other_alone(tmp_path: Path) -> None:
