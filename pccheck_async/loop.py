@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from pccheck_async.errors import ClosedError
+from pccheck_async.standard_files import fill_standard_files
 
 __all__ = ["EngineLoop", "finish", "wait_for"]
 
@@ -25,6 +26,7 @@ class EngineLoop:
     """An event loop (uvloop where it is installed) on a daemon thread."""
 
     def __init__(self, name: str = "pccheck-engine") -> None:
+        fill_standard_files()  # before the files of a store are opened
         self.loop, self.kind = _new_loop()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._tasks: set[asyncio.Task[Any]] = set()

@@ -15,6 +15,7 @@ import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -42,24 +43,28 @@ _STALE_SECONDS = 10.0
 """Where the filesystem locks nothing, a writer that has not been heard of for so long is taken for dead."""
 
 
+_Int = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+"""What computing with makes a float: larger ones are forged."""
+
+
 class InFlight(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint on its way; see :class:`pccheck_async.pending.CheckpointProgress`. Seconds since admission."""
 
-    step: int
-    counter: int
+    step: _Int
+    counter: _Int
     phase: str
-    nbytes: int
-    captured: int
-    written: int
+    nbytes: _Int
+    captured: _Int
+    written: _Int
     seconds: float
 
 
 class Committed(msgspec.Struct, frozen=True, kw_only=True):
     """A durable checkpoint; see :class:`pccheck_async.CheckpointInfo`."""
 
-    step: int
-    counter: int
-    nbytes: int
+    step: _Int
+    counter: _Int
+    nbytes: _Int
     time: float
     pinned: bool
 
@@ -96,30 +101,30 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         failure: What stopped the store from taking commits, empty while it does.
     """
 
-    pid: int
+    pid: _Int
     host: str
     started: float
     time: float
     in_flight: list[InFlight]
     committed: list[Committed]
-    counts: dict[str, int]
-    durable_bytes: int
+    counts: dict[str, _Int]
+    durable_bytes: _Int
     save_seconds: float | None
     stall_seconds: float
-    stage_bytes: dict[str, int]
+    stage_bytes: dict[str, _Int]
     stage_seconds: dict[str, float]
-    pool_bytes: int
-    pool_in_use_bytes: int
-    host_memory: int
-    slots: int
-    slot_bytes: int
+    pool_bytes: _Int
+    pool_in_use_bytes: _Int
+    host_memory: _Int
+    slots: _Int
+    slot_bytes: _Int
     io: str
-    interval: int | None
+    interval: _Int | None
     interval_seconds: float | None
     reason: str
-    step: int | None
+    step: _Int | None
     step_seconds: float | None
-    next_step: int | None
+    next_step: _Int | None
     next_time: float | None
     failure: str
 
@@ -178,7 +183,7 @@ def _read(fd: int) -> Status | None:
         if len(body) == int(head[1], 16) and crc32(body) == int(head[2], 16):
             try:
                 return _decoder.decode(body)
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 return None
         time.sleep(0.001)
     return None

@@ -6,6 +6,7 @@ import math
 import os
 import pty
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -123,6 +124,15 @@ def test_ls_of_a_damaged_store(tmp_path: Path) -> None:
         ["tune"],
         ["tune", "x", "--size=big"],
         ["tune", "x", "--size=0"],
+        ["tune", "x", "--size=" + "9" * 400],
+        ["tune", "x", "--size=8388608TiB"],
+        ["watch", "x", "--interval=inf"],
+        ["ls", ""],
+        ["copy", "x", ""],
+        ["copy", "x", "s3://bucket/x"],
+        ["import", "x.pt", "", "--from=torch"],
+        ["export", "x", "", "--to=torch"],
+        ["diff", "x", ""],
         ["tune", "x", "--seconds=0"],
         ["bench", "run"],
         ["bench", "run", "--folder=x"],
@@ -340,6 +350,73 @@ def test_nobody_reads_to_the_end(tmp_path: Path, arguments: list[str], read: int
     process.stderr.close()
     assert process.wait(60) in {0, 1}  # little may have been written before the reader went
     assert complaint == b""
+
+
+def run_as_a_process(
+    *arguments: str | Path, redirect: str = "", **environment: str
+) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", "pccheck_async", *map(str, arguments)]
+    return subprocess.run(
+        ["sh", "-c", f'exec "$@" {redirect}', "sh", *command],
+        capture_output=True,
+        env=os.environ | environment,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_without_standard_files(tmp_path: Path, closed: str) -> None:
+    save(tmp_path / "store", range(1, 2))
+    before = {path: path.read_bytes() for path in (tmp_path / "store").iterdir()}
+    assert run_as_a_process("verify", tmp_path / "store", redirect=closed).returncode == 0
+    assert run_as_a_process("verify", tmp_path / "none", redirect=closed).returncode == 3
+    assert before == {path: path.read_bytes() for path in (tmp_path / "store").iterdir()}
+
+
+@pytest.mark.slow
+def test_output_that_cannot_be_written(tmp_path: Path) -> None:
+    save(tmp_path / "store", range(1, 2))
+    for arguments in (["ls"], ["verify", "--json"]):
+        done = run_as_a_process(arguments[0], tmp_path / "store", *arguments[1:], redirect=">/dev/full")
+        assert done.returncode == 1
+        assert done.stderr == b"pccheck: OSError: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.slow
+def test_names_that_the_encoding_lacks(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path / "store") as engine:
+        engine.checkpoint({"gewöhnlich": {"名": torch.ones(1)}}, step=1).result(60)
+    shown = run_as_a_process("show", tmp_path / "store", PYTHONIOENCODING="ascii")
+    assert (shown.returncode, shown.stderr) == (0, b"")
+    assert b"`-- gew\\xf6hnlich" in shown.stdout
+    out = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.pt")  # no UTF-8
+    exported = run_as_a_process("export", tmp_path / "store", out, "--to", "torch", PYTHONIOENCODING="utf-8:strict")
+    assert (exported.returncode, exported.stderr) == (0, b"")
+    assert os.path.exists(out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_an_export_that_is_ended_leaves_nothing(tmp_path: Path, number: int) -> None:
+    save(tmp_path / "store", range(1, 2))
+    code = """
+import os, signal, sys
+from pccheck_async.cli import main
+from pccheck_async.converting import target
+number = int(sys.argv.pop())
+def publish(*_):
+    os.kill(os.getpid(), number)
+    signal.pause()
+target._publish = publish
+main()
+"""
+    arguments = ["export", str(tmp_path / "store"), str(tmp_path / "out"), "--to", "dcp", str(int(number))]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, timeout=60, check=False)
+    assert done.returncode == 128 + number
+    assert b"Traceback" not in done.stderr
+    assert os.listdir(tmp_path) == ["store"]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -38,9 +40,11 @@ from pccheck_async import (
     load_sync,
 )
 from pccheck_async.cli import app
+from pccheck_async.converting import importing, torch_file
 from pccheck_async.converting.safetensors_file import parts
 from pccheck_async.converting.target import new_folder
 from pccheck_async.manifest import TensorEntry
+from pccheck_async.opened import Connection
 from tests import state_strategies
 from tests.state_strategies import array_bytes, difference
 
@@ -606,6 +610,36 @@ def test_import_beside_many_pinned_ones(tmp_path: Path) -> None:
     assert [info.step for info in list_checkpoints(tmp_path / "s")] == [*range(34, 0, -1)]
 
 
+def test_arguments_that_no_checkpoint_has(tmp_path: Path) -> None:
+    save(tmp_path / "s", {"x": 1})
+    done = runner.invoke(app, ["export", str(tmp_path / "s"), str(tmp_path / "o"), "--to=torch", f"--step={1 << 64}"])
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.startswith("pccheck: ValueError: step has at most 64 bits")
+
+
+def test_a_torch_file_that_cannot_be_written_ends_what_is_read_ahead(tmp_path: Path) -> None:
+    save(tmp_path / "s", {"x": torch.zeros(4 * CHUNK)})
+
+    class Full:
+        async def write(self, data: Any, /) -> None:
+            if memoryview(data).nbytes == CHUNK:
+                raise OSError(28, "full")
+
+    async def work(connection: Connection) -> set[Any]:
+        before = asyncio.all_tasks()
+        archive = torch_file._Archive()
+        pieces = connection.chunks.pieces([(0, 4 * CHUNK)])
+        with suppress(OSError):
+            await archive.stream(Full(), "data/0", 4 * CHUNK, pieces)
+        return asyncio.all_tasks() - before
+
+    connection = Connection(tmp_path / "s", None, torch.device("cpu"), 1 << 20, "auto")
+    try:
+        assert connection.call(work(connection)) == set()
+    finally:
+        connection.close()
+
+
 def test_exports_to_one_name_leave_each_other_alone(tmp_path: Path) -> None:
     with new_folder(tmp_path / "d") as first:
         (first / "part").write_bytes(b"1")
@@ -613,6 +647,41 @@ def test_exports_to_one_name_leave_each_other_alone(tmp_path: Path) -> None:
             assert second != first
             raise ValueError
     assert (tmp_path / "d" / "part").read_bytes() == b"1"
+
+
+def test_import_keeps_what_another_import_commits_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"x": 1}, tmp_path / "t.pt")
+    import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch", step=1)
+    seen = list_checkpoints(tmp_path / "s")
+    import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch", step=2)
+    monkeypatch.setattr(importing, "list_checkpoints", lambda _: seen)  # looked before the other one had committed
+    import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch", step=3)
+    assert [info.step for info in list_checkpoints(tmp_path / "s")] == [3, 2, 1]
+
+
+def test_an_import_that_is_refused_makes_no_store(tmp_path: Path) -> None:
+    refused: list[Any] = [torch.eye(3).to_sparse(), torch.empty(3, device="meta")]
+    for value in refused:
+        torch.save({"x": value}, tmp_path / "t.pt")
+        with pytest.raises(UnsupportedStateError, match="x"):
+            import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch")
+    torch.save({"x": 1}, tmp_path / "t.pt")
+    with pytest.raises(UnsupportedStateError, match="metadata"):
+        import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch", metadata={"text": "x" * 10_000})
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("name", ["new.pt", "old.pt"])
+def test_import_of_damaged_bytes(tmp_path: Path, name: str) -> None:
+    torch.save({"x": torch.arange(9.0)}, tmp_path / name, _use_new_zipfile_serialization=name == "new.pt")
+    whole, random = (tmp_path / name).read_bytes(), Random(5)
+    for _ in range(300):
+        data = bytearray(whole[: random.randrange(len(whole))] if random.random() < 0.2 else whole)
+        for at in random.choices(range(len(data)), k=random.choice((1, 3))) if data else ():
+            data[at] = random.randrange(256)
+        (tmp_path / "t.pt").write_bytes(data)
+        with suppress(CorruptStoreError, UnsupportedStateError):
+            importing._read_torch(tmp_path / "t.pt")
 
 
 @pytest.mark.slow

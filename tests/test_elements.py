@@ -71,6 +71,14 @@ def test_exact_differences(one: Any, other: Any, most: float) -> None:
     assert (found.bits, found.values, found.most_absolute) == (1, 1, most)
 
 
+def test_complex_numbers_with_the_same_infinite_part() -> None:
+    """Their difference is no number, and hides no other one."""
+    one = torch.tensor([complex(math.inf, 0), 1 + 1j])
+    found = compare(one, torch.tensor([complex(math.inf, 1), 1 + 1.5j]))
+    assert (found.values, found.most_absolute) == (2, 0.5)
+    assert compare(one[:1], torch.tensor([complex(math.inf, 1)])).most_absolute is None
+
+
 def test_half_complex() -> None:
     entry = TensorEntry(0, "complex32", (2,), (1,), 0, "tensor", False)
     one, other = np.array([1, 1, 3, 4], np.float16), np.array([1, 1, 0, 0], np.float16)

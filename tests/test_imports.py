@@ -18,7 +18,7 @@ LAYERS = [
     },
     {  # resources
         "memory", "machine", "limiter", "pool", "operations", "writer", "copying", "uninterrupted", "session", "hooks",
-        "published", "regular_file", "fork_lock", "latch",
+        "published", "regular_file", "fork_lock", "latch", "standard_files",
     },
     {  # engine
         "loop", "lifetime", "moment", "pending", "records", "reading", "image", "capture", "commit_file", "slot_files",

@@ -94,6 +94,20 @@ def test_a_valid_checksum_over_something_else_is_nothing(tmp_path: Path) -> None
         assert read_status(tmp_path) is None
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(b'"h"', b'"\xff"'), (b'"pid":1', b'"x":' + b"[" * 100_000 + b"]" * 100_000 + b',"pid":1'), (b"4096", b"9" * 400)],
+    ids=["no UTF-8", "deep", "large"],
+)
+def test_a_forged_status_is_nothing(tmp_path: Path, old: bytes, new: bytes) -> None:
+    status = msgspec.structs.replace(EXAMPLE, host="h", pid=1, slot_bytes=4096)
+    body = encode_status(status).split(b"\n", 1)[1]
+    assert old in body
+    forged = body.replace(old, new)
+    (tmp_path / "status").write_bytes(b"pccheck-status 1 %08x %08x\n" % (len(forged), crc32(forged)) + forged)
+    assert read_status(tmp_path) is None
+
+
 def test_what_is_no_plain_file_is_nothing(tmp_path: Path) -> None:
     assert read_status(tmp_path / "missing") is None
     (tmp_path / "status").mkdir()

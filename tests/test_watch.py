@@ -152,19 +152,20 @@ with SyncCheckpointEngine(sys.argv[1]) as engine:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("terminal", [False, True], ids=["lines", "live"])
-def test_beside_another_process_until_interrupted(tmp_path: Path, terminal: bool) -> None:
+@pytest.mark.parametrize("kind", ["", "dumb", "xterm"])
+def test_beside_another_process_until_interrupted(tmp_path: Path, kind: str) -> None:
+    terminal = kind == "xterm"
     trainer = subprocess.Popen(
         [sys.executable, "-c", TRAINER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    master, slave = pty.openpty() if terminal else os.pipe()
+    master, slave = pty.openpty() if kind else os.pipe()
     watcher = None
     try:
         assert trainer.stdout is not None
         assert trainer.stdout.readline() == "saved\n"
         published(tmp_path, lambda each: each.status.counts["durable"] == 1)
         command = [sys.executable, "-m", "pccheck_async", "watch", str(tmp_path), "--interval", "0.1"]
-        environment = os.environ | {"TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
+        environment = os.environ | {"TERM": kind or "xterm", "COLUMNS": "120", "LINES": "40"}
         watcher = subprocess.Popen(command, stdout=slave, stderr=slave, env=environment)
         shown = b""
         wanted = b"step 41" if terminal else b"durable: step 41; in flight: nothing"

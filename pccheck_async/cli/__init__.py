@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import os
+import signal
 import sys
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Never
 
 import typer
 
 from pccheck_async.cli.bench import app as bench_app
 from pccheck_async.cli.flow import flow_help
+from pccheck_async.cli.paths import parse_path
+from pccheck_async.cli.show import complain
+from pccheck_async.standard_files import fill_standard_files
 
 __all__ = ["app", "main"]
 
@@ -91,7 +97,7 @@ def run_demo(
 
 @app.command("ls")
 def run_ls(
-    path: Annotated[Path, typer.Argument(help="Folder of the store.")],
+    path: Annotated[Path, typer.Argument(parser=parse_path, metavar="PATH", help="Folder of the store.")],
     json: Annotated[bool, typer.Option("--json", help="Print a JSON array of objects instead of a table.")] = False,
 ) -> None:
     """List the committed checkpoints of a store, newest first. Safe while a trainer writes to it.
@@ -106,7 +112,9 @@ def run_ls(
 
 @app.command("tune")
 def run_tune(
-    path: Annotated[Path, typer.Argument(help="Folder of the store, or where it will be.")],
+    path: Annotated[
+        Path, typer.Argument(parser=parse_path, metavar="PATH", help="Folder of the store, or where it will be.")
+    ],
     nbytes: Annotated[
         int | None,
         typer.Option(
@@ -129,7 +137,11 @@ def run_tune(
     ] = 10.0,
     out: Annotated[
         Path | None,
-        typer.Option(help="Write the settings to this .json file, or to tuning.json in this folder (default: PATH)."),
+        typer.Option(
+            parser=parse_path,
+            metavar="OUT",
+            help="Write the settings to this .json file, or to tuning.json in this folder (default: PATH).",
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
@@ -156,8 +168,8 @@ def run_tune(
 
 @app.command("watch")
 def run_watch(
-    path: Annotated[Path, typer.Argument(help="Folder of the store.")],
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    path: Annotated[Path, typer.Argument(parser=parse_path, metavar="PATH", help="Folder of the store.")],
+    interval: Annotated[float, typer.Option(min=0.1, max=86_400, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Look once.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each look, one a line.")] = False,
 ) -> None:
@@ -174,7 +186,7 @@ def run_watch(
     raise typer.Exit(run(path, interval=interval, once=once, json=json))
 
 
-_Store = Annotated[Path, typer.Argument(help="Folder of the store.")]
+_Store = Annotated[Path, typer.Argument(parser=parse_path, metavar="PATH", help="Folder of the store.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 _Step = Annotated[int | None, typer.Option(help="The newest checkpoint of this step (default: the newest of all).")]
 
@@ -233,8 +245,10 @@ def run_diff(
 
 @app.command("copy")
 def run_copy(
-    source: Annotated[Path, typer.Argument(help="Store that has the checkpoint.")],
-    target: Annotated[Path, typer.Argument(help="Store that gets it; made where there is none.")],
+    source: Annotated[Path, typer.Argument(parser=parse_path, metavar="SOURCE", help="Store that has the checkpoint.")],
+    target: Annotated[
+        Path, typer.Argument(parser=parse_path, metavar="TARGET", help="Store that gets it; made where there is none.")
+    ],
     step: _Step = None,
     pin: Annotated[
         bool | None, typer.Option("--pin/--no-pin", help="Pin the copy, or do not (default: as in SOURCE).")
@@ -324,8 +338,8 @@ def run_recover(
 
 @app.command("export")
 def run_export(
-    path: Annotated[Path, typer.Argument(help="Folder of the store.")],
-    out: Annotated[Path, typer.Argument(help="The new file, or folder (dcp).")],
+    path: Annotated[Path, typer.Argument(parser=parse_path, metavar="PATH", help="Folder of the store.")],
+    out: Annotated[Path, typer.Argument(parser=parse_path, metavar="OUT", help="The new file, or folder (dcp).")],
     to: Annotated[_Target, typer.Option(help="The format.")],
     step: Annotated[int | None, typer.Option(help="The step (default: the newest checkpoint).")] = None,
     keys: Annotated[
@@ -346,8 +360,13 @@ def run_export(
 
 @app.command("import")
 def run_import(
-    file: Annotated[Path, typer.Argument(help="A file of torch.save or of safetensors.")],
-    path: Annotated[Path, typer.Argument(help="Folder of the store; nobody else may write to it.")],
+    file: Annotated[
+        Path, typer.Argument(parser=parse_path, metavar="FILE", help="A file of torch.save or of safetensors.")
+    ],
+    path: Annotated[
+        Path,
+        typer.Argument(parser=parse_path, metavar="PATH", help="Folder of the store; nobody else may write to it."),
+    ],
     source: Annotated[_Source, typer.Option("--from", help="The format.")],
     step: Annotated[
         int | None, typer.Option(help="The step of the new checkpoint (default: what the file says, or a count).")
@@ -368,12 +387,38 @@ flow_help(app)
 
 
 def main() -> None:
-    """Run the ``pccheck`` command. Ends quietly, with status 1, where nobody reads its output to the end."""
+    """Run the ``pccheck`` command. Ends quietly, with status 1, where nobody reads its output to the end.
+
+    A SIGTERM or a SIGHUP ends it as Ctrl-C does: what it began to write is removed.
+    """
+    _prepare()
     try:
         try:
             app()
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:
+    except KeyboardInterrupt:  # before the command began, or after it
+        sys.exit(128 + signal.SIGINT)
+    except OSError as error:
+        with suppress(OSError):
+            if not isinstance(error, BrokenPipeError):
+                complain(error)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would be flushed at exit
         sys.exit(1)
+
+
+def _prepare() -> None:
+    fill_standard_files()
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as the process lives
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names are shown that the terminal's encoding, or any, lacks
+            stream.reconfigure(errors="backslashreplace")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores it
+            signal.signal(number, _leave)
+
+
+def _leave(number: int, frame: object) -> Never:
+    raise SystemExit(128 + number)

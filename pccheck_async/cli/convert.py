@@ -63,5 +63,5 @@ def run_import(file: Path, path: Path, *, source: str, step: int | None, root: s
 def _told(path: Path, work: Callable[[], T]) -> tuple[T | None, int]:
     try:
         return work(), 0
-    except (CheckpointError, ImportError, OSError) as error:
+    except (CheckpointError, ImportError, OSError, ValueError, MemoryError, RecursionError) as error:
         return None, refuse(error, path)

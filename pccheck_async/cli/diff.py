@@ -21,11 +21,12 @@ from pccheck_async.cli.output import (
     refuse,
     table,
 )
+from pccheck_async.cli.paths import parse_path
 from pccheck_async.cli.show import printable, size
 
 __all__ = ["parse_place", "run"]
 
-_PLACE = re.compile(r"(.*)@(-?\d+)", re.ASCII | re.DOTALL)
+_PLACE = re.compile(r"(.*)@(-?\d{1,20})", re.ASCII | re.DOTALL)
 
 
 class Place(NamedTuple):
@@ -39,8 +40,8 @@ def parse_place(text: str) -> Place:
     """Return the store and the step of ``PATH``, ``PATH@STEP`` or ``@STEP``; a folder of that very name is a path."""
     match = _PLACE.fullmatch(text)
     if match is None or Path(text).is_dir():
-        return Place(Path(text), None)
-    return Place(Path(match[1]) if match[1] else None, int(match[2]))
+        return Place(parse_path(text), None)
+    return Place(parse_path(match[1]) if match[1] else None, int(match[2]))
 
 
 def run(one: str, other: str, *, json: bool) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from io import StringIO
+import sys
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,11 @@ def run(path: Path, *, step: int | None, json: bool) -> int:
     except (CheckpointError, OSError, ValueError) as error:
         return refuse(error, path)
     screen = console()
-    drawn = StringIO()
+    drawn = TextIOWrapper(BytesIO(), sys.stdout.encoding, errors="backslashreplace")  # of ASCII where that is all
     # As wide as it takes: no line is cut off at the end of the terminal's.
     Console(file=drawn, width=_LONGEST_LINE, color_system=None).print(_tree(description))
-    for line in drawn.getvalue().splitlines():
+    drawn.seek(0)
+    for line in drawn:
         screen.print(Text(line.rstrip()), soft_wrap=True)
     for line in _facts(description):
         screen.print(Text(line), soft_wrap=True)

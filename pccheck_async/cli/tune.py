@@ -74,10 +74,10 @@ def parse_size(text: str) -> int:
     if match is None:
         raise typer.BadParameter(f"{text!r} is no size; say it like 500MB, 1.5GiB or 1073741824")
     number, unit, binary = match.groups()
-    nbytes = int(float(number) * (1024 if binary else 1000) ** " kMGT".index(unit.replace("K", "k") or " "))
-    if nbytes < 1:
-        raise typer.BadParameter("a size is at least 1 byte")
-    return nbytes
+    nbytes = float(number) * (1024 if binary else 1000) ** " kMGT".index(unit.replace("K", "k") or " ")
+    if not 1 <= nbytes < 1 << 63:
+        raise typer.BadParameter("a size is at least 1 byte, and less than 8 EiB")
+    return int(nbytes)
 
 
 def _print(tuning: Tuning, path: Path, given: Path, written: Path) -> None:

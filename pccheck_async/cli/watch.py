@@ -153,7 +153,7 @@ def _show_once(watch: Watch, *, json: bool) -> int:
 def _show(watch: Watch, interval: float, *, json: bool) -> None:
     with ExitStack() as stack:
         live = None
-        if sys.stdout.isatty() and not json:
+        if sys.stdout.isatty() and not json and not _console().is_dumb_terminal:
             live = stack.enter_context(Live(console=_console(), auto_refresh=False))
         while True:
             view = watch.look()

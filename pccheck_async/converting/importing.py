@@ -8,7 +8,7 @@ import errno
 import os
 import tarfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Literal
@@ -17,12 +17,14 @@ import msgspec
 import torch
 
 from pccheck_async.converting.safetensors_file import STATE, StoredArray, StoredStructure
-from pccheck_async.errors import CorruptStoreError, StoreFullError, UnsupportedStateError
+from pccheck_async.errors import CheckpointError, CorruptStoreError, StoreFullError, UnsupportedStateError
 from pccheck_async.info import CheckpointInfo, Metadata, check_step
-from pccheck_async.layout import MOST_ENTRIES
+from pccheck_async.layout import MOST_ENTRIES, check_metadata
 from pccheck_async.loading import list_checkpoints
 from pccheck_async.session import IO
+from pccheck_async.state.flatten import flatten
 from pccheck_async.state.rebuild import rebuild
+from pccheck_async.state.storages import arrange
 from pccheck_async.sync import SyncCheckpointEngine
 
 __all__ = ["import_checkpoint"]
@@ -84,31 +86,43 @@ def import_checkpoint(
     state = found if root is None else {root: found}
     if not isinstance(state, Mapping):
         raise UnsupportedStateError(f"{name} holds a {type(state).__name__}; give the name that it shall have as root")
-    step = known if step is None else check_step(step)
+    step, metadata = check_step(known if step is None else step), facts if metadata is None else metadata
+    arrange(flatten(state).leaves)  # what cannot be saved is refused before a store is made for it
+    check_metadata(metadata or {})
     there = list_checkpoints(path)
+    while True:
+        keep = _keep(there, path)
+        with SyncCheckpointEngine(path, max_in_flight=1, keep_last=keep, host_memory=host_memory, io=io) as engine:
+            there = engine.checkpoints()
+            if _keep(there, path) <= keep:  # else another process committed before this one had the store to itself
+                return engine.checkpoint(state, step=step, metadata=metadata).result()
+
+
+def _keep(there: Sequence[CheckpointInfo], path: str | os.PathLike[str]) -> int:
+    """Return the ``keep_last`` that drops none of the checkpoints that are there. Raises StoreFullError."""
     if len(there) >= MOST_ENTRIES:
         full = (
             f"the store names {len(there)} checkpoints, and its record has no room for more; import into another folder"
         )
         raise StoreFullError(errno.ENOSPC, full, os.fspath(path))
     # Pinned ones stay whatever the rules say, and would need their room twice.
-    keep = 1 + max((place for place, info in enumerate(there, 1) if not info.pinned), default=0)
-    with SyncCheckpointEngine(path, max_in_flight=1, keep_last=keep, host_memory=host_memory, io=io) as engine:
-        return engine.checkpoint(state, step=step, metadata=facts if metadata is None else metadata).result()
+    return 1 + max((place for place, info in enumerate(there, 1) if not info.pinned), default=0)
 
 
 def _read_torch(file: Path) -> Any:
-    mapped = zipfile.is_zipfile(file)  # files from before torch 1.6 are not, and cannot be mapped
-    if not mapped and tarfile.is_tarfile(file):
-        raise UnsupportedStateError(  # up to torch 2.5 weights_only lets such a file run code (CVE-2025-32434)
-            f"{file} is a tar archive, as very old versions of torch saved; reading one may run code in it"
-        )
     try:
+        mapped = zipfile.is_zipfile(file)  # files from before torch 1.6 are not, and cannot be mapped
+        if not mapped and tarfile.is_tarfile(file):
+            raise UnsupportedStateError(  # up to torch 2.5 weights_only lets such a file run code (CVE-2025-32434)
+                f"{file} is a tar archive, as very old versions of torch saved; reading one may run code in it"
+            )
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except UnpicklingError as error:
         raise UnsupportedStateError(f"{file} cannot be read without running code in it: {error}") from error
-    except (RuntimeError, EOFError, KeyError, ValueError) as error:
-        raise CorruptStoreError(f"{file} is no whole file of torch.save: {error}") from error
+    except (CheckpointError, OSError, MemoryError):
+        raise
+    except Exception as error:  # torch and zipfile let anything through that damaged bytes lead to
+        raise CorruptStoreError(f"{file} is no whole file of torch.save: {type(error).__name__}: {error}") from error
 
 
 def _read_safetensors(file: Path) -> tuple[Mapping[str, Any], int | None, Metadata | None]:

@@ -257,10 +257,13 @@ class _Archive:
         large = nbytes * 1.05 > zipfile.ZIP64_LIMIT  # as zipfile itself decides
         padding = -(self._pipe.tell() + len(info.FileHeader(zip64=large)) + 4) % _ALIGNMENT
         info.extra = _EXTRA.to_bytes(2, "little") + padding.to_bytes(2, "little") + b"Z" * padding
-        with self._zip.open(info, "w") as entry:
-            async for piece in pieces:
-                entry.write(piece)
-                await self._pipe.drain(file)
+        try:
+            with self._zip.open(info, "w") as entry:
+                async for piece in pieces:
+                    entry.write(piece)
+                    await self._pipe.drain(file)
+        finally:
+            await pieces.aclose()  # type: ignore[attr-defined]
 
     async def end(self, file: Sink) -> None:
         """Write the directory of the records."""

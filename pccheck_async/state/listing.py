@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -176,9 +177,8 @@ class _Walk:
         seen = self._seen.setdefault(entry.storage, {})
         alias = seen.get(extent)
         if alias is None:
-            overlapping = (
-                path for (a, b), path in list(seen.items())[:_MOST_COMPARED] if a < extent[1] and extent[0] < b
-            )
+            looked = islice(seen.items(), _MOST_COMPARED)
+            overlapping = (path for (a, b), path in looked if a < extent[1] and extent[0] < b)
             alias = next(overlapping, None)
             seen[extent] = ".".join(names)
         return StoredLeaf(names, entry, extent, alias, aside=aside)

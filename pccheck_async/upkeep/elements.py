@@ -60,7 +60,10 @@ class Difference:
             largest = np.maximum(np.abs(a), np.abs(b))[numbers]
             relative = absolute / largest
             relative = relative[~np.isnan(relative)]  # infinite against another infinity or a number
-        self.most_absolute = max(self.most_absolute or 0, absolute.max().item())
+            if exact is None:
+                absolute = absolute[~np.isnan(absolute)]  # complex, where both have the same infinite part
+        if len(absolute):
+            self.most_absolute = max(self.most_absolute or 0, absolute.max().item())
         if len(relative):
             self.most_relative = max(self.most_relative or 0.0, float(relative.max()))
 

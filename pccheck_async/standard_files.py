@@ -1,0 +1,18 @@
+"""Standard input, output and error of a process that was started without them."""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["fill_standard_files"]
+
+
+def fill_standard_files() -> None:
+    """Put ``/dev/null`` where descriptors 0 to 2 are closed.
+
+    The next file that is opened would get such a number: a slot that whoever reports an error on descriptor 2 writes
+    into, or a descriptor of uvloop's, which ends the process when it is to close one of these.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
