@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from math import gcd
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -18,7 +19,7 @@ from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.policy import Decision, Policy, StepReport
 from pccheck_async.state.flatten import check_outermost
 
-__all__ = ["AsyncBracket", "Bracket", "TrainingStep", "TrainingSteps"]
+__all__ = ["AsyncBracket", "Bracket", "TrainingStep", "TrainingSteps", "look_at_multiples"]
 
 _LONG_WINDOW = 256
 """Brackets without a step of an attached optimizer after which a checkpoint that is due may wait in vain."""
@@ -185,3 +186,13 @@ class TrainingSteps:
             self._said = said
             fields = {"interval": decision.interval, "seconds": decision.seconds, "store": self._store}
             write(logging.INFO, "interval", "%s", decision.reason, **fields)
+
+
+def look_at_multiples(interval: object, every: int | None, store: str) -> None:
+    """Warn where no step that a whole ``interval`` saves is a multiple of ``every`` (``keep_every``)."""
+    if isinstance(interval, int) and every is not None and gcd(interval, every) > 1:
+        text = (
+            "keep_every=%d keeps none of what interval=%d saves, the steps %d, %d and so on; call "
+            "engine.checkpoint(state, step=step) at the multiples"
+        )
+        write(logging.WARNING, "never_kept", text, every, interval, interval - 1, 2 * interval - 1, store=store)

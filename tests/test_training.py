@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from pccheck_async import SyncCheckpointEngine
+from pccheck_async import SyncCheckpointEngine, list_checkpoints
 from pccheck_async.policy import Decision, EverySteps, PCcheckInterval, SaveReport, StepReport
 from tests.training_simulator import Machine, Simulator
 
@@ -114,6 +114,22 @@ def test_a_line_says_once_that_no_attached_optimizer_makes_steps(
     (line,) = [record for record in caplog.records if record.event == "no_step"]  # type: ignore[attr-defined]
     assert (line.levelname, line.step, line.store) == ("WARNING", 9 + 255, str(tmp_path))  # type: ignore[attr-defined]
     assert "attach the one that trains" in line.getMessage()
+
+
+@pytest.mark.parametrize(("every", "kept", "lines"), [(10, [39], 1), (12, [39, 24], 0)])
+def test_multiples_that_the_interval_never_saves_are_warned_of(
+    tmp_path: Path, every: int, kept: list[int], lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with SyncCheckpointEngine(tmp_path, interval=5, keep_every=every) as engine:
+        for step in range(40):
+            with engine.step({"step": step}, step) as this:
+                pass
+            if this.pending is not None:
+                this.pending.result()
+    assert [info.step for info in list_checkpoints(tmp_path)] == kept
+    said = [record.getMessage() for record in caplog.records if record.event == "never_kept"]  # type: ignore[attr-defined]
+    assert len(said) == lines
+    assert all("keep_every=10 keeps none of what interval=5 saves, the steps 4, 9" in text for text in said)
 
 
 class Measuring(EverySteps):
