@@ -479,6 +479,19 @@ def test_an_interrupted_admission_leaves_nothing_to_wait_for(
     assert [info.step for info in list_checkpoints(tmp_path)] == [3]
 
 
+def test_an_interrupt_while_a_checkpoint_is_told_of_takes_no_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SyncCheckpointEngine(tmp_path, max_in_flight=1, on_busy="skip") as engine:
+        monkeypatch.setattr(engine._core.admissions, "_tell", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.checkpoint({"x": torch.ones(3)}, step=1)
+        monkeypatch.undo()
+        assert (engine.statistics().in_flight, engine.statistics().admitted) == (0, 0)
+        pending = engine.checkpoint({"x": torch.ones(3)}, step=2)
+        assert not pending.skipped
+
+
 def test_steps_of_several_threads_wait_for_one_capture(tmp_path: Path) -> None:
     with held(tmp_path) as it:
         it.io.writer.release()
