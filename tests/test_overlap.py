@@ -492,6 +492,24 @@ def test_an_interrupt_while_a_checkpoint_is_told_of_takes_no_place(
         assert not pending.skipped
 
 
+def test_interrupts_while_a_thread_starts_start_no_more_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "pccheck-status":
+            raise KeyboardInterrupt
+
+    with SyncCheckpointEngine(tmp_path) as engine:
+        monkeypatch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.checkpoint({"x": torch.ones(3)})
+        engine.checkpoint({"x": torch.ones(3)})
+        assert [thread.name for thread in threading.enumerate()].count("pccheck-status") == 1
+
+
 def test_steps_of_several_threads_wait_for_one_capture(tmp_path: Path) -> None:
     with held(tmp_path) as it:
         it.io.writer.release()
