@@ -71,10 +71,11 @@ class Admissions:
         """Give the next counter away. All is noted before the engine hears of it."""
         self.counter += 1
         pending = PendingCheckpoint(self.counter if step is None else step, self.counter)
-        self.counts.admitted += 1
-        self._in_flight[pending] = None
-        self.newest = pending
         self._tell(Admitted(step=pending.step, counter=pending.counter))
+        # No call from here on, or an interrupt would leave one in flight that nobody knows.
+        self.counts.admitted += 1
+        self.newest = pending
+        self._in_flight[pending] = None
         return pending
 
     def withdraw(self, pending: PendingCheckpoint, error: CheckpointError) -> bool:

@@ -38,7 +38,7 @@ from pccheck_async.statistics import EngineStatistics
 from pccheck_async.steps import Steps, block_on, run
 from pccheck_async.store_path import store_path
 from pccheck_async.tracing import Sink, Span
-from pccheck_async.training import TrainingStep, TrainingSteps
+from pccheck_async.training import TrainingStep, TrainingSteps, look_at_multiples
 
 __all__ = ["EngineCore"]
 
@@ -65,7 +65,8 @@ class EngineCore:
         self.stalls = Stalls(self.reporter.tell, lambda: self.trace)
         self.admissions = Admissions(config, self.reporter.tell)
         self.guard = Guard(config.max_stall, self._abandon, self.stalls.note_step)
-        self.steps = TrainingSteps(make_policy(config.interval, config.max_in_flight), self.admissions, self.guard)
+        policy = make_policy(config.interval, config.max_in_flight)
+        self.steps = TrainingSteps(policy, self.admissions, self.guard, self.path)
         self._ledger = Ledger(self.admissions, self.stalls, self.guard, self.steps, self.reporter)
         self.preemption = Preemption(self)
         self._snapshots = Snapshots()
@@ -274,6 +275,8 @@ class EngineCore:
     def bracket(self, this: TrainingStep) -> Iterator[None]:
         """Note the beginning of a training step, and one that fails."""
         self.check_alive()
+        if not self.preemption.in_use:
+            look_at_multiples(self.config.interval, self.config.keep_every, self.path)
         self.preemption.in_use = True
         self.preemption.go_on()
         if not self.preemption.pending:

@@ -150,6 +150,7 @@ class CheckpointEngine(EngineBase):
         ``state_dict()`` of every :class:`pccheck_async.Stateful` and all plain values are read on the caller's thread
         before the first await. The state must not change until this returns. Of tensors on CUDA devices, the checkpoint
         sees what the current streams have queued; work on other streams has to be joined first (``wait_stream``).
+        Handlers of signals must not call this (see :meth:`on_preemption`): what they interrupted may be the engine.
 
         Args:
             state: Names to Stateful objects (modules, optimizers, ...), tensors, arrays and plain values, nested at

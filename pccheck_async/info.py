@@ -6,7 +6,6 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
-from types import MappingProxyType
 
 __all__ = ["CheckpointInfo", "Metadata", "Restored", "check_step", "whole_step"]
 
@@ -31,7 +30,7 @@ class CheckpointInfo:
     nbytes: int
     time: float
     pinned: bool = False
-    metadata: Metadata = field(default_factory=lambda: MappingProxyType({}))
+    metadata: Metadata = field(default_factory=dict, hash=False)
 
     @property
     def created(self) -> datetime:

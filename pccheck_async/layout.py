@@ -34,7 +34,6 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Mapping
-from types import MappingProxyType
 
 import msgspec
 
@@ -134,7 +133,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
             nbytes=self.nbytes,
             time=self.time,
             pinned=self.pinned,
-            metadata=MappingProxyType(dict(self.metadata)),
+            metadata=dict(self.metadata),
         )
 
 

@@ -31,7 +31,9 @@ status              WARNING  the status file for ``pccheck watch`` cannot be wri
 progress            WARNING  a progress callback raised, and is not called any more
 store_failed        ERROR    a flush or a commit record failed, and nothing more is committed: error
 dropping            WARNING  the store holds checkpoints that no rule of this engine keeps; once, when it is opened
+never_kept          WARNING  no step that ``interval`` saves is a multiple of ``keep_every``; once
 crowded_out         WARNING  more multiples of ``keep_every`` than a record names
+no_step             WARNING  a checkpoint is due and no attached optimizer has made a step for 256 brackets; once
 no_metric           WARNING  a checkpoint has no number of the name that ``keep_best`` goes by; once
 readers             WARNING  a checkpoint waits for readers of other processes
 surplus             WARNING  a slot that is not needed any more could not be removed

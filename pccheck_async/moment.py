@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Moment"]
+__all__ = ["Moment", "wait_for_any"]
 
 T = TypeVar("T")
 
@@ -72,24 +74,40 @@ class Moment(Generic[T]):
         return over
 
     def _block(self, timeout: float | None) -> None:
-        mine = threading.Lock()
-        mine.acquire()
+        wait_for_any((self,), timeout)
+
+    def _threads(self) -> list[threading.Lock]:
         threads: list[threading.Lock] = self._facts.setdefault("threads", [])
-        threads.append(mine)
-        try:
-            if not self.over:  # else whoever decided may not have found it
-                mine.acquire(timeout=-1 if timeout is None else min(max(timeout, 0), threading.TIMEOUT_MAX))
-        finally:
-            threads.remove(mine)
+        return threads
 
     def _decide(self, outcome: tuple[Any, BaseException | None]) -> None:
         if self._facts.setdefault("outcome", outcome) is not outcome:
             return
         for thread in [*self._facts.get("threads", ())]:
-            thread.release()
+            with suppress(RuntimeError):  # another moment that it waits for was first
+                thread.release()
         future = self._facts.get("future")
         if future is not None:
             _tell(future, outcome)
+
+
+def wait_for_any(moments: Sequence[Moment[Any]], timeout: float | None = None) -> bool:
+    """Block until one of them has happened; False where that takes longer than ``timeout`` seconds.
+
+    Interrupted, it leaves no lock behind that whoever decides would wait for, as futures do.
+    """
+    mine = threading.Lock()
+    mine.acquire()
+    try:
+        for moment in moments:
+            moment._threads().append(mine)
+        if not any(moment.over for moment in moments):  # else whoever decided may not have found it
+            mine.acquire(timeout=-1 if timeout is None else min(max(timeout, 0), threading.TIMEOUT_MAX))
+    finally:
+        for moment in moments:
+            with suppress(ValueError):  # interrupted before it was there
+                moment._threads().remove(mine)
+    return any(moment.over for moment in moments)
 
 
 def _running() -> Future[Any]:

@@ -19,6 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -113,6 +114,48 @@ def _torn(pending: PendingCheckpoint, path: str, what: str, advice: str) -> Torn
     )
 
 
+class _Hooks:
+    """The hooks around the steps of one optimizer, or of all, on behalf of the guards of all engines.
+
+    They are never removed: torch goes through its table of hooks while it calls them, and what is taken out of that
+    meanwhile, as an engine closes, is an error in the step of another thread. Without guards they do nothing.
+    """
+
+    def __init__(self) -> None:
+        self._guards: tuple[Guard, ...] = ()
+        self._lock = threading.RLock()
+
+    def add(self, guard: Guard) -> None:
+        with self._lock:
+            self._guards = (*self._guards, guard)
+
+    def remove(self, guard: Guard) -> None:
+        with self._lock:
+            self._guards = tuple(each for each in self._guards if each is not guard)
+
+    def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for guard in self._guards:
+            guard.before_step(optimizer)
+
+    def after_step(self, *_: Any) -> None:
+        for guard in self._guards:
+            guard.after_step()
+
+    def before_any_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for guard in self._guards:
+            guard.before_any_step(optimizer)
+
+
+_hooks_of: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Hooks] = weakref.WeakKeyDictionary()
+
+
+@cache
+def _hooks_of_all() -> _Hooks:
+    hooks = _Hooks()
+    register_optimizer_step_pre_hook(hooks.before_any_step)
+    return hooks
+
+
 class Guard:
     """Holds up attached optimizers while what they change is being captured.
 
@@ -136,9 +179,9 @@ class Guard:
         self._max_stall = max_stall
         self._abandon = abandon
         self._waited = waited
-        self._hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()
+        self._hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Hooks] = weakref.WeakKeyDictionary()
         self._attached: list[weakref.ref[torch.optim.Optimizer]] = []
-        self._others: Any = None
+        self._others: _Hooks | None = None
         self._captures: list[Overlapped] = []
         self._lock = threading.Lock()
         self.steps = 0
@@ -155,22 +198,26 @@ class Guard:
             return
         try:
             _ = optimizer.param_groups
-            hooks = [
-                optimizer.register_step_pre_hook(self._before_step),
-                optimizer.register_step_post_hook(self._after_step),
-            ]
+            hooks = _hooks_of.get(optimizer)
+            if hooks is None:
+                hooks = _Hooks()
+                optimizer.register_step_pre_hook(hooks.before_step)
+                optimizer.register_step_post_hook(hooks.after_step)
+                _hooks_of[optimizer] = hooks
         except AttributeError:  # wrappers may inherit the methods, and have nothing that calls hooks
             raise TypeError(
                 f"a {type(optimizer).__qualname__} has no hooks around its step; attach the torch.optim.Optimizer "
                 "inside it, or call engine.wait_captured() before each of its steps"
             ) from None
+        hooks.add(self)
         self._hooks[optimizer] = hooks
         self._attached = [each for each in self._attached if each() is not None] + [weakref.ref(optimizer)]
 
     def watch(self, capture: Overlapped) -> None:
         """Hold up steps until this capture ended."""
         if self._others is None:
-            self._others = register_optimizer_step_pre_hook(self._before_any_step)
+            self._others = _hooks_of_all()
+            self._others.add(self)
         with self._lock:
             self._captures = [each for each in self._captures if not each.pending.done()] + [capture]
 
@@ -222,21 +269,25 @@ class Guard:
 
     def close(self) -> None:
         """Let go of all optimizers."""
-        for hook in sum(self._hooks.values(), [self._others] if self._others is not None else []):
-            hook.remove()
+        for hooks in (*self._hooks.values(), self._others):
+            if hooks is not None:
+                hooks.remove(self)
         self._hooks.clear()
         self._attached = []
         self._others = None
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Hold up a step of an attached optimizer."""
         if os.getpid() == self._pid:
             self.hold_up()
             self._detect(optimizer)
 
-    def _after_step(self, *_: Any) -> None:
+    def after_step(self) -> None:
+        """Count it."""
         self.steps += 1
 
-    def _before_any_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def before_any_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look for captures that a step of an optimizer which is not attached tears."""
         if os.getpid() == self._pid and optimizer not in self._hooks:
             for capture in self._watched():
                 if capture.settled and capture.running:

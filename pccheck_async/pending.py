@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import os
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -14,7 +13,7 @@ from typing import Any, Literal, TypeVar
 from pccheck_async.errors import ClosedError
 from pccheck_async.info import CheckpointInfo
 from pccheck_async.loop import finish, wait_for
-from pccheck_async.moment import Moment
+from pccheck_async.moment import Moment, wait_for_any
 
 __all__ = ["CheckpointProgress", "PendingCheckpoint"]
 
@@ -226,8 +225,7 @@ class PendingCheckpoint:
         """
         if self._captured.over:
             return True
-        waited = [each.future() for each in (self._captured, enough) if each is not None]
-        return bool(concurrent.futures.wait(waited, timeout, concurrent.futures.FIRST_COMPLETED).done)
+        return wait_for_any([each for each in (self._captured, enough) if each is not None], timeout)
 
     @property
     def is_captured(self) -> bool:

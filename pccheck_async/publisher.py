@@ -60,10 +60,9 @@ class Publisher:
     def start(self) -> None:
         """Publish from now on. Called with the engine's lock held, at every checkpoint: only the first one costs."""
         if self._thread is None:
-            thread = threading.Thread(target=self._run, name="pccheck-status", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="pccheck-status", daemon=True)  # interrupted or not
             with suppress(RuntimeError):  # no thread can be started any more, while the interpreter exits
-                thread.start()
-                self._thread = thread
+                self._thread.start()
 
     def close(self, timeout: float) -> None:
         """Remove the file and end the thread, or leave that to the thread if it takes longer than ``timeout`` seconds.
@@ -71,7 +70,7 @@ class Publisher:
         The store is still locked: the file cannot be another engine's.
         """
         self._end.set()
-        if self._thread is not None:
+        if self._thread is not None and self._thread.ident is not None:
             self._thread.join(timeout)
 
     def abandon(self) -> None:

@@ -28,7 +28,12 @@ def slot_bytes(folder: Path) -> int:
     """Return the bytes of the slots of the store in ``folder``, 0 where there is none."""
     if not folder.is_dir():
         return 0
-    return sum(entry.stat().st_size for entry in os.scandir(folder) if slot_number(entry.name) is not None)
+    nbytes = 0
+    for entry in os.scandir(folder):
+        if slot_number(entry.name) is not None:
+            with suppress(FileNotFoundError):  # an engine may remove it meanwhile
+                nbytes += entry.stat().st_size
+    return nbytes
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from math import gcd
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -18,7 +19,10 @@ from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.policy import Decision, Policy, StepReport
 from pccheck_async.state.flatten import check_outermost
 
-__all__ = ["AsyncBracket", "Bracket", "TrainingStep", "TrainingSteps"]
+__all__ = ["AsyncBracket", "Bracket", "TrainingStep", "TrainingSteps", "look_at_multiples"]
+
+_LONG_WINDOW = 256
+"""Brackets without a step of an attached optimizer after which a checkpoint that is due may wait in vain."""
 
 
 class TrainingStep:
@@ -88,22 +92,26 @@ class TrainingSteps:
 
     A policy may say "now" inside a window of gradient accumulation, or after a step that a gradient scaler left out.
     Then the checkpoint waits for the end of the window: the next bracket in which an attached optimizer made a step.
+    The policy hears that it was not made: what it measures, and when it asks next, counts from where it is made.
 
     Args:
         policy: Says when to checkpoint.
         admissions: The engine's checkpoints.
         guard: The engine's guard.
+        store: Path of the store, for the log.
     """
 
-    def __init__(self, policy: Policy, admissions: Admissions, guard: Guard) -> None:
+    def __init__(self, policy: Policy, admissions: Admissions, guard: Guard, store: str) -> None:
+        self._store = store
         self._policy = policy
         self._admissions = admissions
         self._guard = guard
         self._reported_stall = 0.0
         self._optimizer_steps = 0
         self._due = False
+        self._waited: int | None = 0  # brackets since it was due; None where nothing is left to say about that
         self._last: StepReport | None = None
-        self._said: Decision | None = None
+        self._said: tuple[int | None, str] | None = None
 
     @property
     def decision(self) -> Decision:
@@ -142,9 +150,14 @@ class TrainingSteps:
         self._say()
         made, self._optimizer_steps = self._guard.steps - self._optimizer_steps, self._guard.steps
         this.whole = bool(made) or not self._guard.optimizers
-        if not self._due or not this.whole:
+        if not self._due:
+            return False
+        if not this.whole:
+            self._policy.skipped(report)
+            self._look_for_steps(this)
             return False
         self._due = False
+        self._waited = None if self._waited is None else 0
         return True
 
     def note(self, this: TrainingStep, pending: PendingCheckpoint) -> None:
@@ -153,9 +166,33 @@ class TrainingSteps:
         if pending.skipped and self._last is not None:
             self._policy.skipped(self._last)
 
+    def _look_for_steps(self, this: TrainingStep) -> None:
+        if self._waited is None:
+            return
+        self._waited += 1
+        if self._waited == _LONG_WINDOW:
+            self._waited = None
+            text = (
+                "nothing is saved: a checkpoint is due, and in the last %d brackets of engine.step no attached "
+                "optimizer made a step; attach the one that trains, unless this window of gradient accumulation is "
+                "that long"
+            )
+            write(logging.WARNING, "no_step", text, _LONG_WINDOW, step=this.step, store=self._store)
+
     def _say(self) -> None:
         decision = self._policy.decision()
-        if decision != self._said:
-            self._said = decision
-            steps, seconds = decision.interval, decision.seconds
-            write(logging.INFO, "interval", "%s", decision.reason, interval=steps, seconds=seconds)
+        said = decision.interval, decision.reason  # the seconds follow every step that is measured
+        if said != self._said:
+            self._said = said
+            fields = {"interval": decision.interval, "seconds": decision.seconds, "store": self._store}
+            write(logging.INFO, "interval", "%s", decision.reason, **fields)
+
+
+def look_at_multiples(interval: object, every: int | None, store: str) -> None:
+    """Warn where no step that a whole ``interval`` saves is a multiple of ``every`` (``keep_every``)."""
+    if isinstance(interval, int) and every is not None and gcd(interval, every) > 1:
+        text = (
+            "keep_every=%d keeps none of what interval=%d saves, the steps %d, %d and so on; call "
+            "engine.checkpoint(state, step=step) at the multiples"
+        )
+        write(logging.WARNING, "never_kept", text, every, interval, interval - 1, 2 * interval - 1, store=store)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import dataclasses
+import json
+import pickle
 import shutil
 import threading
 from itertools import permutations
@@ -336,6 +340,19 @@ def test_statistics(tmp_path: Path) -> None:
         assert set(found.decisions.reasons) == {"chunk_bytes", "host_memory", "writers", "copiers", "io", "device"}
         assert found.io
         assert found.slots == 3
+
+
+def test_what_an_engine_tells_can_be_copied_sent_and_written_down(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        info = engine.checkpoint(state_of(7), step=7, metadata={"loss": 0.5}).result(60)
+        restored = engine.restore(state_of(7))
+        for fact in (info, restored, engine.latest, engine.statistics()):
+            assert copy.deepcopy(fact) == pickle.loads(pickle.dumps(fact)) == fact
+        assert {info, restored} == {info}
+        found = json.loads(json.dumps(dataclasses.asdict(engine.statistics())))
+        assert found["latest"]["metadata"] == {"loss": 0.5}
+        info.metadata.clear()  # type: ignore[attr-defined]
+        assert engine.checkpoints()[0].metadata == {"loss": 0.5}
 
 
 @pytest.mark.parametrize(

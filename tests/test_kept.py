@@ -390,6 +390,8 @@ def test_the_space_that_rules_need(tmp_path: Path) -> None:
         engine.checkpoint({"x": torch.zeros(1 << 20)}, step=1).result()
         assert engine.statistics().slots == 9
         assert 9 << 22 <= engine.statistics().slot_bytes < 10 << 22  # the manifests on top
+        (tmp_path / "slot-900").symlink_to("gone")  # found in the folder, and removed before it is looked at
+        assert engine.space_needed().slot_bytes >= 4 << 20
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from pccheck_async import ResumableLoader, ResumableSampler, RNGState, SyncCheckpointEngine
 from tests.datasets import SHUFFLES, Augmented, AugmentedInBatches, Digits, Numbers, Stream, values
@@ -98,6 +98,28 @@ def test_augmentations_are_the_same_after_a_resume(dataset: Dataset[Any], persis
             second = make(after)
             second.load_state_dict(first.state_dict())
             assert got + values(islice(second.forever(), 18 - stop)) == expected
+
+
+def mixed_up(samples: list[torch.Tensor]) -> torch.Tensor:
+    """What a batch is made of draws from every generator, too."""
+    batch: torch.Tensor = default_collate(samples)
+    share = random.random() * np.random.rand() * torch.rand(())
+    return share * batch + (1 - share) * batch[torch.randperm(len(batch))]
+
+
+@pytest.mark.slow
+def test_batches_that_are_mixed_at_random_are_the_same_wherever_they_are_loaded() -> None:
+    def make(workers: int) -> ResumableLoader:
+        return ResumableLoader(Augmented(), batch_size=4, seed=9, num_workers=workers, collate_fn=mixed_up)
+
+    expected = values(islice(make(0).forever(), 9))
+    for workers in (0, 2):
+        random.seed(), np.random.seed(workers), torch.manual_seed(workers)
+        before = generators()
+        resumed = make(workers)
+        resumed.load_state_dict(make(0).state_dict() | {"epoch": 0, "position": 8})
+        assert values(islice(resumed.forever(), 7)) == expected[2:]
+        assert generators() == before
 
 
 def test_augmentations_differ_by_sample_epoch_seed_and_generator() -> None:

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from pccheck_async.moment import Moment
+from pccheck_async.moment import Moment, wait_for_any
 
 
 def test_it_is_not_over_before_it_happened() -> None:
@@ -85,3 +85,17 @@ def test_waiting_for_a_while_leaves_nothing_behind() -> None:
     for patience in (0, None, 1e30):
         with pytest.raises(OSError, match="gone"):
             moment.result(patience)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_thread_that_waits_for_either_goes_on_with_the_first_and_the_other_may_follow(first: int) -> None:
+    moments: list[Moment[int]] = [Moment(), Moment()]
+    assert not wait_for_any(moments, 0)
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(wait_for_any(moments)))
+    thread.start()
+    for moment in (moments[first], moments[1 - first]):
+        moment.set_result(1)
+    thread.join()
+    assert found == [True]
+    assert wait_for_any(moments)

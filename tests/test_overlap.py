@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pccheck_async import (
     CheckpointEngine,
@@ -339,9 +340,47 @@ def test_attaching_twice_is_once_and_closing_lets_go(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.attach(optimizer)
         engine.attach(optimizer)
-        assert len(optimizer._optimizer_step_pre_hooks) == 1
-    assert not optimizer._optimizer_step_pre_hooks
-    assert not optimizer._optimizer_step_post_hooks
+    core = weakref.ref(engine._core)
+    with SyncCheckpointEngine(tmp_path) as engine:  # in the place of the first
+        engine.attach(optimizer)
+        assert len(optimizer._optimizer_step_pre_hooks) == len(optimizer._optimizer_step_post_hooks) == 1
+        optimizer.step()
+        assert engine._core.guard.steps == 1
+    gc.collect()
+    assert core() is None
+
+
+@pytest.mark.parametrize("of_all", [False, True])
+def test_a_step_goes_on_while_an_engine_that_it_is_attached_to_closes(tmp_path: Path, of_all: bool) -> None:
+    """Torch goes through its table of hooks meanwhile."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inside, closed, errors = threading.Event(), threading.Event(), list[BaseException]()
+
+    def hold_up(*_: Any) -> None:
+        inside.set()
+        closed.wait()
+
+    def step() -> None:
+        try:
+            optimizer.step()
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    register: Any = register_optimizer_step_pre_hook if of_all else optimizer.register_step_pre_hook
+    hook = register(hold_up)
+    thread = threading.Thread(target=step)
+    try:
+        with SyncCheckpointEngine(tmp_path) as engine:
+            engine.attach(optimizer)
+            engine.checkpoint({"model": model}, overlap=True).result()
+            thread.start()
+            inside.wait()
+    finally:
+        closed.set()
+        thread.join()
+        hook.remove()
+    assert errors == []
 
 
 def test_an_optimizer_that_is_not_used_any_more_is_let_go(tmp_path: Path) -> None:
@@ -438,6 +477,37 @@ def test_an_interrupted_admission_leaves_nothing_to_wait_for(
         it.engine.checkpoint(it.state, step=3).result()
         assert it.engine.statistics().admitted == (3 if posted else 2)
     assert [info.step for info in list_checkpoints(tmp_path)] == [3]
+
+
+def test_an_interrupt_while_a_checkpoint_is_told_of_takes_no_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SyncCheckpointEngine(tmp_path, max_in_flight=1, on_busy="skip") as engine:
+        monkeypatch.setattr(engine._core.admissions, "_tell", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.checkpoint({"x": torch.ones(3)}, step=1)
+        monkeypatch.undo()
+        assert (engine.statistics().in_flight, engine.statistics().admitted) == (0, 0)
+        pending = engine.checkpoint({"x": torch.ones(3)}, step=2)
+        assert not pending.skipped
+
+
+def test_interrupts_while_a_thread_starts_start_no_more_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "pccheck-status":
+            raise KeyboardInterrupt
+
+    with SyncCheckpointEngine(tmp_path) as engine:
+        monkeypatch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.checkpoint({"x": torch.ones(3)})
+        engine.checkpoint({"x": torch.ones(3)})
+        assert [thread.name for thread in threading.enumerate()].count("pccheck-status") == 1
 
 
 def test_steps_of_several_threads_wait_for_one_capture(tmp_path: Path) -> None:

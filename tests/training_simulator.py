@@ -41,13 +41,17 @@ class _Save:
 
 @dataclass
 class Simulator:
-    """Attributes: ``saves`` are the steps after which a checkpoint began, ``costs`` the seconds each step lost."""
+    """Attributes: ``saves`` are the steps after which a checkpoint began, ``costs`` the seconds each step lost.
+
+    Checkpoints are made at the ends of windows of so many steps.
+    """
 
     policy: Policy
     machine: Machine
     seed: int = 0
     places: int = 2
     skips: bool = False
+    window: int = 1
     step: int = 0
     now: float = 0.0
     saves: list[int] = field(default_factory=list)
@@ -60,6 +64,7 @@ class Simulator:
         self._flying: list[_Save] = []
         self._ended: list[SaveReport] = []
         self._stall = 0.0
+        self._due = False
 
     def run(self, steps: int, change: Callable[[Simulator], None] | None = None) -> None:
         for _ in range(steps):
@@ -91,7 +96,11 @@ class Simulator:
             self.policy.saved(ended)
         self._ended = []
         report = StepReport(self.step, self.now, seconds, stall, in_flight)
-        if self.policy.due(report):
+        self._due = self.policy.due(report) or self._due
+        if self._due and (self.step + 1) % self.window:
+            self.policy.skipped(report)
+        elif self._due:
+            self._due = False
             self._checkpoint(report)
         decision = self.policy.decision()
         self.intervals.append(decision.interval)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from pccheck_async.data.order import Shuffle, mix
 from pccheck_async.data.sampler import ResumableSampler
@@ -25,11 +25,12 @@ class ResumableLoader:
     loop gets it, so save after the step that used it.
 
     Random augmentations come out the same after a resume, whatever ``num_workers`` is: Python's, numpy's and torch's
-    global generators are seeded from (seed, epoch, index) before each sample is fetched. The state of a worker's
-    generators would depend on what the worker fetched before, which is not saved. In the process of the trainer
-    (``num_workers=0``) the generators are put back afterwards; loading never moves them, so ``RNGState`` stays in step.
-    A dataset with ``__getitems__`` is seeded per batch. Generators that the dataset owns (``default_rng``) and those of
-    GPUs are not seeded.
+    global generators are seeded from (seed, epoch, index) before each sample is fetched, and ``collate_fn`` goes on
+    from where the last sample of its batch left them. The state of a worker's generators would depend on what the
+    worker fetched before, which is not saved. In the process of the trainer (``num_workers=0``) the generators are put
+    back afterwards; loading never moves them, so ``RNGState`` stays in step. A dataset with ``__getitems__`` (torch's
+    ``Subset``, too) is seeded per batch. Generators that the dataset owns (``default_rng``) and those of GPUs are not
+    seeded.
 
     Args:
         dataset: Map-style: it has a length and ``[index]``.
@@ -40,9 +41,9 @@ class ResumableLoader:
         num_workers: Worker processes; 0 loads in this one.
         rank: See :class:`ResumableSampler`.
         world_size: See :class:`ResumableSampler`.
-        seed_samples: Seed before each sample (some 20 microseconds). False: in this process samples draw from the
-            global generators, and those of workers are seeded when they start, from (seed, epoch, worker), which no
-            resume in mid-epoch can repeat. Right for datasets where nothing is random.
+        seed_samples: Seed before each sample (some 20 microseconds). False: in this process samples and ``collate_fn``
+            draw from the global generators, and those of workers are seeded when they start, from (seed, epoch,
+            worker), which no resume in mid-epoch can repeat. Right for datasets where nothing is random.
         dataloader_kwargs: Anything else that DataLoader takes (``collate_fn``, ``pin_memory``, ``prefetch_factor``,
             ``persistent_workers``...), except for what decides the order.
 
@@ -87,7 +88,9 @@ class ResumableLoader:
         )
         self._generator = torch.Generator("cpu")  # the global one would be drawn from by every new iterator
         if seed_samples:
-            dataset = _Seeded(dataset, self.sampler.seed)
+            collate = dataloader_kwargs.get("collate_fn") or default_collate
+            dataset = _Seeded(dataset, self.sampler.seed, collate)
+            dataloader_kwargs["collate_fn"] = _as_it_is
             dataloader_kwargs["worker_init_fn"] = _Introduce(dataloader_kwargs.get("worker_init_fn"))
         self._loader: DataLoader[Any] = DataLoader(
             cast(Dataset[Any], dataset),  # a list will do
@@ -147,16 +150,16 @@ class _Feed:
 
 
 class _Seeded(Dataset[Any]):
-    """The dataset, with the global generators seeded before each sample."""
+    """The dataset in batches that are collated, with the global generators seeded before each sample."""
 
-    def __init__(self, dataset: Dataset[Any] | Sequence[Any], seed: int) -> None:
-        self.dataset, self._seed = dataset, seed
+    def __init__(self, dataset: Dataset[Any] | Sequence[Any], seed: int, collate: Callable[[list[Any]], Any]) -> None:
+        self.dataset, self._seed, self._collate = dataset, seed, collate
 
-    def __getitems__(self, batch: tuple[int, list[int]]) -> list[Any]:
+    def __getitems__(self, batch: tuple[int, list[int]]) -> Any:
         if get_worker_info() is not None:
-            return self._samples(*batch)
+            return self._collate(self._samples(*batch))
         with _generators_kept():
-            return self._samples(*batch)
+            return self._collate(self._samples(*batch))
 
     def _samples(self, epoch: int, indices: list[int]) -> list[Any]:
         whole = getattr(self.dataset, "__getitems__", None)  # torch allows None for "has none"
@@ -175,6 +178,10 @@ class _Seeded(Dataset[Any]):
         random.seed(mix("python", self._seed, epoch, index))
         np.random.seed(mix("numpy", self._seed, epoch, index) & 0xFFFFFFFF)  # an array would take ten times as long
         torch.default_generator.manual_seed(mix("torch", self._seed, epoch, index))  # not those of GPUs
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 class _Introduce:

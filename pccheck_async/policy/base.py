@@ -71,7 +71,10 @@ class Policy(Protocol):
         """Tell whether to checkpoint now. Asked exactly once after every step."""
 
     def skipped(self, report: StepReport) -> None:
-        """Hear that the checkpoint which was due after this step could not be made: all places were in flight."""
+        """Hear that the checkpoint which was due after this step could not be made.
+
+        All places were in flight, or a window of gradient accumulation had not ended.
+        """
 
     def saved(self, report: SaveReport) -> None:
         """Hear that a checkpoint ended, before the next question."""
