@@ -96,6 +96,9 @@ class EngineCore:
         remember(self)  # before the first lock: a child forked meanwhile must not keep it
         try:
             yield self._open()
+            self._ledger.begin()
+            # Asks the user's policy, too, which may raise.
+            opened = Opened(checkpoints=len(self.infos), step=self.newest_step, io=self.statistics().io)
         except BaseException:
             self._state = "closed"
             forget(self)
@@ -105,8 +108,7 @@ class EngineCore:
             self.reporter.hooks.close(_HOOKS_SECONDS)
             raise
         self._state = "open"
-        self._ledger.begin()
-        self.reporter.tell(Opened(checkpoints=len(self.infos), step=self.newest_step, io=self.statistics().io))
+        self.reporter.tell(opened)
 
     async def _open(self) -> None:
         about.set({"store": self.path})

@@ -159,3 +159,15 @@ def test_an_interval_is_said_when_it_is_decided_on_and_not_at_every_step(
     lines = [record for record in caplog.records if record.event == "interval"]  # type: ignore[attr-defined]
     assert [line.interval for line in lines] == [3, 4]  # type: ignore[attr-defined]
     assert {line.store for line in lines} == {str(tmp_path)}  # type: ignore[attr-defined]
+
+
+class Broken(EverySteps):
+    def decision(self) -> Decision:
+        raise LookupError("no decision")
+
+
+def test_a_policy_that_raises_leaves_no_store_locked(tmp_path: Path) -> None:
+    with pytest.raises(LookupError, match="no decision"):
+        SyncCheckpointEngine(tmp_path, interval=Broken(1)).open()
+    with SyncCheckpointEngine(tmp_path, lock_timeout=0) as engine:
+        assert engine.checkpoints() == []
