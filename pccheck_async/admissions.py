@@ -41,7 +41,7 @@ class Admissions:
         tell: Called with what happens.
 
     Attributes:
-        lock: Held while a checkpoint is admitted. A signal handler may checkpoint, too.
+        lock: Held while a checkpoint is admitted; reentrant, as a signal handler may ask for statistics meanwhile.
         counter: The largest that was given away.
         counts: What became of them.
         newest: The one that was admitted last, None before the first.

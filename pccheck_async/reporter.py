@@ -26,7 +26,7 @@ _LAST = 16
 
 
 class Reporter:
-    """One engine's; may be used from any thread, signal handlers included. Never raises.
+    """One engine's; may be used from any thread, and reentrantly, from signal handlers. Never raises.
 
     Args:
         store: Path of the store, for the log.
