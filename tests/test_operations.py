@@ -1008,15 +1008,15 @@ interpreters.destroy(interpreter)
         assert checksum.IMPLEMENTATION == _ext.CRC_IMPLEMENTATION
         assert checksum.IMPLEMENTATION in {"vpclmulqdq", "pclmulqdq", "arm64", "table"}
 
-else:
-
-    @pytest.mark.skip(reason="the extension was not built")
-    def test_extension() -> None:
-        """Stands for all that follows above, so that a run without them says so."""
-
     @on_loop
     async def test_no_room_for_threads_is_said(runner: asyncio.Runner, room_for_threads: Callable[[int], None]) -> None:
         threading.stack_size(1 << 18)  # those of Python find room, those of C take what ulimit -s says
         room_for_threads(0)
         with pytest.raises(RuntimeError, match="can't start new threads: see ulimit -u"):
             native.NativeOperations(io_threads=1, copy_threads=256)
+
+else:
+
+    @pytest.mark.skip(reason="the extension was not built")
+    def test_extension() -> None:
+        """Stands for all that follows above, so that a run without them says so."""
