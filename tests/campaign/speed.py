@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 
-from pccheck_async import SyncCheckpointEngine
+from pccheck_async import SyncCheckpointEngine, _ext
 from pccheck_async.bench.medians import summary
 from pccheck_async.bench.raw_disk import RawDisk, RawLimit, slot_file
 from pccheck_async.bench.usage import busy_seconds
+from pccheck_async.memory import aligned_buffer
 
 
 def build(nbytes: int, tensors: int) -> dict[str, torch.Tensor]:
@@ -71,6 +75,55 @@ class Pairs:
         print(summary(f"{name}: seconds", self._ours), f"(limit {rate:.2f} GB/s: {self._limit.way.name})")
 
 
+class BarePipeline:
+    """Copies a state into memory of its size and writes each piece as soon as it is copied, then flushes.
+
+    Args:
+        state: What is copied.
+        engine: "threads" or "io_uring".
+    """
+
+    _PIECE = 8 << 20
+    _WRITERS, _COPIERS = 4, 2
+
+    def __init__(self, state: dict[str, torch.Tensor], engine: str) -> None:
+        self._state = state
+        self._engine = engine
+        self._memory = aligned_buffer(-(-sum(t.nbytes for t in state.values()) // 4096) * 4096)
+        tables: dict[int, list[tuple[int, int, int]]] = {}
+        offset = 0
+        for tensor in state.values():
+            start = 0
+            while start < tensor.nbytes:
+                piece, within = divmod(offset, self._PIECE)
+                nbytes = min(tensor.nbytes - start, self._PIECE - within)
+                tables.setdefault(piece, []).append((tensor.data_ptr() + start, within, nbytes))
+                start, offset = start + nbytes, offset + nbytes
+        self._tables = [np.array(table, np.uint64).tobytes() for table in tables.values()]
+
+    def seconds(self, path: Path) -> float:
+        """Do it once, over the first bytes of a file that no record names."""
+        pieces = [self._memory[at : at + self._PIECE] for at in range(0, len(self._memory), self._PIECE)]
+        fd = os.open(path, os.O_RDWR | os.O_DIRECT)
+        try:
+            with closing(_ext.Queue(self._WRITERS, self._COPIERS, self._engine)) as queue:
+                start = time.perf_counter()
+                queue.submit([(n, _ext.GATHER, t, pieces[n], self._state) for n, t in enumerate(self._tables)])
+                while queue.running:
+                    select.select([queue.fileno()], [], [])
+                    copied = []
+                    for token, result, checksum in queue.reap():
+                        if result < 0:
+                            raise OSError(-result, "a bare operation failed")
+                        if checksum is not None:
+                            copied.append(token)
+                    queue.submit([(n, _ext.WRITE, fd, n * self._PIECE, pieces[n]) for n in copied])
+                os.fdatasync(fd)
+                return time.perf_counter() - start
+        finally:
+            os.close(fd)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", default=None)
@@ -114,14 +167,23 @@ def main() -> None:
         for _ in range(args.pairs):
             writes.measure(save)
         saved = peak_rss() - base
+        bare = BarePipeline(state, engine.statistics().io.split(",")[0])
+        beside: list[float] = []
+        for pair in range(args.pairs + 1):
+            before = bare.seconds(slot_file(store, committed=False))
+            ours = save()
+            if pair:  # the first one touches its memory
+                beside.append((before + bare.seconds(slot_file(store, committed=False))) / 2 / ours)
+        del bare
         reads = Pairs(RawLimit(disk, write=False), lambda: slot_file(store, committed=True))
         for _ in range(args.pairs):
             reads.measure(restore)
         found = engine.statistics()
     writes.report("durable")
     reads.report("restore")
+    print(summary("durable: bare copies and writes, in parts of the engine's time", beside))
     print(summary("stall, seconds", stall))
-    print(f"processor seconds per GiB made durable, all of the system: {sum(busy) / args.pairs / args.gib:.3f}")
+    print(f"processor seconds per GiB made durable, all of the system: {sum(busy) / len(busy) / args.gib:.3f}")
     print(f"saving raised the peak RSS by {saved >> 20} MiB; {os.cpu_count()} cores")
     print(found)
 

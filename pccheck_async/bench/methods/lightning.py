@@ -42,7 +42,9 @@ class LightningAsync(Method):
     def save(self, state: State, step: int) -> Handle:
         """Clone the state and queue it."""
         self._io.save_checkpoint({"step": step, "state": state}, self.file)
-        return _Queued(self._io, self._io._executor.submit(lambda: None))
+        executor = self._io._executor
+        assert executor is not None  # saving makes it
+        return _Queued(self._io, executor.submit(lambda: None))
 
     def load(self, into: State) -> int:
         """Read the file."""
