@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -76,7 +76,9 @@ class Pairs:
 
 
 class BarePipeline:
-    """Copies a state into memory of its size and writes each piece as soon as it is copied, then flushes.
+    """What any engine does at least: copies a state and writes each piece as soon as it is copied, then flushes.
+
+    And back: reads the pieces, verifies each, and copies it to its places.
 
     Args:
         state: What is copied.
@@ -84,12 +86,14 @@ class BarePipeline:
     """
 
     _PIECE = 8 << 20
-    _WRITERS, _COPIERS = 4, 2
+    _IN_FLIGHT, _COPIERS = 4, 2
+    _READ = 8
 
     def __init__(self, state: dict[str, torch.Tensor], engine: str) -> None:
         self._state = state
         self._engine = engine
-        self._memory = aligned_buffer(-(-sum(t.nbytes for t in state.values()) // 4096) * 4096)
+        memory = aligned_buffer(-(-sum(t.nbytes for t in state.values()) // 4096) * 4096)
+        self._pieces = [memory[at : at + self._PIECE] for at in range(0, len(memory), self._PIECE)]
         tables: dict[int, list[tuple[int, int, int]]] = {}
         offset = 0
         for tensor in state.values():
@@ -100,28 +104,71 @@ class BarePipeline:
                 tables.setdefault(piece, []).append((tensor.data_ptr() + start, within, nbytes))
                 start, offset = start + nbytes, offset + nbytes
         self._tables = [np.array(table, np.uint64).tobytes() for table in tables.values()]
+        self._checksums = [0] * len(self._tables)
 
-    def seconds(self, path: Path) -> float:
-        """Do it once, over the first bytes of a file that no record names."""
-        pieces = [self._memory[at : at + self._PIECE] for at in range(0, len(self._memory), self._PIECE)]
+    def write_seconds(self, path: Path) -> float:
+        """Write the state once, over the first bytes of a file that no record names."""
+
+        def move(queue: _ext.Queue, fd: int) -> None:
+            queue.submit([(n, _ext.GATHER, t, self._pieces[n], self._state) for n, t in enumerate(self._tables)])
+            while queue.running:
+                copied = []
+                for number, checksum in _ended(queue):
+                    if checksum is not None:
+                        self._checksums[number] = checksum
+                        copied.append((number, _ext.WRITE, fd, number * self._PIECE, self._pieces[number]))
+                queue.submit(copied)
+            os.fdatasync(fd)
+
+        return self._seconds(path, move)
+
+    def read_seconds(self, path: Path) -> float:
+        """Read back what was written last."""
+
+        def move(queue: _ext.Queue, fd: int) -> None:
+            places = self._pieces[: self._READ]
+            left = iter(range(len(self._tables)))
+
+            def read(place: memoryview) -> list[Any]:
+                if (number := next(left, None)) is None:
+                    return []
+                at[number] = place[: len(self._pieces[number])]
+                return [(number, _ext.READ, fd, number * self._PIECE, at[number])]
+
+            at: dict[int, memoryview] = {}
+            queue.submit([operation for place in places for operation in read(place)])
+            verifying: set[int] = set()
+            while queue.running:
+                batch: list[Any] = []
+                for number, _ in _ended(queue):
+                    if number in verifying:
+                        batch += read(at[number])
+                    else:
+                        verifying.add(number)
+                        table = self._tables[number]
+                        batch.append((number, _ext.SCATTER, at[number], self._checksums[number], table, self._state))
+                queue.submit(batch)
+
+        return self._seconds(path, move)
+
+    def _seconds(self, path: Path, move: Callable[[_ext.Queue, int], None]) -> float:
         fd = os.open(path, os.O_RDWR | os.O_DIRECT)
         try:
-            with closing(_ext.Queue(self._WRITERS, self._COPIERS, self._engine)) as queue:
+            with closing(_ext.Queue(self._IN_FLIGHT, self._COPIERS, self._engine)) as queue:
                 start = time.perf_counter()
-                queue.submit([(n, _ext.GATHER, t, pieces[n], self._state) for n, t in enumerate(self._tables)])
-                while queue.running:
-                    select.select([queue.fileno()], [], [])
-                    copied = []
-                    for token, result, checksum in queue.reap():
-                        if result < 0:
-                            raise OSError(-result, "a bare operation failed")
-                        if checksum is not None:
-                            copied.append(token)
-                    queue.submit([(n, _ext.WRITE, fd, n * self._PIECE, pieces[n]) for n in copied])
-                os.fdatasync(fd)
+                move(queue, fd)
                 return time.perf_counter() - start
         finally:
             os.close(fd)
+
+
+def _ended(queue: _ext.Queue) -> list[tuple[int, Any]]:
+    select.select([queue.fileno()], [], [])
+    ended = queue.reap()
+    for _, result, _ in ended:
+        if result < 0:
+            raise OSError(-result, "a bare operation failed")
+    return [(token, checksum) for token, _, checksum in ended]
 
 
 def main() -> None:
@@ -168,12 +215,18 @@ def main() -> None:
             writes.measure(save)
         saved = peak_rss() - base
         bare = BarePipeline(state, engine.statistics().io.split(",")[0])
-        beside: list[float] = []
-        for pair in range(args.pairs + 1):
-            before = bare.seconds(slot_file(store, committed=False))
+        spare = slot_file(store, committed=False)
+        bare.write_seconds(spare)  # touches its memory
+        beside: dict[str, list[float]] = {"durable": [], "restore": []}
+        for _ in range(args.pairs):
+            before = bare.write_seconds(spare)
             ours = save()
-            if pair:  # the first one touches its memory
-                beside.append((before + bare.seconds(slot_file(store, committed=False))) / 2 / ours)
+            spare = slot_file(store, committed=False)
+            beside["durable"].append((before + bare.write_seconds(spare)) / 2 / ours)
+        for _ in range(args.pairs):
+            before = bare.read_seconds(spare)
+            ours = restore()
+            beside["restore"].append((before + bare.read_seconds(spare)) / 2 / ours)
         del bare
         reads = Pairs(RawLimit(disk, write=False), lambda: slot_file(store, committed=True))
         for _ in range(args.pairs):
@@ -181,7 +234,8 @@ def main() -> None:
         found = engine.statistics()
     writes.report("durable")
     reads.report("restore")
-    print(summary("durable: bare copies and writes, in parts of the engine's time", beside))
+    for name, ratios in beside.items():
+        print(summary(f"{name}: bare operations, in parts of the engine's time", ratios))
     print(summary("stall, seconds", stall))
     print(f"processor seconds per GiB made durable, all of the system: {sum(busy) / len(busy) / args.gib:.3f}")
     print(f"saving raised the peak RSS by {saved >> 20} MiB; {os.cpu_count()} cores")
