@@ -168,6 +168,12 @@ class PretendStream:
         self._check(address, nbytes)
         self.later(lambda: ctypes.memset(address, 0, nbytes), (address, nbytes))
 
+    def prepare(self, rows: Table) -> Table:
+        return rows
+
+    def keep(self, memory: Any) -> None:
+        self.later(lambda: memory)
+
     def move(self, rows: Table) -> None:
         for into, source, nbytes in rows.tolist():
             self._check(into, nbytes)

@@ -82,6 +82,7 @@ class CudaCopy:
         self._missing = False
         self._copiers: dict[int, Copier] = {}
         self._waiting: Waiting
+        self._registering: Waiting  # not behind chunks that wait for training: those of later buffers wait for this
         self._pace = Pace()
         self._reason = "no tensors of a device were saved yet"
         self._snapshots = 0
@@ -93,11 +94,11 @@ class CudaCopy:
             if self._open is None and not self._missing:
                 try:
                     self._open = self._load()
-                except ImportError as error:
+                except Exception as error:  # noqa: BLE001 - built for another NumPy or driver, it says so in many ways
                     self._missing = True
                     self._reason = f"copied by torch, piece by piece: {error}"
                     text = (
-                        "CuPy cannot be imported (%s): tensors of CUDA devices are copied by torch, slower; install "
+                        "CuPy cannot be used (%s): tensors of CUDA devices are copied by torch, slower; install "
                         "pccheck-async[cuda12] or pccheck-async[cuda13]"
                     )
                     write(logging.WARNING, "no_cupy", text, error)
@@ -117,7 +118,8 @@ class CudaCopy:
                     copier = Copier(self._open(index))
                     if not self._copiers:
                         self._waiting = Waiting(self._loop, _WAITERS)
-                        self.pinning.activate(copier.device, self._waiting)
+                        self._registering = Waiting(self._loop, 1)
+                        self.pinning.activate(copier.device, self._registering)
                     self._copiers[index] = copier
         with _device_errors():
             return {index: self._copiers[index].device.current() for index in devices}
@@ -134,15 +136,20 @@ class CudaCopy:
                 sources, taken = await self._waiting.call(self._take, admission, sources, chosen, fenced)
             if taken == before.devices:
                 sources = await self._take_host(sources)
-            self.settle({index: event for index, event in admission.items() if index not in taken})
+            rest = {index: event for index, event in admission.items() if index not in taken}
+            if self.pinning.active:
+                self.settle(rest)
+            else:  # a lane may be in a copy that blocks until training gets there
+                await self._waiting.call(self.settle, rest)
             if sources.packed_devices:  # torch copies these on streams of its own choice
                 await self._waiting.call(_synchronize, [admission[index] for index in sources.packed_devices])
         return sources
 
     def settle(self, admission: _Admission) -> None:
         """Let the lanes wait (see :class:`CopyBackend`)."""
-        for index, event in admission.items():
-            self._copiers[index].settle(event)
+        with _device_errors():
+            for index, event in admission.items():
+                self._copiers[index].settle(event)
 
     async def gather(
         self, segments: Segments, into: memoryview, keepalive: Any = None, fenced: Fenced | None = None
@@ -187,6 +194,7 @@ class CudaCopy:
             copier.close()
         if self._copiers:
             self._waiting.close()
+            self._registering.close()
 
     async def _fill(self, devices: Mapping[int, Table], base: int, nbytes: int, fenced: Fenced | None) -> Ranges:
         """Let devices write what is theirs into a buffer. Returns what was written, in order."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import cupy
 import numpy as np
@@ -16,6 +18,7 @@ from cupy.cuda import runtime
 
 from pccheck_async.copying.kernel import MOVE_SOURCE
 from pccheck_async.copying.snapshot import DeviceMemory
+from pccheck_async.copying.tables import joined
 from pccheck_async.logs import write
 from pccheck_async.segments import Table
 
@@ -24,7 +27,14 @@ __all__ = ["CupyDevice"]
 _THREADS: Final = 256
 _REGISTER_PORTABLE: Final = 1
 """cudaHostRegisterPortable: locked for every device."""
+_SMALLEST_TABLE: Final = 64 << 10
+_RELAXED: Final = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED."""
 
+try:
+    runtime.getDeviceCount()
+except runtime.CUDARuntimeError as error:  # importing it tells nothing: it brings a runtime of its own
+    raise ImportError(f"this CuPy does not work with this driver: {error}") from error
 
 _move = cupy.RawKernel(MOVE_SOURCE, "pccheck_move")
 
@@ -42,7 +52,10 @@ class CupyDevice:
         self._compiled: bool | None = None
 
     def current(self) -> _TorchEvent:
-        """Record an event on the calling thread's current stream of this device."""
+        """Record an event on the calling thread's current stream of this device. Raises RuntimeError."""
+        with torch.cuda.device(self.index):
+            if torch.cuda.is_current_stream_capturing():  # what waits for the event would be recorded, and not run
+                raise RuntimeError("the current stream is being recorded as a CUDA graph; save and restore outside it")
         return _TorchEvent(self.index)
 
     def hold_up(self, events: Sequence[_Event]) -> bool:
@@ -62,17 +75,19 @@ class CupyDevice:
 
     def stream(self) -> _Stream:
         """Make a stream that does not wait for the default stream."""
-        runtime.setDevice(self.index)
+        _use(self.index)
         if self._compiled is None:
             self._compiled = _compile()
         return _Stream(self.index, self._compiled)
 
     def allocate(self, nbytes: int) -> _Block:
         """Take memory from torch's allocator. Raises MemoryError."""
+        _use(self.index)
         return _Block(self.index, nbytes)
 
     def memory(self) -> DeviceMemory:
         """Ask the driver and torch's allocator."""
+        _use(self.index)
         free, total = torch.cuda.mem_get_info(self.index)
         return DeviceMemory(
             total, free, torch.cuda.memory_reserved(self.index), torch.cuda.max_memory_allocated(self.index)
@@ -81,7 +96,7 @@ class CupyDevice:
     def register(self, address: int, nbytes: int) -> None:
         """Lock host memory. Raises OSError."""
         try:
-            runtime.setDevice(self.index)
+            _use(self.index)
             runtime.hostRegister(address, nbytes, _REGISTER_PORTABLE)
         except runtime.CUDARuntimeError as error:
             raise OSError(str(error)) from error
@@ -89,10 +104,26 @@ class CupyDevice:
     def unregister(self, address: int) -> None:
         """Unlock host memory. Raises OSError."""
         try:
-            runtime.setDevice(self.index)
+            _use(self.index)
             runtime.hostUnregister(address)
         except runtime.CUDARuntimeError as error:
             raise OSError(str(error)) from error
+
+
+_thread = threading.local()
+
+
+def _use(index: int) -> None:
+    """Make a device the current one of the calling thread, which is the engine's.
+
+    While a thread records a CUDA graph, which training may do at any time, others must not register memory or allocate
+    any: that fails, and the recording with it. Those that record nothing themselves may say so, and then they may.
+    """
+    runtime.setDevice(index)
+    if not getattr(_thread, "relaxed", False):
+        _thread.relaxed = True
+        with suppress(OSError, AttributeError):  # a driver from before CUDA 10.1
+            ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
 
 
 def _compile() -> bool:
@@ -102,7 +133,11 @@ def _compile() -> bool:
         with suppress(OSError):
             ctypes.CDLL(str(library))
     try:
-        _ = _move.num_regs  # compiles for this device alone; compile() would forget the others
+        try:
+            _ = _move.num_regs  # compiles for this device alone; compile() would forget the others
+        except OSError:  # there is no home, or it is read-only
+            os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
+            _ = _move.num_regs
     except Exception as error:  # noqa: BLE001 - whatever the compiler says, copying goes on without it
         text = "the copy kernel cannot be compiled (%s); many small tensors are copied one by one, slower"
         write(logging.WARNING, "no_kernel", text, error)
@@ -120,7 +155,7 @@ class _TorchEvent:
         self.ptr: int = self._event.cuda_event  # what CuPy's Stream.wait_event asks an event for
 
     def synchronize(self) -> None:
-        runtime.setDevice(self._index)
+        _use(self._index)
         self._event.synchronize()
 
     def seconds_since(self, earlier: Any) -> float:
@@ -150,13 +185,20 @@ class _Event:
         self._kept = kept
 
     def synchronize(self) -> None:
-        runtime.setDevice(self._index)
+        _use(self._index)
         self._event.synchronize()
         self._kept = []
 
     def seconds_since(self, earlier: Any) -> float:
         milliseconds: float = cupy.cuda.get_elapsed_time(earlier._event, self._event)
         return milliseconds / 1000
+
+
+class _Rows(NamedTuple):
+    """Rows of (destination, source, length), and the block in which the kernel finds them; else they go one by one."""
+
+    rows: Table
+    table: _Block | None
 
 
 class _Stream:
@@ -167,51 +209,64 @@ class _Stream:
         self._compiled = compiled
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._table: _Block | None = None
-        self._kept: list[Any] = []  # pinned tables that are still being read
+        self._kept: list[Any] = []  # what the work that is queued needs, apart from what it copies
 
     def wait(self, event: _TorchEvent) -> None:
-        runtime.setDevice(self._index)
+        _use(self._index)
         self._stream.wait_event(event)
 
     def copy(self, into: int, source: int, nbytes: int) -> None:
-        runtime.setDevice(self._index)
+        _use(self._index)
         runtime.memcpyAsync(into, source, nbytes, runtime.memcpyDefault, self._stream.ptr)
 
     def zero(self, address: int, nbytes: int) -> None:
-        runtime.setDevice(self._index)
+        _use(self._index)
         runtime.memsetAsync(address, 0, nbytes, self._stream.ptr)
 
-    def move(self, rows: Table) -> None:
-        if not self._compiled:
+    def prepare(self, rows: Table) -> _Rows:
+        if not self._compiled or not len(rows):
+            return _Rows(joined(rows), None)
+        _use(self._index)
+        try:
+            pinned = cupy.cuda.alloc_pinned_memory(rows.nbytes)
+            table = self._table_of(rows.nbytes)
+        except (MemoryError, runtime.CUDARuntimeError) as error:
+            text = "device %d: no memory for a table of %d bytes (%s); copying one by one, slower"
+            write(logging.DEBUG, "no_table", text, self._index, rows.nbytes, error)
+            return _Rows(joined(rows), None)
+        self.keep(pinned)
+        np.frombuffer(pinned, np.uint64, rows.size)[:] = rows.ravel()
+        runtime.memcpyAsync(table.address, pinned.ptr, rows.nbytes, runtime.memcpyHostToDevice, self._stream.ptr)
+        return _Rows(rows, table)
+
+    def move(self, prepared: _Rows) -> None:
+        rows, table = prepared
+        if table is None:
             for into, source, nbytes in rows.tolist():
                 self.copy(into, source, nbytes)
             return
-        if not len(rows):
-            return
-        runtime.setDevice(self._index)
-        pinned = cupy.cuda.alloc_pinned_memory(rows.nbytes)
-        self._kept.append(pinned)
-        np.frombuffer(pinned, np.uint64, rows.size)[:] = rows.ravel()
-        table = self._table_of(rows.nbytes)
-        runtime.memcpyAsync(table, pinned.ptr, rows.nbytes, runtime.memcpyHostToDevice, self._stream.ptr)
+        _use(self._index)
         with self._stream:
-            _move((len(rows),), (_THREADS,), (np.uint64(table),))
+            _move((len(rows),), (_THREADS,), (np.uint64(table.address),))
+
+    def keep(self, memory: Any) -> None:
+        self._kept.append(memory)
 
     def record(self, *, timed: bool = False) -> _Event:
-        runtime.setDevice(self._index)
+        _use(self._index)
         kept, self._kept = self._kept, []
         return _Event(self._index, self._stream, timed, kept)
 
     def synchronize(self) -> None:
-        runtime.setDevice(self._index)
+        _use(self._index)
         self._stream.synchronize()
         self._kept = []
 
-    def _table_of(self, nbytes: int) -> int:
+    def _table_of(self, nbytes: int) -> _Block:
         if self._table is None or self._table.nbytes < nbytes:
+            table = _Block(self._index, max(1 << (nbytes - 1).bit_length(), _SMALLEST_TABLE))
+            self.wait(table.ready)
             if self._table is not None:
-                self._stream.synchronize()
-            self._table = None
-            self._table = _Block(self._index, max(nbytes, 1 << 16))
-            self.wait(self._table.ready)
-        return self._table.address
+                self.keep(self._table)
+            self._table = table
+        return self._table

@@ -56,12 +56,20 @@ class Stream(Protocol):
         """Zero device memory."""
         ...
 
-    def move(self, rows: Table) -> None:
-        """Copy all rows of (destination, source, length) within the device."""
+    def prepare(self, rows: Table) -> Any:
+        """Put rows of (destination, source, length) where :meth:`move` finds them, which is called next."""
+        ...
+
+    def move(self, prepared: Any) -> None:
+        """Copy all of :meth:`prepare` within the device."""
+        ...
+
+    def keep(self, memory: Any) -> None:
+        """Keep memory until the work so far is over."""
         ...
 
     def record(self, *, timed: bool = False) -> Event:
-        """Return an event behind all work so far. What that work reads on the host is kept until it is over."""
+        """Return an event behind all work so far, which keeps what was to be kept."""
         ...
 
     def synchronize(self) -> None:
@@ -75,7 +83,10 @@ class Device(Protocol):
     index: int
 
     def current(self) -> Any:
-        """Return an event behind what the calling thread's current stream of this device has queued."""
+        """Return an event behind what the calling thread's current stream of this device has queued.
+
+        Raises RuntimeError where that stream is being recorded as a graph.
+        """
         ...
 
     def hold_up(self, events: Sequence[Any]) -> bool:

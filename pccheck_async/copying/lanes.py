@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +31,9 @@ _SMALL_MOVE: Final = 16 << 10
 
 _LARGE_MOVE: Final = 256 << 10
 """The same for a snapshot, which has more bytes and so fewer rows."""
+
+_REFUSED_SECONDS: Final = 1.0
+"""For so long a lane asks for no scratch image again after there was no memory for one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,8 +95,9 @@ class Copier:
             with _whole(stream):
                 stream.wait(after)
                 stream.wait(memory.ready)
-                started = stream.record(timed=True)
-                stream.move(moves(places, addresses, lengths.astype(np.uint64), _LARGE_MOVE))
+                rows = stream.prepare(moves(places, addresses, lengths.astype(np.uint64), _LARGE_MOVE))
+                started = stream.record(timed=True)  # what the host needed before is no part of how fast the device is
+                stream.move(rows)
                 return Snapshot(places, memory, stream.record(timed=True), started)
 
     def close(self) -> None:
@@ -115,6 +120,7 @@ class Lane:
         self._stream = device.stream()
         self._guard = threading.Lock()
         self._scratch: Block | None = None
+        self._refused_until = 0.0
 
     def wait(self, event: Any) -> None:
         """Let later copies wait for an event."""
@@ -139,7 +145,8 @@ class Lane:
                 low, high = int(found.runs[0, 0]), int(found.runs[-1, 1])
                 stream.zero(scratch + low, high - low)
                 small = found.small
-                stream.move(moves(small[:, 1] + np.uint64(scratch), small[:, 0], small[:, 2], _SMALL_MOVE))
+                rows = moves(small[:, 1] + np.uint64(scratch), small[:, 0], small[:, 2], _SMALL_MOVE)
+                stream.move(stream.prepare(rows))
                 for low, high in found.runs.tolist():
                     stream.copy(base + low, scratch + low, high - low)
             for address, offset, length in found.large.tolist():
@@ -154,7 +161,8 @@ class Lane:
                 for low, high in found.runs.tolist():
                     stream.copy(scratch + low, base + low, high - low)
                 small = found.small
-                stream.move(moves(small[:, 0], small[:, 1] + np.uint64(scratch), small[:, 2], _SMALL_MOVE))
+                rows = moves(small[:, 0], small[:, 1] + np.uint64(scratch), small[:, 2], _SMALL_MOVE)
+                stream.move(stream.prepare(rows))
             for address, offset, length in found.large.tolist():
                 stream.copy(address, base + offset, length)
             return stream.record()
@@ -165,8 +173,12 @@ class Lane:
         if not len(found.small):
             return found, 0
         try:
+            if time.monotonic() < self._refused_until:
+                return split(table, foreign, large=0), 0
             return found, self._image(nbytes)
         except MemoryError:
+            # Whoever has no memory first gives back all that is cached: not once per chunk.
+            self._refused_until = time.monotonic() + _REFUSED_SECONDS
             text = "device %d has no memory for a scratch image of %d bytes"
             write(logging.DEBUG, "no_scratch", text, self._device.index, nbytes)
             return split(table, foreign, large=0), 0
@@ -174,13 +186,13 @@ class Lane:
     def _image(self, nbytes: int) -> int:
         """Return the address of a scratch image of ``nbytes``."""
         if self._scratch is None or self._scratch.nbytes < nbytes:
-            if self._scratch is not None:
-                self._stream.synchronize()  # nothing may use it any more when it is let go
-                self._scratch = None
-            self._scratch = self._device.allocate(nbytes)
+            scratch = self._device.allocate(nbytes)
             self._account.take(nbytes)
-            weakref.finalize(self._scratch, self._account.give_back, nbytes).atexit = False
-            self._stream.wait(self._scratch.ready)
+            weakref.finalize(scratch, self._account.give_back, nbytes).atexit = False
+            self._stream.wait(scratch.ready)
+            if self._scratch is not None:
+                self._stream.keep(self._scratch)
+            self._scratch = scratch
         return self._scratch.address
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 
 from pccheck_async.copying.devices import Device
 from pccheck_async.copying.waiting import Waiting
@@ -58,10 +57,9 @@ class Pinning:
             if self.active:
                 self.active = False
                 text = (
-                    f"staging buffers cannot be registered with CUDA ({error}); copies to and from the device go on, "
-                    "slower (is the limit of locked memory, ulimit -l, too low?)"
+                    "staging buffers cannot be registered with CUDA (%s); copies to and from the device go on, slower "
+                    "(is the limit of locked memory, ulimit -l, too low?)"
                 )
-                write(logging.WARNING, "not_pinned", "%s", text)
-                warnings.warn(text, RuntimeWarning, stacklevel=2)
+                write(logging.WARNING, "not_pinned", text, error)
         else:
             self._addresses.add(address)

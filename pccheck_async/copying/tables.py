@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from pccheck_async.segments import Table
 
-__all__ = ["LARGE", "Ranges", "Split", "compacted", "gaps", "merged", "moves", "split"]
+__all__ = ["LARGE", "Ranges", "Split", "compacted", "gaps", "joined", "merged", "moves", "split"]
 
 LARGE: Final = 256 << 10
 """Bytes from which a segment is copied by itself: the copy then takes longer than asking for it does."""
@@ -92,6 +92,17 @@ def moves(into: Table, source: Table, lengths: Table, most: int) -> Table:
     table[:, 1] = source[row] + low
     table[:, 2] = np.minimum(lengths[row] - low, np.uint64(most))
     return table
+
+
+def joined(rows: Table) -> Table:
+    """Return rows of :func:`moves` with those made one again that go on where the one before ends."""
+    if not len(rows):
+        return rows
+    ends = rows[:-1, :2] + rows[:-1, 2:]
+    starts = np.flatnonzero(np.concatenate(([True], (rows[1:, :2] != ends).any(axis=1))))
+    whole: Table = rows[starts]
+    whole[:, 2] = np.add.reduceat(rows[:, 2], starts)
+    return whole
 
 
 def compacted(addresses: Table, lengths: npt.NDArray[np.int64]) -> tuple[Table, int]:
