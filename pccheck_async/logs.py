@@ -45,6 +45,7 @@ not_pinned          WARNING  CUDA does not take the staging memory as pinned; on
 still_pinned        WARNING  CUDA does not give staging memory back
 no_snapshot         INFO     a device has no memory for a snapshot, and is copied from piece by piece
 no_scratch          DEBUG    a device has no memory in which to gather small tensors
+no_table            DEBUG    a device has no memory for the list of small tensors that its kernel gathers
 no_fence            DEBUG    the streams of a device cannot wait for copies, so the training thread does
 ==================  =======  ===========================================================================================
 """

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,8 @@ def pytest_configure() -> None:
     # Tests run in two processes: threads that wait for each other's part of a sum would take the other one's core.
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    # A job in the background ignores it, and so would all that it starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
