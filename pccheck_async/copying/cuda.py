@@ -13,8 +13,9 @@ A step of an attached optimizer waits for an overlapped capture on the GPU, not 
 copies are queued there: ``optimizer.step()`` returns, and what it queues runs behind the copies (``guard_fences``
 counts that). Step counts on the host are copied before ``checkpoint()`` returns. The host has to wait, at most
 ``max_stall``, where staging memory does not hold the whole state, where it could not be registered, for larger
-parameters on the host, and while a step is recorded as a CUDA graph. Work on streams that are not ordered behind the
-step needs ``engine.wait_captured()`` first, which waits on the host.
+parameters on the host, and while a step is recorded as a CUDA graph: then captures go on, but none may begin on the
+stream that is recorded. Work on streams that are not ordered behind the step needs ``engine.wait_captured()`` first,
+which waits on the host.
 """
 
 from __future__ import annotations
