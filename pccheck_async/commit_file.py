@@ -169,7 +169,10 @@ async def _create(writer: Writer, file: File, block_bytes: int) -> Identity:
         raise CorruptStoreError(f"there is a file {COMMIT_NAME!r} here that is not a store's; use an empty folder")
     view = aligned_buffer(COMMIT_NBYTES)
     if names_checkpoints(bytes(view[: await writer.read(file, 0, view)])):
-        raise CorruptStoreError(f"{IDENTITY_NAME} is missing beside a {COMMIT_NAME!r} file that names checkpoints")
+        raise CorruptStoreError(
+            f"{IDENTITY_NAME} is missing beside a {COMMIT_NAME!r} file that names checkpoints: "
+            "see what is left with `pccheck recover`, or use an empty folder"
+        )
     if any(slot_number(name) is not None for name in await writer.names()):  # made only after both
         raise CorruptStoreError(
             f"{IDENTITY_NAME} is missing, {COMMIT_NAME!r} is empty, and there are slots: "

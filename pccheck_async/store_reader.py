@@ -87,7 +87,8 @@ class StoreReader:
         try:
             commit = await session.writer.open(COMMIT_NAME, writable=False)
         except FileNotFoundError:
-            raise CorruptStoreError(f"the store has no {COMMIT_NAME!r} file") from None
+            text = f"the store has no {COMMIT_NAME!r} file: see what is left with `pccheck recover`"
+            raise CorruptStoreError(text) from None
         return cls(session, identity, commit)
 
     async def record(self) -> Record:

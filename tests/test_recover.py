@@ -9,6 +9,7 @@ import random
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -238,19 +239,23 @@ def test_what_a_trainer_saved_until_it_let_go_is_found(tmp_path: Path, monkeypat
     check(tmp_path, 1)
 
 
-@pytest.mark.parametrize("commit", ["gone", "empty", "zeros"])
-@pytest.mark.parametrize("identity", ["kept", "gone"])
+@pytest.mark.parametrize(
+    ("identity", "commit"), [*product(["kept", "gone"], ["gone", "empty", "zeros"]), ("gone", "kept")]
+)
 def test_no_engine_makes_a_new_store_over_what_is_left(tmp_path: Path, commit: str, identity: str) -> None:
     save(tmp_path, 1, 2)
     if identity == "gone":
         (tmp_path / "store.json").unlink()
     if commit == "gone":
         (tmp_path / "commit").unlink()
-    else:
+    elif commit != "kept":
         (tmp_path / "commit").write_bytes(bytes(COMMIT_NBYTES if commit == "zeros" else 0))
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     with pytest.raises(CorruptStoreError, match="pccheck recover"):
         save(tmp_path, 3)
+    if identity == "kept":
+        with pytest.raises(CorruptStoreError, match="pccheck recover"):
+            list_checkpoints(tmp_path)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
     recover_store(tmp_path, write=True)
     check(tmp_path, 2, 1)
