@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 KIB, MIB = 1 << 10, 1 << 20
 
-WHOLE: dict[str, Any] = {"chunk_bytes": 512 << 10, "host_memory": 8 * MIB}
+WHOLE: dict[str, Any] = {"chunk_bytes": 512 * KIB, "host_memory": 8 * MIB}
 """Staging memory for the whole state, in more chunks than there are threads that wait for a paused device."""
 
 

@@ -19,7 +19,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from pccheck_async import SyncCheckpointEngine, _ext
@@ -27,6 +26,9 @@ from pccheck_async.bench.medians import summary
 from pccheck_async.bench.raw_disk import RawDisk, RawLimit, slot_file
 from pccheck_async.bench.usage import busy_seconds
 from pccheck_async.memory import aligned_buffer
+from pccheck_async.plan import Planner, segments
+from pccheck_async.state.arrangement import arranged
+from pccheck_async.state.flatten import flatten
 
 
 def build(nbytes: int, tensors: int) -> dict[str, torch.Tensor]:
@@ -82,28 +84,21 @@ class BarePipeline:
 
     Args:
         state: What is copied.
-        engine: "threads" or "io_uring".
+        engine: What writes and reads, "threads" or "io_uring".
     """
 
-    _PIECE = 8 << 20
     _IN_FLIGHT, _COPIERS = 4, 2
-    _READ = 8
+    _PLACES = 8  # pieces that are read or verified at a time
 
     def __init__(self, state: dict[str, torch.Tensor], engine: str) -> None:
         self._state = state
         self._engine = engine
-        memory = aligned_buffer(-(-sum(t.nbytes for t in state.values()) // 4096) * 4096)
-        self._pieces = [memory[at : at + self._PIECE] for at in range(0, len(memory), self._PIECE)]
-        tables: dict[int, list[tuple[int, int, int]]] = {}
-        offset = 0
-        for tensor in state.values():
-            start = 0
-            while start < tensor.nbytes:
-                piece, within = divmod(offset, self._PIECE)
-                nbytes = min(tensor.nbytes - start, self._PIECE - within)
-                tables.setdefault(piece, []).append((tensor.data_ptr() + start, within, nbytes))
-                start, offset = start + nbytes, offset + nbytes
-        self._tables = [np.array(table, np.uint64).tobytes() for table in tables.values()]
+        layout, _ = arranged(flatten(state).leaves)
+        plan = Planner(8 << 20, 4096).plan(layout)
+        memory = aligned_buffer(plan.payload_nbytes)
+        self._offsets = [chunk.offset for chunk in plan.chunks]
+        self._pieces = [memory[chunk.offset : chunk.offset + chunk.nbytes] for chunk in plan.chunks]
+        self._tables = [segments(chunk, layout.sources).host for chunk in plan.chunks]
         self._checksums = [0] * len(self._tables)
 
     def write_seconds(self, path: Path) -> float:
@@ -116,7 +111,7 @@ class BarePipeline:
                 for number, checksum in _ended(queue):
                     if checksum is not None:
                         self._checksums[number] = checksum
-                        copied.append((number, _ext.WRITE, fd, number * self._PIECE, self._pieces[number]))
+                        copied.append((number, _ext.WRITE, fd, self._offsets[number], self._pieces[number]))
                 queue.submit(copied)
             os.fdatasync(fd)
 
@@ -126,14 +121,14 @@ class BarePipeline:
         """Read back what was written last."""
 
         def move(queue: _ext.Queue, fd: int) -> None:
-            places = self._pieces[: self._READ]
+            places = self._pieces[: self._PLACES]
             left = iter(range(len(self._tables)))
 
             def read(place: memoryview) -> list[Any]:
                 if (number := next(left, None)) is None:
                     return []
                 at[number] = place[: len(self._pieces[number])]
-                return [(number, _ext.READ, fd, number * self._PIECE, at[number])]
+                return [(number, _ext.READ, fd, self._offsets[number], at[number])]
 
             at: dict[int, memoryview] = {}
             queue.submit([operation for place in places for operation in read(place)])
@@ -214,7 +209,7 @@ def main() -> None:
         for _ in range(args.pairs):
             writes.measure(save)
         saved = peak_rss() - base
-        bare = BarePipeline(state, engine.statistics().io.split(",")[0])
+        bare = BarePipeline(state, "io_uring" if engine.statistics().io.startswith("io_uring") else "threads")
         spare = slot_file(store, committed=False)
         bare.write_seconds(spare)  # touches its memory
         beside: dict[str, list[float]] = {"durable": [], "restore": []}
