@@ -136,6 +136,35 @@ def test_the_limit_is_that_of_the_way_with_the_smallest_median(tmp_path: Path) -
     assert sorted(len(left) for left in seconds.values()) == [0] * 3 + [2] * (len(names) - 3)
 
 
+class Clock(RawDisk):
+    """Takes ``now`` seconds, whichever way."""
+
+    now = 0.0
+
+    def write_seconds(self, path: Path, way: Way) -> float:
+        return self.now
+
+    read_seconds = write_seconds
+
+
+@pytest.mark.parametrize(
+    ("write", "files", "seconds", "limits"),
+    [
+        (True, "ababa", [1, 2, 3, 4, 5], [2, 3, 4, 4]),  # of the last one nothing is known afterwards
+        (False, "aabb", [1, 2, 3, 5], [1.5, 3, 4]),
+        (False, "ababa", [1, 2, 3, 4, 5], [2, 2, 3, 4]),
+    ],
+)
+def test_the_limit_is_that_of_the_file_that_was_used(
+    tmp_path: Path, write: bool, files: str, seconds: list[float], limits: list[float]
+) -> None:
+    clock = Clock(4096)
+    limit = RawLimit(clock, write=write)
+    for name, clock.now in zip(files, seconds, strict=True):
+        limit.measure(tmp_path / name)
+    assert limit.between() == limits
+
+
 def test_a_raw_transfer_moves_the_bytes_of_a_free_slot(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path) as engine:
         for step in range(2):

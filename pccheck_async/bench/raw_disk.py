@@ -11,9 +11,9 @@ import select
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from itertools import pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from pccheck_async.layout import COMMIT_NAME, IDENTITY_NAME, decode_identity, ne
 from pccheck_async.memory import aligned_buffer, map_memory
 from pccheck_async.operations.native import why_no_io_uring
 
-__all__ = ["BareSequence", "RawDisk", "RawLimit", "Way", "slot_file", "ways"]
+__all__ = ["BareSequence", "RawDisk", "RawLimit", "Way", "between", "slot_file", "ways"]
 
 MIB = 1 << 20
 _RECORD = 4096
@@ -100,11 +100,31 @@ class RawDisk:
             os.close(fd)
 
 
+def between(paths: Sequence[Path], seconds: Sequence[float], *, written: bool) -> list[float]:
+    """Return what those rounds took that what lies between two of them is to be compared with.
+
+    That is the mean of two rounds on the file that it used, one from before it and one from after it, where there are
+    both: an engine's slots take turns, and are not equally fast.
+
+    Args:
+        paths: On which file each round was measured: the one that was next to be written, or was there to be read.
+        seconds: What each round took.
+        written: What lies between wrote the file of the round before it; else it read that of the round after it.
+    """
+
+    def beside(after: int) -> Iterator[float]:
+        own, others = (after - 1, range(after, len(paths))) if written else (after, range(after - 1, -1, -1))
+        yield seconds[own]
+        yield from islice((seconds[at] for at in others if paths[at] == paths[own]), 1)
+
+    return [statistics.mean(beside(after)) for after in range(1, len(paths))]
+
+
 class RawLimit:
     """What the disk can do, measured in rounds by every way.
 
     The limit of a round is that of the way with the smallest median of all rounds: the fastest of many noisy samples
-    would be a lucky one. What lies between two rounds is compared with the mean of both.
+    would be a lucky one. For what lies between two rounds see :func:`between`.
 
     Args:
         disk: Moves the bytes.
@@ -113,16 +133,17 @@ class RawLimit:
 
     def __init__(self, disk: RawDisk, *, write: bool) -> None:
         self.disk = disk
+        self._write = write
         self._move = disk.write_seconds if write else disk.read_seconds
         self._seconds: dict[Way, list[float]] = {way: [] for way in ways()}
-        self._rounds = 0
+        self._paths: list[Path] = []
 
     def measure(self, path: Path) -> None:
         """Measure one round on a file that has so many bytes."""
         for way, seconds in self._seconds.items():
             seconds.append(self._move(path, way))
-        self._rounds += 1
-        if self._rounds == _KEEP_AFTER:
+        self._paths.append(path)
+        if len(self._paths) == _KEEP_AFTER:
             best = sorted(self._seconds, key=lambda way: statistics.median(self._seconds[way]))[:_KEEP]
             self._seconds = {way: self._seconds[way] for way in best}
 
@@ -133,8 +154,7 @@ class RawLimit:
 
     def between(self) -> list[float]:
         """Return the limit in seconds between each two rounds: one less than there were rounds."""
-        seconds = self._seconds[self.way]
-        return [(before + after) / 2 for before, after in pairwise(seconds)]
+        return between(self._paths, self._seconds[self.way], written=self._write)
 
 
 class BareSequence:

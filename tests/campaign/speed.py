@@ -3,7 +3,8 @@
 Run: ``python -m tests.campaign.speed [--folder DIR] [--gib 1] [--host-memory MIB] [--pairs 9] [--io threads]``.
 
 Each pair times the engine between two rounds of the raw ways (threads, io_uring) on the engine's own slot files: that
-which it writes next, that which it read. Each ratio is the limit around a measurement divided by the engine's time.
+which it writes next, that which it read. Each ratio is the limit of that file, from before and after where there is
+both, divided by the engine's time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 
 from pccheck_async import SyncCheckpointEngine, _ext
 from pccheck_async.bench.medians import summary
-from pccheck_async.bench.raw_disk import RawDisk, RawLimit, slot_file
+from pccheck_async.bench.raw_disk import RawDisk, RawLimit, between, slot_file
 from pccheck_async.bench.usage import busy_seconds
 from pccheck_async.memory import aligned_buffer
 from pccheck_async.plan import Planner, segments
@@ -212,16 +213,16 @@ def main() -> None:
         bare = BarePipeline(state, "io_uring" if engine.statistics().io.startswith("io_uring") else "threads")
         spare = slot_file(store, committed=False)
         bare.write_seconds(spare)  # touches its memory
-        beside: dict[str, list[float]] = {"durable": [], "restore": []}
+        beside: dict[str, list[float]] = {}
+        spares, ours, theirs = [spare], [], [bare.write_seconds(spare)]
         for _ in range(args.pairs):
-            before = bare.write_seconds(spare)
-            ours = save()
-            spare = slot_file(store, committed=False)
-            beside["durable"].append((before + bare.write_seconds(spare)) / 2 / ours)
+            ours.append(save())
+            spares.append(slot_file(store, committed=False))
+            theirs.append(bare.write_seconds(spares[-1]))
+        beside["durable"] = [a / b for a, b in zip(between(spares, theirs, written=True), ours, strict=True)]
         for _ in range(args.pairs):
-            before = bare.read_seconds(spare)
-            ours = restore()
-            beside["restore"].append((before + bare.read_seconds(spare)) / 2 / ours)
+            before, our = bare.read_seconds(spares[-1]), restore()
+            beside.setdefault("restore", []).append((before + bare.read_seconds(spares[-1])) / 2 / our)
         del bare
         reads = Pairs(RawLimit(disk, write=False), lambda: slot_file(store, committed=True))
         for _ in range(args.pairs):
@@ -230,7 +231,8 @@ def main() -> None:
     writes.report("durable")
     reads.report("restore")
     for name, ratios in beside.items():
-        print(summary(f"{name}: bare operations, in parts of the engine's time", ratios))
+        where = "" if name == "durable" else " on the other slot"
+        print(summary(f"{name}: bare operations{where}, in parts of the engine's time", ratios))
     print(summary("stall, seconds", stall))
     print(f"processor seconds per GiB made durable, all of the system: {sum(busy) / len(busy) / args.gib:.3f}")
     print(f"saving raised the peak RSS by {saved >> 20} MiB; {os.cpu_count()} cores")
