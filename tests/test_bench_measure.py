@@ -20,7 +20,7 @@ from pccheck_async.bench.measure import Result, Row, measure
 from pccheck_async.bench.methods import Handle, Method, State
 from pccheck_async.bench.methods.base import Done
 from pccheck_async.bench.methods.torch_save import TorchSave, TorchSaveRename
-from pccheck_async.bench.usage import PeakMemory, busy_seconds, dirty_bytes, evict, stored_bytes
+from pccheck_async.bench.usage import busy_seconds, dirty_bytes, evict, stored_bytes
 from pccheck_async.bench.workloads import GPT, WORKLOADS, Digits, Raw, Sleeping, SlowDevice, Workload
 
 MIB = 1 << 20
