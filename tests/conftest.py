@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
+import hypothesis
 import pytest
 import torch
 
@@ -26,6 +27,9 @@ ENGINES: dict[str, Callable[..., Operations]] = {
 
 
 def pytest_configure() -> None:
+    # On a busy machine anything may take long.
+    hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+    hypothesis.settings.load_profile("busy")
     # Tests run in two processes: threads that wait for each other's part of a sum would take the other one's core.
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

@@ -30,6 +30,15 @@ LOG_FLUSHED, LOG_LOST = 1, 2
 """Whether the journal in memory still reaches the device."""
 
 
+def unmount(place: Path) -> None:
+    """Take a filesystem off, as soon as requests of processes and rings that ended have ended, too."""
+    for _ in range(200):
+        if not subprocess.run(["umount", place], check=False, capture_output=True).returncode:
+            return
+        time.sleep(0.05)
+    subprocess.run(["umount", place], check=True)
+
+
 class Mounted:
     """A filesystem that is mounted while this is entered.
 
@@ -80,15 +89,10 @@ class Mounted:
             self._mount("-o", "loop,commit=300" if self._kind.startswith("ext4") else "loop", self._image, self.place)
 
     def unmount(self) -> None:
-        """Take it off, as soon as requests of killed processes have ended."""
-        for _ in range(100):
-            if not subprocess.run(["umount", self.place], check=False, capture_output=True).returncode:
-                break
-            time.sleep(0.05)
-        else:
-            subprocess.run(["umount", self.place], check=True)
+        """Take it off."""
+        unmount(self.place)
         if self._kind == "overlay":
-            subprocess.run(["umount", self._below], check=True)
+            unmount(self._below)
 
     def lose_power(self, how: int) -> None:
         """Let no write reach the device any more."""

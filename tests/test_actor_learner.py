@@ -26,7 +26,7 @@ COMMAND += [f"--updates={UPDATES}", f"--interval={INTERVAL}"]
 
 def run(folder: Path, *more: str, status: int = 0) -> str:
     command = [*COMMAND, f"--store={folder / 'store'}", f"--loss-file={folder / 'losses.csv'}", *more]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout
 
@@ -79,7 +79,7 @@ def test_killed_and_resumed_is_uninterrupted(tmp_path: Path, uninterrupted: Path
 
 @pytest.mark.slow
 def test_interrupted_and_resumed_is_uninterrupted(tmp_path: Path, uninterrupted: Path) -> None:
-    command = [*COMMAND, f"--store={tmp_path / 'store'}", f"--loss-file={tmp_path / 'losses.csv'}", "--latency=0.002"]
+    command = [*COMMAND, f"--store={tmp_path / 'store'}", f"--loss-file={tmp_path / 'losses.csv'}", "--latency=0.01"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout
         said = process.stdout.readline()

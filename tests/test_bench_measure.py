@@ -198,9 +198,12 @@ def test_scribbling_spoils_every_tensor() -> None:
 
 def test_dirty_bytes_are_those_that_were_not_flushed(tmp_path: Path) -> None:
     with (tmp_path / "file").open("wb") as file:
-        file.write(os.urandom(MIB))
-        file.flush()
-        dirty = dirty_bytes(tmp_path)
+        for _ in range(5):  # another process may flush everything at any moment
+            file.seek(0)
+            file.write(os.urandom(MIB))
+            file.flush()
+            if (dirty := dirty_bytes(tmp_path)) == MIB:
+                break
         if dirty is None:
             pytest.skip("this kernel has no cachestat")
         assert dirty == MIB
@@ -243,7 +246,7 @@ def test_peak_memory_sees_what_came_and_went() -> None:
     # In a process of its own: what earlier tests left may be given back meanwhile, and hide what came.
     size = 32 * MIB
     command = [sys.executable, "-c", _PEAK, str(size)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     assert abs(int(done.stdout) - size) < 8 * MIB
 
 

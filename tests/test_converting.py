@@ -121,7 +121,7 @@ print(json.dumps(found))
 
 def read_elsewhere(kind: str, path: Path) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-c", _READ, kind, str(path)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", _READ, kind, str(path)], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)

@@ -50,7 +50,7 @@ def _build(what: str, source: Path, into: Path, **environment: str) -> Path:
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
     assert built.returncode == 0, built.stdout + built.stderr
@@ -70,7 +70,7 @@ def _python(installed: Path, code: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-S", "-c", code]
     environment = {"PYTHONPATH": os.fspath(installed)}
     return subprocess.run(
-        command, cwd=installed.parent, env=environment, capture_output=True, text=True, timeout=60, check=False
+        command, cwd=installed.parent, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
 
 

@@ -43,7 +43,7 @@ pytestmark = [
 def _run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     # gcc 14 stores what it aligned to 64 bytes into frames that its address sanitizer did not align so.
     environment = os.environ | {"ASAN_OPTIONS": "detect_stack_use_after_return=0"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
 
 
 def _build(compiler: str, program: str, into: Path, *flags: str) -> Path:

@@ -6,6 +6,7 @@ not wait for one; when they go on, everything that no wait holds up happens befo
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 import weakref
@@ -19,7 +20,13 @@ import numpy as np
 import pytest
 import torch
 
-from pccheck_async import CheckpointError, SyncCheckpointEngine, TornCaptureError, list_checkpoints, load_sync
+from pccheck_async import (
+    CheckpointError,
+    SyncCheckpointEngine,
+    TornCaptureError,
+    list_checkpoints,
+    load_sync,
+)
 from pccheck_async.copying import Fence
 from pccheck_async.copying.snapshot import DeviceMode
 from pccheck_async.state import aside
@@ -293,7 +300,16 @@ def test_a_capture_that_is_not_queued_in_time_is_abandoned(tmp_path: Path, monke
     with training(tmp_path, monkeypatch, chunk_bytes=256 * KIB, host_memory=512 * KIB, max_stall=0.01) as it:
         it.pause()
         pending, _ = it.checkpoint(0)
-        threading.Timer(0.2, it.resume).start()
+        scheduler = it.engine._core.pipeline.scheduler
+        abandon = scheduler.abandon
+
+        async def abandon_and_resume(*arguments: Any) -> bool:
+            abandoning = asyncio.ensure_future(abandon(*arguments))
+            await asyncio.sleep(0)  # it has begun
+            it.resume()
+            return await abandoning
+
+        monkeypatch.setattr(scheduler, "abandon", abandon_and_resume)
         it.optimizer.step()
         with pytest.raises(CheckpointError, match="abandoned"):
             pending.result(60)

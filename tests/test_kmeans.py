@@ -146,7 +146,7 @@ def test_fifty_kills(tmp_path: Path) -> None:
 def test_the_threads_of_blas_do_not_matter(comparison: Comparison, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pccheck_async.examples.kmeans", f"--store={tmp_path}", *comparison.program.flags]
     limited = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
-    said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=limited).stdout
+    said = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True, env=limited).stdout
     assert said.splitlines() == comparison.uninterrupted.said
 
 

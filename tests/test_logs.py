@@ -72,8 +72,9 @@ def test_a_run_as_json(tmp_path: Path, lines: JSONLines) -> None:
     assert (closed["level"], closed["durable"], closed["nbytes"]) == ("INFO", 3, 3 * info.nbytes)
     assert all(set(logs.FIELDS) <= set(line) for line in lines.lines)
     assert {line["store"] for line in lines.lines} == {store}
-    # At INFO a run says nothing about each checkpoint.
-    assert {line["event"] for line in lines.lines if line["level"] != "DEBUG"} <= {"opened", "restored", "closed"}
+    # At INFO a run says nothing about each checkpoint; the others tell of a slow machine, or one without direct I/O.
+    told = {line["event"] for line in lines.lines if line["level"] != "DEBUG"}
+    assert told - {"held_up", "buffered"} == {"opened", "restored", "closed"}
 
 
 def test_nothing_is_formatted_that_nobody_wants(tmp_path: Path, lines: JSONLines) -> None:

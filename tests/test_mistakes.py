@@ -26,10 +26,8 @@ from pccheck_async import (
     copy_checkpoint,
     load_sync,
 )
-from pccheck_async.operations.base import Operations
-from pccheck_async.testing import StuckWriter
 from pccheck_async.tuner import tune_blocking
-from pccheck_async.writer.posix import PosixWriter
+from tests.devices import Device
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -119,18 +117,13 @@ def test_a_pin_of_no_step(tmp_path: Path) -> None:
 
 
 def test_waiting_in_vain_says_for_what(tmp_path: Path) -> None:
-    stuck: list[StuckWriter] = []
-
-    def make(path: str, operations: Operations) -> StuckWriter:
-        stuck.append(StuckWriter(PosixWriter(path, operations), kinds=()))
-        return stuck[0]
-
-    with SyncCheckpointEngine(tmp_path, io=make) as engine:
-        stuck[0].hold("write", "flush")
+    device = Device()
+    with SyncCheckpointEngine(tmp_path, io=device) as engine:
+        device.writer.hold("write", "flush")
         pending = engine.checkpoint(STATE, step=5)
         with pytest.raises(TimeoutError, match=r"the checkpoint of step 5 is \w+ after 0.01 s; it goes on"):
             pending.result(0.01)
-        stuck[0].release()
+        device.writer.release()
         assert pending.result().step == 5
 
 

@@ -269,6 +269,7 @@ def test_a_writer_leaves_it_alone(tmp_path: Path) -> None:
 
 
 def test_one_that_nobody_closed_lets_the_writer_go_on(tmp_path: Path) -> None:
+    gc.collect()  # what earlier tests left says nothing here
     with SyncCheckpointEngine(tmp_path, max_in_flight=1) as engine:
         for step in range(4):
             engine.checkpoint({"x": torch.full((100,), float(step))}, step=step).result(60)
@@ -449,7 +450,7 @@ def test_memory_is_the_tensors_and_the_budget(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, host_memory=budget) as engine:
         engine.checkpoint({"small": torch.zeros(10), "big": torch.full((1024, 65536), 2.0)}).result(60)
     command = [sys.executable, "-c", _PEAK, str(tmp_path), str(budget)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     sliced, lazy, loaded = map(int, done.stdout.split())
     slack = 16 << 20  # allocator, threads
     assert sliced < tensor // 8 + budget + slack

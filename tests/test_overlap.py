@@ -34,29 +34,16 @@ from pccheck_async.memory import PAGE_BYTES
 from pccheck_async.operations.base import Operations
 from pccheck_async.overlap import Guard
 from pccheck_async.pending import PendingCheckpoint
-from pccheck_async.testing import FailingWriter, StuckWriter
+from pccheck_async.testing import FailingWriter
 from pccheck_async.writer import Writer
 from pccheck_async.writer.posix import PosixWriter
+from tests.devices import Device
 from tests.processes import passes_in_a_forked_child
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 LARGE = 3 << 20
 """Bytes of a tensor that is too large to be copied before the call returns."""
-
-
-class Stuck:
-    """Makes writers whose data writes hang: with the staging memory full of what they should write, so do captures."""
-
-    def __init__(self) -> None:
-        self.writer: StuckWriter
-
-    def __call__(self, path: str, operations: Operations) -> Writer:
-        self.writer = StuckWriter(PosixWriter(path, operations), kinds=())
-        return self.writer
-
-    def hold(self) -> None:
-        self.writer.hold("write")
 
 
 SMALL: dict[str, Any] = {"chunk_bytes": 4 * PAGE_BYTES, "host_memory": 8 * PAGE_BYTES}
@@ -107,7 +94,7 @@ class Held:
     def __init__(
         self, folder: Path, *, attached: bool = True, extra: dict[str, Any] | None = None, **settings: Any
     ) -> None:
-        self.io = Stuck()
+        self.io = Device()
         self.engine = SyncCheckpointEngine(folder, io=self.io, **SMALL, **settings).open()
         self.model = Net()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
@@ -116,7 +103,7 @@ class Held:
         self.optimizer.step()
         if attached:
             self.engine.attach(self.optimizer)
-        self.io.hold()
+        self.io.writer.hold("write")
         self.want = snapshot(self.state)
         self.pending = self.engine.checkpoint(self.state, step=1, overlap=True)
         self.io.writer.wait_stuck()
@@ -184,7 +171,7 @@ def test_without_the_guard_a_step_is_found_out(tmp_path: Path, kind: str, monkey
         model(torch.randn(2, 512)).sum().backward()
         optimizer.step()
         monkeypatch.setattr(Guard, "hold_up", lambda guard: None)
-        it.io.hold()
+        it.io.writer.hold("write")
         pending = it.engine.checkpoint({"net": model, "adam": optimizer}, step=2, overlap=True)
         it.io.writer.wait_stuck()
         optimizer.step()
@@ -224,7 +211,7 @@ def test_an_optimizer_may_know_frozen_parameters(tmp_path: Path) -> None:
         it.pending.result()
         state = {**it.state, "critic": critic}
         want = snapshot(state)
-        it.io.hold()
+        it.io.writer.hold("write")
         pending = it.engine.checkpoint(state, step=2, overlap=True)
         it.io.writer.wait_stuck()
         critic(torch.randn(2, 300)).sum().backward()
@@ -244,7 +231,7 @@ def held_beside(folder: Path, critic: nn.Module) -> Iterator[tuple[Held, Any, di
         state = {**it.state, "critic": critic}
         want = snapshot(state)
         release = threading.Thread(target=release_until_returned, args=(it, done := threading.Event()))
-        it.io.hold()
+        it.io.writer.hold("write")
         release.start()
         pending = it.engine.checkpoint(state, step=2, overlap=True)
         done.set()
@@ -284,7 +271,7 @@ def test_buffers_learning_rates_and_plain_values_may_change_at_once(tmp_path: Pa
         it.pending.result()
         it.optimizer.param_groups[0]["lr"] = rate
         want = snapshot(it.state)
-        it.io.hold()
+        it.io.writer.hold("write")
         pending = it.engine.checkpoint(it.state, step=2, overlap=True)
         it.io.writer.wait_stuck()
         counts[:] = -1
@@ -463,7 +450,7 @@ def test_an_interrupted_admission_leaves_nothing_to_wait_for(
                 post(loop, function, *arguments)
             raise KeyboardInterrupt
 
-        it.io.hold()
+        it.io.writer.hold("write")
         monkeypatch.setattr(EngineLoop, "post", interrupted)
         release = threading.Timer(0.05, it.io.writer.release)
         release.start()
@@ -520,7 +507,7 @@ def test_steps_of_several_threads_wait_for_one_capture(tmp_path: Path) -> None:
         it.engine.attach(other)
         state = {**it.state, "critic": critic}
         want = snapshot(state)
-        it.io.hold()
+        it.io.writer.hold("write")
         pending = it.engine.checkpoint(state, step=2, overlap=True)
         it.io.writer.wait_stuck()
         steps = [threading.Thread(target=optimizer.step) for optimizer in (it.optimizer, other)]
@@ -537,7 +524,7 @@ def test_steps_of_several_threads_wait_for_one_capture(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_closing_gave_up_is_not_committed_later(tmp_path: Path, overlap: bool) -> None:
-    io = Stuck()
+    io = Device()
     model = nn.Linear(300, 300)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, fused=True)  # counts no versions
     model(torch.randn(2, 300)).sum().backward()
@@ -551,7 +538,7 @@ def test_what_closing_gave_up_is_not_committed_later(tmp_path: Path, overlap: bo
         except CheckpointError as error:
             errors.append(error)
 
-    io.hold()
+    io.writer.hold("write")
     saving = threading.Thread(target=save)
     saving.start()
     io.writer.wait_stuck()
@@ -619,7 +606,7 @@ def test_a_restore_waits_for_the_capture(tmp_path: Path) -> None:
         with torch.no_grad():
             it.model.first.weight.zero_()
         want = snapshot(it.state)
-        it.io.hold()
+        it.io.writer.hold("write")
         pending = it.engine.checkpoint(it.state, step=2, overlap=True)
         it.io.writer.wait_stuck()
         threading.Timer(0.05, it.io.writer.release).start()
@@ -715,7 +702,7 @@ def test_changes_after_waiting_are_none(tmp_path: Path) -> None:
 
 def test_changes_after_captured_are_none(tmp_path: Path) -> None:
     async def main() -> None:
-        io = Stuck()
+        io = Device()
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         state = {"model": model}

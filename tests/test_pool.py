@@ -25,7 +25,7 @@ def test_buffers_are_page_aligned_and_disjoint() -> None:
 
 def test_a_small_state_touches_little() -> None:
     async def main() -> None:
-        pool = BufferPool(1 << 32, 4 << 20)
+        pool = BufferPool(1 << 28, 4 << 20)
         for _ in range(10):
             lease = await pool.lease()
             lease.view[:] = bytes(len(lease.view))

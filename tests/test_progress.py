@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from pccheck_async import SyncCheckpointEngine, WriteError, load_sync
-from pccheck_async.operations.base import Operations
 from pccheck_async.pending import CheckpointProgress
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, StuckWriter
-from pccheck_async.writer.posix import PosixWriter
+from tests.devices import Device
 
 CHUNK = 64 * 1024
 NBYTES = 10 * CHUNK
@@ -22,14 +21,8 @@ def state() -> dict[str, Any]:
     return {name: torch.arange(NBYTES // 8, dtype=torch.float32) for name in ("first", "second")}
 
 
-class Stuck:
-    def __call__(self, path: str, operations: Operations) -> StuckWriter:
-        self.writer = StuckWriter(PosixWriter(path, operations), kinds=())
-        return self.writer
-
-
 def test_phases_of_a_checkpoint(tmp_path: Path) -> None:
-    io = Stuck()
+    io = Device()
     with SyncCheckpointEngine(tmp_path, io=io, max_in_flight=1, chunk_bytes=CHUNK) as engine:
         engine.checkpoint(state(), step=0).result()
         io.writer.hold("write")
@@ -99,4 +92,5 @@ def test_a_progress_callback_that_raises_is_called_once(tmp_path: Path, caplog: 
         assert engine.restore(into, progress=broken) is not None
     assert torch.equal(into["second"], state()["second"])
     assert calls == [CHUNK]
-    assert [record.__dict__["event"] for record in caplog.records] == ["progress"]
+    events = [record.__dict__["event"] for record in caplog.records]
+    assert [event for event in events if event != "held_up"] == ["progress"]  # a busy machine may say that, too

@@ -161,7 +161,7 @@ def test_nothing_that_reads_a_store_unpickles_or_runs_anything(tmp_path: Path) -
     def caged(then: str) -> subprocess.CompletedProcess[str]:
         folders = [str(tmp_path / each) for each in ("store", f"{then}-1", f"{then}-2")]
         command = [sys.executable, str(script), *folders, then]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
     read = caged("end")
     assert read.returncode == 0, read.stderr

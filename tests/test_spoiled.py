@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import threading
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -17,48 +15,17 @@ from pccheck_async import (
     StoreFailedError,
     SyncCheckpointEngine,
     TornCaptureError,
-    WriteError,
     load_sync,
     recover_store,
 )
 from pccheck_async.memory import PAGE_BYTES
-from pccheck_async.operations.base import Operations
-from pccheck_async.testing import Access, StuckWriter, WrappingWriter
-from pccheck_async.writer import Writer
-from pccheck_async.writer.posix import PosixWriter
+from tests.devices import Device
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
-T = TypeVar("T")
 SIZES: dict[str, dict[str, Any]] = {
     "in one piece": {},
     "in chunks": {"chunk_bytes": PAGE_BYTES, "host_memory": 64 * PAGE_BYTES},
 }
-
-
-class Breaking(WrappingWriter):
-    """Fails operations of the kinds in ``broken``, after so many that pass."""
-
-    broken: tuple[str, ...] = ()
-    passing = 0
-
-    async def perform(self, access: Access, call: Callable[[], Awaitable[T]]) -> T:
-        if access.kind in self.broken and access.name.startswith("slot-"):
-            self.passing -= 1
-            if self.passing < 0:
-                raise WriteError(errno.EIO, "broken", access.name)
-        return await call()
-
-
-class Device:
-    """A device that hangs and fails on request."""
-
-    breaking: Breaking
-    writer: StuckWriter
-
-    def __call__(self, path: str, operations: Operations) -> Writer:
-        self.breaking = Breaking(PosixWriter(path, operations))
-        self.writer = StuckWriter(self.breaking, kinds=())
-        return self.writer
 
 
 def found(folder: Path) -> list[int]:

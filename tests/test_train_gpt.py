@@ -24,7 +24,7 @@ def train(
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pccheck_async.examples.train_gpt", *TINY, f"--store={store}"]
     command += [f"--loss-file={losses}", f"--steps={STEPS}", f"--interval={INTERVAL}", f"--seed={seed}", *more]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == (-signal.SIGKILL if killed else 0), done.stdout + done.stderr
     return done
 
@@ -90,7 +90,7 @@ def test_killed_before_anything_was_durable(folder: Path, tmp_path: Path) -> Non
 def test_will_not_overwrite_a_run(folder: Path) -> None:
     before = (folder / "losses.csv").read_bytes()
     command = [sys.executable, "-m", "pccheck_async.examples.train_gpt", *TINY, f"--store={folder / 'store'}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 2
     assert "--resume" in done.stderr
     assert (folder / "losses.csv").read_bytes() == before

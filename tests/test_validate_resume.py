@@ -63,7 +63,7 @@ class Runs:
     def die(self, name: str, method: str, *options: str) -> None:
         command = [*COMMAND, "run", *OPTIONS, f"--method={method}", f"--store={self.folder / name}"]
         command += [f"--loss-file={self.file(name)}", *options]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
 
     def file(self, name: str) -> Path:
@@ -320,7 +320,7 @@ def conduct(folder: Path, *options: str, timeout: int) -> tuple[int, str]:
 @pytest.mark.slow
 def test_the_experiment_in_small(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    status, said = conduct(tmp_path, *OPTIONS, "--dtypes=fp32", "--kills=1", timeout=120)
+    status, said = conduct(tmp_path, *OPTIONS, "--dtypes=fp32", "--kills=1", timeout=600)
     assert status == 0, said
     assert len(re.findall(f"{STEPS} of {STEPS} losses equal, final state equal", said)) == 2
     assert "every bit is equal" in said

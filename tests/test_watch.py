@@ -109,10 +109,10 @@ def test_control_sequences_and_markup_are_shown_not_obeyed(tmp_path: Path) -> No
     assert "\x1b" not in _line(Watch(tmp_path).look())
 
 
-def test_lines_say_rates_and_what_is_due() -> None:
+def test_lines_say_rates_and_what_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
     before = msgspec.structs.replace(EXAMPLE, time=EXAMPLE.time - 4, stall_seconds=1.8, stage_bytes={"write": 1000})
-    now = msgspec.structs.replace(EXAMPLE, time=time.time())
-    before = msgspec.structs.replace(before, time=now.time - 4)
+    now = EXAMPLE
+    monkeypatch.setattr(time, "time", lambda: now.time)
     line = _line(View(Path("store"), Published(now, alive=True), now.committed, before))
     assert line[8:] == (
         " step 12; durable: step 8; in flight: 9 writing 40%; writes 1.0 kB/s; stall 5.0%; "
