@@ -148,7 +148,7 @@ class EngineCore:
             closed, left = yield self.pipeline.close(deadline)
         finally:
             self._state = "closed"
-            self.guard.close()
+            self.steps.close()
             forget(self)
             if closed:
                 self.loop.stop()
@@ -219,10 +219,10 @@ class EngineCore:
 
     # -- checkpoints
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the steps of ``optimizer`` wait for captures that it would tear."""
+    def attach(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Let the steps of ``optimizers`` wait for captures that they would tear."""
         self.check_alive()
-        self.guard.attach(optimizer)
+        self.steps.attach(*optimizers)
 
     def admit(
         self, state: Mapping[str, Any], step: int | None, metadata: Metadata | None, *, overlap: bool = False

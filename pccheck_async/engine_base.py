@@ -77,17 +77,18 @@ class EngineBase:
             "to other processes or is deep-copied"
         )
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let every step of ``optimizer`` wait until captures of what it changes ended.
+    def attach(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Let every step of ``optimizers`` wait until captures of what it changes ended.
 
-        From then on ``engine.step`` captures its parameters, and the tensors that it keeps for each of them, while the
-        next forward and backward run (CheckFreq, section 4.1). Code that changes these outside the optimizer's step
-        (averaging, clamping, ``load_state_dict``) calls :meth:`wait_captured` first.
+        From then on ``engine.step`` captures their parameters, and the tensors that they keep for each of them, while
+        the next forward and backward run (CheckFreq, section 4.1). Code that changes these outside the optimizer's step
+        (averaging, clamping, ``load_state_dict``) calls :meth:`wait_captured` first. Where one is attached, others in
+        the outermost values of what ``engine.step`` gets join it.
 
         Raises:
-            TypeError: it has no hooks around its step; says what to do.
+            TypeError: one has no hooks around its step; says what to do.
         """
-        self._core.attach(optimizer)
+        self._core.attach(*optimizers)
 
     def on_preemption(self, *signals: int, deadline: float = 25.0) -> None:
         """Save once more when the process is asked to go, and let it go within ``deadline`` seconds.

@@ -19,17 +19,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from functools import cache
-from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pccheck_async.copying import Fence
 from pccheck_async.errors import TornCaptureError
 from pccheck_async.moment import Moment
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.state.versions import Versions
+from pccheck_async.step_hooks import StepHooks, hooks_of, hooks_of_all
 
 __all__ = ["Guard", "Overlapped"]
 
@@ -114,48 +112,6 @@ def _torn(pending: PendingCheckpoint, path: str, what: str, advice: str) -> Torn
     )
 
 
-class _Hooks:
-    """The hooks around the steps of one optimizer, or of all, on behalf of the guards of all engines.
-
-    They are never removed: torch goes through its table of hooks while it calls them, and what is taken out of that
-    meanwhile, as an engine closes, is an error in the step of another thread. Without guards they do nothing.
-    """
-
-    def __init__(self) -> None:
-        self._guards: tuple[Guard, ...] = ()
-        self._lock = threading.RLock()
-
-    def add(self, guard: Guard) -> None:
-        with self._lock:
-            self._guards = (*self._guards, guard)
-
-    def remove(self, guard: Guard) -> None:
-        with self._lock:
-            self._guards = tuple(each for each in self._guards if each is not guard)
-
-    def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for guard in self._guards:
-            guard.before_step(optimizer)
-
-    def after_step(self, *_: Any) -> None:
-        for guard in self._guards:
-            guard.after_step()
-
-    def before_any_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for guard in self._guards:
-            guard.before_any_step(optimizer)
-
-
-_hooks_of: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Hooks] = weakref.WeakKeyDictionary()
-
-
-@cache
-def _hooks_of_all() -> _Hooks:
-    hooks = _Hooks()
-    register_optimizer_step_pre_hook(hooks.before_any_step)
-    return hooks
-
-
 class Guard:
     """Holds up attached optimizers while what they change is being captured.
 
@@ -165,7 +121,6 @@ class Guard:
         waited: Called with a checkpoint and the seconds that a step waited for its capture.
 
     Attributes:
-        steps: How many steps the attached optimizers made.
         fenced: How many captures they left to the devices to wait for.
     """
 
@@ -179,12 +134,11 @@ class Guard:
         self._max_stall = max_stall
         self._abandon = abandon
         self._waited = waited
-        self._hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Hooks] = weakref.WeakKeyDictionary()
+        self._hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepHooks] = weakref.WeakKeyDictionary()
         self._attached: list[weakref.ref[torch.optim.Optimizer]] = []
-        self._others: _Hooks | None = None
+        self._others: StepHooks | None = None
         self._captures: list[Overlapped] = []
         self._lock = threading.Lock()
-        self.steps = 0
         self.fenced = 0
 
     @property
@@ -196,28 +150,16 @@ class Guard:
         """Hold up the steps of ``optimizer`` from now on. Idempotent. Raises TypeError where it has no hooks."""
         if optimizer in self._hooks:
             return
-        try:
-            _ = optimizer.param_groups
-            hooks = _hooks_of.get(optimizer)
-            if hooks is None:
-                hooks = _Hooks()
-                optimizer.register_step_pre_hook(hooks.before_step)
-                optimizer.register_step_post_hook(hooks.after_step)
-                _hooks_of[optimizer] = hooks
-        except AttributeError:  # wrappers may inherit the methods, and have nothing that calls hooks
-            raise TypeError(
-                f"a {type(optimizer).__qualname__} has no hooks around its step; attach the torch.optim.Optimizer "
-                "inside it, or call engine.wait_captured() before each of its steps"
-            ) from None
-        hooks.add(self)
+        hooks = hooks_of(optimizer)
+        hooks.add(before=self.before_step)
         self._hooks[optimizer] = hooks
         self._attached = [each for each in self._attached if each() is not None] + [weakref.ref(optimizer)]
 
     def watch(self, capture: Overlapped) -> None:
         """Hold up steps until this capture ended."""
         if self._others is None:
-            self._others = _hooks_of_all()
-            self._others.add(self)
+            self._others = hooks_of_all()
+            self._others.add(before=self.before_any_step)
         with self._lock:
             self._captures = [each for each in self._captures if not each.pending.done()] + [capture]
 
@@ -269,9 +211,10 @@ class Guard:
 
     def close(self) -> None:
         """Let go of all optimizers."""
-        for hooks in (*self._hooks.values(), self._others):
-            if hooks is not None:
-                hooks.remove(self)
+        for hooks in self._hooks.values():
+            hooks.remove(self.before_step)
+        if self._others is not None:
+            self._others.remove(self.before_any_step)
         self._hooks.clear()
         self._attached = []
         self._others = None
@@ -281,10 +224,6 @@ class Guard:
         if os.getpid() == self._pid:
             self.hold_up()
             self._detect(optimizer)
-
-    def after_step(self) -> None:
-        """Count it."""
-        self.steps += 1
 
     def before_any_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Look for captures that a step of an optimizer which is not attached tears."""

@@ -10,6 +10,8 @@ from math import gcd
 from types import TracebackType
 from typing import Any, NoReturn
 
+import torch
+
 from pccheck_async.admissions import Admissions
 from pccheck_async.info import Metadata, whole_step
 from pccheck_async.layout import check_metadata
@@ -18,6 +20,7 @@ from pccheck_async.overlap import Guard
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.policy import Decision, Policy, StepReport
 from pccheck_async.state.flatten import check_outermost
+from pccheck_async.windows import Windows
 
 __all__ = ["AsyncBracket", "Bracket", "TrainingStep", "TrainingSteps", "look_at_multiples"]
 
@@ -91,8 +94,8 @@ class TrainingSteps:
     """Measures the steps of one engine and asks its policy.
 
     A policy may say "now" inside a window of gradient accumulation, or after a step that a gradient scaler left out.
-    Then the checkpoint waits for the end of the window: the next bracket in which an attached optimizer made a step.
-    The policy hears that it was not made: what it measures, and when it asks next, counts from where it is made.
+    Then the checkpoint waits for the end of the window (see :mod:`pccheck_async.windows`). The policy hears that it was
+    not made: what it measures, and when it asks next, counts from where it is made.
 
     Args:
         policy: Says when to checkpoint.
@@ -106,8 +109,8 @@ class TrainingSteps:
         self._policy = policy
         self._admissions = admissions
         self._guard = guard
+        self._windows = Windows(guard, store)
         self._reported_stall = 0.0
-        self._optimizer_steps = 0
         self._due = False
         self._waited: int | None = 0  # brackets since it was due; None where nothing is left to say about that
         self._last: StepReport | None = None
@@ -123,15 +126,27 @@ class TrainingSteps:
         """The last step that went well."""
         return self._last
 
+    def attach(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Let their steps wait for captures that they would tear, and end windows."""
+        for optimizer in optimizers:
+            self._guard.attach(optimizer)
+            self._windows.watch(optimizer)
+
+    def close(self) -> None:
+        """Let go of all optimizers."""
+        self._guard.close()
+        self._windows.close()
+
     def begin(self, this: TrainingStep, stall: float) -> None:
         """Note the beginning of a step; ``stall`` is the engine's so far."""
+        self._windows.look_at(this.state)
         this.stall_then = stall
         this.in_flight = len(self._admissions.in_flight)
         this.began = time.monotonic()
 
     def fail(self) -> None:
         """Note a bracket whose body raised: what its optimizers did does not end a window of the next one."""
-        self._optimizer_steps = self._guard.steps
+        self._windows.forget()
 
     def end(self, this: TrainingStep, stall: float) -> bool:
         """Note the end of a step that went well; return whether to checkpoint now."""
@@ -148,8 +163,7 @@ class TrainingSteps:
         self._reported_stall = stall
         self._due = self._policy.due(report) or self._due
         self._say()
-        made, self._optimizer_steps = self._guard.steps - self._optimizer_steps, self._guard.steps
-        this.whole = bool(made) or not self._guard.optimizers
+        this.whole = self._windows.end(this.step)
         if not self._due:
             return False
         if not this.whole:

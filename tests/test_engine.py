@@ -24,7 +24,6 @@ from pccheck_async import (
     StateMismatchError,
     SyncCheckpointEngine,
     UnsupportedStateError,
-    describe_checkpoint,
     list_checkpoints,
     load,
     load_sync,
@@ -336,7 +335,7 @@ def test_statistics(tmp_path: Path) -> None:
         assert (found.admitted, found.durable, found.superseded, found.failed, found.in_flight) == (3, 3, 0, 0, 0)
         assert (found.plan_hits, found.plan_misses) == (2, 1)
         # Beside the payload: the commit file at creation, and a manifest and two copies of a record each.
-        beside = COMMIT_NBYTES + 9 * describe_checkpoint(tmp_path).block_bytes
+        beside = COMMIT_NBYTES + 9 * PAGE_BYTES
         assert found.stages["capture"].nbytes == found.stages["write"].nbytes - beside > 0
         assert found.stall_seconds >= found.last_stall_seconds > 0
         assert set(found.decisions.reasons) == {"chunk_bytes", "host_memory", "writers", "copiers", "io", "device"}

@@ -25,7 +25,7 @@ LAYERS = [
         "store", "restore", "scheduler", "read_lease", "steps", "restorer", "admissions", "overlap", "preemption",
         "training", "reporter", "publisher", "progress", "aborts", "pipeline", "stalls", "ledger", "core", "scratch",
         "trials", "tuned", "tuner", "engine_base", "engine", "sync", "loading", "data", "store_reader", "upkeep",
-        "verified", "opened",
+        "verified", "opened", "step_hooks", "windows",
     },
     {"", "bench", "cli", "converting", "testing", "examples", "__main__"},  # edge
 ]  # fmt: skip

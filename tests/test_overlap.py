@@ -332,7 +332,7 @@ def test_attaching_twice_is_once_and_closing_lets_go(tmp_path: Path) -> None:
         engine.attach(optimizer)
         assert len(optimizer._optimizer_step_pre_hooks) == len(optimizer._optimizer_step_post_hooks) == 1
         optimizer.step()
-        assert engine._core.guard.steps == 1
+        assert engine._core.guard.optimizers == [optimizer]
     gc.collect()
     assert core() is None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -27,11 +28,12 @@ class Model:
         self.optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         self.state = {"model": module, "optimizer": self.optimizer}
 
-    def train(self, engine: SyncCheckpointEngine, steps: int) -> list[int]:
+    def train(self, engine: SyncCheckpointEngine, steps: int, seconds: float = 0.0) -> list[int]:
         """Return the steps that were saved; each is durable before the next one."""
         saved = []
         for step in range(steps):
             with engine.step(self.state, step) as this:
+                time.sleep(seconds)
                 if (step + 1) % self.window == 0:
                     self.optimizer.step()
             if this.pending is not None:
@@ -84,7 +86,7 @@ def test_windows_do_not_make_the_checkpoints_of_bursts_ever_rarer(tmp_path: Path
     model = Model(window=16)
     with SyncCheckpointEngine(tmp_path, interval=PCcheckInterval()) as engine:
         engine.attach(model.optimizer)
-        saved = model.train(engine, 640)
+        saved = model.train(engine, 640, seconds=0.002)  # long beside a save, even on a busy machine
         assert engine.statistics().interval.interval is not None
     assert max(later - earlier for earlier, later in pairwise(saved)) <= 64
 

@@ -1,0 +1,80 @@
+"""Callbacks around the steps of optimizers, on behalf of all engines."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+__all__ = ["Callback", "StepHooks", "hooks_of", "hooks_of_all"]
+
+Callback = Callable[[torch.optim.Optimizer], None]
+
+
+class StepHooks:
+    """What is called before and after each step of one optimizer, or before those of all.
+
+    The hooks that call it are never removed: torch goes through its table of hooks meanwhile, and what is taken out of
+    that as an engine closes is an error in the step of another thread. Without callbacks they do nothing.
+    """
+
+    def __init__(self) -> None:
+        self._before: tuple[Callback, ...] = ()
+        self._after: tuple[Callback, ...] = ()
+        self._lock = threading.RLock()
+
+    def add(self, *, before: Callback | None = None, after: Callback | None = None) -> None:
+        """Call ``before`` and ``after`` from now on."""
+        with self._lock:
+            self._before += () if before is None else (before,)
+            self._after += () if after is None else (after,)
+
+    def remove(self, callback: Callback) -> None:
+        """Do not call it any more."""
+        with self._lock:
+            self._before = tuple(each for each in self._before if each != callback)
+            self._after = tuple(each for each in self._after if each != callback)
+
+    def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """What torch calls first."""
+        for callback in self._before:
+            callback(optimizer)
+
+    def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """What torch calls last."""
+        for callback in self._after:
+            callback(optimizer)
+
+
+_hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepHooks] = weakref.WeakKeyDictionary()
+
+
+def hooks_of(optimizer: torch.optim.Optimizer) -> StepHooks:
+    """Return those of an optimizer. Raises TypeError where it has none."""
+    try:
+        _ = optimizer.param_groups
+        hooks = _hooks.get(optimizer)
+        if hooks is None:
+            hooks = StepHooks()
+            optimizer.register_step_pre_hook(hooks.before_step)
+            optimizer.register_step_post_hook(hooks.after_step)
+            _hooks[optimizer] = hooks
+    except AttributeError:  # wrappers may inherit the methods, and have nothing that calls hooks
+        raise TypeError(
+            f"a {type(optimizer).__qualname__} has no hooks around its step; attach the torch.optim.Optimizer "
+            "inside it, or call engine.wait_captured() before each of its steps"
+        ) from None
+    return hooks
+
+
+@cache
+def hooks_of_all() -> StepHooks:
+    """Return those before every step of every optimizer."""
+    hooks = StepHooks()
+    register_optimizer_step_pre_hook(hooks.before_step)
+    return hooks
