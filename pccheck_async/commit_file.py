@@ -7,6 +7,7 @@ import errno
 import os
 import secrets
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from pccheck_async import checksum
 from pccheck_async.errors import CorruptStoreError, StoreLockedError, WriteError
@@ -25,7 +26,9 @@ from pccheck_async.layout import (
     region_offsets,
     slot_number,
 )
+from pccheck_async.lifetime import count_open
 from pccheck_async.memory import PAGE_BYTES, aligned_buffer
+from pccheck_async.published import read_status
 from pccheck_async.records import read_identity
 from pccheck_async.writer import File, Part, Writer
 
@@ -98,14 +101,24 @@ async def open_commit(writer: Writer, path: str | os.PathLike[str], lock_timeout
     file = await lock_commit(writer, lambda: _open(writer), lock_timeout)
     if file is None:
         raise StoreLockedError(
-            f"another writer has held {os.fspath(path)} for {lock_timeout} s: close it first, or use another folder "
-            "(reading with load or list_checkpoints works meanwhile)"
+            f"another writer has held {os.fspath(path)} for {lock_timeout} s{_holder(path)}: close it first, or use "
+            "another folder (reading with load or list_checkpoints works meanwhile)"
         )
     # Only now that nobody else, not even a dying writer's last request, can change it, is anything read.
     identity = await read_identity(writer)
     if identity is None:
         identity = await _create(writer, file, max(facts.block_bytes, PAGE_BYTES))
     return CommitFile(file, identity)
+
+
+def _holder(path: str | os.PathLike[str]) -> str:
+    """Who it probably is, for a message."""
+    if count_open(os.fspath(path)) > 1:  # besides the one that is told
+        return " (an engine of this process that nobody closed)"
+    with suppress(OSError):
+        if (published := read_status(path)) is not None and published.alive:
+            return f" (process {published.status.pid} on {published.status.host!r})"
+    return ""
 
 
 async def lock_commit(writer: Writer, opening: Callable[[], Awaitable[File]], timeout: float) -> File | None:

@@ -208,7 +208,8 @@ class CheckpointEngine(EngineBase):
             strict: With False, restore what both have: what only the state has stays as it is, what only the checkpoint
                 has is not read, and the result names both (``missing``, ``unexpected``). Modules load their own state
                 with the stored part put in its place; other objects get what they saved. Another shape, dtype or type,
-                or an optimizer of other parameters, still raises; leave such an object out of ``state``.
+                or an optimizer of other parameters, still raises (leave such an object out of ``state``), and so do a
+                state that has nothing in common with the checkpoint, and a model that one of them has in a wrapper.
             progress: Called on the engine's thread with the bytes done and all bytes, after each chunk (from the start
                 again where a damaged checkpoint is passed over); quick.
 

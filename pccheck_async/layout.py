@@ -36,6 +36,7 @@ import struct
 from collections.abc import Mapping
 
 import msgspec
+import numpy as np
 
 from pccheck_async import checksum
 from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
@@ -195,11 +196,11 @@ def decode_identity(data: bytes) -> Identity:
 
 
 def check_metadata(metadata: Mapping[str, object]) -> dict[str, str | int | float | bool | None]:
-    """Validate user metadata: names to plain values, small. Raises UnsupportedStateError."""
+    """Validate user metadata: names to plain values or NumPy's scalars, small. Raises UnsupportedStateError."""
     try:
         if not isinstance(metadata, Mapping):
             raise TypeError(f"not {type(metadata).__name__}")
-        encoded = msgspec.msgpack.encode(dict(metadata))
+        encoded = msgspec.msgpack.encode(dict(metadata), enc_hook=_plain)
         plain = _metadata_decoder.decode(encoded)
     except (TypeError, OverflowError, UnicodeEncodeError, msgspec.MsgspecError) as error:
         raise UnsupportedStateError(
@@ -212,6 +213,12 @@ def check_metadata(metadata: Mapping[str, object]) -> dict[str, str | int | floa
             "put large values into the state"
         )
     return plain
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, np.generic):  # what np.mean() returns
+        return value.item()
+    raise TypeError(f"{type(value).__qualname__} is none of these")
 
 
 def encode_record(record: Record, store_id: bytes, block_bytes: int) -> bytes:

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Protocol
 
-__all__ = ["forget", "remember"]
+__all__ = ["count_open", "forget", "remember"]
 
 
 class _Open(Protocol):
@@ -29,6 +29,11 @@ def remember(engine: _Open) -> None:
 def forget(engine: _Open) -> None:
     """Note that an engine was closed."""
     _open.pop(id(engine), None)
+
+
+def count_open(path: str) -> int:
+    """Return how many engines of this process have a store open, or are about to."""
+    return sum(engine.path == path for engine in list(_open.values()))
 
 
 def _drain_at_exit() -> None:

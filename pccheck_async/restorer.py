@@ -28,6 +28,9 @@ from pccheck_async.writer import Writer
 
 __all__ = ["Restorer"]
 
+_NAMED = 5
+"""Paths that the warning of a partial restore names."""
+
 
 class Restorer:
     """Fills states from the committed checkpoints of one store.
@@ -100,8 +103,8 @@ class Restorer:
                     events.Restored(step=entry.step, counter=entry.counter, nbytes=entry.nbytes, seconds=seconds)
                 )
                 if restored.missing or restored.unexpected:
-                    found = len(restored.missing), len(restored.unexpected)
-                    text = "restored step %d in part: %d paths missing, %d unexpected"
+                    text = "restored step %d in part: the checkpoint lacks %s; the state lacks %s"
+                    found = _some(restored.missing), _some(restored.unexpected)
                     about = {"step": entry.step, "counter": entry.counter}
                     write(logging.WARNING, "restored_in_part", text, entry.step, *found, **about)
                 return restored
@@ -134,6 +137,12 @@ class Restorer:
             self._post(lease.give_back)
         restoration.finish()
         return Restored.of(entry.info, restoration.missing, restoration.unexpected)
+
+
+def _some(names: Sequence[str]) -> str:
+    """Paths for a line of a log: the first few, and how many there are."""
+    few = ", ".join(names[:_NAMED]) or "nothing"
+    return few if len(names) <= _NAMED else f"{few}, ... ({len(names)} paths)"
 
 
 def _refuse_parts(entry: Entry, restoration: Restoration, begun: Sequence[str]) -> None:

@@ -50,9 +50,11 @@ from pccheck_async.layout import (
 )
 from pccheck_async.memory import PAGE_BYTES
 from pccheck_async.operations.base import Operations
+from pccheck_async.published import read_status
 from pccheck_async.testing import FailingWriter
 from pccheck_async.writer import Writer
 from pccheck_async.writer.posix import PosixWriter
+from tests.children import in_child
 from tests.devices import Device
 from tests.loop_devices import unmount
 
@@ -385,10 +387,26 @@ def test_a_foreign_commit_file_is_left_alone(tmp_path: Path) -> None:
 # -- a second writer
 
 
+def test_a_writer_of_another_process_is_named(tmp_path: Path) -> None:
+    def told() -> str:
+        with pytest.raises(StoreLockedError) as refused:
+            SyncCheckpointEngine(tmp_path, lock_timeout=0).open()
+        return str(refused.value)
+
+    with SyncCheckpointEngine(tmp_path) as engine:
+        assert "for 0 s: close it first" in in_child(told)  # it has not published anything
+        engine.checkpoint(state_of(1), step=1).result(60)
+        deadline = time.monotonic() + 60
+        while (published := read_status(tmp_path)) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert published is not None
+        assert f"for 0 s (process {os.getpid()} on {published.status.host!r}): close it first" in in_child(told)
+
+
 def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path) as engine:
-        refused = pytest.raises(StoreLockedError, match=f"another writer has held {re.escape(str(tmp_path))} for")
-        with refused, SyncCheckpointEngine(tmp_path, lock_timeout=0):
+        held = rf"{re.escape(str(tmp_path))} for 0 s \(an engine of this process that nobody closed\): close it first"
+        with pytest.raises(StoreLockedError, match=held), SyncCheckpointEngine(tmp_path, lock_timeout=0):
             pass
         assert engine.checkpoint(state_of(1), step=1).result(60).step == 1
     save(tmp_path, 2)

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -182,11 +183,28 @@ def test_garbage_identity_is_refused(data: bytes) -> None:
 
 @pytest.mark.parametrize(
     "metadata",
-    [{"a": [1]}, {"a": b"x"}, {1: "a"}, {"a": object()}, {"a": "x" * 1000}, {"a": 2**70}, {"\ud800": 1}],
+    [
+        {"a": [1]},
+        {"a": b"x"},
+        {1: "a"},
+        {"a": object()},
+        {"a": "x" * 1000},
+        {"a": 2**70},
+        {"\ud800": 1},
+        {"a": np.zeros(1)},
+        {"a": np.complex64(1)},
+    ],
 )
 def test_bad_metadata_is_refused(metadata: dict[str, object]) -> None:
     with pytest.raises(UnsupportedStateError, match="metadata"):
         layout.check_metadata(metadata)
+
+
+def test_metadata_of_numpys_scalars() -> None:
+    given = {"a": np.mean([1.0, 2.0]), "b": np.float32(0.5), "c": np.int64(7), "d": np.bool_(True), "e": np.str_("x")}
+    plain = layout.check_metadata(given)
+    assert plain == {"a": 1.5, "b": 0.5, "c": 7, "d": True, "e": "x"}
+    assert [type(value) for value in plain.values()] == [float, float, int, bool, str]
 
 
 def test_slot_names() -> None:

@@ -82,7 +82,7 @@ def test_a_new_head_on_an_old_body(tmp_path: Path, caplog: pytest.LogCaptureFixt
         restored = restore(tmp_path, live)
     assert set(restored.missing) == {"model.head\\.weight", "model.head\\.bias", "best", "extra"}
     assert set(restored.unexpected) == {"model.old_head\\.weight", "model.old_head\\.bias", "optimizer"}
-    assert "restored step 4 in part: 4 paths missing, 3 unexpected" in caplog.text
+    assert "in part: the checkpoint lacks best, extra, model.head\\.weight, model.head\\.bias; the state" in caplog.text
     for one, other in zip(new.body.state_dict().values(), old.body.state_dict().values(), strict=True):
         assert torch.equal(one, other)
     assert [array_bytes(parameter) for parameter in new.head.parameters()] == head
@@ -104,6 +104,25 @@ def test_all_of_it_fits(tmp_path: Path) -> None:
     assert restored != "something else"
     for one, other in zip(new.state_dict().values(), Old(1).state_dict().values(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_nothing_in_common_raises_all_the_same(tmp_path: Path) -> None:
+    """It would be taken for a restored state."""
+    save(tmp_path, {"model": Old(1)})
+    with pytest.raises(StateMismatchError, match=r"\(1\): other; unexpected .*: model; they have nothing in common"):
+        restore(tmp_path, {"other": Old(2)})
+    wrapped = nn.Module()
+    wrapped._orig_mod = nn.Linear(2, 2)
+    save(tmp_path / "wrapped", {"model": wrapped, "step": 1})
+    with pytest.raises(StateMismatchError, match=r"model in the checkpoint is wrapped by torch\.compile: save and"):
+        restore(tmp_path / "wrapped", {"model": nn.Linear(2, 2), "step": 0})
+    assert restore(tmp_path, {}).unexpected == ("model",)
+
+
+def test_many_names_are_not_all_in_the_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, {"x": 1})
+    restore(tmp_path, {"x": 0} | {f"n{number}": number for number in range(7)})
+    assert "the checkpoint lacks n0, n1, n2, n3, n4, ... (7 paths); the state lacks nothing" in caplog.text
 
 
 def test_strict_is_the_default(tmp_path: Path) -> None:

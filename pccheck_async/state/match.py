@@ -96,7 +96,8 @@ def match(
         by_address: Asked when there is a CUDA tensor: whether the copy backend reaches its memory.
         strict: Otherwise what only the state has stays as it is, what only the checkpoint has is not read, and the
             restoration names both. A module then loads its own state, with what was stored in the places of that. Any
-            other Stateful gets what it saved, as ever.
+            other Stateful gets what it saved, as ever. Where they have nothing in common, or differ by what a wrapper
+            of models puts before names, that is a difference all the same.
 
     Returns:
         A restoration whose ``finish`` copies what could not be filled in place, calls every ``load_state_dict`` and
@@ -136,6 +137,8 @@ class _Matching:
         self._mismatched += self._filling.conflicts()
         if self._mismatched or (self._strict and (self._missing or self._unexpected)):
             raise self._error()
+        if self._missing and (self._fills_nothing() or _wrapped(self._missing, self._unexpected)):
+            raise self._error()  # restored so, it would be taken for what was saved
         with apart():
             self._filling.allocate(self._wanted)
             targets = Targets(self._filling.targets())
@@ -158,10 +161,17 @@ class _Matching:
         assert isinstance(skeleton, DictNode)
         advice = _wrapped(self._missing, self._unexpected)
         if not self._mismatched and not advice:
-            advice = "; to restore what both have: restore(state, strict=False)"
+            advice = (
+                "; to restore what both have: restore(state, strict=False)"
+                if self._strict
+                else "; they have nothing in common"
+            )
         if not set(paths.components(mapping_keys(skeleton))).isdisjoint(self._unexpected):
             advice += "; to take only part of it: load(path, keys=[...])"
         return make(f"{make()}{advice}")
+
+    def _fills_nothing(self) -> bool:
+        return not (self._filling.paths or self._wanted or self._actions or self._last_actions)
 
     # -- values that are filled or replaced where they are
 
