@@ -34,6 +34,7 @@ from pccheck_async.scheduler import Job
 from pccheck_async.scratch import free_bytes, slot_bytes
 from pccheck_async.session import IO, Session, check_io
 from pccheck_async.stalls import Stalls
+from pccheck_async.state.flatten import flatten
 from pccheck_async.statistics import EngineStatistics
 from pccheck_async.steps import Steps, block_on, run
 from pccheck_async.store_path import store_path
@@ -70,6 +71,7 @@ class EngineCore:
         self._ledger = Ledger(self.admissions, self.stalls, self.guard, self.steps, self.reporter)
         self.preemption = Preemption(self)
         self._snapshots = Snapshots()
+        self._state_seen = False
         self.loop: EngineLoop
         self._session: Session | None = None  # known before the store is locked, to let go of it in a forked child
         self._pipeline: Pipeline | None = None
@@ -293,13 +295,20 @@ class EngineCore:
             raise
 
     def end_step(self, this: TrainingStep) -> bool:
-        """Note the end of a training step; return whether to checkpoint now, and train on."""
+        """Note the end of a training step; return whether to checkpoint now, and train on.
+
+        Raises UnsupportedStateError after the first one where its state could not be saved.
+        """
         self.check_alive()
         if self.trace is not None:
             end = time.perf_counter()
             start = end - (time.monotonic() - this.began)
             self.trace(Span(name="step", start=start, end=end, step=this.step))
-        return self.steps.end(this, self.stalls.seconds) and not self.preemption.pending
+        due = self.steps.end(this, self.stalls.seconds) and not self.preemption.pending
+        first, self._state_seen = not self._state_seen, True
+        if first and not due:
+            flatten(this.state)  # what cannot be saved is told now, and not in an hour
+        return due
 
     def is_last(self, this: TrainingStep) -> bool:
         """Whether the process was asked to go, and may after this step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from pccheck_async import SyncCheckpointEngine, list_checkpoints
+from pccheck_async import SyncCheckpointEngine, UnsupportedStateError, list_checkpoints
 from pccheck_async.policy import Decision, EverySteps, PCcheckInterval, SaveReport, StepReport
 from tests.training_simulator import Machine, Simulator
 
@@ -173,3 +174,16 @@ def test_a_policy_that_raises_leaves_no_store_locked(tmp_path: Path) -> None:
         SyncCheckpointEngine(tmp_path, interval=Broken(1)).open()
     with SyncCheckpointEngine(tmp_path, lock_timeout=0) as engine:
         assert engine.checkpoints() == []
+
+
+def test_a_state_that_cannot_be_saved_is_told_after_the_first_step(tmp_path: Path) -> None:
+    """And not when the first save is due. Later ones may change as they like."""
+    state = {"model": nn.Linear(2, 2), "seen": {"last": deque[int](maxlen=3)}}
+    with SyncCheckpointEngine(tmp_path, interval=100) as engine:
+        told = pytest.raises(UnsupportedStateError, match=r"seen\.last: a collections\.deque cannot be saved")
+        with told, engine.step(state, 0):
+            pass
+        for step in range(1, 3):
+            with engine.step(state, step):
+                pass
+        assert engine.statistics().admitted == 0
