@@ -109,6 +109,7 @@ class Scheduler:
         self._manifests = ManifestEncoder()
         self._tasks: dict[PendingCheckpoint, asyncio.Task[None]] = {}
         self._captures: dict[PendingCheckpoint, Capture] = {}
+        self._abandoned: dict[PendingCheckpoint, CheckpointError] = {}
         self._until: float | None = None
         self._last_drains: set[asyncio.Timeout] = set()
 
@@ -116,7 +117,7 @@ class Scheduler:
         """Admit a checkpoint. Called in the order of counters, which is the order in which they are served."""
         task = asyncio.get_running_loop().create_task(self._run(job), name=f"checkpoint {job.pending.counter}")
         self._tasks[job.pending] = task
-        task.add_done_callback(lambda _: self._tasks.pop(job.pending))
+        task.add_done_callback(lambda _: (self._tasks.pop(job.pending), self._abandoned.pop(job.pending, None)))
 
     async def abort(self, pending: PendingCheckpoint) -> bool:
         """Cancel a checkpoint whose capture has not ended and wait until nothing of it is running (I9).
@@ -144,10 +145,11 @@ class Scheduler:
             return False
         capture = self._captures.get(pending)
         self._tell(Abandoned(step=pending.step, counter=pending.counter, seconds=max_stall))
+        self._abandoned[pending] = error  # the task may end before this does
+        pending.set_told()
         task.cancel()
         if capture is not None:
             await capture.stop()
-        pending.set_told()
         pending.set_failed(error)
         return True
 
@@ -211,7 +213,9 @@ class Scheduler:
             finally:
                 permit.release()  # only after the slot that the commit freed is free
         except asyncio.CancelledError:
-            error = CheckpointError(f"the checkpoint of step {pending.step} was cancelled; nothing was committed")
+            error = self._abandoned.get(pending) or CheckpointError(
+                f"the checkpoint of step {pending.step} was cancelled; nothing was committed"
+            )
             self._ended(pending, error, False, 0)
             pending.set_failed(error)
         except Exception as error:  # noqa: BLE001 - it belongs to whoever awaits the checkpoint

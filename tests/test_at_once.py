@@ -326,3 +326,31 @@ def test_no_tensor_at_all(tmp_path: Path) -> None:
         state["names"].append("b")  # type: ignore[attr-defined]
         pending.result(30)
     assert load_sync(tmp_path) == {"step": 1, "names": ["a"]}
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_nothing_is_committed_once_a_record_failed_meanwhile(at_once: bool) -> None:
+    """Whoever had its slot by then: the next record would have the generation of the one of which nobody knows."""
+
+    async def main() -> None:
+        noting = Noting(CrashWriter(CrashDisk()))
+        writer = FailingWriter(noting, fail_at=None, kinds=("flush",))
+        writer.persists_at_once = at_once
+        store = await open_store(writer, path=FOLDER, retention=Retention(keep_last=2), max_in_flight=2, lock_timeout=0)
+        data = aligned_buffer(8192)
+        first, second = await store.reserve(8192), await store.reserve(8192)
+        await store.persist(first, [(0, data)])
+        if not at_once:
+            await store.persist(second, [(0, data)])
+        writer._fail_at = writer.operations + 1
+        with pytest.raises(StoreFailedError):
+            await store.commit(first, entry_of(1, first.slot))
+        noting.seen.clear()
+        entry = entry_of(2, second.slot)
+        with pytest.raises(StoreFailedError):
+            await (store.persist_and_commit(second, [(0, data)], entry) if at_once else store.commit(second, entry))
+        assert ("write", COMMIT_NAME) not in noting.seen
+        assert store.committed.record.entries == ()
+        await writer.close()
+
+    asyncio.run(main())

@@ -33,6 +33,7 @@ from pccheck_async.operations.base import Operations
 from pccheck_async.operations.python import PythonOperations
 from pccheck_async.regular_file import open_regular
 from pccheck_async.testing import FailingWriter, StuckWriter
+from pccheck_async.uninterrupted import to_its_end, uninterrupted
 from pccheck_async.writer import Writer, folder
 from pccheck_async.writer.posix import PosixWriter
 from tests.processes import open_files, passes_in_a_forked_child
@@ -474,5 +475,35 @@ def test_a_child_forked_while_a_file_is_opened_does_not_hold_it(
 
     def holds_nothing() -> None:
         assert not open_files(tmp_path)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("cancelled", [1, 2, 3])
+@pytest.mark.parametrize("told", [True, False], ids=["to_its_end", "uninterrupted"])
+def test_a_step_ends_however_often_whoever_waits_is_cancelled(cancelled: int, told: bool) -> None:
+    async def main() -> None:
+        go_on, ended = asyncio.Event(), []
+
+        async def step() -> str:
+            await go_on.wait()
+            await asyncio.sleep(0)
+            ended.append(True)
+            return "whole"
+
+        waiting = asyncio.create_task((to_its_end if told else uninterrupted)(step()))
+        for _ in range(cancelled):
+            for _ in range(3):
+                await asyncio.sleep(0)
+            waiting.cancel()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        go_on.set()
+        await asyncio.wait((waiting,))
+        assert ended == [True]
+        assert waiting.cancelled() is not told
+        if told:
+            assert waiting.result() == "whole"
 
     asyncio.run(main())

@@ -42,7 +42,7 @@ from pccheck_async import (
 from pccheck_async.cli import app
 from pccheck_async.converting import importing, torch_file
 from pccheck_async.converting.safetensors_file import parts
-from pccheck_async.converting.target import new_folder
+from pccheck_async.converting.target import new_file, new_folder
 from pccheck_async.manifest import TensorEntry
 from pccheck_async.opened import Connection
 from tests import state_strategies
@@ -755,3 +755,47 @@ def test_the_commands(tmp_path: Path) -> None:
     assert result.exit_code == 1
     for wrong in (["export", "x", "y"], ["export", "x", "y", "--to=onnx"], ["import", "x", "y"], ["export", "x"]):
         assert runner.invoke(app, wrong).exit_code == 2
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, str]]:
+    """What is synced: its inode, its size by then, and its name by then."""
+    seen: list[tuple[int, int, str]] = []
+    fsync = os.fsync
+
+    def noted(fd: int) -> None:
+        found = os.fstat(fd)
+        seen.append((found.st_ino, found.st_size, os.readlink(f"/proc/self/fd/{fd}")))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    return seen
+
+
+@pytest.mark.parametrize("to", ["torch", "safetensors", "dcp"])
+def test_an_export_is_durable_before_it_has_its_name(
+    tmp_path: Path, to: Any, synced: list[tuple[int, int, str]]
+) -> None:
+    save(tmp_path / "store", {"tensor": torch.arange(3000)})
+    (tmp_path / "out").mkdir()
+    out = tmp_path / "out" / "file"
+    synced.clear()
+    export_checkpoint(tmp_path / "store", out, to=to)
+    *before, last = synced
+    assert last[0] == out.parent.stat().st_ino, "the name comes last"
+    parts = [out, *out.rglob("*")]
+    for part in parts:
+        found = part.stat()
+        sizes = [size for inode, size, name in before if inode == found.st_ino and not name.startswith(str(out))]
+        assert sizes[-1:] == [found.st_size], part
+
+
+def test_what_appears_under_the_name_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with new_file(tmp_path / "f") as file:
+            await file.write(b"mine")
+            (tmp_path / "f").write_bytes(b"another's")
+
+    with pytest.raises(FileExistsError):
+        asyncio.run(main())
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("f", b"another's")]

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from pccheck_async import CheckpointEngine, load_sync
-from pccheck_async.testing import CrashDisk, CrashWriter, Snapshot
+from pccheck_async import CheckpointEngine, SyncCheckpointEngine, load_sync
+from pccheck_async.testing import CrashDisk, CrashWriter, ImageWriter, Snapshot, power_loss_images
 from tests.crash_harness import Findings, Scenario, explore, explore_damage
+from tests.test_at_once import FOLDER
 
 STATES = 900
 """Distinct crash states in each scenario: more than 5,000 together."""
@@ -100,3 +101,25 @@ def test_a_creator_that_is_killed_cannot_reach_into_the_next_ones_store() -> Non
         asyncio.run(save(disk, 2))
         disk = CrashDisk.after_process_death(disk.snapshot())
         assert load_sync("memory", io=CrashWriter(disk, turns=0, read_only=True)) == {"step": 2}, operations
+
+
+def test_a_slot_that_a_dead_writer_made_is_durable_before_a_record_names_it() -> None:
+    """It died before the folder was synced: the next one finds the slot, and only that sync makes its name durable."""
+    history: list[Snapshot] = []
+
+    def save_steps(disk: CrashDisk, *steps: int) -> None:
+        with SyncCheckpointEngine(FOLDER, io=CrashWriter(disk, turns=0), max_in_flight=1) as engine:
+            for step in steps:
+                disk.acknowledge(engine.checkpoint({"step": step}, step=step).result(30).step)
+
+    save_steps(CrashDisk(observer=history.append), 1)
+    moment = [s for s in history if s.boundary.startswith("create slot") and s.boundary.endswith("completed")][-1]
+    disk = CrashDisk.after_process_death(moment)
+    history.clear()
+    disk.observer = history.append
+    save_steps(disk, 2, 3)  # the second one into the slot that was made last
+    for snapshot in history:
+        for image in power_loss_images(snapshot, limit=8):
+            if snapshot.acknowledged is not None:
+                step = load_sync(FOLDER, io=ImageWriter(image))["step"]
+                assert step >= snapshot.acknowledged, snapshot.boundary

@@ -28,6 +28,7 @@ from pccheck_async import (
     load,
     load_sync,
 )
+from pccheck_async.copying import HostCopy
 from pccheck_async.engine_base import EngineBase
 from pccheck_async.layout import (
     COMMIT_NAME,
@@ -41,6 +42,7 @@ from pccheck_async.layout import (
 from pccheck_async.memory import PAGE_BYTES
 from tests.conftest import ENGINES, need
 from tests.processes import open_files, passes_in_a_forked_child
+from tests.test_at_once import stuck_engine
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -454,3 +456,66 @@ def test_either_copy_of_a_record_is_enough(tmp_path: Path, copy: int) -> None:
     commit[offset : offset + REGION_NBYTES] = bytes(REGION_NBYTES)
     (tmp_path / COMMIT_NAME).write_bytes(commit)
     assert [info.step for info in list_checkpoints(tmp_path)] == [1]
+
+
+def test_a_manifest_larger_than_a_staging_buffer(tmp_path: Path) -> None:
+    state = state_of(1) | {"names": [f"value {number}" for number in range(2000)]}
+    with SyncCheckpointEngine(tmp_path, chunk_bytes=4096) as engine:
+        engine.checkpoint(state, step=1).result(60)
+    assert load_sync(tmp_path)["names"] == state["names"]
+
+
+def test_waiting_for_captures_waits_for_those_of_other_threads() -> None:
+    engine, writer, _ = stuck_engine(chunk_bytes=4096, host_memory=8192)
+    writer.hold("write")
+    state = {"x": torch.zeros(50_000)}
+    pendings: list[Any] = []
+    saving = threading.Thread(target=lambda: pendings.append(engine.checkpoint(state, step=1)))
+    saving.start()
+    writer.wait_stuck()
+    over = threading.Event()
+
+    def wait() -> None:
+        engine.wait_captured()
+        over.set()
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    assert not over.wait(0.3)
+    writer.release()
+    assert over.wait(30)
+    saving.join(30)
+    waiting.join(30)
+    pendings[0].result(30)
+    engine.close()
+
+
+def test_a_restore_waits_for_captures_of_other_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it restores would tear them."""
+
+    gather = HostCopy.gather
+    copying, go_on = threading.Event(), threading.Event()
+
+    async def slow(*arguments: Any) -> int:
+        copying.set()
+        await asyncio.to_thread(go_on.wait)
+        return await gather(*arguments)
+
+    state = {"x": torch.zeros(100_000)}
+    with SyncCheckpointEngine(tmp_path, keep_last=2) as engine:
+        engine.checkpoint(state, step=0).result(30)
+        state["x"].fill_(1.0)
+        monkeypatch.setattr(HostCopy, "gather", slow)
+        saving = threading.Thread(target=engine.checkpoint, args=(state,), kwargs={"step": 1})
+        saving.start()
+        assert copying.wait(30)
+        restoring = threading.Thread(target=engine.restore, args=(state,), kwargs={"step": 0})
+        restoring.start()
+        restoring.join(0.5)
+        meanwhile = set(state["x"].tolist())
+        go_on.set()
+        saving.join(30)
+        restoring.join(30)
+        assert meanwhile == {1.0}
+        assert set(state["x"].tolist()) == {0.0}
+    assert set(load_sync(tmp_path, step=1)["x"].tolist()) == {1.0}

@@ -51,12 +51,13 @@ from pccheck_async.layout import (
 from pccheck_async.memory import PAGE_BYTES
 from pccheck_async.operations.base import Operations
 from pccheck_async.published import read_status
-from pccheck_async.testing import FailingWriter
+from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter
 from pccheck_async.writer import Writer
 from pccheck_async.writer.posix import PosixWriter
 from tests.children import in_child
 from tests.devices import Device
 from tests.loop_devices import unmount
+from tests.test_at_once import FOLDER
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -836,3 +837,42 @@ def test_readers_and_a_small_pool_do_not_make_two_checkpoints_wait_for_each_othe
         finally:
             for fd in held:
                 os.close(fd)
+
+
+def test_a_disk_too_small_for_all_slots_shows_at_every_checkpoint() -> None:
+    """And not in an hour, when a slot is missing."""
+
+    disk = CrashDisk(capacity=COMMIT_NBYTES + 4096 + 3 * 200_000)
+    state = {"weights": torch.zeros(50_000)}  # three slots are needed, with their manifests a little more
+    with SyncCheckpointEngine(FOLDER, io=CrashWriter(disk), max_in_flight=2) as engine:
+        for step in range(3):
+            with pytest.raises(StoreFullError, match="3 slots of"):
+                engine.checkpoint(state, step=step).result(30)
+
+
+@pytest.mark.parametrize("how", ["load", "restore"])
+def test_a_step_that_was_asked_for_does_not_fall_back_to_an_older_one_of_that_step(tmp_path: Path, how: str) -> None:
+    """After a rollback there are two of it."""
+
+    with SyncCheckpointEngine(tmp_path, keep_last=2, chunk_bytes=4096) as engine:
+        for number in (1, 2):
+            engine.checkpoint(state_of(number), step=5).result(60)
+    flip(slot_of(tmp_path, 2), 5000)
+    if how == "load":
+        with pytest.raises(CorruptStoreError):
+            load_sync(tmp_path, step=5)
+    else:
+        with SyncCheckpointEngine(tmp_path, keep_last=2) as engine, pytest.raises(CorruptStoreError):
+            engine.restore(state_of(9), step=5)
+
+
+def test_a_failed_read_costs_no_checkpoint(tmp_path: Path) -> None:
+    """The device may read it the next time; only wrong bytes are dropped."""
+
+    save(tmp_path, 0, 1)
+    failing = Failing(fail_at=4, kinds=("read",))
+    with SyncCheckpointEngine(tmp_path, io=failing, keep_last=4, chunk_bytes=4096) as engine:
+        with pytest.warns(RuntimeWarning, match="falling back to step 0"):
+            engine.restore(state_of(9))
+        engine.checkpoint(state_of(2), step=2).result(60)
+    assert [info.step for info in list_checkpoints(tmp_path)] == [2, 1, 0]

@@ -33,7 +33,10 @@ from pccheck_async import (
     load_sync,
     open_checkpoint,
 )
-from pccheck_async.layout import COMMIT_NAME, MOST_ENTRIES
+from pccheck_async.commit_file import open_commit
+from pccheck_async.layout import COMMIT_NAME, MOST_ENTRIES, REGION_NBYTES, region_offsets
+from pccheck_async.memory import aligned_buffer
+from pccheck_async.records import read_record
 from pccheck_async.testing import (
     Access,
     CrashDisk,
@@ -45,6 +48,8 @@ from pccheck_async.testing import (
 )
 from pccheck_async.testing.snapshot import Change, Written
 from pccheck_async.writer import File
+from tests.test_at_once import small, stuck_engine
+from tests.test_failures import flip, save, slot_of, state_of
 
 T = TypeVar("T")
 FOLDER = "anywhere"
@@ -557,3 +562,74 @@ def test_a_record_that_only_the_page_cache_has_is_written_again_before_slots_are
         assert found == {0, 1, 2}
 
     asyncio.run(run())
+
+
+def test_a_pin_waits_for_the_record_of_a_checkpoint() -> None:
+    """Else both write one generation, and one of them what the other does not know of."""
+    engine, writer, disk = stuck_engine(keep_last=2)
+    engine.checkpoint(small(), step=0).result(30)
+    writer.hold("flush", after=1)
+    pending = engine.checkpoint(small(), step=1)
+    writer.wait_stuck()  # its record
+    pinning = threading.Thread(target=engine.pin, args=(0,))
+    pinning.start()
+    lock = engine._core.pipeline.store._commit_lock
+    waits = threading.Event()
+    while not lock._waiters and len(writer.stuck) < 2:
+        waits.wait(0.001)
+    writer.release()
+    pending.result(30)
+    pinning.join(30)
+    wanted = [(1, False), (0, True)]
+    assert [(info.step, info.pinned) for info in engine.checkpoints()] == wanted
+    engine.close()
+    found = list_checkpoints(FOLDER, io=CrashWriter(disk, read_only=True))
+    assert [(info.step, info.pinned) for info in found] == wanted
+
+
+def test_a_pin_drops_what_is_known_to_be_damaged(tmp_path: Path) -> None:
+    save(tmp_path, 0, 1)
+    flip(slot_of(tmp_path, 1), 5000)
+    with SyncCheckpointEngine(tmp_path, keep_last=3) as engine:
+        with pytest.warns(RuntimeWarning, match="falling back to step 0"):
+            engine.restore(state_of(9))
+        engine.pin(0)
+    assert [(info.step, info.pinned) for info in list_checkpoints(tmp_path)] == [(0, True)]
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_a_record_that_a_page_cache_shows_is_not_written_over_its_only_copy(damaged: int) -> None:
+    async def main() -> None:
+        disk = CrashDisk()
+        writer = CrashWriter(disk)
+        commit = await open_commit(writer, FOLDER, 0)
+        record = await read_record(writer, commit.file, commit.identity)
+        at = region_offsets(record.generation)[damaged]
+        await writer.write(commit.file, at, aligned_buffer(REGION_NBYTES))
+        commit.file.direct = False
+        unsettled = await commit.unsettled(writer, record)
+        assert unsettled is not None
+        assert [offset for offset, _ in unsettled[1]] == [at]
+        await writer.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("torn", [0, 1])
+def test_remains_of_either_copy_of_a_torn_record_are_erased(torn: int) -> None:
+    async def main() -> None:
+        disk = CrashDisk()
+        writer = CrashWriter(disk)
+        commit = await open_commit(writer, FOLDER, 0)
+        record = await read_record(writer, commit.file, commit.identity)
+        assert await commit.unsettled(writer, record) is None
+        at = region_offsets(record.generation + 1)[torn]
+        remains = aligned_buffer(4096)
+        remains[:] = b"x" * 4096
+        await writer.write(commit.file, at, remains)
+        unsettled = await commit.unsettled(writer, record)
+        assert unsettled is not None
+        assert [(offset, bytes(data).strip(b"\0")) for offset, data in unsettled[1]] == [(at, b"")]
+        await writer.close()
+
+    asyncio.run(main())

@@ -10,17 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pccheck_async import layout
+from pccheck_async import checksum, layout
 from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
 from pccheck_async.layout import (
     COMMIT_NBYTES,
+    FORMAT_VERSION,
     HEADER,
+    MAGIC,
     MOST_ENTRIES,
     MOST_METADATA_NBYTES,
     REGION_NBYTES,
     Entry,
     Identity,
     Record,
+    decode_record,
+    encode_record,
 )
 
 STORE = bytes(range(16))
@@ -224,3 +228,22 @@ def test_the_documented_table_is_the_header() -> None:
     section = readme[readme.index("<!-- format -->") : readme.index("<!-- /format -->")]
     assert [(int(a), int(b)) for a, b in re.findall(r"^\| (\d+) \| (\d+) \|", section, re.MULTILINE)] == expected
     assert sum(size for _, size in expected) == HEADER.size
+
+
+def test_a_record_of_another_format_is_none() -> None:
+    store_id = bytes(range(16))
+    data = bytearray(encode_record(Record(3, ()), store_id, 4096))
+    _, _, nbytes, _, generation, _ = HEADER.unpack_from(data)
+    for version in (FORMAT_VERSION, FORMAT_VERSION + 1):
+        HEADER.pack_into(data, 0, MAGIC, version, nbytes, store_id, generation, 0)
+        value = checksum.crc32(data[HEADER.size : HEADER.size + nbytes], checksum.crc32(data[:40]))
+        HEADER.pack_into(data, 0, MAGIC, version, nbytes, store_id, generation, value)
+        assert (decode_record(data, store_id) is None) is (version != FORMAT_VERSION)
+
+
+@pytest.mark.parametrize("copy", range(4))
+def test_any_copy_of_a_record_tells_that_there_are_checkpoints(copy: int) -> None:
+    image = commit_file(layout.Record(1, (entry(3),)), layout.Record(2, (entry(3),)))
+    for region in set(range(4)) - {copy}:
+        image[region * REGION_NBYTES : (region + 1) * REGION_NBYTES] = bytes(REGION_NBYTES)
+    assert layout.names_checkpoints(bytes(image))

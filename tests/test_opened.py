@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import gc
 import os
 import re
@@ -43,6 +44,8 @@ from tests import state_strategies
 from tests.processes import open_files, passes_in_a_forked_child
 from tests.round_trip import save as save_in_memory
 from tests.state_strategies import difference
+from tests.test_failures import flip, slot_of
+from tests.test_failures import save as save_steps
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 CHUNK = 64 * 1024
@@ -466,3 +469,25 @@ def test_straight_to_a_device(tmp_path: Path) -> None:
         assert torch.equal(checkpoint["x"].cpu(), torch.arange(100_000))
         assert isinstance(checkpoint.tensor("x"), StoredTensor)
         assert checkpoint.tensor("x")[5:7].is_cuda
+
+
+def test_one_that_was_passed_over_is_let_go(tmp_path: Path) -> None:
+    save_steps(tmp_path, 0, 1)
+    damaged = slot_of(tmp_path, 1)
+    flip(damaged, damaged.read_bytes().rindex(b"payload_nbytes"))
+    with pytest.warns(RuntimeWarning, match="falling back to step 0"):
+        opened = open_checkpoint(tmp_path)
+    with opened, damaged.open("rb") as file:
+        assert opened.info.step == 0
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_damaged_chunks_take_no_buffers(tmp_path: Path) -> None:
+    save_steps(tmp_path, 0)
+    flip(slot_of(tmp_path, 0), 5000)
+    with open_checkpoint(tmp_path, host_memory=16 << 20) as opened:
+        before = opened._connection.chunks._pool.statistics().in_use
+        for _ in range(3):
+            with pytest.raises(CorruptStoreError):
+                opened.tensor("tensor")[620:640]
+        assert opened._connection.chunks._pool.statistics().in_use <= before + 1

@@ -1022,3 +1022,12 @@ else:
     @pytest.mark.skip(reason="the extension was not built")
     def test_extension() -> None:
         """Stands for all that follows above, so that a run without them says so."""
+
+
+def test_python_takes_a_write_that_moves_nothing_for_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the extension does (``tests/c/test_transfer.c``)."""
+
+    monkeypatch.setattr(os, "pwrite", lambda *_: 0)
+    with (tmp_path / "f").open("wb") as file, pytest.raises(OSError, match="Input/output") as failed:
+        python.write_all(file.fileno(), 0, memoryview(b"data"))
+    assert failed.value.errno == errno.EIO

@@ -29,12 +29,14 @@ from pccheck_async import (
     list_checkpoints,
     load_sync,
 )
+from pccheck_async.copying import HostCopy
 from pccheck_async.loop import EngineLoop
 from pccheck_async.memory import PAGE_BYTES
 from pccheck_async.operations.base import Operations
 from pccheck_async.overlap import Guard
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.testing import FailingWriter
+from pccheck_async.uninterrupted import uninterrupted
 from pccheck_async.writer import Writer
 from pccheck_async.writer.posix import PosixWriter
 from tests.devices import Device
@@ -904,3 +906,45 @@ def test_a_failure_nobody_saw_is_raised_at_the_next_bracket(tmp_path: Path) -> N
             it.optimizer.step()
         assert this.pending is not None
         this.pending.result()
+
+
+def test_a_capture_that_is_abandoned_in_the_middle_of_a_copy_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step that was held up may change what the copy reads."""
+
+    gather = HostCopy.gather
+    copying, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    async def slow(*arguments: Any) -> int:
+        async def copy() -> int:
+            copying.set()
+            await asyncio.to_thread(go_on.wait)
+            checksum = await gather(*arguments)
+            ended.set()
+            return checksum
+
+        return await uninterrupted(copy())
+
+    model = nn.Linear(512, 512)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(2, 512)).sum().backward()
+    with SyncCheckpointEngine(tmp_path, max_stall=0.05) as engine:
+        engine.attach(optimizer)
+        monkeypatch.setattr(HostCopy, "gather", slow)
+        pending = engine.checkpoint({"model": model, "optimizer": optimizer}, step=1, overlap=True)
+        assert copying.wait(30)
+        threading.Timer(0.5, go_on.set).start()
+        optimizer.step()
+        assert ended.is_set()
+        with pytest.raises(CheckpointError, match="abandoned"):
+            pending.result(30)
+
+
+def test_changes_after_wait_captured_of_a_checkpoint_are_none(tmp_path: Path) -> None:
+    with held(tmp_path) as it:
+        it.io.writer.release()
+        it.pending.wait_captured()
+        with torch.no_grad():
+            it.model.first.weight.add_(1.0)
+        it.pending.result(60)

@@ -329,3 +329,8 @@ def test_a_place_that_was_not_free_is_asked_for_again(kind: str) -> None:
         policy.skipped(report(later - 1))
         assert policy.due(report(later, now=float(later), in_flight=1))
     assert policy.decision().interval is None
+
+
+def test_seconds_are_over_when_they_have_passed() -> None:
+    policy = EverySeconds(10)
+    assert [now for now in range(1, 31) if policy.due(report(now, now=float(now)))] == [10, 20, 30]

@@ -79,3 +79,22 @@ def test_a_forked_child_does_not_get_the_memory() -> None:
     assert os.read(reader, 16) == b"absent"
     os.close(reader)
     os.close(writer)
+
+
+def test_a_buffer_that_could_not_be_pinned_comes_back() -> None:
+    class Refusing:
+        active = True
+
+        async def pin(self, view: memoryview) -> None:
+            raise MemoryError
+
+        def unpin_all(self) -> None: ...
+
+    async def main() -> None:
+        pool = BufferPool(8192, 4096, Refusing())
+        with pytest.raises(MemoryError):
+            await pool.lease()
+        assert pool.available == 2
+        assert pool.statistics().in_use == 0
+
+    asyncio.run(main())

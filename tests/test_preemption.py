@@ -724,3 +724,23 @@ def test_what_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="deadline"):
             engine.on_preemption(deadline=0)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_of_several_deadlines_the_first_counts(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path / "one") as one, SyncCheckpointEngine(tmp_path / "two") as two:
+        before = signal.signal(signal.SIGUSR1, lambda *_: None)
+        try:
+            one.on_preemption(signal.SIGUSR1, deadline=30.0)
+            two.on_preemption(signal.SIGUSR1, deadline=20.0)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert one.preempted
+            assert one._core.preemption.request is two._core.preemption.request
+            request = one._core.preemption.request
+            assert request is not None
+            assert request.seconds == 20.0
+        finally:
+            for each in (one, two):
+                preemption._signals.forget(each._core.preemption)
+            if request is not None:
+                preemption._signals.drop(request)
+            signal.signal(signal.SIGUSR1, before)

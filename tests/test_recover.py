@@ -525,3 +525,18 @@ def test_without_store_json_the_block_size_fits(tmp_path: Path, first: str) -> N
     assert describe_checkpoint(tmp_path).manifest_offset % describe_checkpoint(tmp_path).block_bytes == 0
     assert describe_checkpoint(tmp_path).block_bytes <= block
     check(tmp_path, 1)
+
+
+@pytest.mark.parametrize("identity", ["kept", "gone"])
+def test_what_a_recovery_wrote_survives_the_loss_of_power(identity: str) -> None:
+    disk = CrashDisk()
+    with SyncCheckpointEngine("x", io=CrashWriter(disk), keep_last=2) as engine:
+        for step in (1, 2):
+            engine.checkpoint(state_of(step), step=step).result(60)
+    files = dict(disk.contents()) | {"commit": bytes(COMMIT_NBYTES)}
+    if identity == "gone":
+        del files["store.json"]
+    disk = CrashDisk.from_image(Image.of(files))
+    recover_store("x", write=True, io=CrashWriter(disk))
+    for image in power_loss_images(disk.snapshot(), sector=512, limit=64):
+        assert [info.step for info in list_checkpoints("x", io=ImageWriter(image))] == [2, 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 from pathlib import Path
@@ -10,12 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import StateMismatchError, SyncCheckpointEngine, list_checkpoints, load_sync, restorer
+from pccheck_async import (
+    StateMismatchError,
+    SyncCheckpointEngine,
+    list_checkpoints,
+    load_sync,
+    open_checkpoint,
+    restorer,
+)
 from pccheck_async.operations.base import Operations
 from pccheck_async.reading import choose
-from pccheck_async.testing import FailingWriter
-from pccheck_async.writer import Writer
+from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter
+from pccheck_async.writer import File, Writer
 from pccheck_async.writer.posix import PosixWriter
+from tests.test_at_once import FOLDER, small
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -152,3 +161,57 @@ def test_a_checkpoint_dropped_before_its_restore_could_hold_it(tmp_path: Path, m
         info = engine.restore(live)
         assert info is not None
         assert (info.step, live["step"], len(chosen)) == (1, 1, 2)
+
+
+class Interrupted(CrashWriter):
+    """Calls something once, before a slot is opened or locked."""
+
+    def __init__(self, disk: CrashDisk, before: str, call: Any) -> None:
+        super().__init__(disk, read_only=True)
+        self._before, self._call = before, call
+
+    async def _interrupt(self, kind: str) -> None:
+        if kind == self._before:
+            self._before = ""
+            await asyncio.to_thread(self._call)
+
+    async def open(self, name: str, *, writable: bool) -> File:
+        if name.startswith("slot-"):
+            await self._interrupt("open")
+        return await super().open(name, writable=writable)
+
+    async def try_lock(self, file: File, *, shared: bool = False) -> bool:
+        await self._interrupt("try_lock")
+        return await super().try_lock(file, shared=shared)
+
+
+@pytest.mark.parametrize("before", ["open", "try_lock"])
+@pytest.mark.parametrize("grown", [False, True])
+def test_a_checkpoint_that_goes_while_a_reader_comes_is_no_damage(before: str, grown: bool) -> None:
+    """Its slot has another's bytes, or is removed: the reader looks at the record again."""
+    disk = CrashDisk()
+    with SyncCheckpointEngine(FOLDER, io=CrashWriter(disk), max_in_flight=1) as engine:
+
+        def more() -> None:
+            for step in range(1, 4):
+                engine.checkpoint({"x": torch.full((90_000 if grown else 9,), step)}, step=step).result(30)
+            engine.drain()
+
+        engine.checkpoint({"x": torch.zeros(9)}, step=0).result(30)
+        reader = Interrupted(disk, before, more)
+        assert load_sync(FOLDER, io=reader)["x"].unique().tolist() == [3]
+
+
+def test_a_reader_that_started_over_holds_one_slot() -> None:
+    disk = CrashDisk()
+    with SyncCheckpointEngine(FOLDER, io=CrashWriter(disk)) as engine:
+
+        def more() -> None:
+            for step in range(1, 4):
+                engine.checkpoint(small(), step=step).result(30)
+
+        engine.checkpoint(small(), step=0).result(30)
+        reader = Interrupted(disk, "try_lock", more)
+        with open_checkpoint(FOLDER, io=reader) as opened:
+            assert opened.info.step == 3
+            assert len([file for file in reader._inodes if file.name.startswith("slot-")]) == 1

@@ -5,6 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
+from pccheck_async.layout import MOST_SLOT
 from pccheck_async.slots import Create, Replace, Reuse, SlotTable, Wait
 
 
@@ -132,3 +133,18 @@ class Slots(RuleBasedStateMachine):
 
 TestSlots = Slots.TestCase
 TestSlots.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_a_slot_that_is_read_and_committed_costs_no_further_one() -> None:
+    table = SlotTable({0: 8, 1: 8}, [0], in_flight=1, kept=1)
+    table.lease(1)
+    table.start_reading(0)
+    assert table.decide(8) == Wait(readers=0)
+
+
+@pytest.mark.parametrize(("sizes", "lost"), [({0: 8}, 1), ({MOST_SLOT: 8}, 0)])
+def test_a_slot_that_a_record_names_and_nobody_has_is_not_made_anew(sizes: dict[int, int], lost: int) -> None:
+    table = SlotTable(sizes, [lost, *sizes], in_flight=2, kept=2)
+    missing = table.missing()
+    assert len(missing) == 3
+    assert lost not in missing

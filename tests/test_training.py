@@ -14,6 +14,8 @@ from torch import nn
 
 from pccheck_async import SyncCheckpointEngine, UnsupportedStateError, list_checkpoints
 from pccheck_async.policy import Decision, EverySteps, PCcheckInterval, SaveReport, StepReport
+from pccheck_async.testing import CrashDisk, CrashWriter, StuckWriter
+from tests.test_at_once import FOLDER, small
 from tests.training_simulator import Machine, Simulator
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -187,3 +189,19 @@ def test_a_state_that_cannot_be_saved_is_told_after_the_first_step(tmp_path: Pat
             with engine.step(state, step):
                 pass
         assert engine.statistics().admitted == 0
+
+
+def test_a_checkpoint_that_was_skipped_is_made_up_for(tmp_path: Path) -> None:
+    writer = StuckWriter(CrashWriter(CrashDisk()), kinds=())
+    with SyncCheckpointEngine(FOLDER, io=writer, max_in_flight=1, on_busy="skip", interval=2) as engine:
+        engine.checkpoint(small(), step=0).result(30)
+        writer.hold("flush")
+        saved = []
+        for step in range(1, 7):
+            with engine.step(small(), step) as this:
+                if step >= 4:
+                    writer.release()
+                    engine.drain()
+            if this.pending is not None and not this.pending.skipped:
+                saved.append(step)
+        assert saved == [1, 4, 5]

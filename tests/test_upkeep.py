@@ -42,9 +42,10 @@ from pccheck_async.operations.base import Operations
 from pccheck_async.testing import CrashDisk, CrashWriter, ImageWriter, WrappingWriter, power_loss_images
 from pccheck_async.upkeep.chunks import runs
 from pccheck_async.upkeep.copies import examine
-from pccheck_async.writer import Writer
+from pccheck_async.writer import File, Writer
 from pccheck_async.writer.posix import PosixWriter
 from tests.state_strategies import difference, states
+from tests.test_at_once import FOLDER, small
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 CHUNK = 4096
@@ -647,3 +648,21 @@ def test_containers_that_differ_come_in_the_order_of_the_state(tmp_path: Path) -
     names = [f"part{number}" for number in range(8, 0, -1)]
     saved(tmp_path, {name: {"x": 1} for name in names}, {name: OrderedDict(x=1) for name in names})
     assert [each.path for each in compare_checkpoints(tmp_path, step=0, other_step=1).differences] == names
+
+
+def test_verifying_holds_one_slot_at_a_time() -> None:
+    """A trainer passes over those that are held."""
+
+    held: set[int] = set()
+
+    class Counting(CrashWriter):
+        async def read(self, file: File, offset: int, into: memoryview) -> int:
+            held.add(sum(each.name.startswith("slot-") for each in self._inodes))
+            return await super().read(file, offset, into)
+
+    disk = CrashDisk()
+    with SyncCheckpointEngine(FOLDER, io=CrashWriter(disk), keep_last=3) as engine:
+        for step in range(3):
+            engine.checkpoint(small(), step=step).result(30)
+    assert len(verify_checkpoints(FOLDER, every=True, io=Counting(disk, read_only=True)).checkpoints) == 3
+    assert held == {0, 1}

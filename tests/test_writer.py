@@ -400,3 +400,37 @@ def test_a_folder_that_is_moved_stays_the_one(tmp_path: Path, on_disk: OnDisk) -
     on_disk(one, test)
     assert sorted(os.listdir(moved)) == ["slot-001", "store.json"]
     assert [path.read_text() for path in one.iterdir()] == ["another store's"] * 3
+
+
+def _inode(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino
+
+
+def test_what_is_synced_is_in_the_kernel_by_then(
+    tmp_path: Path, on_disk: OnDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No double sees the system calls: which files and folders are synced, and how much of them is there by then."""
+    synced: list[tuple[tuple[int, int], int]] = []
+    fsync = os.fsync
+
+    def noted(fd: int) -> None:
+        found = os.fstat(fd)
+        synced.append(((found.st_dev, found.st_ino), found.st_size))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    store = tmp_path / "new" / "store"
+
+    async def test(writer: PosixWriter) -> None:
+        for new in (store.parent, store):
+            assert _inode(new.parent) in [inode for inode, _ in synced], f"the name of {new} is not durable"
+        synced.clear()
+        await writer.write_small("small", b"content")
+        assert synced == [(_inode(store / "small"), 7)]
+        synced.clear()
+        await writer.rename("small", "other")
+        await writer.sync_folder()
+        assert [inode for inode, _ in synced] == [_inode(store)]
+
+    on_disk(store, test)
