@@ -130,6 +130,8 @@ static void test_flushes(void)
     CHECK(transfer_flush(OTHER_FD) == 0 && calls == 3);
     SCRIPT(-EIO);
     CHECK(transfer_flush(OTHER_FD) == -EIO && calls == 1); /* asking again would get a lie */
+    SCRIPT(-EAGAIN);
+    CHECK(transfer_flush(OTHER_FD) == -EAGAIN && calls == 1); /* and so it may where the kernel failed so */
 }
 
 static void test_alignment(void)

@@ -552,6 +552,20 @@ static void test_what_a_result_means(void)
     finish(queue);
 }
 
+static void test_a_flush_is_not_cancelled_in_the_kernel(void)
+{
+    struct uring *uring = calloc(1, sizeof *uring + 2 * sizeof uring->flights[0]); /* without a pilot */
+    struct op ops[] = {{.kind = OP_WRITE, .token = 1}, {.kind = OP_FLUSH, .token = 2}};
+    CHECK(uring);
+    uring->most = 2;
+    for (unsigned i = 0; i < 2; i++) {
+        uring->flights[i].op = &ops[i];
+        mark_unwanted(uring, ops[i].token);
+    }
+    CHECK(uring->flights[0].wish == UNWANTED && uring->flights[1].wish == WANTED);
+    free(uring);
+}
+
 /* ---- Many threads on one queue, for the thread sanitizer ---- */
 
 enum { SUBMITTERS = 3, ROUNDS = 40, BATCH = 8 };
@@ -628,6 +642,7 @@ int main(void)
     test_requests_outlive_the_thread_that_asked();
     test_a_forked_child_lets_go();
     test_what_a_result_means();
+    test_a_flush_is_not_cancelled_in_the_kernel();
     test_many_threads_on_one_queue();
     CHECK(rmdir(folder) == 0);
     return 0;
