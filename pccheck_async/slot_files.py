@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeAlias
 
 from pccheck_async.errors import CorruptStoreError, StoreFullError
@@ -177,8 +176,7 @@ class SlotFiles:
 
     async def _create_slot(self, number: int, nbytes: int) -> None:
         file = await self._writer.create(slot_name(number), nbytes)
-        # Crash: a record may name this slot later; its size and its name must be there then.
-        await self._flush(partial(self._writer.flush, file))
+        # Crash: a record may name this slot later, and its name must be there then. Its size is flushed with its bytes.
         await self._flush(self._writer.sync_folder)
         self._files[number] = file
         self._table.created(number, nbytes)

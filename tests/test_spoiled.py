@@ -15,11 +15,16 @@ from pccheck_async import (
     StoreFailedError,
     SyncCheckpointEngine,
     TornCaptureError,
+    WriteError,
+    copy_checkpoint,
     load_sync,
     recover_store,
 )
 from pccheck_async.memory import PAGE_BYTES
-from tests.devices import Device
+from pccheck_async.operations.base import Operations
+from pccheck_async.writer import Writer
+from pccheck_async.writer.posix import PosixWriter
+from tests.devices import Breaking, Device
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 SIZES: dict[str, dict[str, Any]] = {
@@ -140,3 +145,20 @@ def test_one_that_closing_gave_up_while_another_was_committed(tmp_path: Path) ->
     steps = found(tmp_path)
     assert len(steps) == 2, "of the one whose record was being written nobody knows whether it counts"
     assert 0 in steps
+
+
+def test_a_copy_whose_flush_fails(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    for folder, step in ((source, 1), (target, 0)):
+        with SyncCheckpointEngine(folder) as engine:
+            engine.checkpoint({"step": step}, step=step).result(60)
+
+    def io(path: str, operations: Operations) -> Writer:
+        writer = Breaking(PosixWriter(path, operations))
+        if path == str(target):
+            writer.broken = ("flush",)
+        return writer
+
+    with pytest.raises(WriteError, match="broken"):
+        copy_checkpoint(source, target, io=io)
+    assert found(target) == [0]

@@ -104,7 +104,7 @@ async def _copy(held: Held, store: Store, session: Session, pinned: bool | None,
         padded[: len(data)] = data
         await store.persist(lease, [(offset, padded)])
     except BaseException:
-        await store.release(lease)
+        await store.release(lease, offset)
         raise
     await store.commit(
         lease,
