@@ -308,6 +308,7 @@ def test_the_sampler_drives_a_plain_dataloader() -> None:
 def _rank_of_two(rank: int, path: str, found: Any) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
     found.put((rank, list(ResumableSampler(10, batch_size=3, shuffle=False))))
+    torch.distributed.barrier()  # who left before the other one has come would take its connection away
     torch.distributed.destroy_process_group()
 
 
@@ -318,8 +319,8 @@ def test_ranks_come_from_torch_distributed(tmp_path: Path) -> None:
     processes = [context.Process(target=_rank_of_two, args=(rank, str(tmp_path / "meet"), found)) for rank in (0, 1)]
     for process in processes:
         process.start()
-    got = dict(found.get(timeout=120) for _ in processes)
+    got = dict(found.get(timeout=300) for _ in processes)
     for process in processes:
-        process.join(60)
+        process.join(300)
         assert process.exitcode == 0
     assert got == {0: [[0, 1, 2], [6, 7]], 1: [[3, 4, 5], [8, 9]]}
