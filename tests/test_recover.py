@@ -485,9 +485,8 @@ def test_whatever_is_offered_loads_to_the_bit() -> None:
     assert partly > 0  # some slots were caught half written
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("identity", ["kept", "gone"])
-def test_a_recovery_that_loses_power_can_be_repeated(identity: str) -> None:
+def without_records(identity: str) -> CrashDisk:
+    """A disk with a store of two checkpoints that lost its records, and maybe its identity."""
     disk = CrashDisk()
     with SyncCheckpointEngine("x", io=CrashWriter(disk), chunk_bytes=CHUNK, keep_last=2) as engine:
         for step in (1, 2):
@@ -495,7 +494,14 @@ def test_a_recovery_that_loses_power_can_be_repeated(identity: str) -> None:
     files = dict(disk.contents()) | {"commit": bytes(COMMIT_NBYTES)}
     if identity == "gone":
         del files["store.json"]
-    disk = CrashDisk.from_image(Image.of(files))
+    return CrashDisk.from_image(Image.of(files))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("identity", ["kept", "gone"])
+def test_a_recovery_that_loses_power_can_be_repeated(identity: str) -> None:
+    disk = without_records(identity)
+    files = disk.contents()
     history: list[Any] = [disk.snapshot()]
     disk.observer = history.append
     recover_store("x", write=True, io=CrashWriter(disk))
@@ -529,14 +535,7 @@ def test_without_store_json_the_block_size_fits(tmp_path: Path, first: str) -> N
 
 @pytest.mark.parametrize("identity", ["kept", "gone"])
 def test_what_a_recovery_wrote_survives_the_loss_of_power(identity: str) -> None:
-    disk = CrashDisk()
-    with SyncCheckpointEngine("x", io=CrashWriter(disk), keep_last=2) as engine:
-        for step in (1, 2):
-            engine.checkpoint(state_of(step), step=step).result(60)
-    files = dict(disk.contents()) | {"commit": bytes(COMMIT_NBYTES)}
-    if identity == "gone":
-        del files["store.json"]
-    disk = CrashDisk.from_image(Image.of(files))
+    disk = without_records(identity)
     recover_store("x", write=True, io=CrashWriter(disk))
     for image in power_loss_images(disk.snapshot(), sector=512, limit=64):
         assert [info.step for info in list_checkpoints("x", io=ImageWriter(image))] == [2, 1]
