@@ -75,6 +75,10 @@ static bool always(void)
 #define FOLD_128 0x1751997d0, 0x0ccaa009e
 #define FOLD_512 0x154442bd4, 0x1c6e41596
 #define FOLD_2048 0x11542778a, 0x1322d1430
+#define FOLD_1_PAGE 0x05ad8a92c, 0x1b3b1a484
+#define FOLD_2_PAGES 0x0b566f6e2, 0x1f848d714
+#define FOLD_3_PAGES 0x08c7515be, 0x19f01c668
+#define PAGE ((size_t)4096)
 
 #define TARGET_PCLMUL __attribute__((target("pclmul,sse4.1")))
 #define TARGET_VPCLMUL __attribute__((target("vpclmulqdq,pclmul,sse4.1,avx512f,avx512vl")))
@@ -142,34 +146,39 @@ TARGET_VPCLMUL static inline __m512i wide_fold(__m512i sum, __m512i next, __m512
     return _mm512_ternarylogic_epi64(low, high, next, 0x96); /* the xor of all three */
 }
 
-/* How far ahead of its loads a copy asks for the source: measured, with the hint that keeps the data out of the last
- * cache. The processor's own prefetching does not keep up with it. */
+TARGET_VPCLMUL static inline __m512i wide_state(uint32_t state)
+{
+    return _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)state));
+}
+
+/* How far ahead of its loads a copy asks for its source where it does: measured, with the hint that keeps the data out
+ * of the last cache. */
 #define AHEAD ((uintptr_t)1024)
 
 /* The next line of the data, stored in `to` (aligned to a line) unless that is NULL. */
-TARGET_VPCLMUL static inline __m512i wide_next(uint8_t *to, const uint8_t *data, size_t at)
+TARGET_VPCLMUL static inline __m512i wide_next(bool ask, uint8_t *to, const uint8_t *data, size_t at)
 {
     const __m512i line = wide_load(data + at);
-    if (to) {
+    if (ask)
         _mm_prefetch((const char *)((uintptr_t)data + at + AHEAD), _MM_HINT_NTA); /* behind the end too: never faults */
+    if (to)
         _mm512_stream_si512((__m512i *)(void *)(to + at), line);
-    }
     return line;
 }
 
-/* `size` is a multiple of 256, and not 0. Inlined for the choice between copying or not to be made when compiling. */
-TARGET_VPCLMUL __attribute__((always_inline)) static inline uint32_t wide_update(uint32_t state, uint8_t *to,
-                                                                                 const uint8_t *data, size_t size)
+/* `size` is a multiple of 256, and not 0. Inlined for the choices of `ask` and `to` to be made when compiling. */
+TARGET_VPCLMUL __attribute__((always_inline)) static inline uint32_t
+wide_update(bool ask, uint32_t state, uint8_t *to, const uint8_t *data, size_t size)
 {
     const __m512i by_2048 = _mm512_broadcast_i32x4(pair(FOLD_2048));
-    __m512i a = wide_next(to, data, 0), b = wide_next(to, data, 64);
-    __m512i c = wide_next(to, data, 128), d = wide_next(to, data, 192);
-    a = _mm512_xor_si512(a, _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)state)));
+    __m512i a = wide_next(ask, to, data, 0), b = wide_next(ask, to, data, 64);
+    __m512i c = wide_next(ask, to, data, 128), d = wide_next(ask, to, data, 192);
+    a = _mm512_xor_si512(a, wide_state(state));
     for (size_t at = 256; at < size; at += 256) {
-        a = wide_fold(a, wide_next(to, data, at), by_2048);
-        b = wide_fold(b, wide_next(to, data, at + 64), by_2048);
-        c = wide_fold(c, wide_next(to, data, at + 128), by_2048);
-        d = wide_fold(d, wide_next(to, data, at + 192), by_2048);
+        a = wide_fold(a, wide_next(ask, to, data, at), by_2048);
+        b = wide_fold(b, wide_next(ask, to, data, at + 64), by_2048);
+        c = wide_fold(c, wide_next(ask, to, data, at + 128), by_2048);
+        d = wide_fold(d, wide_next(ask, to, data, at + 192), by_2048);
     }
 
     uint8_t rest[256];
@@ -185,7 +194,7 @@ TARGET_VPCLMUL static uint32_t update_vpclmul(uint32_t state, const uint8_t *dat
     const size_t wide = size & ~(size_t)255;
     if (size < 512)
         return update_pclmul(state, data, size);
-    return update_pclmul(wide_update(state, NULL, data, wide), data + wide, size - wide);
+    return update_pclmul(wide_update(false, state, NULL, data, wide), data + wide, size - wide);
 }
 
 /* A copy that is too short for whole lines, or an end of one. The checksum is of what was stored. */
@@ -195,7 +204,8 @@ static uint32_t copy_short(uint32_t state, uint8_t *to, const uint8_t *from, siz
     return update_pclmul(state, to, size);
 }
 
-TARGET_VPCLMUL static uint32_t copy_vpclmul(uint32_t state, uint8_t *to, const uint8_t *from, size_t size)
+TARGET_VPCLMUL __attribute__((always_inline)) static inline uint32_t wide_copy(bool ask, uint32_t state, uint8_t *to,
+                                                                               const uint8_t *from, size_t size)
 {
     const size_t head = -(uintptr_t)to & 63;
     if (size < head + 256)
@@ -203,9 +213,64 @@ TARGET_VPCLMUL static uint32_t copy_vpclmul(uint32_t state, uint8_t *to, const u
 
     const size_t wide = (size - head) & ~(size_t)255, tail = head + wide;
     state = copy_short(state, to, from, head);
-    state = wide_update(state, to + head, from + head, wide);
+    state = wide_update(ask, state, to + head, from + head, wide);
     _mm_sfence(); /* streaming stores are ordered by nothing else: not by the lock that hands the buffer on */
     return copy_short(state, to + tail, from + tail, size - tail);
+}
+
+TARGET_VPCLMUL static uint32_t copy_vpclmul(uint32_t state, uint8_t *to, const uint8_t *from, size_t size)
+{
+    return wide_copy(true, state, to, from, size);
+}
+
+/* Four pages side by side: `size` is a multiple of that, and not 0; `to` is aligned to a line. */
+TARGET_VPCLMUL static uint32_t copy_pages(uint32_t state, uint8_t *to, const uint8_t *from, size_t size)
+{
+    const __m512i by_512 = _mm512_broadcast_i32x4(pair(FOLD_512));
+    const __m512i by_1_page = _mm512_broadcast_i32x4(pair(FOLD_1_PAGE));
+    const __m512i by_2_pages = _mm512_broadcast_i32x4(pair(FOLD_2_PAGES));
+    const __m512i by_3_pages = _mm512_broadcast_i32x4(pair(FOLD_3_PAGES));
+    __m512i sum = _mm512_setzero_si512(), before = wide_state(state);
+    for (size_t at = 0; at < size; at += 4 * PAGE) {
+        __m512i a = wide_fold(sum, wide_next(false, to, from, at), by_512);
+        __m512i b = wide_next(false, to, from, at + PAGE);
+        __m512i c = wide_next(false, to, from, at + 2 * PAGE);
+        __m512i d = wide_next(false, to, from, at + 3 * PAGE);
+        a = _mm512_xor_si512(a, before);
+        before = _mm512_setzero_si512();
+        for (size_t line = at + 64; line < at + PAGE; line += 64) {
+            a = wide_fold(a, wide_next(false, to, from, line), by_512);
+            b = wide_fold(b, wide_next(false, to, from, line + PAGE), by_512);
+            c = wide_fold(c, wide_next(false, to, from, line + 2 * PAGE), by_512);
+            d = wide_fold(d, wide_next(false, to, from, line + 3 * PAGE), by_512);
+        }
+        sum = wide_fold(a, wide_fold(b, wide_fold(c, d, by_1_page), by_2_pages), by_3_pages);
+    }
+
+    uint8_t rest[64];
+    _mm512_storeu_si512(rest, sum);
+    return update_pclmul(0, rest, sizeof rest);
+}
+
+static bool is_intel_with_vpclmul(void)
+{
+    return has_vpclmul() && __builtin_cpu_is("intel");
+}
+
+/* Intel's processors fetch ahead within a page, so that four at once are fetched faster than one after the other: twice
+ * as fast, measured, as with the hint of the other copy, which keeps only few fetches under way there. */
+TARGET_VPCLMUL static uint32_t copy_vpclmul_intel(uint32_t state, uint8_t *to, const uint8_t *from, size_t size)
+{
+    const size_t head = -(uintptr_t)to & 63, pages = size < head ? 0 : (size - head) & ~(4 * PAGE - 1);
+    if (pages > 0) {
+        state = copy_short(state, to, from, head);
+        state = copy_pages(state, to + head, from + head, pages);
+        _mm_sfence();
+        to += head + pages;
+        from += head + pages;
+        size -= head + pages;
+    }
+    return wide_copy(false, state, to, from, size);
 }
 
 #elif defined(CRC32_ARM64)
@@ -270,6 +335,7 @@ static uint32_t update_arm64(uint32_t state, const uint8_t *data, size_t size)
 
 const struct crc32_variant crc32_variants[] = {
 #if defined(__x86_64__)
+    {"vpclmulqdq", is_intel_with_vpclmul, update_vpclmul, copy_vpclmul_intel},
     {"vpclmulqdq", has_vpclmul, update_vpclmul, copy_vpclmul},
     {"pclmulqdq", has_pclmul, update_pclmul, NULL},
 #elif defined(CRC32_ARM64)
