@@ -277,7 +277,7 @@ class EngineCore:
 
     @contextmanager
     def bracket(self, this: TrainingStep) -> Iterator[None]:
-        """Note the beginning of a training step, and one that fails."""
+        """Note the beginning of a training step."""
         self.check_alive()
         if not self.preemption.in_use:
             look_at_multiples(self.config.interval, self.config.keep_every, self.path)
@@ -286,13 +286,9 @@ class EngineCore:
         if not self.preemption.pending:
             self.admissions.raise_untold()
         self.steps.begin(this, self.stalls.seconds)
-        try:
-            yield
-            if this.metadata:
-                check_metadata(this.metadata)  # now, and not in an hour, when a step is saved
-        except BaseException:
-            self.steps.fail()
-            raise
+        yield
+        if this.metadata:
+            check_metadata(this.metadata)  # now, and not in an hour, when a step is saved
 
     def end_step(self, this: TrainingStep) -> bool:
         """Note the end of a training step; return whether to checkpoint now, and train on.

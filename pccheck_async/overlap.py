@@ -121,6 +121,7 @@ class Guard:
         waited: Called with a checkpoint and the seconds that a step waited for its capture.
 
     Attributes:
+        attached: Whether an optimizer ever was.
         fenced: How many captures they left to the devices to wait for.
     """
 
@@ -136,6 +137,7 @@ class Guard:
         self._waited = waited
         self._hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepHooks] = weakref.WeakKeyDictionary()
         self._attached: list[weakref.ref[torch.optim.Optimizer]] = []
+        self.attached = False
         self._others: StepHooks | None = None
         self._captures: list[Overlapped] = []
         self._lock = threading.Lock()
@@ -152,8 +154,9 @@ class Guard:
             return
         hooks = hooks_of(optimizer)
         hooks.add(before=self.before_step)
-        self._hooks[optimizer] = hooks
         self._attached = [each for each in self._attached if each() is not None] + [weakref.ref(optimizer)]
+        self._hooks[optimizer] = hooks  # last, for it is how the next call knows whether this one was interrupted
+        self.attached = True
 
     def watch(self, capture: Overlapped) -> None:
         """Hold up steps until this capture ended."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-__all__ = ["Callback", "StepHooks", "hooks_of", "hooks_of_all"]
+__all__ = ["Callback", "StepHooks", "hooks_of", "hooks_of_all", "unwrapped"]
 
 Callback = Callable[[torch.optim.Optimizer], None]
 
@@ -52,6 +52,21 @@ class StepHooks:
 
 
 _hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepHooks] = weakref.WeakKeyDictionary()
+_TABLE = "_optimizer_step_pre_hooks"
+
+
+def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer whose step calls hooks: that inside a trainer's wrapper which inherits its class.
+
+    Those of Accelerate, Lightning and Fabric have no table of hooks of their own, or share that of the one inside.
+    """
+    while True:
+        inner, own = getattr(optimizer, "optimizer", None), vars(optimizer).get(_TABLE)
+        if not isinstance(inner, torch.optim.Optimizer) or inner is optimizer:
+            return optimizer
+        if own is not None and own is not vars(inner).get(_TABLE):
+            return optimizer
+        optimizer = inner
 
 
 def hooks_of(optimizer: torch.optim.Optimizer) -> StepHooks:

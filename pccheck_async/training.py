@@ -20,6 +20,7 @@ from pccheck_async.overlap import Guard
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.policy import Decision, Policy, StepReport
 from pccheck_async.state.flatten import check_outermost
+from pccheck_async.step_hooks import unwrapped
 from pccheck_async.windows import Windows
 
 __all__ = ["AsyncBracket", "Bracket", "TrainingStep", "TrainingSteps", "look_at_multiples"]
@@ -48,6 +49,7 @@ class TrainingStep:
         self.began = time.monotonic()
         self.stall_then = 0.0
         self.in_flight = 0
+        self.window = 0
 
 
 class Bracket(AbstractContextManager["TrainingStep", None]):
@@ -112,7 +114,7 @@ class TrainingSteps:
         self._windows = Windows(guard, store)
         self._reported_stall = 0.0
         self._due = False
-        self._waited: int | None = 0  # brackets since it was due; None where nothing is left to say about that
+        self._waited: int | None = 0  # brackets since it was due; None where that was said
         self._last: StepReport | None = None
         self._said: tuple[int | None, str] | None = None
 
@@ -128,7 +130,7 @@ class TrainingSteps:
 
     def attach(self, *optimizers: torch.optim.Optimizer) -> None:
         """Let their steps wait for captures that they would tear, and end windows."""
-        for optimizer in optimizers:
+        for optimizer in map(unwrapped, optimizers):
             self._guard.attach(optimizer)
             self._windows.watch(optimizer)
 
@@ -139,14 +141,10 @@ class TrainingSteps:
 
     def begin(self, this: TrainingStep, stall: float) -> None:
         """Note the beginning of a step; ``stall`` is the engine's so far."""
-        self._windows.look_at(this.state)
+        this.window = self._windows.begin(this.state)
         this.stall_then = stall
         this.in_flight = len(self._admissions.in_flight)
         this.began = time.monotonic()
-
-    def fail(self) -> None:
-        """Note a bracket whose body raised: what its optimizers did does not end a window of the next one."""
-        self._windows.forget()
 
     def end(self, this: TrainingStep, stall: float) -> bool:
         """Note the end of a step that went well; return whether to checkpoint now."""
@@ -163,7 +161,7 @@ class TrainingSteps:
         self._reported_stall = stall
         self._due = self._policy.due(report) or self._due
         self._say()
-        this.whole = self._windows.end(this.step)
+        this.whole = self._windows.end(this.step, this.window)
         if not self._due:
             return False
         if not this.whole:
@@ -171,7 +169,7 @@ class TrainingSteps:
             self._look_for_steps(this)
             return False
         self._due = False
-        self._waited = None if self._waited is None else 0
+        self._waited = 0
         return True
 
     def note(self, this: TrainingStep, pending: PendingCheckpoint) -> None:

@@ -34,7 +34,6 @@ from pccheck_async.copying.tables import compacted, gaps, joined, merged, moves,
 from pccheck_async.errors import CheckpointError
 from pccheck_async.memory import address_of, aligned_buffer
 from pccheck_async.operations.base import Operations
-from pccheck_async.operations.native import NativeOperations
 from pccheck_async.operations.python import PythonOperations, gather
 from pccheck_async.plan import Planner
 from pccheck_async.pool import BufferPool
@@ -45,6 +44,7 @@ from pccheck_async.state.storages import arrange
 from pccheck_async.testing import FailingWriter
 from pccheck_async.writer import Writer
 from pccheck_async.writer.posix import PosixWriter
+from tests.conftest import ENGINES
 from tests.pretend_device import PretendDevice, keep_on
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -142,11 +142,7 @@ def bench(request: pytest.FixtureRequest, io: str) -> MakeBench:
     async def make(
         mode: DeviceMode = "stream", buffer_bytes: int = 1 * MIB, buffers: int = 4, refuse: bool = False
     ) -> AsyncIterator[Bench]:
-        operations: Operations = (
-            NativeOperations(io_threads=1, copy_threads=2)
-            if io == "threads"
-            else PythonOperations(io_threads=1, copy_threads=2)
-        )
+        operations = ENGINES[io](io_threads=1, copy_threads=2)
         pretended = [PretendDevice(0), PretendDevice(1)] if kind == "pretend" else []
         for device in pretended:
             device.refuse_to_register = refuse

@@ -258,6 +258,25 @@ def test_closed_engine(tmp_path: Path) -> None:
     engine.close()
 
 
+def test_an_engine_that_closes_while_a_state_is_read_admits_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = SyncCheckpointEngine(tmp_path).open()
+    take = engine._core._snapshots.take
+
+    def closed_meanwhile(*arguments: Any, **settings: Any) -> Any:
+        snapshot = take(*arguments, **settings)
+        closing = threading.Thread(target=engine.close)
+        closing.start()
+        closing.join(60)
+        return snapshot
+
+    monkeypatch.setattr(engine._core._snapshots, "take", closed_meanwhile)
+    with pytest.raises(ClosedError):
+        engine.checkpoint({"x": torch.zeros(10)})
+    assert list_checkpoints(tmp_path) == []
+
+
 def test_leaving_drains(tmp_path: Path) -> None:
     async def main() -> None:
         async with CheckpointEngine(tmp_path, keep_last=3, max_in_flight=3) as engine:

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sysconfig
+import tempfile
 import tomllib
 from pathlib import Path
 
@@ -46,11 +47,22 @@ def _run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
 
 
-def _build(compiler: str, program: str, into: Path, *flags: str) -> Path:
-    binary = into / program
-    sources = [ROOT / "tests" / "c" / f"test_{program}.c", *(ROOT / "ext" / f"{name}.c" for name in PROGRAMS[program])]
+@functools.cache
+def _compile(compiler: str, source: Path, scratch: Path, *flags: str) -> Path:
+    compiled = Path(tempfile.mkdtemp(dir=scratch)) / f"{source.stem}.o"
     includes = (f"-I{ROOT / 'ext'}", f"-I{ROOT / 'tests' / 'c'}")
-    built = _run(compiler, *FLAGS, *flags, *includes, *sources, "-o", binary)
+    built = _run(compiler, *FLAGS, *flags, *includes, "-c", source, "-o", compiled)
+    assert built.returncode == 0, built.stderr
+    return compiled
+
+
+@functools.cache
+def _build(compiler: str, program: str, scratch: Path, *flags: str) -> Path:
+    binary = Path(tempfile.mkdtemp(dir=scratch)) / program
+    sources = [ROOT / "tests" / "c" / f"test_{program}.c", *(ROOT / "ext" / f"{name}.c" for name in PROGRAMS[program])]
+    built = _run(
+        compiler, *FLAGS, *flags, *(_compile(compiler, each, scratch, *flags) for each in sources), "-o", binary
+    )
     assert built.returncode == 0, built.stderr
     return binary
 
@@ -79,11 +91,11 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_under_sanitizer(program: str, sanitizer: str, tmp_path: Path, scratch: Path) -> None:
+def test_under_sanitizer(program: str, sanitizer: str, scratch: Path) -> None:
     if reason := _why_no_sanitizer(sanitizer, scratch):
         pytest.skip(reason)
     flags = (f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
-    _passes(_run(_build(str(CC), program, tmp_path, *flags)))
+    _passes(_run(_build(str(CC), program, scratch, *flags)))
 
 
 def _cross_compiler(target: str) -> str:
@@ -106,7 +118,7 @@ def _why_no_pages(compiler: str, emulator: tuple[str, ...], page_bytes: int, fol
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize(("target", "page_bytes"), [(target, page) for target in PAGES for page in PAGES[target]])
-def test_emulated(program: str, target: str, page_bytes: int, tmp_path: Path, scratch: Path) -> None:
+def test_emulated(program: str, target: str, page_bytes: int, scratch: Path) -> None:
     compiler = _cross_compiler(target)
     found = shutil.which(f"qemu-{target}-static") or shutil.which(f"qemu-{target}")
     if found is None:
@@ -114,7 +126,7 @@ def test_emulated(program: str, target: str, page_bytes: int, tmp_path: Path, sc
     emulator = (found, "-p", str(page_bytes))
     if reason := _why_no_pages(compiler, emulator, page_bytes, scratch):
         pytest.skip(reason)
-    _passes(_run(*emulator, _build(compiler, program, tmp_path, "-static")))
+    _passes(_run(*emulator, _build(compiler, program, scratch, "-static")))
 
 
 @pytest.mark.parametrize("target", [None, *PAGES])

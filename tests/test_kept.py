@@ -597,6 +597,34 @@ def test_a_pin_drops_what_is_known_to_be_damaged(tmp_path: Path) -> None:
     assert [(info.step, info.pinned) for info in list_checkpoints(tmp_path)] == [(0, True)]
 
 
+def test_of_two_that_make_a_store_neither_takes_it_for_remains() -> None:
+    """A listing that began before the other's commit file was there may show its store.json."""
+    disk = CrashDisk()
+
+    class Slow(CrashWriter):
+        listings = 0
+
+        async def open(self, name: str, *, writable: bool) -> File:
+            if self.listings == 0:
+                raise FileNotFoundError(name)
+            return await super().open(name, writable=writable)
+
+        async def names(self) -> list[str]:
+            self.listings += 1
+            return [name for name in await super().names() if name != "commit" or self.listings > 1]
+
+    async def main() -> None:
+        first = CrashWriter(disk)
+        made = await open_commit(first, FOLDER, 0)
+        await first.close()
+        second = Slow(disk)
+        assert (await open_commit(second, FOLDER, 0)).identity == made.identity
+        assert second.listings > 1
+        await second.close()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("damaged", [0, 1])
 def test_a_record_that_a_page_cache_shows_is_not_written_over_its_only_copy(damaged: int) -> None:
     async def main() -> None:

@@ -224,6 +224,19 @@ def test_an_optimizer_may_know_frozen_parameters(tmp_path: Path) -> None:
     assert equal(saved(tmp_path), want)
 
 
+def test_a_parameter_frozen_with_a_gradient_is_stepped(tmp_path: Path) -> None:
+    with held(tmp_path) as it:
+        other = torch.optim.SGD([it.model.second.weight], lr=1.0)
+        it.compute()
+        it.model.second.weight.requires_grad_(False)
+        other.step()
+        assert not equal(it.want, snapshot(it.state))
+        it.io.writer.release()
+        with pytest.raises(TornCaptureError, match=r"model\.second\\\.weight"):
+            it.pending.result()
+    assert list_checkpoints(tmp_path) == []
+
+
 @contextmanager
 def held_beside(folder: Path, critic: nn.Module) -> Iterator[tuple[Held, Any, dict[str, Any]]]:
     """A capture of which the large part that nobody guards is over, and the rest is not."""

@@ -22,7 +22,14 @@ import pytest
 import torch
 import uvloop
 
-from pccheck_async import CheckpointEngine, SyncCheckpointEngine, list_checkpoints, load_sync, preemption
+from pccheck_async import (
+    CheckpointEngine,
+    CheckpointError,
+    SyncCheckpointEngine,
+    list_checkpoints,
+    load_sync,
+    preemption,
+)
 from pccheck_async.memory import PAGE_BYTES
 from pccheck_async.operations.base import Operations
 from pccheck_async.testing import ThrottledWriter
@@ -322,6 +329,50 @@ def test_a_handler_from_before_is_called_and_decides(tmp_path: Path) -> None:
     assert not trainer.rest()
     assert trainer.wait() == 0
     check_saved(tmp_path / "store", 1)
+
+
+def test_after_a_handler_that_stayed_signals_may_be_watched_again(tmp_path: Path) -> None:
+    def body(tell: Tell) -> None:
+        called: list[int] = []
+        signal.signal(signal.SIGTERM, lambda signum, _: called.append(signum))
+        model = Model()
+        with SyncCheckpointEngine(tmp_path / "store", interval=NEVER) as engine:
+            for step in range(3):
+                engine.on_preemption(deadline=60)
+                assert not engine.preempted
+                with engine.step(model.state, step):
+                    model.train(step)
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    assert engine.preempted
+                assert len(called) == step + 1
+                assert engine.latest
+                assert engine.latest.step == step
+
+    trainer = Trainer(tmp_path, body)
+    assert not trainer.rest()
+    assert trainer.wait() == 0
+    check_saved(tmp_path / "store", 2)
+
+
+def test_closing_ends_at_its_own_time_where_that_comes_first(tmp_path: Path) -> None:
+    def body(tell: Tell) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        model, stuck = Model(), Device()
+        engine = SyncCheckpointEngine(tmp_path / "store", interval=NEVER, io=stuck).open()
+        engine.on_preemption(deadline=3600)
+        stuck.writer.hold("write")
+        engine.checkpoint(model.state, step=0)
+        stuck.writer.wait_stuck()
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not engine._core.preemption._limited:
+            time.sleep(0.001)
+        with pytest.raises(CheckpointError, match="still being written"):
+            engine.close(deadline=0.1)
+        tell("closed")
+
+    trainer = Trainer(tmp_path, body)
+    assert trainer.rest() == ["closed"]
+    assert trainer.wait() == 0
 
 
 def hang(folder: Path, tell: Tell, deadline: float) -> None:

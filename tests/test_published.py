@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from pccheck_async import SyncCheckpointEngine, list_checkpoints, load_sync
 from pccheck_async.checksum import crc32
-from pccheck_async.published import Committed, InFlight, Published, Status, encode_status, read_status
+from pccheck_async.published import STATUS_NAME, Committed, InFlight, Published, Status, encode_status, read_status
 from pccheck_async.publisher import Publisher
 from pccheck_async.testing import CrashDisk, CrashWriter
 from tests.processes import open_files, passes_in_a_forked_child
@@ -201,6 +201,16 @@ def test_what_a_dead_process_left_is_replaced(tmp_path: Path) -> None:
         save(engine, 1)
         assert published(tmp_path, lambda each: each.alive).status.pid == os.getpid()
     assert read_status(tmp_path) is None
+
+
+def test_closing_removes_its_own_and_no_other(tmp_path: Path) -> None:
+    """One that closed at a deadline, its lock gone, may be followed by another process before it ends."""
+    with SyncCheckpointEngine(tmp_path) as engine:
+        save(engine, 1)
+        published(tmp_path)
+        (tmp_path / "other").write_bytes(b"another's")
+        (tmp_path / "other").rename(tmp_path / STATUS_NAME)
+    assert (tmp_path / STATUS_NAME).read_bytes() == b"another's"
 
 
 def test_a_forked_child_does_not_keep_it_alive(tmp_path: Path) -> None:

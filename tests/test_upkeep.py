@@ -203,6 +203,22 @@ def test_a_whole_store(tmp_path: Path, io: str) -> None:
         verify_checkpoints(tmp_path, step=9)
 
 
+def test_what_a_trainer_drops_meanwhile_is_left_out(tmp_path: Path) -> None:
+    """Also where its slot holds another checkpoint by then."""
+    with SyncCheckpointEngine(tmp_path, keep_last=3, max_in_flight=1) as engine:
+        for step in (1, 2, 3):
+            engine.checkpoint(state_of(step), step=step).result(60)
+
+        def progress(done: int, total: int) -> None:
+            if engine.latest.step == 3:  # type: ignore[union-attr]
+                for step in (4, 5):
+                    engine.checkpoint(state_of(step), step=step).result(60)
+
+        found = verify_checkpoints(tmp_path, every=True, progress=progress)
+    assert found.whole
+    assert [checked.info.step for checked in found.checkpoints] == [3]
+
+
 @pytest.mark.parametrize("chunk_bytes", [CHUNK, 1 << 20])
 def test_a_flipped_bit_in_every_chunk_is_named(tmp_path: Path, chunk_bytes: int) -> None:
     save(tmp_path, 1, chunk_bytes=chunk_bytes)

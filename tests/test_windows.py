@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from pccheck_async import SyncCheckpointEngine, list_checkpoints
+from pccheck_async import windows as windows_module
 from pccheck_async.windows import _PATIENCE
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -206,6 +207,308 @@ def test_a_window_as_long_as_the_patience_is_waited_for(tmp_path: Path) -> None:
     ]
 
 
+def test_a_longer_window_is_waited_for_once_it_is_known(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where nothing is attached it is not known before its first step."""
+    length = _PATIENCE + 8
+    with caplog.at_level(logging.WARNING, "pccheck_async"):
+        found = saved(tmp_path, windows(a=length), 3 * length, names="a")
+    assert found == [*range(_PATIENCE - 1, length), 2 * length - 1, 3 * length - 1]
+    assert [record.event for record in caplog.records] == ["unused_gradients"]  # type: ignore[attr-defined]
+
+
+def test_what_was_not_trained_at_first_has_windows_later(tmp_path: Path) -> None:
+    """Its gradients were left over as long as it was not stepped."""
+    first = _PATIENCE + 2
+
+    def body(parts: dict[str, Part], step: int) -> None:
+        parts["a"].backward(step)
+        parts["a"].apply()
+        if step == first:
+            parts["b"].optimizer.zero_grad()
+        parts["b"].backward(step)
+        if step >= first and (step - first) % 3 == 2:
+            parts["b"].apply()
+
+    found = saved(tmp_path, body, first + 9)
+    assert found[:3] == [_PATIENCE - 1, _PATIENCE, _PATIENCE + 1]
+    assert [step - first for step in found if step >= first + 2] == [2, 5, 8]
+
+
+@pytest.mark.parametrize("epochs", [2, 3])
+def test_long_brackets_are_waited_for_only_so_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epochs: int
+) -> None:
+    """An epoch that ends in a window, each time: what is left over, or else each resumed run, is not worth all."""
+    monkeypatch.setattr(windows_module, "_PATIENCE_SECONDS", 0.0)
+
+    def body(parts: dict[str, Part], step: int) -> None:
+        parts["a"].backward(step)
+        parts["a"].apply()
+        parts["a"].backward(step)
+
+    found = saved(tmp_path, body, epochs, names="a")
+    assert found == ([2] if epochs == 3 else [])
+
+
+@pytest.mark.parametrize("attach", [(), ("a",)], ids=["not attached", "attached"])
+def test_gradients_after_the_last_step_of_a_bracket_wait_too(tmp_path: Path, attach: tuple[str, ...]) -> None:
+    """Brackets and windows that are not the same: of four batches, and of three."""
+
+    def body(parts: dict[str, Part], step: int) -> None:
+        for batch in range(4 * step, 4 * step + 4):
+            parts["a"].backward(batch)
+            if batch % 3 == 2:
+                parts["a"].apply()
+
+    assert saved(tmp_path, body, 8, attach=attach, names="a") == [2, 5]
+
+    def applied_first(parts: dict[str, Part], step: int) -> None:
+        parts["a"].apply()
+        parts["a"].backward(step)
+
+    assert saved(tmp_path / "first", applied_first, 5, attach=attach, names="a") == []
+
+
+@pytest.mark.parametrize("attach", [(), ("b",), ("a", "b")], ids=["none", "one", "both"])
+def test_gradients_that_are_left_after_a_step_and_dropped_hold_nothing_up(
+    tmp_path: Path, attach: tuple[str, ...]
+) -> None:
+    """A generator's loss leaves some in the discriminator; that they are dropped is known at its second step."""
+
+    def body(parts: dict[str, Part], step: int) -> None:
+        critic, actor = parts["a"], parts["b"]
+        critic.optimizer.zero_grad()
+        critic.backward(step)
+        critic.optimizer.step()
+        actor.optimizer.zero_grad()
+        critic.model(actor.model(torch.ones(1, 4))).sum().backward()
+        actor.optimizer.step()
+
+    assert saved(tmp_path, body, 5, attach=attach) == [1, 2, 3, 4]
+
+
+def test_steps_outside_of_brackets_end_no_window(tmp_path: Path) -> None:
+    part = Part()
+    found = []
+    with SyncCheckpointEngine(tmp_path, interval=1) as engine:
+        engine.attach(part.optimizer)
+        part.backward(0)
+        part.apply()  # to make its state, say
+        for step in range(4):
+            with engine.step(state_of({"a": part}), step) as this:
+                part.backward(step)
+                if step % 2:
+                    part.apply()
+            found.append(this.whole)
+    assert found == [False, True, False, True]
+
+
+def test_a_step_counts_for_all_brackets_around_it(tmp_path: Path) -> None:
+    part = Part()
+    state = state_of({"a": part})
+    with SyncCheckpointEngine(tmp_path, interval=1000) as engine:
+        engine.attach(part.optimizer)
+        with engine.step(state, 0) as outer:
+            with engine.step(state, 0) as inner:
+                part.backward(0)
+                part.apply()
+            with engine.step(state, 0) as idle:
+                pass
+    assert (inner.whole, idle.whole, outer.whole) == (True, False, True)
+
+
+def test_gradients_from_before_another_joined_are_not_taken_for_used(tmp_path: Path) -> None:
+    parts = {name: Part() for name in "ab"}
+    found = []
+    with SyncCheckpointEngine(tmp_path, interval=1) as engine:
+        engine.attach(parts["a"].optimizer)
+        for step in range(4):
+            with engine.step(state_of({name: parts[name] for name in "ab"[: 1 + step]}), step) as this:
+                if step % 2 == 0:
+                    parts["a"].backward(step)
+                parts["b"].backward(step)
+                parts["b"].apply()
+                if step == 3:
+                    parts["a"].apply()
+            found.append(this.whole)
+    assert found == [False, False, False, True]
+
+
+@pytest.mark.parametrize("attach", [False, True])
+def test_gradients_made_in_inference_mode(tmp_path: Path, attach: bool) -> None:
+    """Torch counts no changes of these."""
+    parts = {name: Part() for name in "ab"}
+    with SyncCheckpointEngine(tmp_path, interval=1) as engine:
+        if attach:
+            engine.attach(*(part.optimizer for part in parts.values()))
+        for step in range(3):
+            with engine.step(state_of(parts), step) as this:
+                for part in parts.values():
+                    with torch.inference_mode():
+                        for parameter in part.model.parameters():
+                            parameter.grad = torch.ones_like(parameter)
+                    part.optimizer.step()
+            assert this.whole
+
+
+class Accelerated(torch.optim.Optimizer):
+    """As Accelerate wraps optimizers: it inherits what makes it one, and has nothing of it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step(closure)
+
+
+class Fabricated(Accelerated):
+    """As Fabric does: what it lacks comes from the optimizer inside, the table of its hooks, too."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:  # type: ignore[override]
+        return self._optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+class Shared(Accelerated):
+    """As older Lightning does: with the attributes of the optimizer inside."""
+
+    param_groups = None  # type: ignore[assignment]
+    state = None  # type: ignore[assignment]
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.__dict__ = {**vars(optimizer), "optimizer": optimizer}
+
+
+@pytest.mark.parametrize("attach", [False, True])
+@pytest.mark.parametrize("wrapper", [Accelerated, Fabricated, Shared])
+def test_the_optimizer_in_a_trainer_s_wrapper(
+    tmp_path: Path, wrapper: type[Accelerated], attach: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    part = Part()
+    wrapped = wrapper(wrapper(part.optimizer))
+    found = []
+    with caplog.at_level(logging.WARNING, "pccheck_async"), SyncCheckpointEngine(tmp_path, interval=1) as engine:
+        if attach:
+            engine.attach(wrapped)
+        for step in range(7):
+            with engine.step({"model": part.model, "optimizer": wrapped}, step) as this:
+                if step % 3 == 0:
+                    wrapped.zero_grad()
+                part.backward(step)
+                if step % 3 == 2:
+                    wrapped.step()
+            if this.pending is not None:
+                found.append(this.pending.result().step)
+    assert found == [2, 5]
+    assert not caplog.records
+
+
+def test_a_wrapper_with_hooks_of_its_own_is_what_is_attached(tmp_path: Path) -> None:
+    class Lookahead(torch.optim.Optimizer):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            super().__init__(optimizer.param_groups, {})
+            self.optimizer = optimizer
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.optimizer.step(closure)
+
+    part = Part()
+    wrapped = Lookahead(part.optimizer)
+    with SyncCheckpointEngine(tmp_path, interval=1) as engine:
+        engine.attach(wrapped)
+        assert engine._core.guard.optimizers == [wrapped]
+        with engine.step({"model": part.model, "optimizer": wrapped}, 0) as this:
+            part.backward(0)
+            wrapped.step()
+        assert this.whole
+
+
+def test_optimizers_deeper_in_the_state_are_seen(tmp_path: Path) -> None:
+    part = Part()
+    state = {"gan": {"optimizers": [{"critic": part.optimizer}], "model": part.model}}
+    whole = []
+    with SyncCheckpointEngine(tmp_path, interval=1) as engine:
+        for step in range(4):
+            with engine.step(state, step) as this:
+                part.backward(step)
+                if step % 2:
+                    part.apply()
+            whole.append(this.whole)
+    assert whole == [False, True, False, True]
+
+
+def test_looking_for_optimizers_ends(tmp_path: Path) -> None:
+    wide: dict[str, Any] = {str(n): {str(m): [0] * 50 for m in range(50)} for n in range(50)}
+    looked = 0
+
+    class Counting(list[Any]):
+        def __iter__(self) -> Any:
+            nonlocal looked
+            looked += 1
+            return super().__iter__()
+
+    for inner in wide.values():
+        for name in inner:
+            inner[name] = Counting(inner[name])
+    assert list(windows_module._optimizers({"wide": wide})) == []
+    assert looked < 1000
+
+
+def test_an_attached_optimizer_that_is_replaced(tmp_path: Path) -> None:
+    """The one that takes its place joins, and has to make steps like it."""
+    part = Part()
+    whole = []
+    with SyncCheckpointEngine(tmp_path, interval=1) as engine:
+        engine.attach(part.optimizer)
+        for step in range(3):
+            part.optimizer = torch.optim.SGD(part.model.parameters(), lr=0.1)
+            gc.collect()
+            with engine.step(state_of({"a": part}), step) as this:
+                if step != 1:
+                    part.backward(step)
+                    part.apply()
+            whole.append(this.whole)
+            assert engine._core.guard.optimizers == [part.optimizer]
+    assert whole == [True, False, True]
+
+
+def test_what_is_known_of_gradients_that_are_gone_is_forgotten(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path, interval=1000) as engine:
+        for step in range(30):
+            part = nn.ParameterList(torch.zeros(1) for _ in range(100))
+            optimizer = torch.optim.SGD(part.parameters())
+            with engine.step({"optimizer": optimizer}, step):
+                for parameter in part:
+                    parameter.grad = torch.zeros(1)
+                optimizer.step()
+            del part, optimizer, parameter
+            gc.collect()
+        assert len(engine._core.steps._windows._used) <= 1200
+
+
 def test_a_state_without_optimizers_is_whole_after_every_bracket(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, interval=1) as engine:
         for step in range(3):
@@ -214,7 +517,10 @@ def test_a_state_without_optimizers_is_whole_after_every_bracket(tmp_path: Path)
             assert this.whole
 
 
-def test_what_has_no_hooks_is_passed_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("attach", [False, True])
+def test_what_has_no_hooks_is_passed_over(tmp_path: Path, attach: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """And said, where nothing else tells where a window ends."""
+
     class Inherited(torch.optim.Optimizer):
         def __init__(self) -> None:
             self.param_groups = []
@@ -222,13 +528,16 @@ def test_what_has_no_hooks_is_passed_over(tmp_path: Path) -> None:
         def state_dict(self) -> dict[str, Any]:
             return {}
 
-    part = Part()
-    with SyncCheckpointEngine(tmp_path, interval=1) as engine:
-        engine.attach(part.optimizer)
-        with engine.step({"x": torch.ones(3), "odd": Inherited()}, 0) as this:
-            part.backward(0)
-            part.optimizer.step()
-        assert this.whole
+    part, odd = Part(), Inherited()
+    with caplog.at_level(logging.WARNING, "pccheck_async"), SyncCheckpointEngine(tmp_path, interval=1) as engine:
+        if attach:
+            engine.attach(part.optimizer)
+        for step in range(2):
+            with engine.step({"x": torch.ones(3), "odd": odd}, step) as this:
+                part.backward(step)
+                part.optimizer.step()
+            assert this.whole
+    assert [record.event for record in caplog.records] == ([] if attach else ["unseen_optimizer"])  # type: ignore[attr-defined]
 
 
 def test_closing_lets_go(tmp_path: Path) -> None:
@@ -237,9 +546,8 @@ def test_closing_lets_go(tmp_path: Path) -> None:
         with engine.step({"optimizer": part.optimizer}, 0):
             pass
         windows = engine._core.steps._windows
-    before = len(windows._stepped)
     part.backward(0)
     part.optimizer.step()
-    assert len(windows._stepped) == before
+    assert not windows._used
     assert len(part.optimizer._optimizer_step_post_hooks) == 1
     gc.collect()

@@ -147,6 +147,29 @@ def test_persist_writes_what_was_refused_again_and_nothing_else(tmp_path: Path, 
     on_disk(tmp_path, test)
 
 
+def test_a_flush_that_is_refused_is_a_failure_and_not_repeated(tmp_path: Path, on_disk: OnDisk) -> None:
+    """Only writes are refused for being direct; a flush that failed may have dropped what it should have written."""
+
+    async def test(writer: PosixWriter) -> None:
+        if not writer.statistics().direct:
+            pytest.skip("no direct I/O on this filesystem")
+        receiver, sender = os.pipe()  # flushing one is EINVAL
+        try:
+            file = File("slot-000", 0, fd=sender, direct=True)
+            failed: list[OSError] = []
+            with pytest.raises(WriteError) as told:
+                await writer.persist([(file, ())], failed.append)
+            assert told.value.errno == errno.EINVAL
+            assert failed == [told.value]
+            assert file.direct
+            assert (writer.statistics().direct, writer.statistics().flush.count) == (True, 1)
+        finally:
+            os.close(receiver)
+            os.close(sender)
+
+    on_disk(tmp_path, test)
+
+
 def test_a_cancelled_persist_ends_and_tells_of_its_flush(tmp_path: Path, on_disk: OnDisk) -> None:
     async def test(writer: PosixWriter) -> None:
         failed: list[OSError] = []
