@@ -52,21 +52,24 @@ class StepHooks:
 
 
 _hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepHooks] = weakref.WeakKeyDictionary()
-_TABLE = "_optimizer_step_pre_hooks"
 
 
 def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer whose step calls hooks: that inside a trainer's wrapper which inherits its class.
+    """Return the optimizer whose step calls hooks: that inside a trainer's wrapper which only inherits its class.
 
-    Those of Accelerate, Lightning and Fabric have no table of hooks of their own, or share that of the one inside.
+    Those of Accelerate, Lightning and Fabric are such. Torch marks the ``step`` of a class when one of it is made.
     """
-    while True:
-        inner, own = getattr(optimizer, "optimizer", None), vars(optimizer).get(_TABLE)
-        if not isinstance(inner, torch.optim.Optimizer) or inner is optimizer:
-            return optimizer
-        if own is not None and own is not vars(inner).get(_TABLE):
-            return optimizer
+    seen: list[object] = []
+    while not getattr(type(optimizer).step, "hooked", False) and all(each is not optimizer for each in seen):
+        seen.append(optimizer)
+        try:
+            inner = optimizer.optimizer  # type: ignore[attr-defined]
+        except Exception:  # noqa: BLE001 - a property of somebody's; it is not what training shall end by
+            break
+        if not isinstance(inner, torch.optim.Optimizer):
+            break
         optimizer = inner
+    return optimizer
 
 
 def hooks_of(optimizer: torch.optim.Optimizer) -> StepHooks:

@@ -114,7 +114,7 @@ class TrainingSteps:
         self._windows = Windows(guard, store)
         self._reported_stall = 0.0
         self._due = False
-        self._waited: int | None = 0  # brackets since it was due; None where that was said
+        self._waited: int | None = 0  # brackets since it was due; None where nothing is left to say about that
         self._last: StepReport | None = None
         self._said: tuple[int | None, str] | None = None
 
@@ -166,10 +166,11 @@ class TrainingSteps:
             return False
         if not this.whole:
             self._policy.skipped(report)
-            self._look_for_steps(this)
+            if self._windows.lacks_step:
+                self._look_for_steps(this)
             return False
         self._due = False
-        self._waited = 0
+        self._waited = None if self._waited is None else 0
         return True
 
     def note(self, this: TrainingStep, pending: PendingCheckpoint) -> None:
