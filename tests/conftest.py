@@ -37,7 +37,13 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+LONGEST = ("cli", "crash", "bench_methods", "readme", "validate_resume", "crash_regressions", "converting", "train_gpt")
+"""Files of tests that take longest: they come first, so that no process ends with one of them alone."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    first = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: first.get(item.path.stem, len(first)))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not (torch.cuda.is_available() and find_spec("cupy")):
         for item in marked:

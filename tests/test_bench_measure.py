@@ -8,6 +8,7 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ import numpy as np
 import pytest
 import torch
 
+from pccheck_async.bench import usage
 from pccheck_async.bench.bits import differences, scribble
 from pccheck_async.bench.measure import Result, Row, measure
 from pccheck_async.bench.methods import Handle, Method, State
 from pccheck_async.bench.methods.base import Done
 from pccheck_async.bench.methods.torch_save import TorchSave, TorchSaveRename
-from pccheck_async.bench.usage import busy_seconds, dirty_bytes, evict, stored_bytes
+from pccheck_async.bench.usage import PeakMemory, busy_seconds, dirty_bytes, evict, stored_bytes
 from pccheck_async.bench.workloads import GPT, WORKLOADS, Digits, Raw, Sleeping, SlowDevice, Workload
 
 MIB = 1 << 20
@@ -248,6 +250,27 @@ def test_peak_memory_sees_what_came_and_went() -> None:
     command = [sys.executable, "-c", _PEAK, str(size)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     assert abs(int(done.stdout) - size) < 8 * MIB
+
+
+def test_a_sample_that_takes_long_undoes_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured, go_on = threading.Event(), threading.Event()
+
+    def memory() -> int:
+        if threading.current_thread().name == "slow":
+            measured.set()
+            assert go_on.wait(60)
+            return 1
+        return 100 if measured.is_set() else 0
+
+    monkeypatch.setattr(usage, "_memory", memory)
+    with PeakMemory(3600) as peak:
+        slow = threading.Thread(target=peak.look, name="slow")
+        slow.start()
+        assert measured.wait(60)
+        peak.look()
+        go_on.set()
+        slow.join()
+        assert peak.nbytes == 100
 
 
 def test_work_takes_processor_time() -> None:

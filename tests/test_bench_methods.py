@@ -39,7 +39,7 @@ REFUSED = {
 REFUSED["torchsnapshot async"] = REFUSED["torchsnapshot"]
 SPAWNING = {"dcp.async_save process", "torch_checkpointing"}
 """Each life of these starts another Python, which imports torch."""
-KILLS, KILLS_OF_SPAWNING, MOST_KILLS = 8, 3, 150
+KILLS, KILLS_OF_SPAWNING, MOST_KILLS = 5, 2, 150
 """How often a method that is atomic is killed, and at most one that is not, until it left nothing whole."""
 IMPORTED = {
     "DeepSpeed": "deepspeed.io",

@@ -422,7 +422,7 @@ main()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [40, 60, 80])
+@pytest.mark.parametrize("columns", [40, *(pytest.param(n, marks=pytest.mark.campaign) for n in (60, 80))])
 @pytest.mark.parametrize("command", ["ls", "show", "verify", "watch", "recover"])
 def test_narrow_terminals(tmp_path: Path, command: str, columns: int) -> None:
     """Nothing that one looks for is cut off."""

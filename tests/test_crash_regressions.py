@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from pccheck_async import checksum, layout
+from pccheck_async import checksum, layout, store_reader
 from pccheck_async.errors import CorruptStoreError
 from pccheck_async.layout import Entry, Identity, Record, slot_number
 from pccheck_async.manifest import decode
@@ -99,6 +99,7 @@ def test_record_written_before_the_payload_is_flushed(monkeypatch: pytest.Monkey
         while late:
             await persist_slot(store, late.pop(), ())
 
+    monkeypatch.setattr(store_reader, "_LOCK_SECONDS", 1.0)  # some readers wait in vain then
     monkeypatch.setattr(Store, "_persist_slot", flush_later)
     monkeypatch.setattr(Store, "_persist_record", flush_both)
     found()

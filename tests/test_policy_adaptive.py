@@ -12,12 +12,7 @@ from tests.training_simulator import Machine, Simulator, turns
 Change = Callable[[Machine], None]
 
 BEGIN, END, LAST = 1500, 3000, 4500
-
-
-@pytest.fixture(params=[5, pytest.param(20, marks=pytest.mark.campaign)])
-def seeds(request: pytest.FixtureRequest) -> range:
-    """Of the noise: few here, more in a campaign."""
-    return range(request.param)
+SEEDS = range(20)
 
 
 def table_5(machine: Machine) -> None:
@@ -88,9 +83,9 @@ def test_what_it_measures_is_what_there_is(scale: float, noise: float) -> None:
 
 
 @pytest.mark.slow
-def test_what_it_measures_is_right_on_average_beside_a_lot_of_noise(seeds: range) -> None:
+def test_what_it_measures_is_right_on_average_beside_a_lot_of_noise() -> None:
     costs, times = [], []
-    for seed in seeds:
+    for seed in SEEDS:
         policy = Adaptive(max_in_flight=2)
         Simulator(policy, Machine(1.0, 10.0, 1.0, 0.3, 0.5, 0.1, 0.1), seed=seed).run(2000)
         costs.append(policy.measured().cost_seconds)
@@ -185,9 +180,9 @@ class EveryFourteen(Adaptive):
 )
 @pytest.mark.parametrize("noise", [0.0, 0.02])
 def test_it_is_back_in_the_budget_within_five_intervals_and_back_down_after(
-    name: str, change: Change, noise: float, seeds: range
+    name: str, change: Change, noise: float
 ) -> None:
-    for seed in seeds if noise else [0]:
+    for seed in SEEDS if noise else [0]:
         machine, budget, places = machine_of(name, noise)
         sim = disturbed(Adaptive(budget, max_in_flight=places), machine, change, places, seed)
         before, after = sim.intervals[BEGIN - 1] or 0, sim.intervals[-1] or 0
@@ -202,9 +197,9 @@ def test_it_is_back_in_the_budget_within_five_intervals_and_back_down_after(
 @pytest.mark.parametrize(
     ("name", "change"), [("table 5", table_5), ("table 5", dearer_capture), ("interference", dearer_capture)]
 )
-def test_noise_of_a_tenth_does_not_hide_a_disturbance(name: str, change: Change, seeds: range) -> None:
+def test_noise_of_a_tenth_does_not_hide_a_disturbance(name: str, change: Change) -> None:
     moves, inside = [], []
-    for seed in seeds:
+    for seed in SEEDS:
         machine, budget, places = machine_of(name, 0.1)
         sim = disturbed(Adaptive(budget, max_in_flight=places), machine, change, places, seed)
         inside.append(mean(overheads(sim, BEGIN, END)[5:]) / budget)
@@ -218,9 +213,9 @@ def test_noise_of_a_tenth_does_not_hide_a_disturbance(name: str, change: Change,
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MACHINES)
 @pytest.mark.parametrize("noise", [0.02, 0.1])
-def test_noise_alone_does_not_make_it_oscillate(name: str, noise: float, seeds: range) -> None:
+def test_noise_alone_does_not_make_it_oscillate(name: str, noise: float) -> None:
     moves, inside = [], []
-    for seed in seeds:
+    for seed in SEEDS:
         machine, budget, places = machine_of(name, noise)
         sim = Simulator(Adaptive(budget, max_in_flight=places), machine, seed=seed, places=places)
         sim.run(3000)
@@ -304,14 +299,14 @@ def test_checkpoints_of_others_do_not_keep_it_from_beginning() -> None:
 @pytest.mark.parametrize("factor", [1.5, 6.5])
 @pytest.mark.parametrize(("save", "cost"), [(0.015, 0.003), (0.4, 0.02)])
 def test_steps_that_become_slower_are_not_taken_for_the_cost_of_checkpoints(
-    noise: float, factor: float, save: float, cost: float, seeds: range
+    noise: float, factor: float, save: float, cost: float
 ) -> None:
     """A job beside takes the cores: with a checkpoint in flight at every step there is nothing near to compare with."""
 
     def slower(machine: Machine) -> None:
         machine.step_seconds *= factor
 
-    for seed in seeds if noise else [0]:
+    for seed in range(10 if noise else 1):
         machine = Machine(0.2, save, capture_seconds=cost, noise=noise, save_noise=noise)
         policy = Adaptive(max_in_flight=2)
         sim = disturbed(policy, machine, slower, places=2, seed=seed)

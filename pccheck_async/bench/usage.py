@@ -72,6 +72,7 @@ class PeakMemory:
         self.nbytes = 0
         self._seconds = seconds
         self._over = threading.Event()
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._sample, name="peak-memory", daemon=True)
 
     def __enter__(self) -> PeakMemory:
@@ -86,7 +87,9 @@ class PeakMemory:
 
     def look(self) -> None:
         """Take a sample now."""
-        self.nbytes = max(self.nbytes, _memory() - self._base)
+        found = _memory() - self._base
+        with self._lock:  # else the thread writes back what was the most before another one looked
+            self.nbytes = max(self.nbytes, found)
 
     def _sample(self) -> None:
         while not self._over.wait(self._seconds):
