@@ -257,8 +257,8 @@ static bool is_intel_with_vpclmul(void)
     return has_vpclmul() && __builtin_cpu_is("intel");
 }
 
-/* Intel's processors fetch ahead within a page, so that four at once are fetched faster than one after the other: twice
- * as fast, measured, as with the hint of the other copy, which keeps only few fetches under way there. */
+/* Intel's processors fetch ahead within a page, so four pages at once come faster than one after the other. Measured:
+ * twice as fast as the copy above, whose hint keeps only few fetches under way there. */
 TARGET_VPCLMUL static uint32_t copy_vpclmul_intel(uint32_t state, uint8_t *to, const uint8_t *from, size_t size)
 {
     const size_t head = -(uintptr_t)to & 63, pages = size < head ? 0 : (size - head) & ~(4 * PAGE - 1);
@@ -337,6 +337,7 @@ const struct crc32_variant crc32_variants[] = {
 #if defined(__x86_64__)
     {"vpclmulqdq", is_intel_with_vpclmul, update_vpclmul, copy_vpclmul_intel},
     {"vpclmulqdq", has_vpclmul, update_vpclmul, copy_vpclmul},
+    {"vpclmulqdq", has_vpclmul, update_vpclmul, copy_vpclmul_intel}, /* never selected: for the tests */
     {"pclmulqdq", has_pclmul, update_pclmul, NULL},
 #elif defined(CRC32_ARM64)
     {"arm64", has_crc, update_arm64, NULL},

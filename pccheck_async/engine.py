@@ -112,8 +112,8 @@ class CheckpointEngine(EngineBase):
     def step(self, state: Mapping[str, Any], step: int, *, metadata: Metadata | None = None) -> AsyncBracket:
         """Bracket one training step, and checkpoint after it when the policy (``interval``) says so.
 
-        It waits for the end of a window of gradient accumulation (see :mod:`pccheck_async.windows`). With attached
-        optimizers the capture overlaps with the next step. If the body raises, nothing is captured.
+        The checkpoint waits for the end of a window of gradient accumulation (:mod:`pccheck_async.windows`). With
+        attached optimizers the capture overlaps with the next step. If the body raises, nothing is captured.
 
         Args:
             state: As for :meth:`checkpoint`.

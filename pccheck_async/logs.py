@@ -34,7 +34,7 @@ dropping            WARNING  the store holds checkpoints that no rule of this en
 never_kept          WARNING  no step that ``interval`` saves is a multiple of ``keep_every``; once
 crowded_out         WARNING  more multiples of ``keep_every`` than a record names
 no_step             WARNING  a checkpoint is due and no attached optimizer has made a step for 256 brackets; once
-unused_gradients    WARNING  64 brackets in a row ended with gradients that no step used, which are ignored now
+unused_gradients    WARNING  brackets in a row ended with gradients that no step used, which are ignored now
 unseen_optimizer    WARNING  an optimizer in the state has no hooks, so that its windows of accumulation are not seen
 no_metric           WARNING  a checkpoint has no number of the name that ``keep_best`` goes by; once
 readers             WARNING  a checkpoint waits for readers of other processes

@@ -155,8 +155,8 @@ class Guard:
         hooks = hooks_of(optimizer)
         hooks.add(before=self.before_step)
         self._attached = [each for each in self._attached if each() is not None] + [weakref.ref(optimizer)]
-        self._hooks[optimizer] = hooks  # last, for it is how the next call knows whether this one was interrupted
         self.attached = True
+        self._hooks[optimizer] = hooks  # last, for it is how the next call knows whether this one was interrupted
 
     def watch(self, capture: Overlapped) -> None:
         """Hold up steps until this capture ended."""

@@ -60,7 +60,9 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     Those of Accelerate, Lightning and Fabric are such. Torch marks the ``step`` of a class when one of it is made.
     """
     seen: list[object] = []
-    while not getattr(type(optimizer).step, "hooked", False) and all(each is not optimizer for each in seen):
+    while not getattr(getattr(type(optimizer), "step", None), "hooked", False) and all(
+        each is not optimizer for each in seen
+    ):
         seen.append(optimizer)
         try:
             inner = optimizer.optimizer  # type: ignore[attr-defined]

@@ -168,6 +168,8 @@ class TrainingSteps:
             self._policy.skipped(report)
             if self._windows.lacks_step:
                 self._look_for_steps(this)
+            elif self._waited is not None:
+                self._waited = 0
             return False
         self._due = False
         self._waited = None if self._waited is None else 0

@@ -7,9 +7,10 @@ lose what the first of them computed. Where a window ends follows from the steps
 - of several, and of those in the state where none is attached, none that made no step in the bracket may have gradients
   that it has not used.
 
-A gradient was used if it is what it was after the last step on its parameter. What one has after its own step does not
-count: some training leaves gradients that nobody ever uses (an actor's loss leaves some in the critic). Where such lie
-in one that makes no step, and no bracket ends without any for a while, they are ignored, and a line says so.
+A gradient was used if it is what it was when the last bracket with a step on its parameter ended. What came after that
+step does not count: some training leaves gradients that nobody ever uses (an actor's loss leaves some in the critic).
+Where such come to one that makes no step, and no bracket ends without any for a while, they are ignored, and a line
+says so.
 
 What is seen are gradients in ``.grad`` whose changes torch counts. Libraries that accumulate elsewhere (flat buffers of
 their own, FSDP2 without synchronisation) need an attached optimizer.
@@ -39,10 +40,12 @@ _FEWEST = 3
 """After so many seconds they are ignored sooner, but not before so many brackets: those may be whole epochs."""
 _MOST_ITEMS = 64
 _MOST_LOOKS = 256
-"""Optimizers are looked for in lists and the like of at most so many items, and in so many values altogether."""
+"""Optimizers are looked for in lists and the like of at most so many items, as long as so many values were not seen."""
 _USED = "_pccheck_used"
-"""An attribute of gradients: their version after the last step. Torch does not swap tensors that have weak references
-(``module.to``, ``load_state_dict``), and a new one may get the number, the memory and the version of one that is gone.
+"""An attribute of gradients: their identity (copies have it, too) and their version when they were used.
+
+Torch does not swap tensors that have weak references (``module.to``, ``load_state_dict``), and a new one may get the
+number, the memory and the version of one that is gone.
 """
 
 
@@ -68,7 +71,7 @@ class _Watched:
         """Note that a step begins: if it was ignored for making none for long, it just does that rarely."""
         length = bracket - self.last
         if self.ignored and length >= self.patience:
-            self.ignored, self.patience = False, 2 * length
+            self.ignored, self.patience = False, max(2 * length, _PATIENCE + 1)
 
 
 class Windows:
@@ -88,7 +91,7 @@ class Windows:
         self._watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Watched] = weakref.WeakKeyDictionary()
         self._bracket = 0
         self._held: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._held_brackets, self._held_since = 0, 0.0
+        self._held_brackets, self._held_first, self._held_since = 0, 0, 0.0
         self._unseen: set[type] = set()
         self.lacks_step = False
 
@@ -120,10 +123,14 @@ class Windows:
     def end(self, step: int, bracket: int) -> bool:
         """Note the end of a bracket; return whether it is outside all windows."""
         watched = list(self._watched.items())
-        without = [optimizer for optimizer, each in watched if each.last < bracket and not each.ignored]
         self.lacks_step = self._guard.attached and bool(watched) and all(each.last < bracket for _, each in watched)
         if self.lacks_step:
             return False
+        for optimizer, each in watched:
+            if each.last >= bracket and not each.ignored:
+                # Of one that is attached it is enough to know that it made a step.
+                _note_used(optimizer, most=1 if len(watched) == 1 and self._guard.attached else None)
+        without = [optimizer for optimizer, each in watched if each.last < bracket and not each.ignored]
         waiting = [each for each in without if not all(map(_is_used, _gradients(each)))]
         if waiting:
             return self._lose_patience(waiting, step)
@@ -142,18 +149,20 @@ class Windows:
         """Count a bracket whose only fault is what waits; return whether that is ignored from now on."""
         now = time.monotonic()
         if self._held_brackets == 0:
-            self._held_since = now
+            self._held_first, self._held_since = self._bracket, now
         self._held_brackets += 1
         self._held.update(waiting)
         late = self._held_brackets >= _FEWEST and now - self._held_since >= _PATIENCE_SECONDS
         for optimizer in waiting:
             patience = self._watched[optimizer].patience
-            if self._held_brackets < patience and not (late and patience == _PATIENCE):  # it has earned more
+            if self._held_brackets < patience and not (
+                late and patience == _PATIENCE
+            ):  # a longer window of it is known
                 return False
         held = {optimizer: self._watched[optimizer] for optimizer in list(self._held) if optimizer in self._watched}
-        idle = {o: each for o, each in held.items() if self._bracket - each.last >= self._held_brackets}
+        idle = {optimizer: each for optimizer, each in held.items() if each.last < self._held_first}
         for each in (idle or held).values():  # one that makes steps has windows of its own, beside another's left-overs
-            each.ignored = True
+            each.ignored, each.patience = True, min(each.patience, self._held_brackets)
         text = (
             "the last %d brackets of engine.step all ended with gradients that no step of the %s has used: from now on "
             "they are taken for left over; if they are accumulated, a resumed run lacks them: bracket whole windows%s"
@@ -173,9 +182,6 @@ class Windows:
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         if (this := self._watched.get(optimizer)) is not None:
             this.last = self._bracket
-            if not this.ignored:
-                # Of one that is attached it is enough to know that. In a fork() nobody asks.
-                _note_used(optimizer, most=1 if len(self._watched) == 1 and self._guard.attached else None)
 
     def _say_unseen(self, optimizer: torch.optim.Optimizer, error: TypeError) -> None:
         if not self._guard.attached and type(optimizer) not in self._unseen:
@@ -186,11 +192,11 @@ class Windows:
 
 def _note_used(optimizer: torch.optim.Optimizer, most: int | None = None) -> None:
     for gradient in _gradients(optimizer, most):
-        setattr(gradient, _USED, _version(gradient))
+        setattr(gradient, _USED, (id(gradient), _version(gradient)))
 
 
 def _is_used(gradient: torch.Tensor) -> bool:
-    return getattr(gradient, _USED, None) == _version(gradient)
+    return getattr(gradient, _USED, None) == (id(gradient), _version(gradient))
 
 
 def _version(gradient: torch.Tensor) -> int:

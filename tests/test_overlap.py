@@ -332,8 +332,8 @@ def test_attach_refuses_what_has_no_hooks(tmp_path: Path) -> None:
 
     with SyncCheckpointEngine(tmp_path) as engine:
         refused: Any
-        for refused in (Wrapped(), Inherited()):
-            with pytest.raises(TypeError, match=r"(Wrapped|Inherited) has no hooks.*wait_captured"):
+        for refused in (Wrapped(), Inherited(), object()):
+            with pytest.raises(TypeError, match=r"(Wrapped|Inherited|object) has no hooks.*wait_captured"):
                 engine.attach(refused)
 
 

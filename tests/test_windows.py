@@ -15,6 +15,7 @@ from torch import nn
 
 from pccheck_async import SyncCheckpointEngine, list_checkpoints
 from pccheck_async import windows as windows_module
+from pccheck_async.step_hooks import hooks_of
 from pccheck_async.windows import _PATIENCE
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -248,6 +249,15 @@ def test_long_brackets_are_waited_for_only_so_long(
     assert saved(tmp_path, body, brackets) == ([2] if brackets == 3 else [])
 
 
+@pytest.mark.parametrize("attach", [(), ("a", "b")], ids=["none", "both"])
+def test_a_window_of_long_brackets_is_waited_for_once_it_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attach: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(windows_module, "_PATIENCE_SECONDS", 0.0)
+    found = saved(tmp_path, windows(a=1, b=32), 128, attach=attach)
+    assert found == [*range(2, 32), 63, 95, 127]
+
+
 @pytest.mark.parametrize("attach", [(), ("a", "b", "c")], ids=["none", "all"])
 def test_what_is_left_over_in_one_ends_no_windows_of_another(tmp_path: Path, attach: tuple[str, ...]) -> None:
     def body(parts: dict[str, Part], step: int) -> None:
@@ -279,12 +289,12 @@ def test_gradients_that_are_left_after_a_step_hold_nothing_up(
 
 @pytest.mark.parametrize("attach", [(), ("a",), ("a", "b")], ids=["none", "one", "both"])
 def test_gradients_that_are_zeroed_after_a_step_hold_nothing_up(tmp_path: Path, attach: tuple[str, ...]) -> None:
-    def body(parts: dict[str, Part], step: int) -> None:
-        for part in parts.values():
-            part.backward(step)
-            part.apply(to_none=False)
+    def in_turns(parts: dict[str, Part], step: int) -> None:
+        part = parts["ab"[step % 2]]
+        part.backward(step)
+        part.apply(to_none=False)
 
-    assert saved(tmp_path, body, 3, attach=attach) == [0, 1, 2]
+    assert saved(tmp_path, in_turns, 4, attach=attach) == [0, 1, 2, 3]
 
 
 def test_steps_outside_of_brackets_end_no_window(tmp_path: Path) -> None:
@@ -602,9 +612,8 @@ def test_closing_lets_go(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, interval=1) as engine:
         with engine.step({"optimizer": part.optimizer}, 0):
             pass
-        windows = engine._core.steps._windows
-    part.backward(0)
-    part.optimizer.step()
-    assert not list(windows._watched)
-    assert len(part.optimizer._optimizer_step_post_hooks) == 1
-    gc.collect()
+        hooks = hooks_of(part.optimizer)
+        assert hooks._before
+        assert hooks._after
+    assert not hooks._before
+    assert not hooks._after

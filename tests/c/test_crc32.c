@@ -95,7 +95,7 @@ int main(void)
     for (size_t i = 0; i < crc32_variant_count; i++) {
         const struct crc32_variant *crc = &crc32_variants[i];
         if (!crc->supported()) {
-            printf("%s: not on this processor\n", crc->name);
+            printf("%zu, %s: not on this processor\n", i, crc->name);
             continue;
         }
         test_every_byte_in_every_place_of_a_word(crc);
@@ -103,7 +103,7 @@ int main(void)
         test_long_and_split(crc);
         if (crc->copy)
             test_copies(crc);
-        printf("%s: passed\n", crc->name);
+        printf("%zu, %s: passed\n", i, crc->name);
     }
     return 0;
 }
