@@ -155,9 +155,7 @@ class Windows:
         late = self._held_brackets >= _FEWEST and now - self._held_since >= _PATIENCE_SECONDS
         for optimizer in waiting:
             patience = self._watched[optimizer].patience
-            if self._held_brackets < patience and not (
-                late and patience == _PATIENCE
-            ):  # a longer window of it is known
+            if self._held_brackets < patience and (not late or patience > _PATIENCE):  # a longer window of it is known
                 return False
         held = {optimizer: self._watched[optimizer] for optimizer in list(self._held) if optimizer in self._watched}
         idle = {optimizer: each for optimizer, each in held.items() if each.last < self._held_first}
