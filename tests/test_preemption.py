@@ -359,7 +359,7 @@ def test_closing_ends_at_its_own_time_where_that_comes_first(tmp_path: Path) -> 
         signal.signal(signal.SIGTERM, lambda *_: None)
         model, stuck = Model(), Device()
         engine = SyncCheckpointEngine(tmp_path / "store", interval=NEVER, io=stuck).open()
-        engine.on_preemption(deadline=3600)
+        engine.on_preemption(deadline=120)
         stuck.writer.hold("write")
         engine.checkpoint(model.state, step=0)
         stuck.writer.wait_stuck()
