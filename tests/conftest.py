@@ -27,8 +27,9 @@ ENGINES: dict[str, Callable[..., Operations]] = {
 
 
 def pytest_configure() -> None:
-    # On a busy machine anything may take long.
-    hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+    # On a busy machine anything may take long; and states are drawn from strategies that filter much now and then.
+    ignored = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.filter_too_much]
+    hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=ignored)
     hypothesis.settings.load_profile("busy")
     # Tests run in two processes: threads that wait for each other's part of a sum would take the other one's core.
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start

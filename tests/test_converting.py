@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from typer.testing import CliRunner
@@ -205,7 +205,7 @@ def as_exported(value: Any) -> Any:
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None)
 @given(state_strategies.states())
 def test_any_state_as_a_torch_file(state: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -278,7 +278,7 @@ def test_what_a_selected_view_does_not_show_is_not_exported(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None)
 @given(state_strategies.states())
 def test_any_state_as_safetensors_and_back(state: dict[str, Any]) -> None:
     pytest.importorskip("safetensors")

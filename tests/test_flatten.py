@@ -144,7 +144,7 @@ def test_any_mapping_may_be_the_state() -> None:
         ({torch.zeros(1)}, "list"),
         ({float("nan"): 1}, "NaN"),
         ({(1, float("nan")): 1}, "NaN"),
-        ({np.datetime64("NaT")}, "NaN"),
+        ({np.datetime64("NaT", "s")}, "NaN"),
         ({Color.RED: 1}, "key"),
         (np.ma.masked_array([1]), "getmaskarray"),
         (np.random.default_rng(0), "bit_generator.state"),

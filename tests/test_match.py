@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from torch import nn
 
 from pccheck_async.errors import CorruptStoreError, StateMismatchError, UnsupportedStateError
@@ -420,7 +420,7 @@ def test_arrays_that_do_not_overlap_are_not_compared(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None)
 @given(state_strategies.states())
 def test_a_state_restored_into_its_like_is_the_stored_one(state: dict[str, Any]) -> None:
     saved = save(state)

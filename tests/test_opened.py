@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from pccheck_async import (
     ClosedError,
@@ -199,7 +199,7 @@ def test_names_that_look_alike(tmp_path: Path) -> None:
         checkpoint["a.b.c"]
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None)
 @given(state_strategies.states())
 def test_every_leaf_has_one_path(state: dict[str, Any]) -> None:
     skeleton = save_in_memory(state).decoded.skeleton
@@ -209,7 +209,7 @@ def test_every_leaf_has_one_path(state: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None)
 @given(state_strategies.states())
 def test_any_state_is_read_as_it_was_saved(state: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from pccheck_async.errors import CorruptStoreError
 from pccheck_async.state import nodes
@@ -25,7 +25,7 @@ from tests.state_strategies import difference
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None)
 @given(state_strategies.states())
 def test_a_skeleton_gives_the_value_back(state: dict[str, Any]) -> None:
     flat = flatten(state)

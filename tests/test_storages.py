@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pccheck_async.errors import UnsupportedStateError
@@ -247,7 +247,7 @@ def test_other_devices_are_packed_with_their_aliases() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None)
 @given(state_strategies.states())
 def test_any_state_comes_back_to_the_bit(state: dict[str, Any]) -> None:
     found = difference(state, save(state).load())
