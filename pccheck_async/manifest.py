@@ -147,10 +147,21 @@ class ManifestEncoder:
     def __init__(self) -> None:
         self._last: dict[str, tuple[object, msgspec.Raw]] = {}
 
+    def prepare(self, skeleton: Node, tensors: tuple[TensorEntry, ...]) -> None:
+        """Encode what is large ahead of time."""
+        self._kept("skeleton", skeleton)
+        self._kept("tensors", tensors)
+
     def encode(self, manifest: Manifest) -> bytes:
         """Return the manifest as msgpack. Raises UnsupportedStateError (see :func:`encode`)."""
-        names = ("skeleton", "tensors", "storages")
-        return encode(structs.replace(manifest, **{name: self._kept(name, getattr(manifest, name)) for name in names}))
+        return encode(
+            structs.replace(
+                manifest,
+                skeleton=self._kept("skeleton", manifest.skeleton),
+                tensors=self._kept("tensors", manifest.tensors),
+                storages=self._kept("storages", manifest.storages),
+            )
+        )
 
     def _kept(self, name: str, value: object) -> msgspec.Raw:
         last = self._last.get(name)

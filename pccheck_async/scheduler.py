@@ -255,6 +255,9 @@ class Scheduler:
         """Capture a state into one buffer and write that in one piece, with the manifest in it where there is room."""
         buffer = await self._pool.lease()
         try:
+            # Behind the submission of the copy, which is put into the loop below: many tensors take a while to encode.
+            loop, tables = asyncio.get_running_loop(), (job.snapshot.skeleton, job.snapshot.layout.tensors)
+            loop.call_soon(loop.call_soon, self._manifests.prepare, *tables)
             await self._capture_chunk(capture, 0, plan.chunks[0], buffer.view)
             job.pending.captured_nbytes = plan.payload_nbytes
             enter_chunk(None)
@@ -291,7 +294,8 @@ class Scheduler:
         self, job: Job, slot: SlotLease, entry: Entry, rest: Sequence[Piece] = ()
     ) -> tuple[CheckpointInfo, bool]:
         """Write the rest of a captured checkpoint and commit it: what is durable then, and whether that is newer."""
-        with self._clock.timed("commit"):
+        start = time.perf_counter()
+        try:
             if rest and job.overlapped is None and sum(len(data) for _, data in rest) <= _AT_ONCE:
                 committed = await self._store.persist_and_commit(slot, rest, entry)
                 job.pending.written_nbytes = entry.nbytes
@@ -305,6 +309,8 @@ class Scheduler:
                 await self._store.release(slot, entry.manifest_offset)  # every operation on it has ended
                 raise
             committed = await self._store.commit(slot, entry)
+        finally:
+            self._clock.note("commit", start, time.perf_counter())
         return (entry.info, False) if committed else (self._store.committed.record.entries[0].info, True)
 
     def _captured(self, pending: PendingCheckpoint) -> None:

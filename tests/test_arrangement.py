@@ -267,14 +267,35 @@ def test_storages_that_overlap_are_never_taken_for_what_they_were() -> None:
     assert layout.storage_nbytes == (16,)
 
 
+@pytest.mark.parametrize("by_dlpack", COMPARISONS)
+def test_the_same_elements_of_another_storage(by_dlpack: bool) -> None:
+    with comparing(by_dlpack):
+        memory = bytearray(range(64))
+        inside = torch.frombuffer(memory, dtype=torch.int32)[2:6]
+        alone = torch.frombuffer(memory, dtype=torch.int32, offset=8)[:4]
+        assert inside.data_ptr() == alone.data_ptr()
+        assert inside.untyped_storage().data_ptr() != alone.untyped_storage().data_ptr()
+        last = remembered(inside)
+        assert last.again(leaves_of(inside)) is not None
+        layout, _ = arranged(leaves_of(alone), last)
+        assert contents(layout) == [bytes(memory[8:24])]
+
+
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 @pytest.mark.parametrize("by_dlpack", COMPARISONS)
 def test_dtypes_are_told_apart(by_dlpack: bool) -> None:
     with comparing(by_dlpack):
-        tensors = [torch.empty(2, dtype=dtype) for dtype in dtypes.STORABLE.values()]  # DLPack has one word for some
+        memory = torch.zeros(32, dtype=torch.uint8)
+        storage = memory.untyped_storage()
+        tensors = [torch.empty(0, dtype=dtype).set_(storage, 0, (2,), (1,)) for dtype in dtypes.STORABLE.values()]
+        told = [forms.tell([tensor], addresses=True) for tensor in tensors]
+        if by_dlpack:
+            assert len(set(told)) < len(told)  # DLPack has one word for some
         for number, tensor in enumerate(tensors):
             known = forms.Forms([tensor])
-            assert [known.same([other]) for other in tensors] == [n == number for n in range(len(tensors))]
+            alike = [by_dlpack and each is not None and each == told[number] for each in told]
+            same = [known.same([other], told_same=one) for other, one in zip(tensors, alike, strict=True)]
+            assert same == [n == number for n in range(len(tensors))]
 
 
 @pytest.mark.parametrize("slot", range(13))

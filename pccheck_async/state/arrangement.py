@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from pccheck_async.state import dtypes
-from pccheck_async.state.forms import Forms
+from pccheck_async.state.forms import Forms, tell
 from pccheck_async.state.leaves import Leaves
 from pccheck_async.state.sources import Sources
 from pccheck_async.state.storages import Layout, Origins, lay_out
@@ -101,21 +101,29 @@ class Arrangement:
         if [*self._forms_of_arrays(leaves, views)] != self._array_forms:
             return None
         memory = _Memory([], [], [])
+        place = self._place
+        told: list[bytes | None] = []
+        in_place: list[tuple[Forms, list[torch.Tensor]]] = []
         for number, forms in enumerate(self._blocks):
             block = tensors[number * _BLOCK : (number + 1) * _BLOCK]
+            told.append(tell(block, addresses=True))
+            told_same = told[-1] is not None and place is not None and told[-1] == place.told[number]
+            if told_same:
+                in_place.append((forms, block))
             try:
-                if not forms.same(block):
+                if not forms.same(block, told_same=told_same):
                     return None
                 memory.add_tensors(block)
             except RuntimeError:  # of a tensor without strides or without a storage
                 return None
         memory.and_arrays(views)
-        place = self._place
         if place is None or memory.bases != place.bases or memory.sizes != place.sizes:
+            if not all(forms.same_offsets(block) for forms, block in in_place):
+                return None
             bases = np.array(memory.bases, np.int64)
             if not self._relations.hold(bases, np.array(memory.sizes, np.int64)):
                 return None
-            place = self._place = _Place(memory.bases, memory.sizes, self._addresses(bases))
+            place = self._place = _Place(memory.bases, memory.sizes, told, self._addresses(bases))
         return self._layout.filled(self._sources(leaves, place.addresses, memory.owners))
 
     def _split(self, leaves: Leaves) -> tuple[list[Any], list[View | None]]:
@@ -179,10 +187,11 @@ class _Memory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Place:
-    """Where all storages were, and the addresses of the sources that follow from that."""
+    """Where all storages were, what was told of the tensors in them, and the addresses of the sources that follow."""
 
     bases: list[int]
     sizes: list[int]
+    told: list[bytes | None]
     addresses: npt.NDArray[np.uint64]
 
 

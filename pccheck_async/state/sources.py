@@ -113,6 +113,7 @@ class Sources(Sequence[Source]):
         """Return sources of the same sizes on the same devices; of a packed one the address is 0, the owner itself."""
         new = Sources()
         new.addresses, new.nbytes, new._owners = addresses, self.nbytes, owners
+        new.lengths = self.lengths
         new._placed, new.devices, new.packed_devices = self._placed.copy(), self.devices, self.packed_devices.copy()
         return new
 
