@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
+
+import msgspec
 
 __all__ = [
     "Abandoned",
@@ -26,8 +27,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class Event(msgspec.Struct, frozen=True, kw_only=True):
     """Something that happened.
 
     Attributes:
@@ -40,15 +40,14 @@ class Event:
     name: ClassVar[str] = ""
     level: ClassVar[int | None] = None
     text: ClassVar[str] = ""
-    time: float = field(default_factory=time.time)
+    time: float = msgspec.field(default_factory=time.time)
 
     def fields(self) -> dict[str, Any]:
         """Return what it says, by name, the time left out: a record of the log has one of its own."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "time"}
+        return {name: getattr(self, name) for name in self.__struct_fields__ if name != "time"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opened(Event):
+class Opened(Event, frozen=True, kw_only=True):
     """The store was opened: how many checkpoints it holds, the newest one's step, and what I/O it uses."""
 
     name = "opened"
@@ -59,8 +58,7 @@ class Opened(Event):
     io: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Closed(Event):
+class Closed(Event, frozen=True, kw_only=True):
     """The engine was closed: what became of its checkpoints, the bytes of the durable ones, its seconds."""
 
     name = "closed"
@@ -78,23 +76,20 @@ class Closed(Event):
     stall: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OfCheckpoint(Event):
+class _OfCheckpoint(Event, frozen=True, kw_only=True):
     """Attributes: the user's and the engine's number of the checkpoint."""
 
     step: int
     counter: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Admitted(_OfCheckpoint):
+class Admitted(_OfCheckpoint, frozen=True, kw_only=True):
     """A checkpoint was given its counter."""
 
     name = "admitted"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Captured(_OfCheckpoint):
+class Captured(_OfCheckpoint, frozen=True, kw_only=True):
     """Its bytes are out of the trainer's reach, so many seconds after it was admitted."""
 
     name = "captured"
@@ -102,8 +97,7 @@ class Captured(_OfCheckpoint):
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Durable(_OfCheckpoint):
+class Durable(_OfCheckpoint, frozen=True, kw_only=True):
     """It is committed: seconds since it was admitted, those until captured, those training waited for it so far."""
 
     name = "durable"
@@ -115,8 +109,7 @@ class Durable(_OfCheckpoint):
     stall: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Superseded(_OfCheckpoint):
+class Superseded(_OfCheckpoint, frozen=True, kw_only=True):
     """Newer ones became durable first and made it pointless, so many seconds after it was admitted."""
 
     name = "superseded"
@@ -125,8 +118,7 @@ class Superseded(_OfCheckpoint):
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed(_OfCheckpoint):
+class Failed(_OfCheckpoint, frozen=True, kw_only=True):
     """It failed, or was cancelled; nothing of it is committed."""
 
     name = "failed"
@@ -135,8 +127,7 @@ class Failed(_OfCheckpoint):
     error: Exception
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Skipped(Event):
+class Skipped(Event, frozen=True, kw_only=True):
     """All places were in flight and ``on_busy="skip"``; ``counter`` is that of the newest one in flight."""
 
     name = "skipped"
@@ -147,8 +138,7 @@ class Skipped(Event):
     in_flight: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Abandoned(_OfCheckpoint):
+class Abandoned(_OfCheckpoint, frozen=True, kw_only=True):
     """Its capture held an optimizer's step up for longer than ``max_stall`` (seconds). A :class:`Failed` follows."""
 
     name = "abandoned"
@@ -160,8 +150,7 @@ class Abandoned(_OfCheckpoint):
     seconds: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waited(_OfCheckpoint):
+class Waited(_OfCheckpoint, frozen=True, kw_only=True):
     """The training thread was kept waiting: in a call of ``checkpoint()``, or in an optimizer's step."""
 
     name = "waited"
@@ -169,8 +158,7 @@ class Waited(_OfCheckpoint):
     where: Literal["checkpoint", "optimizer"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restored(_OfCheckpoint):
+class Restored(_OfCheckpoint, frozen=True, kw_only=True):
     """A checkpoint was restored into a state."""
 
     name = "restored"

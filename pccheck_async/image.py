@@ -64,7 +64,7 @@ class Images:
         self._most_bytes = most_bytes
         self._buffer_bytes = align(most_bytes, PAGE_BYTES) + _MANIFEST_NBYTES
         self._free: deque[memoryview] = deque(maxlen=_KEPT)
-        self._rows: tuple[Plan | None, list[list[int]]] = (None, [])
+        self._last: tuple[Plan | None, object, bytes] = (None, None, b"")
 
     def make(self, layout: Layout) -> Image | None:
         """Copy a state in host memory; None where it is too large, or has no bytes at all."""
@@ -94,18 +94,20 @@ class Images:
 
     def _segments(self, plan: Plan, sources: Sources) -> tuple[bytes, Sequence[PackedPiece]]:
         """Do what :func:`pccheck_async.plan.segments` does: of few parts that takes less time without arrays."""
-        known, rows = self._rows
-        if known is not plan:
-            rows = plan.chunks[0].table.tolist()
-            self._rows = plan, rows
-        addresses = sources.addresses.tolist()
-        table = array("Q")
+        addresses = sources.addresses
+        last_plan, last_addresses, table = self._last
+        if last_plan is plan and last_addresses is addresses:  # an arrangement gives the same while nothing moved
+            return table, ()
+        found = array("Q")
         packed: list[PackedPiece] = []
-        for number, low, offset, length in rows:
-            if addresses[number]:
-                table.extend((addresses[number] + low, offset, length))
+        for number, low, offset, length in plan.chunks[0].table.tolist():
+            if address := int(addresses[number]):
+                found.extend((address + low, offset, length))
             else:
                 source = sources[number]
                 assert isinstance(source, PackedSource)
                 packed.append((source, low, low + length, offset))
-        return table.tobytes(), packed
+        table = found.tobytes()
+        if not packed and not addresses.flags.writeable:
+            self._last = plan, addresses, table
+        return table, packed

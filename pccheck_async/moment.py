@@ -6,11 +6,13 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 __all__ = ["Moment", "wait_for_any"]
 
 T = TypeVar("T")
+_is_over = attrgetter("over")
 
 
 class Moment(Generic[T]):
@@ -52,12 +54,9 @@ class Moment(Generic[T]):
 
     def result(self, timeout: float | None = None) -> T:
         """Block until it has happened. Raises its error, or TimeoutError."""
-        outcome = self.outcome
-        if outcome is None:
-            self._block(timeout)
-            outcome = self.outcome
-        if outcome is None:
+        if "outcome" not in self._facts and not wait_for_any((self,), timeout):
             raise TimeoutError
+        outcome: tuple[T, BaseException | None] = self._facts["outcome"]
         result, error = outcome
         if error is not None:
             raise error
@@ -72,9 +71,6 @@ class Moment(Generic[T]):
         over: Future[T] = _running()
         _tell(over, self._facts["outcome"])
         return over
-
-    def _block(self, timeout: float | None) -> None:
-        wait_for_any((self,), timeout)
 
     def _threads(self) -> list[threading.Lock]:
         threads: list[threading.Lock] = self._facts.setdefault("threads", [])
@@ -101,13 +97,14 @@ def wait_for_any(moments: Sequence[Moment[Any]], timeout: float | None = None) -
     try:
         for moment in moments:
             moment._threads().append(mine)
-        if not any(moment.over for moment in moments):  # else whoever decided may not have found it
+        if not any(map(_is_over, moments)):  # else whoever decided may not have found it
             mine.acquire(timeout=-1 if timeout is None else min(max(timeout, 0), threading.TIMEOUT_MAX))
     finally:
         for moment in moments:
-            with suppress(ValueError):  # interrupted before it was there
-                moment._threads().remove(mine)
-    return any(moment.over for moment in moments)
+            threads = moment._threads()
+            if mine in threads:  # not where it was interrupted before
+                threads.remove(mine)
+    return any(map(_is_over, moments))
 
 
 def _running() -> Future[Any]:

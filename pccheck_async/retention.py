@@ -97,17 +97,18 @@ class Retention:
             new: The checkpoint to commit.
             damaged: Counters of checkpoints known to be damaged; these are dropped.
         """
-        candidates = sorted(
-            (entry for entry in (*committed, new) if entry.counter not in damaged),
-            key=lambda entry: entry.counter,
-            reverse=True,
-        )
-        pinned = [entry for entry in candidates if entry.pinned]
-        kept = {entry.counter for entry in (*candidates[: self.keep_last], *self._best(candidates), *pinned)}
-        periodic = [entry for entry in self._periodic(candidates) if entry.counter not in kept]
-        room = max(0, MOST_ENTRIES - len(kept))
-        kept |= {entry.counter for entry in periodic[:room]}
-        return Kept([entry for entry in candidates if entry.counter in kept], periodic[room:])
+        candidates = sorted([entry for entry in (*committed, new) if entry.counter not in damaged], key=_by_counter)
+        kept = {entry.counter for entry in candidates[: self.keep_last]}
+        kept.update([entry.counter for entry in candidates if entry.pinned])
+        if self.keep_best is not None:
+            kept.update([entry.counter for entry in self._best(candidates, self.keep_best)])
+        crowded_out: list[Entry] = []
+        if self.keep_every is not None:
+            periodic = [entry for entry in self._periodic(candidates, self.keep_every) if entry.counter not in kept]
+            room = max(0, MOST_ENTRIES - len(kept))
+            kept.update([entry.counter for entry in periodic[:room]])
+            crowded_out = periodic[room:]
+        return Kept([entry for entry in candidates if entry.counter in kept], crowded_out)
 
     def pin(self, entries: Sequence[Entry], step: int, pinned: bool) -> list[Entry]:
         """Return ``entries``, newest first, with the newest one of ``step`` pinned, or none of that step any more.
@@ -140,17 +141,17 @@ class Retention:
         kept = self.retain(entries[1:], entries[0]).entries if entries else []
         return [entry for entry in entries if entry not in kept]
 
-    def _best(self, entries: Iterable[Entry]) -> list[Entry]:
-        if self.keep_best is None:
-            return []
-        ranked = [(rank, -e.counter, e) for e in entries if (rank := self.keep_best.rank(e)) is not None]
-        return [entry for *_, entry in sorted(ranked, key=lambda one: one[:2])[: self.keep_best.count]]
+    @staticmethod
+    def _best(entries: Iterable[Entry], best: Best) -> list[Entry]:
+        ranked = [(rank, -entry.counter, entry) for entry in entries if (rank := best.rank(entry)) is not None]
+        return [entry for *_, entry in sorted(ranked, key=lambda one: one[:2])[: best.count]]
 
-    def _periodic(self, entries: Iterable[Entry]) -> list[Entry]:
-        """Return the newest of each multiple of ``keep_every``, newest first."""
+    @staticmethod
+    def _periodic(entries: Iterable[Entry], steps: int) -> list[Entry]:
+        """Return the newest of each multiple of so many steps, newest first."""
         found: dict[int, Entry] = {}
         for entry in entries:
-            if self.keep_every and entry.step % self.keep_every == 0:
+            if entry.step % steps == 0:
                 found.setdefault(entry.step, entry)
         return list(found.values())
 

@@ -11,38 +11,35 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from itertools import chain, count, islice
+
+import msgspec
 
 from pccheck_async.layout import MOST_SLOT
 
 __all__ = ["Create", "Replace", "Reuse", "SlotTable", "Wait"]
 
 
-@dataclass(frozen=True, slots=True)
-class Reuse:
+class Reuse(msgspec.Struct, frozen=True):
     """Write into the free slot ``slot``."""
 
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class Create:
+class Create(msgspec.Struct, frozen=True):
     """Create slot ``slot``."""
 
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class Replace:
+class Replace(msgspec.Struct, frozen=True):
     """Remove the free slot ``old``, which is too small, and create ``slot``."""
 
     old: int
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(msgspec.Struct, frozen=True):
     """Every slot is in use and no more may be made; ``readers`` of them are held by other processes' readers."""
 
     readers: int

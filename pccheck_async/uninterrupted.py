@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 __all__ = ["to_its_end", "uninterrupted"]
@@ -35,10 +36,17 @@ async def to_its_end(step: Coroutine[Any, Any, T]) -> T:
 
     Cancellation: comes too late; what came of the step is what the caller has to know.
     """
-    task = asyncio.ensure_future(step)
-    while True:
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if task.done():
-                return task.result()
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(step)
+    ended = _Ended(loop=loop)
+    task.add_done_callback(ended.set_result)
+    with suppress(asyncio.CancelledError):
+        await ended
+    return task.result()
+
+
+class _Ended(asyncio.Future[object]):
+    """Nobody cancels it: asyncio then raises CancelledError in the awaiting task when it is done."""
+
+    def cancel(self, msg: object = None) -> bool:
+        return False

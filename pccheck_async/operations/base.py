@@ -14,7 +14,7 @@ import errno
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from pccheck_async.operations.threads import WorkerThreads
 
@@ -105,11 +105,9 @@ class Chain(NamedTuple):
     steps: Sequence[Write | Flush | Unlock]
 
 
-class Step(NamedTuple):
-    """How a step of a chain ended: its error (the chain ended with it), and when (of ``time.perf_counter()``)."""
-
-    error: OSError | None
-    ended: float
+Step: TypeAlias = tuple[int, float]
+"""How a step of a chain ended: negative where it failed, the number of the error, and the chain ended; and when, of
+``time.perf_counter()``. A plain pair, as the extension returns it: small checkpoints wait for whatever is made here."""
 
 
 class Call(NamedTuple):

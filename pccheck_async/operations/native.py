@@ -18,7 +18,6 @@ from pccheck_async.operations.base import (
     Operations,
     Read,
     Scatter,
-    Step,
     Unlock,
     Write,
 )
@@ -126,18 +125,16 @@ class NativeOperations(Operations):
 
     def _reap(self) -> None:
         for token, result, found in self._queue.reap():
-            if isinstance(found, list):
-                self._complete(token, [Step(_error(-one) if one < 0 else None, ended) for one, ended in found], None)
-            elif result < 0:
+            if result < 0 and found is None:
                 self._complete(token, None, _error(-result))
             else:
                 self._complete(token, result if found is None else found, None)
 
 
-def _packed(token: int, operation: Operation | Unlock) -> tuple[Any, ...]:
+def _packed(token: int, operation: Operation) -> tuple[Any, ...]:
     """Return an operation as the extension takes it: what it is made of, in that order."""
     if isinstance(operation, Chain):
-        return token, _KINDS[Chain], tuple([_packed(0, step) for step in operation.steps])
+        return token, _KINDS[Chain], tuple([(0, _KINDS[type(step)], *step) for step in operation.steps])
     return token, _KINDS[type(operation)], *operation
 
 

@@ -115,13 +115,13 @@ def chain(steps: Sequence[Write | Flush | Unlock]) -> list[Step]:
             _check_offset(step.offset, step.data.nbytes)
     ended: list[Step] = []
     for step in steps:
-        error = None
+        result = 0
         try:
             _perform(step)
-        except OSError as raised:
-            error = raised
-        ended.append(Step(error, time.perf_counter()))
-        if error is not None:
+        except OSError as error:
+            result = -(error.errno or errno.EIO)
+        ended.append((result, time.perf_counter()))
+        if result:
             break
     return ended
 

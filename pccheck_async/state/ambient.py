@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any, Final
 
@@ -35,14 +34,20 @@ _DISPATCH_MODES: Final = tuple(
 )
 
 
-@contextmanager
-def apart() -> Iterator[None]:
+class apart:  # noqa: N801 - reads as what it does; a generator's context takes longer than all that it guards
     """Let torch do what it does by itself, whatever modes the caller is in: default devices and modes of users' own.
 
     For the package's own calls only. What users wrote (``state_dict()``, ``load_state_dict()``) runs in their modes.
     """
-    with _no_functions(), _no_dispatch():
-        yield
+
+    def __enter__(self) -> None:
+        self._functions, self._dispatch = _no_functions(), _no_dispatch()
+        self._functions.__enter__()
+        self._dispatch.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._dispatch.__exit__(None, None, None)
+        self._functions.__exit__(None, None, None)
 
 
 def refuse_tracing(call: str) -> None:

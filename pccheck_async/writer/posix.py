@@ -26,7 +26,7 @@ from pccheck_async.writer.folder import Folder
 __all__ = ["PosixWriter"]
 
 T = TypeVar("T")
-_FileStep: TypeAlias = tuple[File, Write | Flush | Unlock]
+_Step: TypeAlias = Write | Flush | Unlock
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MOST_SMALL_BYTES = 1 << 20
 """Of a file that is read as a whole; a store's have some hundreds."""
@@ -178,25 +178,27 @@ class PosixWriter(Writer):
                 lost = self._mapped(removed, file.name)
                 unsure(lost)
                 raise lost
-        steps, done = _steps(parts), 0
+        files, steps = _steps(parts)
+        done = 0
         while done < len(steps):
-            direct = [file for file, _ in parts if file.direct]
+            direct = [file for file in files if file.direct]
             start = time.perf_counter()
             ended: list[Step] = []
             refused = False
             try:
-                await self._operations.chain([step for _, step in steps[done:]], ended)
-                refused = _refused(steps[done:], ended, direct)
+                await self._operations.chain(steps[done:], ended)
+                last = done + len(ended) - 1
+                refused = ended[-1][0] == -errno.EINVAL and isinstance(steps[last], Write) and files[last] in direct
             except OSError as error:  # nothing of it happened
-                raise self._mapped(error, steps[done][0].name) from error
+                raise self._mapped(error, files[done].name) from error
             finally:  # cancelled, too: it went on to its end
-                failure = self._count(steps[done:], ended, start)
+                failure = self._count(files[done:], steps[done:], ended, start)
                 done += len(ended)
-                if failure is not None and not refused and any(isinstance(step, Flush) for _, step in steps[:done]):
+                if failure is not None and not refused and any(isinstance(step, Flush) for step in steps[:done]):
                     unsure(failure)
             if refused:
                 done -= 1
-                self._give_up_direct(steps[done][0])
+                self._give_up_direct(files[done])
             elif failure is not None:
                 raise failure
 
@@ -247,17 +249,20 @@ class PosixWriter(Writer):
             self._give_up_direct(file)
             return await move(file.fd, offset, data)
 
-    def _count(self, steps: Sequence[_FileStep], ended: Sequence[Step], start: float) -> OSError | None:
+    def _count(
+        self, files: Sequence[File], steps: Sequence[_Step], ended: Sequence[Step], start: float
+    ) -> OSError | None:
         """Count what happened of a chain as if each step were an operation; return the error with which it ended."""
-        for (_, step), end in zip(steps, ended, strict=False):
+        for step, (_, end) in zip(steps, ended, strict=False):
             if isinstance(step, Write):
-                self._clock.note("write", start, end.ended, len(step.data))
+                self._clock.note("write", start, end, len(step.data))
             elif isinstance(step, Flush):
-                self._clock.note("flush", start, end.ended)
-            start = end.ended
-        if not ended or (error := ended[-1].error) is None:
+                self._clock.note("flush", start, end)
+            start = end
+        if not ended or ended[-1][0] >= 0:
             return None
-        failure = self._mapped(error, steps[len(ended) - 1][0].name)
+        error = OSError(-ended[-1][0], os.strerror(-ended[-1][0]))
+        failure = self._mapped(error, files[len(ended) - 1].name)
         failure.__cause__ = error
         return failure
 
@@ -292,19 +297,16 @@ def _is_removed(fd: int) -> bool:
         return False  # what is done with it will say what is wrong
 
 
-def _steps(parts: Sequence[Part]) -> list[_FileStep]:
-    steps: list[_FileStep] = []
+def _steps(parts: Sequence[Part]) -> tuple[list[File], list[_Step]]:
+    """Return the steps that persist ``parts``, and of each the file; the last part's file stays locked."""
+    files: list[File] = []
+    steps: list[_Step] = []
     for file, pieces in parts:
-        steps += [(file, Write(file.fd, offset, data)) for offset, data in pieces]
-        steps += [(file, Flush(file.fd)), (file, Unlock(file.fd))]
-    return steps[:-1]
-
-
-def _refused(steps: Sequence[_FileStep], ended: Sequence[Step], direct: Sequence[File]) -> bool:
-    """Whether a write failed in the way in which direct ones are refused."""
-    file, step = steps[len(ended) - 1]
-    error = ended[-1].error
-    return error is not None and error.errno == errno.EINVAL and isinstance(step, Write) and file in direct
+        fd = file.fd
+        steps += [Write(fd, offset, data) for offset, data in pieces]
+        steps += (Flush(fd), Unlock(fd))
+        files += [file] * (len(pieces) + 2)
+    return files, steps[:-1]
 
 
 def _abandon_in_child() -> None:
