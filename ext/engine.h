@@ -9,22 +9,22 @@
 
 struct queue;
 
-enum op_kind { OP_WRITE, OP_READ, OP_FLUSH, OP_GATHER, OP_SCATTER, OP_CHECKSUM, OP_CHAIN, OP_UNLOCK };
-#define OP_KINDS 8
+enum op_kind { OP_WRITE, OP_READ, OP_FLUSH, OP_GATHER, OP_SCATTER, OP_CHECKSUM, OP_CHAIN, OP_UNLOCK, OP_LINKED };
+#define OP_KINDS 9
 
 /* One operation. Whoever submits it owns the memory, and leaves that and all it points to alone until it is reaped. */
 struct op {
     struct op *next;       /* in the one list that holds the operation at the moment */
     uint64_t token;        /* names it to the submitter; never interpreted */
     enum op_kind kind;
-    int fd;                /* write, read, flush, unlock */
+    int fd;                /* write, read, flush, unlock, linked */
     uint64_t offset;       /* write, read: in the file */
     void *data;            /* written to by read and gather only */
     uint64_t size;         /* of data */
     const void *segments;  /* gather, scatter: a checked table of struct copy_segment */
     size_t segment_count;
     uint32_t checksum;     /* scatter: what to expect; gather, checksum: what was found */
-    struct op *steps;      /* chain: writes, flushes and unlocks by `next`, each once the one before it succeeded */
+    struct op *steps;      /* chain: all but copies, checksums and reads, by `next`, each once the one before it succeeded */
     size_t steps_ended;    /* chain: how many were performed; where it failed, the last of them did */
     int64_t ended_at;      /* step of a chain: nanoseconds of CLOCK_MONOTONIC */
     int64_t result;        /* bytes moved, or 0, or -errno */

@@ -61,6 +61,9 @@ void lane_perform(struct op *op)
     case OP_UNLOCK:
         op->result = transfer_unlock(op->fd);
         return;
+    case OP_LINKED:
+        op->result = transfer_linked(op->fd);
+        return;
     }
     op->result = -ENOSYS;
 }

@@ -134,7 +134,7 @@ static int ext_exec(PyObject *module)
     } kinds[OP_KINDS] = {
         {"WRITE", OP_WRITE},   {"READ", OP_READ},       {"FLUSH", OP_FLUSH},
         {"GATHER", OP_GATHER}, {"SCATTER", OP_SCATTER}, {"CHECKSUM", OP_CHECKSUM}, {"CHAIN", OP_CHAIN},
-        {"UNLOCK", OP_UNLOCK},
+        {"UNLOCK", OP_UNLOCK}, {"LINKED", OP_LINKED},
     };
     PyObject *type = PyType_FromModuleAndSpec(module, &queue_object_spec, NULL);
     if (!type || PyModule_AddType(module, (PyTypeObject *)type) < 0)

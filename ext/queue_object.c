@@ -113,8 +113,8 @@ static PyObject *queue_py_submit(QueueObject *self, PyObject *batch)
         op_list_push(&requests, &request->op);
         if (request_parse(request, PyTuple_GET_ITEM(items, i)) < 0)
             goto fail;
-        if (request->op.kind == OP_UNLOCK) {
-            PyErr_SetString(PyExc_ValueError, "only a chain unlocks: by itself it is a system call that never waits");
+        if (request->op.kind == OP_UNLOCK || request->op.kind == OP_LINKED) {
+            PyErr_SetString(PyExc_ValueError, "only a chain unlocks, or looks whether a file is linked");
             goto fail;
         }
     }

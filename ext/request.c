@@ -119,8 +119,9 @@ static int parse(struct request *request, PyObject *item, bool is_step)
     number = PyLong_AsLong(PyTuple_GET_ITEM(item, 1));
     if (number == -1 && PyErr_Occurred())
         return -1;
-    if (is_step && number != OP_WRITE && number != OP_FLUSH && number != OP_UNLOCK) { /* first: chains would nest */
-        PyErr_SetString(PyExc_ValueError, "a chain is made of writes, flushes and unlocks");
+    if (is_step && number != OP_WRITE && number != OP_FLUSH && number != OP_UNLOCK && number != OP_LINKED) {
+        /* First: chains would nest. */
+        PyErr_SetString(PyExc_ValueError, "a chain is made of writes, flushes, unlocks and looks whether files are linked");
         return -1;
     }
     switch (number) { /* `kind` is not asked again: it may answer differently */
@@ -131,6 +132,7 @@ static int parse(struct request *request, PyObject *item, bool is_step)
         break;
     case OP_FLUSH:
     case OP_UNLOCK:
+    case OP_LINKED:
         parsed = PyArg_ParseTuple(item, "O&Oi:descriptor", request_unsigned, &op->token, &kind, &op->fd);
         break;
     case OP_GATHER:

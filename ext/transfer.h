@@ -56,6 +56,10 @@ int64_t transfer_flush(int fd);
 /* Let go of the lock (flock) that its open file holds: 0, or -errno. */
 int64_t transfer_unlock(int fd);
 
+/* Whether a name still leads to an open file, so that what is written to it can be found: 0, or -ENOENT. 0 also where
+ * that cannot be told. */
+int64_t transfer_linked(int fd);
+
 /* What direct I/O on `fd` needs, by statx: the alignment of memory and that of offsets and lengths, in bytes; both 0
  * where the file does not support it. -ENODATA where the kernel or the filesystem does not say; else 0, or -errno. */
 int transfer_alignment(int fd, uint32_t *memory, uint32_t *offset);

@@ -16,6 +16,7 @@ SCATTER: Final[int]
 CHECKSUM: Final[int]
 CHAIN: Final[int]
 UNLOCK: Final[int]
+LINKED: Final[int]
 
 _Operation = (
     # (token, WRITE, fd, offset, data): write all of data. Result: its size.
@@ -29,8 +30,8 @@ _Operation = (
     | tuple[int, int, Buffer, int, bytes, Any]
     # (token, CHECKSUM, data). Checksum: of all of data.
     | tuple[int, int, Buffer]
-    # (token, CHAIN, steps): writes, flushes and (0, UNLOCK, fd), which lets go of a flock, each once the one before it
-    # succeeded; their tokens mean nothing.
+    # (token, CHAIN, steps): writes, flushes, (0, UNLOCK, fd), which lets go of a flock, and (0, LINKED, fd), which is
+    # -ENOENT where no name leads to the file, each once the one before it succeeded; their tokens mean nothing.
     # Result: 0, or that of the step that failed; further ones do not happen.
     | tuple[int, int, tuple[Any, ...]]
 )

@@ -17,7 +17,7 @@ from pccheck_async.copying import CopyBackend, Fence, Fenced
 from pccheck_async.image import Image, Images
 from pccheck_async.manifest import ChunkEntry
 from pccheck_async.plan import Chunk, Plan, segments
-from pccheck_async.state.ambient import apart, refuse_tracing
+from pccheck_async.state.ambient import no_dispatch, no_functions, refuse_tracing
 from pccheck_async.state.arrangement import Arrangement, arranged
 from pccheck_async.state.aside import set_aside
 from pccheck_async.state.flatten import FlatState, take_apart
@@ -111,7 +111,7 @@ class Snapshots:
         refuse_tracing("checkpoint")
         outline, arrangement = self._last
         flat = take_apart(state, outline)
-        with apart():
+        with no_functions(), no_dispatch():
             layout, arrangement = arranged(flat.leaves, arrangement)
             self._last = flat.outline, arrangement
             return self._see(flat, layout, backend, optimizers, compare=compare, images=images)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
-
-import msgspec
 
 __all__ = [
     "Abandoned",
@@ -27,7 +26,8 @@ __all__ = [
 ]
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
     """Something that happened.
 
     Attributes:
@@ -40,14 +40,15 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     name: ClassVar[str] = ""
     level: ClassVar[int | None] = None
     text: ClassVar[str] = ""
-    time: float = msgspec.field(default_factory=time.time)
+    time: float = field(default_factory=time.time)
 
     def fields(self) -> dict[str, Any]:
         """Return what it says, by name, the time left out: a record of the log has one of its own."""
-        return {name: getattr(self, name) for name in self.__struct_fields__ if name != "time"}
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "time"}
 
 
-class Opened(Event, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened(Event):
     """The store was opened: how many checkpoints it holds, the newest one's step, and what I/O it uses."""
 
     name = "opened"
@@ -58,7 +59,8 @@ class Opened(Event, frozen=True, kw_only=True):
     io: str
 
 
-class Closed(Event, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closed(Event):
     """The engine was closed: what became of its checkpoints, the bytes of the durable ones, its seconds."""
 
     name = "closed"
@@ -76,20 +78,23 @@ class Closed(Event, frozen=True, kw_only=True):
     stall: float
 
 
-class _OfCheckpoint(Event, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OfCheckpoint(Event):
     """Attributes: the user's and the engine's number of the checkpoint."""
 
     step: int
     counter: int
 
 
-class Admitted(_OfCheckpoint, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted(_OfCheckpoint):
     """A checkpoint was given its counter."""
 
     name = "admitted"
 
 
-class Captured(_OfCheckpoint, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured(_OfCheckpoint):
     """Its bytes are out of the trainer's reach, so many seconds after it was admitted."""
 
     name = "captured"
@@ -97,7 +102,8 @@ class Captured(_OfCheckpoint, frozen=True, kw_only=True):
     seconds: float
 
 
-class Durable(_OfCheckpoint, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Durable(_OfCheckpoint):
     """It is committed: seconds since it was admitted, those until captured, those training waited for it so far."""
 
     name = "durable"
@@ -109,7 +115,8 @@ class Durable(_OfCheckpoint, frozen=True, kw_only=True):
     stall: float
 
 
-class Superseded(_OfCheckpoint, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Superseded(_OfCheckpoint):
     """Newer ones became durable first and made it pointless, so many seconds after it was admitted."""
 
     name = "superseded"
@@ -118,7 +125,8 @@ class Superseded(_OfCheckpoint, frozen=True, kw_only=True):
     seconds: float
 
 
-class Failed(_OfCheckpoint, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed(_OfCheckpoint):
     """It failed, or was cancelled; nothing of it is committed."""
 
     name = "failed"
@@ -127,7 +135,8 @@ class Failed(_OfCheckpoint, frozen=True, kw_only=True):
     error: Exception
 
 
-class Skipped(Event, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped(Event):
     """All places were in flight and ``on_busy="skip"``; ``counter`` is that of the newest one in flight."""
 
     name = "skipped"
@@ -138,7 +147,8 @@ class Skipped(Event, frozen=True, kw_only=True):
     in_flight: int
 
 
-class Abandoned(_OfCheckpoint, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abandoned(_OfCheckpoint):
     """Its capture held an optimizer's step up for longer than ``max_stall`` (seconds). A :class:`Failed` follows."""
 
     name = "abandoned"
@@ -150,7 +160,8 @@ class Abandoned(_OfCheckpoint, frozen=True, kw_only=True):
     seconds: float | None
 
 
-class Waited(_OfCheckpoint, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waited(_OfCheckpoint):
     """The training thread was kept waiting: in a call of ``checkpoint()``, or in an optimizer's step."""
 
     name = "waited"
@@ -158,7 +169,8 @@ class Waited(_OfCheckpoint, frozen=True, kw_only=True):
     where: Literal["checkpoint", "optimizer"]
 
 
-class Restored(_OfCheckpoint, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored(_OfCheckpoint):
     """A checkpoint was restored into a state."""
 
     name = "restored"

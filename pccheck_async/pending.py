@@ -142,39 +142,35 @@ class PendingCheckpoint:
         if outcome is not None and outcome[1] is None:
             await asyncio.sleep(0)  # others may run, and cancel
             return outcome[0]
-        waiter = self._begin_waiting(moment)
-        try:
+        with self._waiting(moment):
             return await wait_for(moment.future())
-        finally:
-            self._end_waiting(moment, waiter)
 
     def _block(self, moment: Moment[T], timeout: float | None = None) -> T:
         outcome = moment.outcome
         if outcome is not None and outcome[1] is None:
             return outcome[0]
-        waiter = self._begin_waiting(moment)
-        try:
-            return moment.result(timeout)
-        except TimeoutError:
-            if moment.over:
-                raise
-            where = f"the checkpoint of step {self.step} is {self.progress.phase}"
-            raise TimeoutError(f"{where} after {timeout} s; it goes on") from None
-        finally:
-            self._end_waiting(moment, waiter)
+        with self._waiting(moment):
+            try:
+                return moment.result(timeout)
+            except TimeoutError:
+                if moment.over:
+                    raise
+                where = f"the checkpoint of step {self.step} is {self.progress.phase}"
+                raise TimeoutError(f"{where} after {timeout} s; it goes on") from None
 
-    def _begin_waiting(self, moment: Moment[Any]) -> object:
+    @contextmanager
+    def _waiting(self, moment: Moment[Any]) -> Iterator[None]:
         """Whoever waits here while it fails has been told; whoever gave up waiting before has not."""
         if not moment.over and os.getpid() != self._pid:
             raise ClosedError("this checkpoint is on its way in the parent process; a forked child cannot wait for it")
         waiter = object()
         self._waiters.add(waiter)
-        return waiter
-
-    def _end_waiting(self, moment: Moment[Any], waiter: object) -> None:
-        if moment.error is not None:
-            self._told = True
-        self._waiters.discard(waiter)
+        try:
+            yield
+        finally:
+            if moment.error is not None:
+                self._told = True
+            self._waiters.discard(waiter)
 
     @contextmanager
     def aborting(self) -> Iterator[None]:

@@ -41,6 +41,8 @@ __all__ = ["Job", "Scheduler"]
 
 _LARGEST_CHECKSUM = 0xFFFFFFFF
 _CHUNKS_AT_ONCE = 8
+_MANY = 1000
+"""Tensors that take a while to encode: some 100 us."""
 _AT_ONCE = 2 << 20
 """Bytes that are written together with their record: a disk takes about a millisecond for them."""
 
@@ -255,9 +257,10 @@ class Scheduler:
         """Capture a state into one buffer and write that in one piece, with the manifest in it where there is room."""
         buffer = await self._pool.lease()
         try:
-            # Behind the submission of the copy, which is put into the loop below: many tensors take a while to encode.
-            loop, tables = asyncio.get_running_loop(), (job.snapshot.skeleton, job.snapshot.layout.tensors)
-            loop.call_soon(loop.call_soon, self._manifests.prepare, *tables)
+            skeleton, tensors = job.snapshot.skeleton, job.snapshot.layout.tensors
+            if len(tensors) >= _MANY:  # behind the submission of the copy, which is put into the loop below
+                loop = asyncio.get_running_loop()
+                loop.call_soon(loop.call_soon, self._manifests.prepare, skeleton, tensors)
             await self._capture_chunk(capture, 0, plan.chunks[0], buffer.view)
             job.pending.captured_nbytes = plan.payload_nbytes
             enter_chunk(None)

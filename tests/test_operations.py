@@ -35,7 +35,7 @@ from hypothesis import strategies as st
 
 from pccheck_async import checksum
 from pccheck_async.operations import native, python
-from pccheck_async.operations.base import Flush, Operations, Step, Unlock, Write
+from pccheck_async.operations.base import ChainStep, Flush, Linked, Operations, Step, Unlock, Write
 from pccheck_async.operations.threads import WorkerThreads
 from tests.conftest import ENGINES, need
 
@@ -239,6 +239,21 @@ async def test_a_chain_unlocks_where_it_comes_to_it(
         fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
     finally:
         os.close(other)
+
+
+@on_loop
+async def test_a_chain_ends_at_a_file_that_was_removed(
+    runner: asyncio.Runner, operations: Operations, fd: int, tmp_path: Path
+) -> None:
+    ended: list[Step] = []
+    # What is no file is left to the step that uses it.
+    steps: list[ChainStep] = [Linked(-1), Linked(fd), Write(fd, 0, memoryview(b"x"))]
+    await operations.chain(steps, ended)
+    assert [min(result, 0) for result, _ in ended] == [0, 0, 0]
+    (tmp_path / "file").unlink()
+    ended.clear()
+    await operations.chain([*steps, Flush(fd)], ended)
+    assert [result for result, _ in ended] == [0, -errno.ENOENT]
 
 
 @on_loop
@@ -746,6 +761,7 @@ if native.available():
             (1, _ext.SCATTER, b"", -1, b"", None),
             (1, _ext.SCATTER, b"8 bytes.", 0, table((1, 8, 1)), None),
             (1, _ext.UNLOCK, 0),
+            (1, _ext.LINKED, 0),
             (1, _ext.CHAIN, ()),
             (1, _ext.CHAIN, [(0, _ext.FLUSH, 0)]),
             (1, _ext.CHAIN, ((0, _ext.WRITE, 0, 0, bytearray(1)), (0, _ext.FLUSH))),

@@ -21,9 +21,11 @@ from pccheck_async.operations.threads import WorkerThreads
 __all__ = [
     "Call",
     "Chain",
+    "ChainStep",
     "Checksum",
     "Flush",
     "Gather",
+    "Linked",
     "Operation",
     "Operations",
     "Read",
@@ -60,6 +62,12 @@ class Flush(NamedTuple):
 
 class Unlock(NamedTuple):
     """Let go of the lock (``flock``) that an open file holds; only as a step of a chain."""
+
+    fd: int
+
+
+class Linked(NamedTuple):
+    """Fail with ENOENT where no name leads to an open file any more; only as a step of a chain. Result: 0."""
 
     fd: int
 
@@ -102,9 +110,10 @@ class Chain(NamedTuple):
     than a small write. Not empty. Once it has begun it goes on until it ended, cancelled or not.
     """
 
-    steps: Sequence[Write | Flush | Unlock]
+    steps: Sequence[ChainStep]
 
 
+ChainStep: TypeAlias = Write | Flush | Unlock | Linked
 Step: TypeAlias = tuple[int, float]
 """How a step of a chain ended: negative where it failed, the number of the error, and the chain ended; and when, of
 ``time.perf_counter()``. A plain pair, as the extension returns it: small checkpoints wait for whatever is made here."""
@@ -178,7 +187,7 @@ class Operations(abc.ABC):
         result: int = await self._perform(Checksum(data))
         return result
 
-    async def chain(self, steps: Sequence[Write | Flush | Unlock], ended: list[Step]) -> None:
+    async def chain(self, steps: Sequence[ChainStep], ended: list[Step]) -> None:
         """Perform ``steps``, each once the one before it succeeded (see :class:`Chain`).
 
         Args:

@@ -14,6 +14,7 @@ from pccheck_async.operations.base import (
     Checksum,
     Flush,
     Gather,
+    Linked,
     Operation,
     Operations,
     Read,
@@ -50,6 +51,7 @@ if _why_not is None:
         Checksum: _ext.CHECKSUM,
         Chain: _ext.CHAIN,
         Unlock: _ext.UNLOCK,
+        Linked: _ext.LINKED,
     }
 _open: weakref.WeakSet[NativeOperations] = weakref.WeakSet()
 _making = ForkLock()

@@ -18,9 +18,11 @@ from pccheck_async.checksum import crc32
 from pccheck_async.operations.base import (
     Call,
     Chain,
+    ChainStep,
     Checksum,
     Flush,
     Gather,
+    Linked,
     Operation,
     Operations,
     Read,
@@ -86,7 +88,7 @@ class PythonOperations(Operations):
         self._copy.close()
 
 
-def _perform(operation: Operation | Unlock) -> Any:
+def _perform(operation: Operation | Unlock | Linked) -> Any:
     match operation:
         case Write(fd, offset, data):
             return write_all(fd, offset, data)
@@ -96,6 +98,8 @@ def _perform(operation: Operation | Unlock) -> Any:
             return os.fdatasync(fd)
         case Unlock(fd):
             return fcntl.flock(fd, fcntl.LOCK_UN)
+        case Linked(fd):
+            return _check_linked(fd)
         case Gather(segments, into):
             return gather(segments, into)
         case Scatter(source, checksum, segments):
@@ -108,7 +112,7 @@ def _perform(operation: Operation | Unlock) -> Any:
             return function(*arguments)
 
 
-def chain(steps: Sequence[Write | Flush | Unlock]) -> list[Step]:
+def chain(steps: Sequence[ChainStep]) -> list[Step]:
     """Perform ``steps`` until one fails; none where one is impossible."""
     for step in steps:
         if isinstance(step, Write):
@@ -124,6 +128,16 @@ def chain(steps: Sequence[Write | Flush | Unlock]) -> list[Step]:
         if result:
             break
     return ended
+
+
+def _check_linked(fd: int) -> None:
+    """Raise FileNotFoundError where no name leads to the file; where nobody can tell, the next step will say why."""
+    try:
+        links = os.fstat(fd).st_nlink
+    except OSError:
+        return
+    if not links:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
 
 
 def write_all(fd: int, offset: int, data: memoryview) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, Final
 
@@ -10,7 +11,7 @@ import torch
 
 from pccheck_async.errors import UnsupportedStateError
 
-__all__ = ["apart", "refuse_tracing"]
+__all__ = ["apart", "no_dispatch", "no_functions", "refuse_tracing"]
 
 
 def _of_torch(name: str, otherwise: Any = lambda *_: None) -> Any:
@@ -21,8 +22,9 @@ def _of_torch(name: str, otherwise: Any = lambda *_: None) -> Any:
         return otherwise
 
 
-_no_functions: Final = _of_torch("DisableTorchFunction", nullcontext)
-_no_dispatch: Final = _of_torch("_DisableTorchDispatch", nullcontext)
+no_functions: Final = _of_torch("DisableTorchFunction", nullcontext)
+no_dispatch: Final = _of_torch("_DisableTorchDispatch", nullcontext)
+"""These two are what :func:`apart` is made of, for code that a small checkpoint waits for."""
 _transform: Final = _of_torch("_functorch.peek_interpreter_stack")
 _dispatch_modes: Final = _of_torch("_len_torch_dispatch_stack")
 _dispatch_mode: Final = _of_torch("_get_dispatch_mode")
@@ -34,20 +36,14 @@ _DISPATCH_MODES: Final = tuple(
 )
 
 
-class apart:  # noqa: N801 - reads as what it does; a generator's context takes longer than all that it guards
+@contextmanager
+def apart() -> Iterator[None]:
     """Let torch do what it does by itself, whatever modes the caller is in: default devices and modes of users' own.
 
     For the package's own calls only. What users wrote (``state_dict()``, ``load_state_dict()``) runs in their modes.
     """
-
-    def __enter__(self) -> None:
-        self._functions, self._dispatch = _no_functions(), _no_dispatch()
-        self._functions.__enter__()
-        self._dispatch.__enter__()
-
-    def __exit__(self, *_: object) -> None:
-        self._dispatch.__exit__(None, None, None)
-        self._functions.__exit__(None, None, None)
+    with no_functions(), no_dispatch():
+        yield
 
 
 def refuse_tracing(call: str) -> None:

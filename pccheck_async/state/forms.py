@@ -52,6 +52,7 @@ class Forms:
         # DLPack has one word for all integers of up to a byte.
         self._narrow = [n for n, d in enumerate(self._dtypes) if d.itemsize == 1 and not d.is_floating_point]
         self._narrow_dtypes = [self._dtypes[number] for number in self._narrow]
+        self._told = tell(tensors)
         highs = [
             0 if 0 in shape else (int(offset) + span(shape, stride)[1] + 1) * dtype.itemsize
             for shape, stride, offset, dtype in zip(
@@ -88,6 +89,8 @@ class Forms:
         return [*map(torch.Tensor.storage_offset, tensors)] == self._offsets
 
     def _same_shapes(self, tensors: list[torch.Tensor]) -> bool:
+        if self._told is not None:
+            return tell(tensors) == self._told
         return (
             [tensor.dtype for tensor in tensors] == self._dtypes
             and all(map(eq, map(torch.Tensor.size, tensors), self._shapes))

@@ -10,13 +10,13 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import aiofiles
 
 from pccheck_async.errors import ClosedError, StoreFullError, folder_error, read_error, write_error
 from pccheck_async.logs import write
-from pccheck_async.operations.base import Flush, Operations, Step, Unlock, Write
+from pccheck_async.operations.base import ChainStep, Flush, Linked, Operations, Step, Unlock, Write
 from pccheck_async.statistics import StageClock
 from pccheck_async.uninterrupted import uninterrupted
 from pccheck_async.writer.base import File, FileSystemFacts, Part, Writer, WriterStatistics
@@ -26,10 +26,10 @@ from pccheck_async.writer.folder import Folder
 __all__ = ["PosixWriter"]
 
 T = TypeVar("T")
-_Step: TypeAlias = Write | Flush | Unlock
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MOST_SMALL_BYTES = 1 << 20
 """Of a file that is read as a whole; a store's have some hundreds."""
+_REMOVED = "the file was removed while the store was open; open it again"
 _BUFFERED = "%s: buffered I/O with fdatasync: %s"
 _writers: weakref.WeakSet[PosixWriter] = weakref.WeakSet()
 
@@ -172,12 +172,6 @@ class PosixWriter(Writer):
             raise self._mapped(error, file.name) from error
 
     async def persist(self, parts: Sequence[Part], unsure: Callable[[OSError], None]) -> None:
-        for file, _ in parts:
-            if _is_removed(file.fd):  # all of it would succeed, and be gone with the descriptor
-                removed = OSError(errno.ENOENT, "the file was removed while the store was open; open it again")
-                lost = self._mapped(removed, file.name)
-                unsure(lost)
-                raise lost
         files, steps = _steps(parts)
         done = 0
         while done < len(steps):
@@ -194,7 +188,7 @@ class PosixWriter(Writer):
             finally:  # cancelled, too: it went on to its end
                 failure = self._count(files[done:], steps[done:], ended, start)
                 done += len(ended)
-                if failure is not None and not refused and any(isinstance(step, Flush) for step in steps[:done]):
+                if failure is not None and not refused and _leaves_unsure(steps[:done]):
                     unsure(failure)
             if refused:
                 done -= 1
@@ -250,7 +244,7 @@ class PosixWriter(Writer):
             return await move(file.fd, offset, data)
 
     def _count(
-        self, files: Sequence[File], steps: Sequence[_Step], ended: Sequence[Step], start: float
+        self, files: Sequence[File], steps: Sequence[ChainStep], ended: Sequence[Step], start: float
     ) -> OSError | None:
         """Count what happened of a chain as if each step were an operation; return the error with which it ended."""
         for step, (_, end) in zip(steps, ended, strict=False):
@@ -261,7 +255,9 @@ class PosixWriter(Writer):
             start = end
         if not ended or ended[-1][0] >= 0:
             return None
-        error = OSError(-ended[-1][0], os.strerror(-ended[-1][0]))
+        number = -ended[-1][0]
+        removed = isinstance(steps[len(ended) - 1], Linked)
+        error = OSError(number, _REMOVED if removed else os.strerror(number))
         failure = self._mapped(error, files[len(ended) - 1].name)
         failure.__cause__ = error
         return failure
@@ -290,17 +286,15 @@ class PosixWriter(Writer):
         return write_error(error, path)
 
 
-def _is_removed(fd: int) -> bool:
-    try:
-        return os.fstat(fd).st_nlink == 0
-    except OSError:
-        return False  # what is done with it will say what is wrong
+def _leaves_unsure(steps: Sequence[ChainStep]) -> bool:
+    """Whether nobody knows any more what is durable, the last of these steps having failed."""
+    return isinstance(steps[-1], Linked) or any(isinstance(step, Flush) for step in steps)
 
 
-def _steps(parts: Sequence[Part]) -> tuple[list[File], list[_Step]]:
+def _steps(parts: Sequence[Part]) -> tuple[list[File], list[ChainStep]]:
     """Return the steps that persist ``parts``, and of each the file; the last part's file stays locked."""
-    files: list[File] = []
-    steps: list[_Step] = []
+    files = [file for file, _ in parts]
+    steps: list[ChainStep] = [Linked(file.fd) for file in files]  # else all could succeed, and be gone with descriptors
     for file, pieces in parts:
         fd = file.fd
         steps += [Write(fd, offset, data) for offset, data in pieces]

@@ -47,6 +47,11 @@ int64_t transfer_unlock(int fd)
     return fd < 0 ? -EBADF : 0;
 }
 
+int64_t transfer_linked(int fd)
+{
+    return fd < 0 ? -ENOENT : 0;
+}
+
 static struct queue *open_queue(unsigned io_threads, unsigned copy_threads)
 {
     struct queue *queue;
@@ -183,6 +188,13 @@ static void test_a_chain_ends_with_its_first_failure(void)
     submit(queue, &refused, 1);
     reap(queue, 1);
     CHECK(refused.result == -EBADF && refused.steps_ended == 1);
+
+    struct op links[] = {{.kind = OP_LINKED}, {.kind = OP_LINKED, .fd = -1}};
+    struct op removed = {.token = 4, .kind = OP_CHAIN, .steps = links};
+    links[0].next = &links[1];
+    submit(queue, &removed, 1);
+    reap(queue, 1);
+    CHECK(removed.result == -ENOENT && removed.steps_ended == 2);
     queue_close(queue);
     queue_free(queue);
 }

@@ -152,6 +152,19 @@ static void test_alignment(void)
     CHECK(transfer_alignment(fd, &memory, &offset) == -EBADF);
 }
 
+static void test_links(void)
+{
+    char name[] = "/tmp/pccheck-test-XXXXXX";
+    const int fd = mkstemp(name);
+    CHECK(fd >= 0);
+    SCRIPT(ALL, -ENOSYS, ALL, -ENOSYS); /* where the kernel has no such call, an older one says the same */
+    CHECK(transfer_linked(fd) == 0 && transfer_linked(fd) == 0);
+    unlink(name);
+    CHECK(transfer_linked(fd) == -ENOENT && transfer_linked(fd) == -ENOENT && calls == 4);
+    close(fd);
+    CHECK(transfer_linked(fd) == 0);
+}
+
 int main(void)
 {
     uint64_t seed = 4;
@@ -160,6 +173,7 @@ int main(void)
     test_reads(data);
     test_flushes();
     test_alignment();
+    test_links();
     free(data);
     return 0;
 }
