@@ -113,10 +113,6 @@ static PyObject *queue_py_submit(QueueObject *self, PyObject *batch)
         op_list_push(&requests, &request->op);
         if (request_parse(request, PyTuple_GET_ITEM(items, i)) < 0)
             goto fail;
-        if (request->op.kind == OP_UNLOCK || request->op.kind == OP_LINKED) {
-            PyErr_SetString(PyExc_ValueError, "only a chain unlocks, or looks whether a file is linked");
-            goto fail;
-        }
     }
     if (check_open(self) < 0) /* only now: the same code may have closed the queue */
         goto fail;

@@ -81,7 +81,7 @@ int request_set_segments(struct request *request, PyObject *segments, PyObject *
     return 0;
 }
 
-static int parse(struct request *request, PyObject *item, bool is_step);
+static int parse_step(struct request *step, PyObject *item);
 
 /* Let the request own the operations of a chain. */
 static int request_set_steps(struct request *request, PyObject *items)
@@ -95,7 +95,7 @@ static int request_set_steps(struct request *request, PyObject *items)
         }
         *last = &step->op;
         last = &step->op.next;
-        if (parse(step, PyTuple_GET_ITEM(items, i), true) < 0)
+        if (parse_step(step, PyTuple_GET_ITEM(items, i)) < 0)
             return -1;
     }
     if (!request->op.steps) {
@@ -105,25 +105,73 @@ static int request_set_steps(struct request *request, PyObject *items)
     return 0;
 }
 
-static int parse(struct request *request, PyObject *item, bool is_step)
+/* The number of a kind, at that place of a tuple: 0, or -1 and a Python error. */
+static int kind_at(PyObject *item, Py_ssize_t place, long *number)
+{
+    if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) <= place) {
+        PyErr_SetString(PyExc_TypeError, place == 0 ? "a step of a chain is a tuple (kind, ...)"
+                                                    : "an operation is a tuple (token, kind, ...)");
+        return -1;
+    }
+    *number = PyLong_AsLong(PyTuple_GET_ITEM(item, place));
+    return *number == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
+/* Let the request, its kind and offset set, own a buffer, where it has one. */
+static int set_data(struct request *request, PyObject *data)
+{
+    struct op *op = &request->op;
+    if (data) {
+        const bool fills = op->kind == OP_READ || op->kind == OP_GATHER;
+        if (PyObject_GetBuffer(data, &request->view, fills ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0)
+            return -1;
+        op->data = request->view.buf;
+        op->size = (uint64_t)request->view.len;
+    }
+    if (op->offset > (uint64_t)INT64_MAX - op->size) {
+        PyErr_Format(PyExc_ValueError, "no file reaches to offset %llu", (unsigned long long)op->offset);
+        return -1;
+    }
+    return 0;
+}
+
+/* A step has no token: nobody cancels it by itself. */
+static int parse_step(struct request *step, PyObject *item)
+{
+    struct op *op = &step->op;
+    PyObject *kind, *data = NULL; /* `kind` is not asked again: it may answer differently */
+    long number;
+
+    if (kind_at(item, 0, &number) < 0)
+        return -1;
+    switch (number) {
+    case OP_WRITE:
+        if (!PyArg_ParseTuple(item, "OiO&O:step", &kind, &op->fd, request_unsigned, &op->offset, &data))
+            return -1;
+        break;
+    case OP_FLUSH:
+    case OP_UNLOCK:
+    case OP_LINKED:
+        if (!PyArg_ParseTuple(item, "Oi:step", &kind, &op->fd))
+            return -1;
+        break;
+    default: /* others, chains among them: they would nest */
+        PyErr_SetString(PyExc_ValueError, "a chain is made of writes, flushes, unlocks and looks whether files are linked");
+        return -1;
+    }
+    op->kind = (enum op_kind)number;
+    return set_data(step, data);
+}
+
+int request_parse(struct request *request, PyObject *item)
 {
     struct op *op = &request->op;
     PyObject *kind, *data = NULL, *segments = NULL, *keepalive = NULL, *steps = NULL;
     long number;
     bool parsed = false;
 
-    if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) < 2) {
-        PyErr_SetString(PyExc_TypeError, "an operation is a tuple (token, kind, ...)");
+    if (kind_at(item, 1, &number) < 0)
         return -1;
-    }
-    number = PyLong_AsLong(PyTuple_GET_ITEM(item, 1));
-    if (number == -1 && PyErr_Occurred())
-        return -1;
-    if (is_step && number != OP_WRITE && number != OP_FLUSH && number != OP_UNLOCK && number != OP_LINKED) {
-        /* First: chains would nest. */
-        PyErr_SetString(PyExc_ValueError, "a chain is made of writes, flushes, unlocks and looks whether files are linked");
-        return -1;
-    }
     switch (number) { /* `kind` is not asked again: it may answer differently */
     case OP_WRITE:
     case OP_READ:
@@ -131,9 +179,7 @@ static int parse(struct request *request, PyObject *item, bool is_step)
                                   request_unsigned, &op->offset, &data);
         break;
     case OP_FLUSH:
-    case OP_UNLOCK:
-    case OP_LINKED:
-        parsed = PyArg_ParseTuple(item, "O&Oi:descriptor", request_unsigned, &op->token, &kind, &op->fd);
+        parsed = PyArg_ParseTuple(item, "O&Oi:flush", request_unsigned, &op->token, &kind, &op->fd);
         break;
     case OP_GATHER:
         parsed = PyArg_ParseTuple(item, "O&OSOO:gather", request_unsigned, &op->token, &kind, &segments, &data,
@@ -149,6 +195,10 @@ static int parse(struct request *request, PyObject *item, bool is_step)
     case OP_CHAIN:
         parsed = PyArg_ParseTuple(item, "O&OO!:chain", request_unsigned, &op->token, &kind, &PyTuple_Type, &steps);
         break;
+    case OP_UNLOCK:
+    case OP_LINKED:
+        PyErr_SetString(PyExc_ValueError, "only a chain unlocks, or looks whether a file is linked");
+        break;
     default:
         PyErr_Format(PyExc_ValueError, "no kind of operation has the number %ld", number);
     }
@@ -156,25 +206,11 @@ static int parse(struct request *request, PyObject *item, bool is_step)
         return -1;
 
     op->kind = (enum op_kind)number;
-    if (data) {
-        const bool fills = op->kind == OP_READ || op->kind == OP_GATHER;
-        if (PyObject_GetBuffer(data, &request->view, fills ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0)
-            return -1;
-        op->data = request->view.buf;
-        op->size = (uint64_t)request->view.len;
-    }
-    if (op->offset > (uint64_t)INT64_MAX - op->size) {
-        PyErr_Format(PyExc_ValueError, "no file reaches to offset %llu", (unsigned long long)op->offset);
+    if (set_data(request, data) < 0)
         return -1;
-    }
     if (steps)
         return request_set_steps(request, steps);
     return segments ? request_set_segments(request, segments, keepalive) : 0;
-}
-
-int request_parse(struct request *request, PyObject *item)
-{
-    return parse(request, item, false);
 }
 
 /* How each step that was performed ended: a list of (result, seconds of the monotonic clock). */

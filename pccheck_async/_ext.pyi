@@ -30,8 +30,8 @@ _Operation = (
     | tuple[int, int, Buffer, int, bytes, Any]
     # (token, CHECKSUM, data). Checksum: of all of data.
     | tuple[int, int, Buffer]
-    # (token, CHAIN, steps): writes, flushes, (0, UNLOCK, fd), which lets go of a flock, and (0, LINKED, fd), which is
-    # -ENOENT where no name leads to the file, each once the one before it succeeded; their tokens mean nothing.
+    # (token, CHAIN, steps): tuples like these without tokens: writes, flushes, (UNLOCK, fd), which lets go of a flock,
+    # and (LINKED, fd), which is -ENOENT where no name leads to the file; each once the one before it succeeded.
     # Result: 0, or that of the step that failed; further ones do not happen.
     | tuple[int, int, tuple[Any, ...]]
 )

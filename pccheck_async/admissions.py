@@ -6,14 +6,14 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from pccheck_async.config import EngineConfig
 from pccheck_async.errors import CheckpointError
-from pccheck_async.events import Admitted, Durable, Event, Failed, Skipped, Superseded
+from pccheck_async.events import Admitted, Durable, Failed, Skipped, Superseded
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.policy import SaveReport
+from pccheck_async.reporter import Reporter
 from pccheck_async.statistics import Spread
 
 __all__ = ["Admissions", "Counts"]
@@ -38,7 +38,7 @@ class Admissions:
 
     Args:
         config: How many may be in flight, and what to do with those beyond and with failures.
-        tell: Called with what happens.
+        reporter: Told of what happens.
 
     Attributes:
         lock: Held while a checkpoint is admitted; reentrant, as a signal handler may ask for statistics meanwhile.
@@ -49,9 +49,9 @@ class Admissions:
         capture_seconds: What they took until they were captured.
     """
 
-    def __init__(self, config: EngineConfig, tell: Callable[[Event], None]) -> None:
+    def __init__(self, config: EngineConfig, reporter: Reporter) -> None:
         self._config = config
-        self._tell = tell
+        self._reporter = reporter
         self.lock = threading.RLock()
         self.counter = -1
         self.counts = Counts()
@@ -59,7 +59,8 @@ class Admissions:
         self.save_seconds, self.capture_seconds = Spread(), Spread()
         self._in_flight: dict[PendingCheckpoint, None] = {}
         self._failed: list[tuple[PendingCheckpoint, Exception]] = []
-        self._reports: deque[SaveReport] = deque(maxlen=_MOST_REPORTS)
+        # Fields of those that nobody took yet.
+        self._reports: deque[tuple[int, float, float, float, float, int]] = deque(maxlen=_MOST_REPORTS)
 
     @property
     def in_flight(self) -> list[PendingCheckpoint]:
@@ -71,7 +72,7 @@ class Admissions:
         """Give the next counter away. All is noted before the engine hears of it."""
         self.counter += 1
         pending = PendingCheckpoint(self.counter if step is None else step, self.counter)
-        self._tell(Admitted(step=pending.step, counter=pending.counter))
+        self._reporter.tell(Admitted, step=pending.step, counter=pending.counter)
         # No call from here on, or an interrupt would leave one in flight that nobody knows.
         self.counts.admitted += 1
         self.newest = pending
@@ -85,7 +86,7 @@ class Admissions:
                 return False
             del self._in_flight[pending]
             self.counts.admitted -= 1
-        self._tell(Failed(step=pending.step, counter=pending.counter, error=error))
+        self._reporter.tell(Failed, step=pending.step, counter=pending.counter, error=error)
         return True
 
     def skip(self, step: int | None) -> PendingCheckpoint | None:
@@ -97,53 +98,47 @@ class Admissions:
                 return None
             newest = next(reversed(self._in_flight))
             self.counts.skipped += 1
-        self._tell(Skipped(step=step, counter=newest.counter, in_flight=self._config.max_in_flight))
+        self._reporter.tell(Skipped, step=step, counter=newest.counter, in_flight=self._config.max_in_flight)
         return PendingCheckpoint.standing_for(newest, newest.step if step is None else step)
 
     def note_end(self, pending: PendingCheckpoint, error: Exception | None, superseded: bool, nbytes: int) -> None:
         """Note what became of a checkpoint, before anyone is told."""
         now = time.monotonic()
         step, counter, seconds = pending.step, pending.counter, now - pending.admitted_at
-        captured = max(0.0, pending.captured_at - pending.admitted_at)
-        event: Event
         with self.lock:
             self._in_flight.pop(pending, None)  # one that was withdrawn may end later
             if error is not None:
                 self.counts.failed += 1
                 self._failed.append((pending, error))
-                event = Failed(step=step, counter=counter, error=error)
             elif superseded:  # when it ended says nothing about how long one takes
                 self.counts.superseded += 1
-                event = Superseded(step=step, counter=counter, seconds=seconds)
             else:
+                captured, stall = max(0.0, pending.captured_at - pending.admitted_at), pending.stall
                 self.counts.durable += 1
                 self.save_seconds.add(seconds)
                 self.capture_seconds.add(captured)
-                self._reports.append(
-                    SaveReport(
-                        step=step,
-                        now=now,
-                        seconds=seconds,
-                        capture_seconds=captured,
-                        stall=pending.stall,
-                        nbytes=nbytes,
-                    )
-                )
-                event = Durable(
-                    step=step,
-                    counter=counter,
-                    nbytes=nbytes,
-                    seconds=seconds,
-                    capture_seconds=captured,
-                    stall=pending.stall,
-                )
-        self._tell(event)
+                self._reports.append((step, now, seconds, captured, stall, nbytes))
+        tell = self._reporter.tell
+        if error is not None:
+            tell(Failed, step=step, counter=counter, error=error)
+        elif superseded:
+            tell(Superseded, step=step, counter=counter, seconds=seconds)
+        else:
+            tell(
+                Durable,
+                step=step,
+                counter=counter,
+                nbytes=nbytes,
+                seconds=seconds,
+                capture_seconds=captured,
+                stall=stall,
+            )
 
     def take_reports(self) -> list[SaveReport]:
         """Return the reports of those that became durable since the last call."""
         reports = []
         while self._reports:
-            reports.append(self._reports.popleft())
+            reports.append(SaveReport(*self._reports.popleft()))
         return reports
 
     def raise_untold(self) -> None:

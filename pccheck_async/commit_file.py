@@ -50,11 +50,12 @@ class CommitFile:
     def __init__(self, file: File, identity: Identity) -> None:
         self.file = file
         self.identity = identity
+        self._id_bytes = identity.id_bytes
         self._buffer = aligned_buffer(REGION_NBYTES)
 
     def part(self, record: Record) -> Part:
         """Return what is written for a record; good until the next call."""
-        data = encode_record(record, self.identity.id_bytes, self.identity.block_bytes)
+        data = encode_record(record, self._id_bytes, self.identity.block_bytes)
         # Two copies on separate blocks: one damaged block does not cost the record. Both only ever touch this
         # generation's parity, so the record before stays whole whatever happens here, in whatever order.
         view = self._buffer[: len(data)]

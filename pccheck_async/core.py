@@ -61,10 +61,10 @@ class EngineCore:
         self.io = io
         self._pid = os.getpid()
         self._state = "new"
-        self.reporter = Reporter(self.path)
+        self.reporter = Reporter(self.path, lambda: self.stalls.seconds)
         self.trace: Sink | None = None
-        self.stalls = Stalls(self.reporter.tell, lambda: self.trace)
-        self.admissions = Admissions(config, self.reporter.tell)
+        self.stalls = Stalls(self.reporter, lambda: self.trace)
+        self.admissions = Admissions(config, self.reporter)
         self.guard = Guard(config.max_stall, self._abandon, self.stalls.note_step)
         policy = make_policy(config.interval, config.max_in_flight)
         self.steps = TrainingSteps(policy, self.admissions, self.guard, self.path)
@@ -100,7 +100,7 @@ class EngineCore:
             yield self._open()
             self._ledger.begin()
             # Asks the user's policy, too, which may raise.
-            opened = Opened(checkpoints=len(self.infos), step=self.newest_step, io=self.statistics().io)
+            checkpoints, step, io = len(self.infos), self.newest_step, self.statistics().io
         except BaseException:
             self._state = "closed"
             forget(self)
@@ -110,7 +110,7 @@ class EngineCore:
             self.reporter.hooks.close(_HOOKS_SECONDS)
             raise
         self._state = "open"
-        self.reporter.tell(opened)
+        self.reporter.tell(Opened, checkpoints=checkpoints, step=step, io=io)
 
     async def _open(self) -> None:
         about.set({"store": self.path})
@@ -120,7 +120,7 @@ class EngineCore:
             self.config,
             loop=self.loop,
             admissions=self.admissions,
-            tell=self.reporter.tell,
+            reporter=self.reporter,
             patience=lambda: self.preemption.patience,
             collect=lambda: self._ledger.status(self.pipeline),
             began=self._note_session,

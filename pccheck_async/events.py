@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 __all__ = [
     "Abandoned",
@@ -41,10 +41,6 @@ class Event:
     level: ClassVar[int | None] = None
     text: ClassVar[str] = ""
     time: float = field(default_factory=time.time)
-
-    def fields(self) -> dict[str, Any]:
-        """Return what it says, by name, the time left out: a record of the log has one of its own."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "time"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,6 +49,10 @@ class Hooks:
 
         return remove
 
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._hooks)
+
     def put(self, event: Event) -> None:
         """Tell the hooks of an event, soon; dropped and counted where too many wait already."""
         if not self._hooks or self._closed:

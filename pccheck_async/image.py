@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pccheck_async.checksum import crc32
 from pccheck_async.layout import align
 from pccheck_async.manifest import ChunkEntry
-from pccheck_async.memory import PAGE_BYTES, aligned_buffer
+from pccheck_async.memory import PAGE_BYTES, contiguous_buffer
 from pccheck_async.operations.base import Operations
 from pccheck_async.plan import Plan, Planner
 from pccheck_async.segments import PackedPiece
@@ -80,7 +80,7 @@ class Images:
         try:
             buffer = self._free.pop()
         except IndexError:
-            buffer = aligned_buffer(self._buffer_bytes)
+            buffer = self._another()
         checksum = self._operations.gather_at_once(table, buffer[:nbytes])
         if packed:
             for source, low, high, offset in packed:
@@ -91,6 +91,13 @@ class Images:
     def take_back(self, image: Image) -> None:
         """Use the buffer of an image again: nothing reads it any more."""
         self._free.append(image.buffer)
+
+    def _another(self) -> memoryview:
+        """Return a buffer, and put others beside it away for later."""
+        size = self._buffer_bytes
+        memory = contiguous_buffer(_KEPT * size)
+        self._free.extend(memory[start : start + size] for start in range(size, len(memory), size))
+        return memory[:size]
 
     def _segments(self, plan: Plan, sources: Sources) -> tuple[bytes, Sequence[PackedPiece]]:
         """Do what :func:`pccheck_async.plan.segments` does: of few parts that takes less time without arrays."""

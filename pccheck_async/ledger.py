@@ -51,7 +51,6 @@ class Ledger:
             superseded=counts.superseded,
             failed=counts.failed,
             skipped=counts.skipped,
-            stall=self._stalls.seconds,
         )
 
     def statistics(self, pipeline: Pipeline) -> EngineStatistics:

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import numpy as np
 
-__all__ = ["PAGE_BYTES", "address_of", "aligned_buffer", "map_memory"]
+__all__ = ["PAGE_BYTES", "address_of", "aligned_buffer", "contiguous_buffer", "map_memory"]
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -29,10 +29,9 @@ def map_memory(nbytes: int) -> mmap.mmap:
     size = max(1, -(-nbytes // PAGE_BYTES)) * PAGE_BYTES
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     memory = mmap.mmap(-1, size, flags=flags)
-    huge_bytes = PAGE_BYTES * PAGE_BYTES // 8  # what one page of 8-byte table entries maps
     for advice in _ADVICE:
         value = getattr(mmap, advice, None)
-        if value is not None and (advice != "MADV_HUGEPAGE" or huge_bytes <= _MOST_HUGE_BYTES):
+        if value is not None and (advice != "MADV_HUGEPAGE" or _huge_page_bytes() <= _MOST_HUGE_BYTES):
             with suppress(OSError):  # advice only: a kernel built without it still works
                 memory.madvise(value)
     _mapped.add(memory)
@@ -44,10 +43,27 @@ def aligned_buffer(nbytes: int) -> memoryview:
     return memoryview(map_memory(nbytes))[:nbytes]
 
 
+def contiguous_buffer(nbytes: int) -> memoryview:
+    """Return a page-aligned buffer like that, inside one huge page where there are any: a device takes it in one piece.
+
+    A transfer out of pages of their own takes some microseconds longer. Touched, it takes all of the huge page.
+    """
+    huge_bytes = _huge_page_bytes()
+    if not nbytes <= huge_bytes <= _MOST_HUGE_BYTES:
+        return aligned_buffer(nbytes)
+    view = aligned_buffer(2 * huge_bytes)
+    start = -address_of(view) % huge_bytes
+    return view[start : start + nbytes]
+
+
 def address_of(buffer: memoryview) -> int:
     """Return the address of a buffer that has bytes."""
     address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
     return address
+
+
+def _huge_page_bytes() -> int:
+    return PAGE_BYTES * PAGE_BYTES // 8  # what one page of 8-byte table entries maps
 
 
 def _keep_in_child() -> None:

@@ -101,8 +101,7 @@ def wait_for_any(moments: Sequence[Moment[Any]], timeout: float | None = None) -
             mine.acquire(timeout=-1 if timeout is None else min(max(timeout, 0), threading.TIMEOUT_MAX))
     finally:
         for moment in moments:
-            threads = moment._threads()
-            if mine in threads:  # not where it was interrupted before
+            if not moment.over and mine in (threads := moment._threads()):  # not where it was interrupted before
                 threads.remove(mine)
     return any(map(_is_over, moments))
 

@@ -142,14 +142,14 @@ class PendingCheckpoint:
         if outcome is not None and outcome[1] is None:
             await asyncio.sleep(0)  # others may run, and cancel
             return outcome[0]
-        with self._waiting(moment):
+        with _Waiter(self, moment):
             return await wait_for(moment.future())
 
     def _block(self, moment: Moment[T], timeout: float | None = None) -> T:
         outcome = moment.outcome
         if outcome is not None and outcome[1] is None:
             return outcome[0]
-        with self._waiting(moment):
+        with _Waiter(self, moment):
             try:
                 return moment.result(timeout)
             except TimeoutError:
@@ -157,20 +157,6 @@ class PendingCheckpoint:
                     raise
                 where = f"the checkpoint of step {self.step} is {self.progress.phase}"
                 raise TimeoutError(f"{where} after {timeout} s; it goes on") from None
-
-    @contextmanager
-    def _waiting(self, moment: Moment[Any]) -> Iterator[None]:
-        """Whoever waits here while it fails has been told; whoever gave up waiting before has not."""
-        if not moment.over and os.getpid() != self._pid:
-            raise ClosedError("this checkpoint is on its way in the parent process; a forked child cannot wait for it")
-        waiter = object()
-        self._waiters.add(waiter)
-        try:
-            yield
-        finally:
-            if moment.error is not None:
-                self._told = True
-            self._waiters.discard(waiter)
 
     @contextmanager
     def aborting(self) -> Iterator[None]:
@@ -263,3 +249,25 @@ class PendingCheckpoint:
     def set_told(self) -> None:
         """Note that the failure was told to the user."""
         self._told = True
+
+
+class _Waiter:
+    """Whoever waits here while it fails has been told; whoever gave up waiting before has not."""
+
+    __slots__ = ("_moment", "_pending")
+
+    def __init__(self, pending: PendingCheckpoint, moment: Moment[Any]) -> None:
+        self._pending = pending
+        self._moment = moment
+
+    def __enter__(self) -> None:
+        pending = self._pending
+        if not self._moment.over and os.getpid() != pending._pid:
+            raise ClosedError("this checkpoint is on its way in the parent process; a forked child cannot wait for it")
+        pending._waiters.add(self)
+
+    def __exit__(self, *_: object) -> None:
+        pending = self._pending
+        if self._moment.error is not None:
+            pending._told = True
+        pending._waiters.discard(self)

@@ -12,7 +12,6 @@ from pccheck_async.aborts import Aborts
 from pccheck_async.admissions import Admissions
 from pccheck_async.config import Decisions, EngineConfig, decide
 from pccheck_async.copying import CopyBackend, CudaCopy, make_backend
-from pccheck_async.events import Event
 from pccheck_async.image import Images
 from pccheck_async.loop import EngineLoop
 from pccheck_async.machine import available_cores, available_memory
@@ -22,6 +21,7 @@ from pccheck_async.plan import Planner
 from pccheck_async.pool import BufferPool
 from pccheck_async.published import Status
 from pccheck_async.publisher import Publisher
+from pccheck_async.reporter import Reporter
 from pccheck_async.restorer import Restorer
 from pccheck_async.scheduler import Scheduler
 from pccheck_async.session import IO, Session, open_session
@@ -132,7 +132,7 @@ async def open_pipeline(
     *,
     loop: EngineLoop,
     admissions: Admissions,
-    tell: Callable[[Event], None],
+    reporter: Reporter,
     patience: Callable[[], float | None],
     collect: Callable[[], Status],
     began: Callable[[Session], None],
@@ -145,7 +145,7 @@ async def open_pipeline(
         config: The user's settings.
         loop: The engine's, on which this is called.
         admissions: The engine's; they go on from the largest counter of the store.
-        tell: Called with what happens.
+        reporter: Told of what happens.
         patience: As for :class:`Aborts`.
         collect: As for :class:`Publisher`.
         began: Called with the session before any file of it is open.
@@ -181,11 +181,11 @@ async def open_pipeline(
             max_in_flight=in_flight,
             clock=clock,
             ended=admissions.note_end,
-            tell=tell,
+            reporter=reporter,
             path=path,
         )
         restorer = Restorer(
-            store=store, writer=writer, backend=backend, pool=pool, clock=clock, post=loop.post, tell=tell
+            store=store, writer=writer, backend=backend, pool=pool, clock=clock, post=loop.post, reporter=reporter
         )
         admissions.counter = store.committed.largest_counter
         return Pipeline(

@@ -6,9 +6,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeAlias
+from typing import Any, ParamSpec, TypeAlias
 
 from pccheck_async.events import Closed, Durable, Event, Failed, Superseded, Waited
 from pccheck_async.hooks import Hooks
@@ -16,6 +16,7 @@ from pccheck_async.logs import log, write
 
 __all__ = ["Reporter"]
 
+P = ParamSpec("P")
 _Line: TypeAlias = tuple[int, str, str, dict[str, Any]]
 """Level, name of the event, text and fields of a record."""
 
@@ -30,79 +31,93 @@ class Reporter:
 
     Args:
         store: Path of the store, for the log.
+        waited: Returns the seconds that training was kept waiting so far.
 
     Attributes:
         hooks: Told of every event.
         nbytes: Of all durable checkpoints.
     """
 
-    def __init__(self, store: str) -> None:
+    def __init__(self, store: str, waited: Callable[[], float]) -> None:
         self.hooks = Hooks()
         self.nbytes = 0
         self._store = store
+        self._waited = waited
         self._lock = threading.RLock()
         self._began = time.monotonic()
-        self._since = _Sums(self._began)
+        self._since = _Sums(self._began, 0.0)
         self._last: deque[bool] = deque(maxlen=_LAST)  # whether they were superseded
         self._burst = False
         self._held_up: float | None = None
 
-    def tell(self, event: Event) -> None:
-        """Note an event."""
-        if event.level is not None or isinstance(event, Waited):
-            with suppress(Exception):  # of a handler of the log; nobody who tells of an event expects it
-                self._note(event)
-        self.hooks.put(event)
+    def tell(self, kind: Callable[P, Event], *arguments: P.args, **fields: P.kwargs) -> None:
+        """Note an event: its class, and its fields by name. It is made only where a hook gets it."""
+        of: Any = kind
+        lines = self._count(of, fields)
+        logged = of.level is not None and log.isEnabledFor(of.level)
+        if lines or logged:
+            with suppress(Exception):  # of an error without a text, or a handler of the log: nobody expects it here
+                self._write([self._own_line(of, fields), *lines] if logged else lines)
+        if self.hooks:
+            self.hooks.put(kind(*arguments, **fields))
 
-    def closed(self, *, durable: int, superseded: int, failed: int, skipped: int, stall: float) -> None:
+    def closed(self, *, durable: int, superseded: int, failed: int, skipped: int) -> None:
         """Note the engine's end."""
         self.tell(
-            Closed(
-                durable=durable,
-                superseded=superseded,
-                failed=failed,
-                skipped=skipped,
-                nbytes=self.nbytes,
-                seconds=time.monotonic() - self._began,
-                stall=stall,
-            )
+            Closed,
+            durable=durable,
+            superseded=superseded,
+            failed=failed,
+            skipped=skipped,
+            nbytes=self.nbytes,
+            seconds=time.monotonic() - self._began,
+            stall=self._waited(),
         )
 
-    def _note(self, event: Event) -> None:
-        lines: list[_Line] = []
-        if event.level is not None and log.isEnabledFor(event.level):
-            fields = event.fields()
-            if isinstance(event, Failed):
-                fields["error"] = f"{type(event.error).__name__}: {event.error}"
-            lines.append((event.level, event.name, event.text, fields))
-        with self._lock:
-            if isinstance(event, (Durable, Superseded, Failed)):
-                lines += self._count(event)
-            elif isinstance(event, Waited):
-                lines += self._count_waiting(event)
-        for level, name, text, fields in lines:  # not under the lock: handlers of the log have locks of their own
+    def _own_line(self, kind: type[Event], fields: Mapping[str, Any]) -> _Line:
+        assert kind.level is not None
+        said = dict(fields)
+        if kind is Failed:
+            said["error"] = f"{type(fields['error']).__name__}: {fields['error']}"
+        return kind.level, kind.name, kind.text, said
+
+    def _write(self, lines: Sequence[_Line]) -> None:
+        for level, name, text, fields in lines:
             fields["store"] = self._store
             write(level, name, text, fields, **fields)
 
-    def _count(self, event: Durable | Superseded | Failed) -> Iterator[_Line]:
+    def _count(self, kind: type[Event], fields: Mapping[str, Any]) -> Sequence[_Line]:
+        """Return lines, which are not written under the lock: handlers of the log have locks of their own."""
+        if kind is Durable or kind is Superseded or kind is Failed:
+            with self._lock:
+                return self._count_end(kind, fields)
+        if kind is Waited and fields["seconds"] > _LONG_SECONDS:
+            with self._lock:
+                return self._count_waiting(fields)
+        return ()
+
+    def _count_end(self, kind: type[Event], fields: Mapping[str, Any]) -> list[_Line]:
         sums = self._since
-        if isinstance(event, Durable):
-            self.nbytes += event.nbytes
-            sums.nbytes += event.nbytes
+        lines: list[_Line] = []
+        if kind is Durable:
+            self.nbytes += fields["nbytes"]
+            sums.nbytes += fields["nbytes"]
             sums.durable += 1
-        elif isinstance(event, Superseded):
+        elif kind is Superseded:
             sums.superseded += 1
         else:
             sums.failed += 1
-        if not isinstance(event, Failed):
-            self._last.append(isinstance(event, Superseded))
-            yield from self._look_for_burst()
+        if kind is not Failed:
+            self._last.append(kind is Superseded)
+            lines += self._look_for_burst()
         now = time.monotonic()
         if now - sums.began >= _SUMMARY_SECONDS:
-            self._since = _Sums(now)
-            yield logging.INFO, "summary", _Sums.TEXT, sums.fields(now)
+            waited = self._waited()
+            self._since = _Sums(now, waited)
+            lines.append((logging.INFO, "summary", _Sums.TEXT, sums.fields(now, waited)))
+        return lines
 
-    def _look_for_burst(self) -> Iterator[_Line]:
+    def _look_for_burst(self) -> list[_Line]:
         superseded = sum(self._last)
         if self._burst:
             self._burst = superseded > _LAST // 4
@@ -112,18 +127,19 @@ class Reporter:
                 "%(count)d of the last %(last)d checkpoints were superseded: more are in flight than the storage of "
                 "%(store)s can take; checkpoint less often, or lower max_in_flight"
             )
-            yield logging.WARNING, "superseded_burst", text, {"count": superseded, "last": len(self._last)}
+            return [(logging.WARNING, "superseded_burst", text, {"count": superseded, "last": len(self._last)})]
+        return []
 
-    def _count_waiting(self, event: Waited) -> Iterator[_Line]:
-        self._since.stall += event.seconds
+    def _count_waiting(self, fields: Mapping[str, Any]) -> list[_Line]:
         now = time.monotonic()
-        if event.seconds > _LONG_SECONDS and (self._held_up is None or now - self._held_up >= _SUMMARY_SECONDS):
-            self._held_up = now
-            text = (
-                "training was kept waiting for %(seconds).3f s by the checkpoint of step %(step)d (in %(where)s); "
-                "not said again for ten minutes"
-            )
-            yield logging.WARNING, "held_up", text, event.fields()
+        if self._held_up is not None and now - self._held_up < _SUMMARY_SECONDS:
+            return []
+        self._held_up = now
+        text = (
+            "training was kept waiting for %(seconds).3f s by the checkpoint of step %(step)d (in %(where)s); "
+            "not said again for ten minutes"
+        )
+        return [(logging.WARNING, "held_up", text, dict(fields))]
 
 
 class _Sums:
@@ -134,17 +150,17 @@ class _Sums:
         "%(failed)d failed; training was kept waiting for %(stall).3f s"
     )
 
-    def __init__(self, began: float) -> None:
+    def __init__(self, began: float, waited: float) -> None:
         self.began = began
         self.durable = self.superseded = self.failed = self.nbytes = 0
-        self.stall = 0.0
+        self._waited = waited
 
-    def fields(self, now: float) -> dict[str, Any]:
+    def fields(self, now: float, waited: float) -> dict[str, Any]:
         return {
             "durable": self.durable,
             "superseded": self.superseded,
             "failed": self.failed,
             "nbytes": self.nbytes,
             "seconds": now - self.began,
-            "stall": self.stall,
+            "stall": waited - self._waited,
         }

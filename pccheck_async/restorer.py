@@ -10,7 +10,6 @@ from typing import Any
 from pccheck_async import events
 from pccheck_async.copying import CopyBackend
 from pccheck_async.errors import CorruptStoreError, ReadError, StateMismatchError
-from pccheck_async.events import Event
 from pccheck_async.info import Restored
 from pccheck_async.layout import Entry
 from pccheck_async.logs import write
@@ -19,6 +18,7 @@ from pccheck_async.pool import BufferPool
 from pccheck_async.progress import ReadProgress, reading_progress
 from pccheck_async.read_lease import DroppedMeanwhileError, ReadLease
 from pccheck_async.reading import choose, pool_for, warn_damaged
+from pccheck_async.reporter import Reporter
 from pccheck_async.restore import read_manifest, read_payload
 from pccheck_async.state.match import Restoration, match
 from pccheck_async.statistics import StageClock
@@ -42,7 +42,7 @@ class Restorer:
         pool: Staging buffers.
         clock: Stage times.
         post: Calls a function on the engine's loop.
-        tell: Called with what happens.
+        reporter: Told of what happens.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Restorer:
         pool: BufferPool,
         clock: StageClock,
         post: Callable[..., Any],
-        tell: Callable[[Event], None],
+        reporter: Reporter,
     ) -> None:
         self._store = store
         self._writer = writer
@@ -62,7 +62,7 @@ class Restorer:
         self._pool = pool
         self._clock = clock
         self._post = post
-        self._tell = tell
+        self._reporter = reporter
 
     def restore(
         self,
@@ -99,8 +99,8 @@ class Restorer:
                 raise
             else:
                 seconds = time.perf_counter() - start
-                self._tell(
-                    events.Restored(step=entry.step, counter=entry.counter, nbytes=entry.nbytes, seconds=seconds)
+                self._reporter.tell(
+                    events.Restored, step=entry.step, counter=entry.counter, nbytes=entry.nbytes, seconds=seconds
                 )
                 if restored.missing or restored.unexpected:
                     text = "restored step %d in part: the checkpoint lacks %s; the state lacks %s"

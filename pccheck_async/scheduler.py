@@ -19,7 +19,7 @@ from pccheck_async.capture import Capture, Snapshot
 from pccheck_async.checksum import crc32
 from pccheck_async.copying import CopyBackend
 from pccheck_async.errors import CheckpointError
-from pccheck_async.events import Abandoned, Captured, Event
+from pccheck_async.events import Abandoned, Captured
 from pccheck_async.failures import first_failure
 from pccheck_async.image import Image, Images
 from pccheck_async.info import CheckpointInfo
@@ -32,6 +32,7 @@ from pccheck_async.overlap import Overlapped
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.plan import Chunk, Plan, Planner
 from pccheck_async.pool import BufferPool
+from pccheck_async.reporter import Reporter
 from pccheck_async.statistics import StageClock
 from pccheck_async.store import SlotLease, Store
 from pccheck_async.tracing import Sink, Traced, enter_chunk, traced
@@ -78,7 +79,7 @@ class Scheduler:
         clock: Stage times.
         ended: Called with every checkpoint that ended, its error, whether it was superseded, and its bytes, before
             anyone is told.
-        tell: Called with what happens before that.
+        reporter: Told of what happens before that.
         path: Of the store, for the log.
     """
 
@@ -94,7 +95,7 @@ class Scheduler:
         max_in_flight: int,
         clock: StageClock,
         ended: Callable[[PendingCheckpoint, Exception | None, bool, int], None],
-        tell: Callable[[Event], None],
+        reporter: Reporter,
         path: str,
     ) -> None:
         self._store = store
@@ -105,7 +106,7 @@ class Scheduler:
         self._images = images
         self._clock = clock
         self._ended = ended
-        self._tell = tell
+        self._reporter = reporter
         self._path = path
         self._limiter = Limiter(max_in_flight)
         self._manifests = ManifestEncoder()
@@ -146,7 +147,7 @@ class Scheduler:
         if task is None or pending.is_captured:
             return False
         capture = self._captures.get(pending)
-        self._tell(Abandoned(step=pending.step, counter=pending.counter, seconds=max_stall))
+        self._reporter.tell(Abandoned, step=pending.step, counter=pending.counter, seconds=max_stall)
         self._abandoned[pending] = error  # the task may end before this does
         pending.set_told()
         task.cancel()
@@ -318,8 +319,8 @@ class Scheduler:
 
     def _captured(self, pending: PendingCheckpoint) -> None:
         at = pending.captured_at if pending.is_captured else time.monotonic()  # a small one before it came here
-        seconds = max(0.0, at - pending.admitted_at)
-        self._tell(Captured(step=pending.step, counter=pending.counter, nbytes=pending.nbytes or 0, seconds=seconds))
+        seconds, nbytes = max(0.0, at - pending.admitted_at), pending.nbytes or 0
+        self._reporter.tell(Captured, step=pending.step, counter=pending.counter, nbytes=nbytes, seconds=seconds)
         pending.set_captured()
 
     async def _copy_and_write(self, job: Job, capture: Capture, plan: Plan) -> tuple[SlotLease, Entry]:

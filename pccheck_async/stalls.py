@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from pccheck_async.events import Event, Waited
+from pccheck_async.events import Waited
 from pccheck_async.pending import PendingCheckpoint
+from pccheck_async.reporter import Reporter
 from pccheck_async.statistics import Distribution, Spread
 from pccheck_async.tracing import Sink, Span
 
@@ -18,7 +19,7 @@ class Stalls:
     """Adds stalls up, and tells of each.
 
     Args:
-        tell: Called with each as an event.
+        reporter: Told of each.
         sink: Returns what records runs now, None where nothing does.
 
     Attributes:
@@ -28,8 +29,8 @@ class Stalls:
         last_call: The last call of ``checkpoint()``.
     """
 
-    def __init__(self, tell: Callable[[Event], None], sink: Callable[[], Sink | None]) -> None:
-        self._tell = tell
+    def __init__(self, reporter: Reporter, sink: Callable[[], Sink | None]) -> None:
+        self._reporter = reporter
         self._sink = sink
         self._spreads = {"checkpoint": Spread(), "optimizer": Spread()}
         self.seconds = self.guard_seconds = self.state_seconds = self.last_call = 0.0
@@ -52,7 +53,7 @@ class Stalls:
         pending.stall += seconds
         self.seconds += seconds
         self._spreads[where].add(seconds)
-        self._tell(Waited(step=pending.step, counter=pending.counter, seconds=seconds, where=where))
+        self._reporter.tell(Waited, step=pending.step, counter=pending.counter, seconds=seconds, where=where)
         if (sink := self._sink()) is not None:
             end = time.perf_counter()
             sink(Span(name="stall", start=end - seconds, end=end, step=pending.step, counter=pending.counter))

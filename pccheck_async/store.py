@@ -29,7 +29,7 @@ from pccheck_async.memory import aligned_buffer
 from pccheck_async.records import read_record
 from pccheck_async.retention import Retention
 from pccheck_async.slot_files import SlotFiles, SlotLease, open_slots
-from pccheck_async.uninterrupted import to_its_end, uninterrupted
+from pccheck_async.uninterrupted import uninterrupted
 from pccheck_async.writer import File, Part, Piece, Writer
 
 __all__ = ["SlotLease", "Store", "StoreStatistics", "open_store"]
@@ -294,9 +294,8 @@ class Store:
     async def _replace_record(self, entries: Iterable[Entry], slot: Sequence[Part] = ()) -> None:
         record = Record(self.committed.record.generation + 1, tuple(entries))
         try:
-            # Crash: acknowledged, the old slot reused, this in flight (I3). To its end: a record of which nobody knows
-            # whether it is durable would latch the store.
-            await to_its_end(self._persist_record(record, slot))
+            # Crash: acknowledged, the old slot reused, this in flight (I3).
+            await self._persist_record(record, slot)
         except BaseException as error:
             if not (slot and isinstance(error, OSError)):  # else it is latched, or only a write to the slot failed
                 self._latch.set(error)  # which of the two records a restart will find is unknown: write nothing more
@@ -351,8 +350,11 @@ class Store:
             raise
 
     async def _persist_record(self, record: Record, slot: Sequence[Part] = ()) -> None:
-        """Write a record and make it durable; before it a slot, where that is not yet (I2)."""
-        await self._writer.persist([*slot, self._commit.part(record)], self._latch.set)
+        """Write a record and make it durable; before it a slot, where that is not yet (I2).
+
+        Cancellation: comes too late: a record of which nobody knows whether it is durable would latch the store.
+        """
+        await self._writer.persist([*slot, self._commit.part(record)], self._latch.set, final=True)
 
     def statistics(self) -> StoreStatistics:
         """Return slots and commits so far."""

@@ -32,6 +32,7 @@ from pccheck_async.memory import PAGE_BYTES
 from pccheck_async.operations.base import Operations
 from pccheck_async.operations.python import PythonOperations
 from pccheck_async.regular_file import open_regular
+from pccheck_async.reporter import Reporter
 from pccheck_async.testing import FailingWriter, StuckWriter
 from pccheck_async.uninterrupted import to_its_end, uninterrupted
 from pccheck_async.writer import Writer, folder
@@ -135,7 +136,7 @@ def test_a_flush_that_fails_after_its_checkpoint_was_cancelled_latches(tmp_path:
 
 
 def test_nobody_else_is_told_of_a_checkpoint_while_it_is_aborted() -> None:
-    admissions = Admissions(EngineConfig(), lambda event: None)
+    admissions = Admissions(EngineConfig(), Reporter("store", lambda: 0.0))
     for aborted in (True, False):
         pending = admissions.add(1)
         with pending.aborting() if aborted else nullcontext():

@@ -114,14 +114,14 @@ class FlushFirst(WrappingWriter):
         super().__init__(inner)
         self._name = name
 
-    async def persist(self, parts: Sequence[Part], unsure: Callable[[OSError], None]) -> None:
+    async def persist(self, parts: Sequence[Part], unsure: Callable[[OSError], None], *, final: bool = False) -> None:
         for number, (file, pieces) in enumerate(parts, 1):
             if file.name.startswith(self._name):
                 await self.flush(file)
                 for offset, data in pieces:
                     await self.write(file, offset, data)
             else:
-                await super().persist([(file, pieces)], unsure)
+                await super().persist([(file, pieces)], unsure, final=final)
             if number < len(parts):
                 await self.unlock(file)
 

@@ -110,6 +110,20 @@ def test_a_buffer_is_used_again_when_it_was_given_back_and_not_before(operations
     assert bytes(other.buffer[:1000]) == b"\1" * 1000
 
 
+def test_there_are_as_many_buffers_as_are_wanted(operations: Callable[[int], Images]) -> None:
+    images = operations(1 << 20)
+    layout = laid_out({"a": torch.zeros(1000, dtype=torch.uint8)})
+    for _ in range(2):
+        made = [images.make(layout) for _ in range(11)]
+        for number, image in enumerate(made):
+            assert image is not None
+            image.buffer[:] = bytes([number]) * len(image.buffer)
+        for number, image in enumerate(made):
+            assert image is not None
+            assert {*image.buffer} == {number}
+            images.take_back(image)
+
+
 def test_several_threads_make_images_of_states_that_differ(operations: Callable[[int], Images]) -> None:
     images = operations(1 << 20)
     wrong: list[str] = []

@@ -35,7 +35,7 @@ from hypothesis import strategies as st
 
 from pccheck_async import checksum
 from pccheck_async.operations import native, python
-from pccheck_async.operations.base import ChainStep, Flush, Linked, Operations, Step, Unlock, Write
+from pccheck_async.operations.base import ChainStep, Kind, Operations, Step
 from pccheck_async.operations.threads import WorkerThreads
 from tests.conftest import ENGINES, need
 
@@ -177,10 +177,10 @@ async def test_a_chain_performs_its_steps_in_order(runner: asyncio.Runner, opera
     ended: list[Step] = []
     await operations.chain(
         [
-            Write(fd, 0, memoryview(b"aaaa")),
-            Write(fd, 2, memoryview(b"bbbb")),
-            Flush(fd),
-            Write(fd, 4, memoryview(b"c")),
+            (Kind.WRITE, fd, 0, memoryview(b"aaaa")),
+            (Kind.WRITE, fd, 2, memoryview(b"bbbb")),
+            (Kind.FLUSH, fd),
+            (Kind.WRITE, fd, 4, memoryview(b"c")),
         ],
         ended,
     )
@@ -195,10 +195,13 @@ async def test_a_chain_performs_its_steps_in_order(runner: asyncio.Runner, opera
 async def test_nothing_of_a_chain_follows_a_failure(runner: asyncio.Runner, operations: Operations, fd: int) -> None:
     reader, writer = os.pipe()
     try:
-        after = Write(fd, 0, memoryview(b"after"))
-        for failing in (Flush(writer), Write(writer, 0, memoryview(b"x"))):  # EINVAL, ESPIPE: pipes have neither
+        after = (Kind.WRITE, fd, 0, memoryview(b"after"))
+        for failing in (
+            (Kind.FLUSH, writer),
+            (Kind.WRITE, writer, 0, memoryview(b"x")),
+        ):  # EINVAL, ESPIPE: pipes have neither
             ended: list[Step] = []
-            await operations.chain([Write(fd, 8, memoryview(b"before")), failing, after], ended)
+            await operations.chain([(Kind.WRITE, fd, 8, memoryview(b"before")), failing, after], ended)
             first, second = ended
             assert first[0] >= 0
             assert -second[0] in (errno.EINVAL, errno.ESPIPE)
@@ -210,9 +213,9 @@ async def test_nothing_of_a_chain_follows_a_failure(runner: asyncio.Runner, oper
 
 @on_loop
 async def test_a_refused_chain_does_nothing(runner: asyncio.Runner, operations: Operations, fd: int) -> None:
-    good = Write(fd, 0, memoryview(b"y"))
+    good = (Kind.WRITE, fd, 0, memoryview(b"y"))
     for offset in (-1, 2**63 - 1, 2**64):
-        bad = Write(fd, offset, memoryview(b"x"))
+        bad = (Kind.WRITE, fd, offset, memoryview(b"x"))
         for steps in ([bad, good], [good, bad]):
             with pytest.raises(ValueError, match=r"offset|negative|64 bits"):
                 await operations.chain(steps, [])
@@ -229,12 +232,12 @@ async def test_a_chain_unlocks_where_it_comes_to_it(
         read, write = os.pipe()
         os.close(read)
         ended: list[Step] = []
-        await operations.chain([Flush(write), Unlock(fd)], ended)
+        await operations.chain([(Kind.FLUSH, write), (Kind.UNLOCK, fd)], ended)
         os.close(write)
         assert len(ended) == 1
         with pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        await operations.chain([Write(fd, 0, memoryview(b"x")), Unlock(fd), Flush(fd)], ended)
+        await operations.chain([(Kind.WRITE, fd, 0, memoryview(b"x")), (Kind.UNLOCK, fd), (Kind.FLUSH, fd)], ended)
         assert [result >= 0 for result, _ in ended] == [False, True, True, True]
         fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
     finally:
@@ -247,12 +250,12 @@ async def test_a_chain_ends_at_a_file_that_was_removed(
 ) -> None:
     ended: list[Step] = []
     # What is no file is left to the step that uses it.
-    steps: list[ChainStep] = [Linked(-1), Linked(fd), Write(fd, 0, memoryview(b"x"))]
+    steps: list[ChainStep] = [(Kind.LINKED, -1), (Kind.LINKED, fd), (Kind.WRITE, fd, 0, memoryview(b"x"))]
     await operations.chain(steps, ended)
     assert [min(result, 0) for result, _ in ended] == [0, 0, 0]
     (tmp_path / "file").unlink()
     ended.clear()
-    await operations.chain([*steps, Flush(fd)], ended)
+    await operations.chain([*steps, (Kind.FLUSH, fd)], ended)
     assert [result for result, _ in ended] == [0, -errno.ENOENT]
 
 
@@ -261,7 +264,9 @@ async def test_how_a_chain_ended_is_known_though_its_caller_was_cancelled(
     runner: asyncio.Runner, operations: Operations, fd: int
 ) -> None:
     ended: list[Step] = []
-    chain = asyncio.ensure_future(operations.chain([Write(fd, 0, memoryview(b"x")), Flush(1_000_000)], ended))
+    chain = asyncio.ensure_future(
+        operations.chain([(Kind.WRITE, fd, 0, memoryview(b"x")), (Kind.FLUSH, 1_000_000)], ended)
+    )
     await asyncio.sleep(0)
     while not os.fstat(fd).st_size:
         pass  # the loop does not get to know how it ends before it is cancelled
@@ -270,6 +275,23 @@ async def test_how_a_chain_ended_is_known_though_its_caller_was_cancelled(
         await chain
     assert [min(result, 0) for result, _ in ended] == [0, -errno.EBADF]
     assert not operations.running
+
+
+@on_loop
+async def test_a_chain_that_waits_for_its_turn_happens_though_it_is_cancelled(
+    runner: asyncio.Runner, operations: Operations, fd: int
+) -> None:
+    long: list[ChainStep] = [(Kind.WRITE, fd, 0, memoryview(bytes(1 << 20)))] * 200
+    before = [asyncio.ensure_future(operations.chain(long, [])) for _ in range(2)]  # as many as there are threads
+    ended: list[Step] = []
+    chain = asyncio.ensure_future(operations.chain([(Kind.WRITE, fd, 1 << 20, memoryview(b"x"))], ended))
+    await asyncio.sleep(0)
+    chain.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await chain
+    assert [result >= 0 for result, _ in ended] == [True]
+    assert os.pread(fd, 2, 1 << 20) == b"x"
+    await asyncio.gather(*before)
 
 
 @on_loop
@@ -763,10 +785,15 @@ if native.available():
             (1, _ext.UNLOCK, 0),
             (1, _ext.LINKED, 0),
             (1, _ext.CHAIN, ()),
-            (1, _ext.CHAIN, [(0, _ext.FLUSH, 0)]),
-            (1, _ext.CHAIN, ((0, _ext.WRITE, 0, 0, bytearray(1)), (0, _ext.FLUSH))),
-            (1, _ext.CHAIN, ((0, _ext.FLUSH, 0), (0, _ext.READ, 0, 0, bytearray(1)))),
-            (1, _ext.CHAIN, ((0, _ext.CHAIN, ((0, _ext.FLUSH, 0),)),)),
+            (1, _ext.CHAIN, [(_ext.FLUSH, 0)]),
+            (1, _ext.CHAIN, ((_ext.WRITE, 0, 0, bytearray(1)), (_ext.FLUSH,))),
+            (1, _ext.CHAIN, ((_ext.FLUSH, 0), ())),
+            (1, _ext.CHAIN, ((_ext.FLUSH, 0), None)),
+            (1, _ext.CHAIN, ((_ext.FLUSH, 0), ("0",))),
+            (1, _ext.CHAIN, ((_ext.WRITE, 0, -1, b""),)),
+            (1, _ext.CHAIN, ((_ext.WRITE, 0, 2**63 - 1, b"x"),)),
+            (1, _ext.CHAIN, ((_ext.FLUSH, 0), (_ext.READ, 0, 0, bytearray(1)))),
+            (1, _ext.CHAIN, ((_ext.CHAIN, ((_ext.FLUSH, 0),)),)),
         ],
     )
     def test_a_batch_is_all_or_nothing(queue: _ext.Queue, bad: Any) -> None:
@@ -784,9 +811,12 @@ if native.available():
     def test_chains_do_not_nest_however_deep(queue: _ext.Queue) -> None:
         steps: tuple[Any, ...] = ()
         for _ in range(200_000):  # too deep for a C stack
-            steps = ((0, _ext.CHAIN, steps),)
+            steps = ((_ext.CHAIN, steps),)
         with pytest.raises(ValueError, match="a chain is made of"):
             queue.submit([(1, _ext.CHAIN, steps)])
+
+    def test_kinds_are_those_of_the_extension() -> None:
+        assert {kind.name: int(kind) for kind in Kind} == {kind.name: getattr(_ext, kind.name) for kind in Kind}
 
     def test_an_operation_is_of_the_kind_that_was_checked(queue: _ext.Queue) -> None:
         class Fickle:
@@ -878,7 +908,7 @@ if native.available():
                 "segments": (table, (1, _ext.GATHER, table, bytearray(CHUNK), None)),
                 "buffer": (buffer, (1, _ext.GATHER, b"", buffer, None)),
                 "keepalive": (keepalive, (1, _ext.GATHER, b"", bytearray(CHUNK), keepalive)),
-                "step": (buffer, (1, _ext.CHAIN, ((0, _ext.WRITE, fd, 0, buffer),))),
+                "step": (buffer, (1, _ext.CHAIN, ((_ext.WRITE, fd, 0, buffer),))),
             }
             owner, operation = batch[through]
             owner.queue = queue  # only the garbage collector finds it

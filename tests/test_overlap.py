@@ -436,7 +436,7 @@ def test_a_capture_that_holds_training_up_for_too_long_is_abandoned(tmp_path: Pa
 def test_an_interrupted_guard_keeps_waiting_at_the_next_step(tmp_path: Path) -> None:
     with held(tmp_path) as it:
         waited = it.pending.wait_out_of_reach
-        it.pending.wait_out_of_reach = interrupt  # type: ignore[method-assign,assignment]
+        it.pending.wait_out_of_reach = interrupt  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             it.optimizer.step()
         it.pending.wait_out_of_reach = waited  # type: ignore[method-assign]
@@ -445,7 +445,7 @@ def test_an_interrupted_guard_keeps_waiting_at_the_next_step(tmp_path: Path) -> 
     assert equal(saved(tmp_path), it.want)
 
 
-def interrupt(*_: Any) -> bool:
+def interrupt(*_: Any, **__: Any) -> bool:
     raise KeyboardInterrupt
 
 
@@ -485,7 +485,7 @@ def test_an_interrupt_while_a_checkpoint_is_told_of_takes_no_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with SyncCheckpointEngine(tmp_path, max_in_flight=1, on_busy="skip") as engine:
-        monkeypatch.setattr(engine._core.admissions, "_tell", interrupt)
+        monkeypatch.setattr(engine._core.reporter, "tell", interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.checkpoint({"x": torch.ones(3)}, step=1)
         monkeypatch.undo()
@@ -573,7 +573,7 @@ def test_an_interrupted_guard_forgets_no_capture(tmp_path: Path) -> None:
     with held(tmp_path, keep_last=2) as it:
         second = it.engine.checkpoint(it.state, step=2, overlap=True)
         waited = it.pending.wait_out_of_reach
-        it.pending.wait_out_of_reach = interrupt  # type: ignore[method-assign,assignment]
+        it.pending.wait_out_of_reach = interrupt  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             it.optimizer.step()
         it.pending.wait_out_of_reach = waited  # type: ignore[method-assign]

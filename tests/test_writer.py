@@ -16,7 +16,8 @@ import pytest
 
 from pccheck_async.errors import CorruptStoreError, ReadError, StoreFullError, WriteError
 from pccheck_async.memory import PAGE_BYTES, map_memory
-from pccheck_async.writer import File
+from pccheck_async.testing.wrapping import WrappingWriter
+from pccheck_async.writer import File, Part, Writer
 from pccheck_async.writer.posix import PosixWriter
 from tests.conftest import ENGINES
 from tests.planted import PLANTED, planted
@@ -80,6 +81,7 @@ def test_persist_writes_then_flushes_and_counts_each(tmp_path: Path, on_disk: On
         failed: list[OSError] = []
         await writer.persist([(file, [(0, block(b"one")), (2 * PAGE_BYTES, block(b"two"))])], failed.append)
         await writer.persist([(file, ())], failed.append)
+        await writer.persist([], failed.append)
         written = (tmp_path / "slot-000").read_bytes()
         assert (written[:4], written[2 * PAGE_BYTES :][:4]) == (b"one\0", b"two\0")
         io = writer.statistics()
@@ -170,19 +172,74 @@ def test_a_flush_that_is_refused_is_a_failure_and_not_repeated(tmp_path: Path, o
     on_disk(tmp_path, test)
 
 
-def test_a_cancelled_persist_ends_and_tells_of_its_flush(tmp_path: Path, on_disk: OnDisk) -> None:
-    async def test(writer: PosixWriter) -> None:
+@pytest.mark.parametrize("final", [True, False], ids=["final", "not_final"])
+@pytest.mark.parametrize("alike", [True, False], ids=["as_any_writer", "as_this_one"])
+@pytest.mark.parametrize("fails", [True, False], ids=["fails", "succeeds"])
+def test_a_cancelled_persist_ends_and_tells_of_its_flush(
+    tmp_path: Path, on_disk: OnDisk, final: bool, alike: bool, fails: bool
+) -> None:
+    async def test(posix: PosixWriter) -> None:
+        writer: Writer = WrappingWriter(posix) if alike else posix
         failed: list[OSError] = []
-        file, missing = await writer.create("slot-000", PAGE_BYTES), File("slot-001", 0, fd=1_000_000)
-        parts = [(file, [(0, block(b"begun"))]), (missing, ())]
-        persisting = asyncio.ensure_future(writer.persist(parts, failed.append))
+        file, last = [await writer.create(name, PAGE_BYTES) for name in ("slot-000", "slot-001")]
+        if fails:
+            last = File("slot-001", 0, fd=1_000_000)
+        parts = [(file, [(0, block(b"begun"))]), (last, [(0, block(b"ended"))])]
+        persisting = asyncio.ensure_future(writer.persist(parts, failed.append, final=final))
         await asyncio.sleep(0)
-        while not (tmp_path / "slot-000").read_bytes().startswith(b"begun"):
-            pass  # the loop does not get to know how it ends before it is cancelled
         persisting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await persisting
-        assert [error.errno for error in failed] == [errno.EBADF]
+        await asyncio.wait((persisting,))
+        assert (tmp_path / "slot-000").read_bytes().startswith(b"begun")
+        assert [error.errno for error in failed] == [errno.EBADF] * fails
+        assert (tmp_path / "slot-001").read_bytes().startswith(b"ended") is not fails
+        assert persisting.cancelled() is not final
+        if final:
+            assert persisting.exception() is (failed[0] if fails else None)
+
+    on_disk(tmp_path, test)
+
+
+def test_what_is_refused_is_written_again_though_it_was_cancelled(tmp_path: Path, on_disk: OnDisk) -> None:
+    async def test(writer: PosixWriter) -> None:
+        file = await writer.create("slot-000", 2 * PAGE_BYTES)
+        if not file.direct:
+            pytest.skip("no direct I/O on this filesystem")
+        unaligned = memoryview(map_memory(2 * PAGE_BYTES))[1 : PAGE_BYTES + 1]
+        unaligned[:3] = b"all"
+        failed: list[OSError] = []
+        persisting = asyncio.ensure_future(writer.persist([(file, [(0, unaligned)])], failed.append, final=True))
+        await asyncio.sleep(0)
+        persisting.cancel()
+        await persisting
+        assert not failed
+        assert (tmp_path / "slot-000").read_bytes()[:3] == b"all"
+
+    on_disk(tmp_path, test)
+
+
+@pytest.mark.parametrize("flushed", [True, False])
+def test_an_engine_that_takes_no_more_after_a_flush_leaves_it_unsure(
+    tmp_path: Path, on_disk: OnDisk, monkeypatch: pytest.MonkeyPatch, flushed: bool
+) -> None:
+    """Of what was to be written again: the first copy of a record may be on its way to the device."""
+
+    async def test(writer: PosixWriter) -> None:
+        files = [await writer.create(name, 2 * PAGE_BYTES) for name in ("slot-000", "commit")]
+        if not files[1].direct:
+            pytest.skip("no direct I/O on this filesystem")
+        unaligned = memoryview(map_memory(2 * PAGE_BYTES))[1 : PAGE_BYTES + 1]
+        refused: list[Part] = [(files[1], [(0, unaligned)])]
+        failed: list[OSError] = []
+
+        def give_up_direct(file: File) -> None:
+            writer._operations._closed = True
+
+        with monkeypatch.context() as patched:
+            patched.setattr(writer, "_give_up_direct", give_up_direct)
+            with pytest.raises(WriteError) as told:
+                await writer.persist([(files[0], [(0, block(b"one"))])] * flushed + refused, failed.append)
+        writer._operations._closed = False
+        assert (told.value.errno, failed) == (errno.EBADF, [told.value] * flushed)
 
     on_disk(tmp_path, test)
 

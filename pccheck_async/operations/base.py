@@ -13,6 +13,7 @@ import asyncio
 import errno
 import itertools
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -25,17 +26,30 @@ __all__ = [
     "Checksum",
     "Flush",
     "Gather",
-    "Linked",
+    "Kind",
     "Operation",
     "Operations",
     "Read",
     "Scatter",
     "Step",
-    "Unlock",
     "Write",
 ]
 
 T = TypeVar("T")
+
+
+class Kind(IntEnum):
+    """What the extension calls operations; calls run on helper threads."""
+
+    WRITE = 0
+    READ = 1
+    FLUSH = 2
+    GATHER = 3
+    SCATTER = 4
+    CHECKSUM = 5
+    CHAIN = 6
+    UNLOCK = 7
+    LINKED = 8
 
 
 class Write(NamedTuple):
@@ -56,18 +70,6 @@ class Read(NamedTuple):
 
 class Flush(NamedTuple):
     """``fdatasync``. Result: None."""
-
-    fd: int
-
-
-class Unlock(NamedTuple):
-    """Let go of the lock (``flock``) that an open file holds; only as a step of a chain."""
-
-    fd: int
-
-
-class Linked(NamedTuple):
-    """Fail with ENOENT where no name leads to an open file any more; only as a step of a chain. Result: 0."""
 
     fd: int
 
@@ -107,16 +109,19 @@ class Chain(NamedTuple):
     """Perform steps on one thread, each once the one before it succeeded. Result: a :class:`Step` for each performed.
 
     For what is short and waited for: every operation of its own wakes up a thread and then the loop, which takes longer
-    than a small write. Not empty. Once it has begun it goes on until it ended, cancelled or not.
+    than a small write. Not empty. It goes on until it ended, cancelled or not.
     """
 
     steps: Sequence[ChainStep]
 
 
-ChainStep: TypeAlias = Write | Flush | Unlock | Linked
+ChainStep: TypeAlias = tuple[Any, ...]
+"""What a chain does: ``(Kind.WRITE, fd, offset, data)``; ``(Kind.FLUSH, fd)``; ``(Kind.UNLOCK, fd)``, which lets go of
+the lock (``flock``) that an open file holds; ``(Kind.LINKED, fd)``, which fails with ENOENT where no name leads to an
+open file any more. Plain tuples, as the extension takes them: small checkpoints wait for whatever is made here."""
 Step: TypeAlias = tuple[int, float]
 """How a step of a chain ended: negative where it failed, the number of the error, and the chain ended; and when, of
-``time.perf_counter()``. A plain pair, as the extension returns it: small checkpoints wait for whatever is made here."""
+``time.perf_counter()``. A plain pair, as the extension returns it."""
 
 
 class Call(NamedTuple):
@@ -192,15 +197,18 @@ class Operations(abc.ABC):
 
         Args:
             steps: What to do.
-            ended: Gets how each step ended, up to the one that failed, if one did: nothing after that happened. Also
-                where the caller is cancelled, which it gets to know once the chain has ended.
+            ended: Gets how each step ended, up to the one that failed, if one did: nothing after that happened.
+
+        Cancellation: stops nothing, and is raised once the chain has ended and ``ended`` says how.
+
+        Raises:
+            OSError: The engine does not take it, and nothing of it happened.
         """
         completion = self._begin(Chain(steps), at_once=True)
         try:
             ended += await completion
         except asyncio.CancelledError:
-            if completion.exception() is None:
-                ended += completion.result()
+            ended += completion.result()
             raise
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -238,7 +246,8 @@ class Operations(abc.ABC):
         if self._closed:
             raise OSError(errno.EBADF, "the operations engine is closed")
         token = next(self._tokens)
-        completion = _Completion(partial(self._ask_to_stop, token), self._loop)
+        # What is begun at once is not to be stopped either.
+        completion = _Completion(_nothing if at_once else partial(self._ask_to_stop, token), self._loop)
         self._waiting[token] = completion
         if at_once:
             self._submit_or_fail([(token, operation)])
@@ -298,3 +307,6 @@ class Operations(abc.ABC):
     @abc.abstractmethod
     def _shutdown(self) -> None:
         """Stop the threads behind the engine; nothing is running any more."""
+
+
+def _nothing() -> None: ...

@@ -14,12 +14,11 @@ from pccheck_async.operations.base import (
     Checksum,
     Flush,
     Gather,
-    Linked,
+    Kind,
     Operation,
     Operations,
     Read,
     Scatter,
-    Unlock,
     Write,
 )
 
@@ -39,20 +38,14 @@ _REFUSALS = {
     errno.ENOSYS: "it is older than Linux 5.6, was built without, or a seccomp filter hides it",
     errno.ENOMEM: "before Linux 5.12 the limit on locked memory (ulimit -l) may be too low for its rings",
 }
-_KINDS: dict[type, int] = {}
-"""What the extension calls them; calls run on helper threads."""
-if _why_not is None:
-    _KINDS |= {
-        Write: _ext.WRITE,
-        Read: _ext.READ,
-        Flush: _ext.FLUSH,
-        Gather: _ext.GATHER,
-        Scatter: _ext.SCATTER,
-        Checksum: _ext.CHECKSUM,
-        Chain: _ext.CHAIN,
-        Unlock: _ext.UNLOCK,
-        Linked: _ext.LINKED,
-    }
+_KINDS = {
+    Write: Kind.WRITE,
+    Read: Kind.READ,
+    Flush: Kind.FLUSH,
+    Gather: Kind.GATHER,
+    Scatter: Kind.SCATTER,
+    Checksum: Kind.CHECKSUM,
+}
 _open: weakref.WeakSet[NativeOperations] = weakref.WeakSet()
 _making = ForkLock()
 
@@ -136,7 +129,7 @@ class NativeOperations(Operations):
 def _packed(token: int, operation: Operation) -> tuple[Any, ...]:
     """Return an operation as the extension takes it: what it is made of, in that order."""
     if isinstance(operation, Chain):
-        return token, _KINDS[Chain], tuple([(0, _KINDS[type(step)], *step) for step in operation.steps])
+        return token, Kind.CHAIN, tuple(operation.steps)
     return token, _KINDS[type(operation)], *operation
 
 

@@ -22,13 +22,12 @@ from pccheck_async.operations.base import (
     Checksum,
     Flush,
     Gather,
-    Linked,
+    Kind,
     Operation,
     Operations,
     Read,
     Scatter,
     Step,
-    Unlock,
     Write,
 )
 from pccheck_async.operations.threads import WorkerThreads
@@ -88,7 +87,7 @@ class PythonOperations(Operations):
         self._copy.close()
 
 
-def _perform(operation: Operation | Unlock | Linked) -> Any:
+def _perform(operation: Operation) -> Any:
     match operation:
         case Write(fd, offset, data):
             return write_all(fd, offset, data)
@@ -96,10 +95,6 @@ def _perform(operation: Operation | Unlock | Linked) -> Any:
             return read_all(fd, offset, into)
         case Flush(fd):
             return os.fdatasync(fd)
-        case Unlock(fd):
-            return fcntl.flock(fd, fcntl.LOCK_UN)
-        case Linked(fd):
-            return _check_linked(fd)
         case Gather(segments, into):
             return gather(segments, into)
         case Scatter(source, checksum, segments):
@@ -114,14 +109,17 @@ def _perform(operation: Operation | Unlock | Linked) -> Any:
 
 def chain(steps: Sequence[ChainStep]) -> list[Step]:
     """Perform ``steps`` until one fails; none where one is impossible."""
-    for step in steps:
-        if isinstance(step, Write):
-            _check_offset(step.offset, step.data.nbytes)
+    for kind, *arguments in steps:
+        if kind not in _STEPS:
+            raise ValueError(f"a chain has no steps of kind {kind}")
+        if kind == Kind.WRITE:
+            _, offset, data = arguments
+            _check_offset(offset, data.nbytes)
     ended: list[Step] = []
-    for step in steps:
+    for kind, *arguments in steps:
         result = 0
         try:
-            _perform(step)
+            _STEPS[kind](*arguments)
         except OSError as error:
             result = -(error.errno or errno.EIO)
         ended.append((result, time.perf_counter()))
@@ -138,6 +136,10 @@ def _check_linked(fd: int) -> None:
         return
     if not links:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+
+def _unlock(fd: int) -> None:
+    fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def write_all(fd: int, offset: int, data: memoryview) -> None:
@@ -233,3 +235,11 @@ def _address(buffer: memoryview, *, writable: bool) -> int:
     if buffer.nbytes == 0:
         return 0
     return int(np.frombuffer(buffer, np.uint8).ctypes.data)
+
+
+_STEPS: dict[int, Callable[..., None]] = {
+    Kind.WRITE: write_all,
+    Kind.FLUSH: os.fdatasync,
+    Kind.UNLOCK: _unlock,
+    Kind.LINKED: _check_linked,
+}

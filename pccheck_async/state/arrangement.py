@@ -98,7 +98,7 @@ class Arrangement:
         if [*map(type, leaves.values)] != self._types:
             return None
         tensors, views = self._split(leaves)
-        if [*self._forms_of_arrays(leaves, views)] != self._array_forms:
+        if views and [*self._forms_of_arrays(leaves, views)] != self._array_forms:
             return None
         memory = _Memory([], [], [])
         place = self._place

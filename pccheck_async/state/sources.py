@@ -111,10 +111,11 @@ class Sources(Sequence[Source]):
 
     def again(self, addresses: npt.NDArray[np.uint64], owners: list[Any]) -> Sources:
         """Return sources of the same sizes on the same devices; of a packed one the address is 0, the owner itself."""
-        new = Sources()
-        new.addresses, new.nbytes, new._owners = addresses, self.nbytes, owners
-        new.lengths = self.lengths
+        new = Sources.__new__(Sources)  # all of it is set here
+        new._addresses, new._owners = [], owners
+        new.addresses, new.nbytes, new.lengths = addresses, self.nbytes, self.lengths
         new._placed, new.devices, new.packed_devices = self._placed.copy(), self.devices, self.packed_devices.copy()
+        new.owned = None
         return new
 
     def add(self, address: int, nbytes: int, owner: Any) -> None:

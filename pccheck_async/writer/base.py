@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from pccheck_async.statistics import Stage
-from pccheck_async.uninterrupted import uninterrupted
+from pccheck_async.uninterrupted import to_its_end, uninterrupted
 
 __all__ = ["File", "FileSystemFacts", "Part", "Piece", "Writer", "WriterStatistics"]
 
@@ -161,7 +161,7 @@ class Writer(abc.ABC):
     async def flush(self, file: File) -> None:
         """Make everything written to ``file``, and its size, durable."""
 
-    async def persist(self, parts: Sequence[Part], unsure: Callable[[OSError], None]) -> None:
+    async def persist(self, parts: Sequence[Part], unsure: Callable[[OSError], None], *, final: bool = False) -> None:
         """Write the pieces of a file and then flush it, and only then those of the next: all in one go.
 
         :meth:`write` and :meth:`flush`; every file but the last is let go of (:meth:`unlock`) before the next is
@@ -172,10 +172,12 @@ class Writer(abc.ABC):
             parts: Pieces are aligned as for :meth:`write`; none: the file is only flushed.
             unsure: Called before an error is raised after which nobody knows what is durable: of a flush, and of
                 whatever comes after the first one. After a failed write to the first file nothing else happened.
+            final: What came of it is what the caller has to know, cancelled or not.
 
-        Cancellation: all of it happens, and ``unsure`` is called where something fails, before that is raised.
+        Cancellation: all of it happens, and ``unsure`` is called where something fails, before that is raised; where it
+            is ``final``, cancellation comes too late, and is forgotten.
         """
-        await uninterrupted(self._persist(parts, unsure))
+        await (to_its_end if final else uninterrupted)(self._persist(parts, unsure))
 
     async def _persist(self, parts: Sequence[Part], unsure: Callable[[OSError], None]) -> None:
         flushing = False

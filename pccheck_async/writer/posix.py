@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import logging
@@ -16,7 +17,7 @@ import aiofiles
 
 from pccheck_async.errors import ClosedError, StoreFullError, folder_error, read_error, write_error
 from pccheck_async.logs import write
-from pccheck_async.operations.base import ChainStep, Flush, Linked, Operations, Step, Unlock, Write
+from pccheck_async.operations.base import ChainStep, Kind, Operations, Step
 from pccheck_async.statistics import StageClock
 from pccheck_async.uninterrupted import uninterrupted
 from pccheck_async.writer.base import File, FileSystemFacts, Part, Writer, WriterStatistics
@@ -31,6 +32,7 @@ _MOST_SMALL_BYTES = 1 << 20
 """Of a file that is read as a whole; a store's have some hundreds."""
 _REMOVED = "the file was removed while the store was open; open it again"
 _BUFFERED = "%s: buffered I/O with fdatasync: %s"
+_WRITE, _FLUSH, _UNLOCK, _LINKED = Kind.WRITE, Kind.FLUSH, Kind.UNLOCK, Kind.LINKED
 _writers: weakref.WeakSet[PosixWriter] = weakref.WeakSet()
 
 
@@ -171,30 +173,40 @@ class PosixWriter(Writer):
         except OSError as error:
             raise self._mapped(error, file.name) from error
 
-    async def persist(self, parts: Sequence[Part], unsure: Callable[[OSError], None]) -> None:
+    async def persist(self, parts: Sequence[Part], unsure: Callable[[OSError], None], *, final: bool = False) -> None:
         files, steps = _steps(parts)
         done = 0
+        cancelled = unknown = False
+        failure: OSError | None = None
         while done < len(steps):
             direct = [file for file in files if file.direct]
             start = time.perf_counter()
             ended: list[Step] = []
-            refused = False
             try:
                 await self._operations.chain(steps[done:], ended)
-                last = done + len(ended) - 1
-                refused = ended[-1][0] == -errno.EINVAL and isinstance(steps[last], Write) and files[last] in direct
+            except asyncio.CancelledError:  # too late: it went on to its end
+                cancelled = True
             except OSError as error:  # nothing of it happened
-                raise self._mapped(error, files[done].name) from error
-            finally:  # cancelled, too: it went on to its end
-                failure = self._count(files[done:], steps[done:], ended, start)
-                done += len(ended)
-                if failure is not None and not refused and _leaves_unsure(steps[:done]):
-                    unsure(failure)
-            if refused:
-                done -= 1
-                self._give_up_direct(files[done])
-            elif failure is not None:
-                raise failure
+                failure = self._mapped(error, files[done].name)
+                failure.__cause__ = error
+                unknown = _flushes(steps[:done])
+                break
+            failure = self._count(files[done:], steps[done:], ended, start)
+            done += len(ended)
+            if failure is None:
+                continue
+            last = done - 1
+            if failure.errno != errno.EINVAL or steps[last][0] != _WRITE or files[last] not in direct:
+                unknown = _flushes(steps[:done]) or steps[last][0] == _LINKED
+                break
+            self._give_up_direct(files[last])
+            done = last  # once more
+        if failure is not None and unknown:
+            unsure(failure)
+        if cancelled and not final:
+            raise asyncio.CancelledError
+        if failure is not None:
+            raise failure
 
     async def close(self) -> None:
         self._closed = True
@@ -247,16 +259,18 @@ class PosixWriter(Writer):
         self, files: Sequence[File], steps: Sequence[ChainStep], ended: Sequence[Step], start: float
     ) -> OSError | None:
         """Count what happened of a chain as if each step were an operation; return the error with which it ended."""
+        note = self._clock.note
         for step, (_, end) in zip(steps, ended, strict=False):
-            if isinstance(step, Write):
-                self._clock.note("write", start, end, len(step.data))
-            elif isinstance(step, Flush):
-                self._clock.note("flush", start, end)
+            kind = step[0]
+            if kind == _WRITE:
+                note("write", start, end, len(step[3]))
+            elif kind == _FLUSH:
+                note("flush", start, end)
             start = end
         if not ended or ended[-1][0] >= 0:
             return None
         number = -ended[-1][0]
-        removed = isinstance(steps[len(ended) - 1], Linked)
+        removed = steps[len(ended) - 1][0] == _LINKED
         error = OSError(number, _REMOVED if removed else os.strerror(number))
         failure = self._mapped(error, files[len(ended) - 1].name)
         failure.__cause__ = error
@@ -271,7 +285,8 @@ class PosixWriter(Writer):
         if self._facts.direct:
             why = "the filesystem accepted O_DIRECT and then refused a transfer (EINVAL)"
             self._facts = FileSystemFacts(self._facts.block_bytes, self._facts.memory_alignment, direct=False, why=why)
-            write(logging.WARNING, "direct_refused", _BUFFERED, self._folder.path, why)
+            with suppress(Exception):  # of a handler of the log: it would end a write that goes on
+                write(logging.WARNING, "direct_refused", _BUFFERED, self._folder.path, why)
 
     async def _change(self, name: str, function: Callable[..., T], *arguments: object) -> T:
         try:
@@ -286,19 +301,20 @@ class PosixWriter(Writer):
         return write_error(error, path)
 
 
-def _leaves_unsure(steps: Sequence[ChainStep]) -> bool:
-    """Whether nobody knows any more what is durable, the last of these steps having failed."""
-    return isinstance(steps[-1], Linked) or any(isinstance(step, Flush) for step in steps)
+def _flushes(steps: Sequence[ChainStep]) -> bool:
+    """Whether one of these is a flush, after which nobody knows what is durable where not all succeed."""
+    return any(kind == _FLUSH for kind, *_ in steps)
 
 
 def _steps(parts: Sequence[Part]) -> tuple[list[File], list[ChainStep]]:
     """Return the steps that persist ``parts``, and of each the file; the last part's file stays locked."""
     files = [file for file, _ in parts]
-    steps: list[ChainStep] = [Linked(file.fd) for file in files]  # else all could succeed, and be gone with descriptors
+    # First whether they have names: else all could succeed, and be gone with the descriptors.
+    steps: list[ChainStep] = [(_LINKED, file.fd) for file in files]
     for file, pieces in parts:
         fd = file.fd
-        steps += [Write(fd, offset, data) for offset, data in pieces]
-        steps += (Flush(fd), Unlock(fd))
+        steps += [(_WRITE, fd, offset, data) for offset, data in pieces]
+        steps += ((_FLUSH, fd), (_UNLOCK, fd))
         files += [file] * (len(pieces) + 2)
     return files, steps[:-1]
 
