@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
+import logging
 import os
 import resource
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -145,6 +146,28 @@ def test_persist_writes_what_was_refused_again_and_nothing_else(tmp_path: Path, 
         assert [(tmp_path / file.name).read_bytes()[:3] for file in files] == [b"one", b"two"]
         io = writer.statistics()
         assert (io.write.count, io.flush.count) == (3, 2), "one of them was refused"
+
+    on_disk(tmp_path, test)
+
+
+def test_a_handler_of_the_log_that_raises_ends_no_write(
+    tmp_path: Path, on_disk: OnDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Raises(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise RuntimeError(record.getMessage())
+
+    async def test(writer: PosixWriter) -> None:
+        file = await writer.create("slot-000", PAGE_BYTES)
+        if not file.direct:
+            pytest.skip("no direct I/O on this filesystem")
+        unaligned = memoryview(map_memory(2 * PAGE_BYTES))[1 : PAGE_BYTES + 1]
+        unaligned[:3] = b"all"
+        failed: list[OSError] = []
+        monkeypatch.setattr(logging.getLogger("pccheck_async"), "handlers", [Raises()])
+        await writer.persist([(file, [(0, unaligned)])], failed.append)
+        assert not failed
+        assert (tmp_path / "slot-000").read_bytes()[:3] == b"all"
 
     on_disk(tmp_path, test)
 
