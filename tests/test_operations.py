@@ -220,6 +220,9 @@ async def test_a_refused_chain_does_nothing(runner: asyncio.Runner, operations: 
             with pytest.raises(ValueError, match=r"offset|negative|64 bits"):
                 await operations.chain(steps, [])
             assert os.fstat(fd).st_size == 0
+    with pytest.raises(ValueError, match="a chain"):
+        await operations.chain([good, (Kind.READ, fd, 0, bytearray(1))], [])
+    assert os.fstat(fd).st_size == 0
 
 
 @on_loop
