@@ -14,18 +14,21 @@ import numpy.typing as npt
 import torch
 
 from pccheck_async.copying import CopyBackend, Fence, Fenced
+from pccheck_async.errors import TornCaptureError
 from pccheck_async.image import Image, Images
 from pccheck_async.manifest import ChunkEntry
 from pccheck_async.plan import Chunk, Plan, segments
 from pccheck_async.state.ambient import no_dispatch, no_functions, refuse_tracing
 from pccheck_async.state.arrangement import Arrangement, arranged
 from pccheck_async.state.aside import set_aside
+from pccheck_async.state.constants import Choice, Constants
 from pccheck_async.state.flatten import FlatState, take_apart
-from pccheck_async.state.lazy import LazySources, ModuleParameters, optimized, sharing_nothing
+from pccheck_async.state.lazy import ChangingTables, LazySources, optimized, sharing_nothing
 from pccheck_async.state.outline import Outline
 from pccheck_async.state.reference import Reference
 from pccheck_async.state.sources import HOST, Sources
 from pccheck_async.state.storages import Layout
+from pccheck_async.state.tears import Tears
 from pccheck_async.state.versions import StorageMemory, Versions
 
 __all__ = ["Capture", "Snapshot", "Snapshots"]
@@ -66,12 +69,16 @@ class Lazy:
         any_held: Whether there are any.
         versions: The tensors that are.
         reference: What they were, where that is to be compared.
+        constants: What of it is left to it because it did not change so far; None where nothing ever could be.
+        learn: Called with the checksums of all chunks, and the tables of those, if ``constants`` is something.
     """
 
     held: npt.NDArray[np.bool_]
     any_held: bool
     versions: Versions
     reference: Reference | None
+    constants: Choice | None
+    learn: Callable[[Choice, Sequence[npt.NDArray[np.uint64]], Sequence[int]], None]
 
 
 class Snapshots:
@@ -79,8 +86,10 @@ class Snapshots:
 
     def __init__(self) -> None:
         self._last: tuple[Outline | None, Arrangement | None] = (None, None)
-        self._modules = ModuleParameters()
+        self._tables = ChangingTables()
         self._lazy_sources = LazySources()
+        self._constants = Constants()
+        self._tears = Tears()
         self._part: _Part | None = None
 
     def take(
@@ -116,6 +125,12 @@ class Snapshots:
             self._last = flat.outline, arrangement
             return self._see(flat, layout, backend, optimizers, compare=compare, images=images)
 
+    def note_end(self, constants: Choice | None, error: Exception | None) -> None:
+        """Note how a checkpoint ended: what keeps tearing its captures is captured eagerly from then on."""
+        if error is None or isinstance(error, TornCaptureError):
+            torn = () if error is None else error.paths
+            self._tears.note(torn, () if constants is None else constants.paths.values())
+
     def _see(
         self,
         flat: FlatState,
@@ -149,25 +164,33 @@ class Snapshots:
         fenced: bool,
     ) -> tuple[Layout, Lazy]:
         values, paths = flat.leaves.values, flat.leaves.paths
-        unchanged = optimized(optimizers)
-        if flat.objects:
-            modules = self._modules.look(flat.objects, flat.outline, unchanged)
-            unchanged += modules.frozen()
-            if changing := modules.changed_by_forward():
-                unchanged = sharing_nothing(unchanged, changing)
+        owned = optimized(optimizers)
+        if flat.objects and (changing := self._tables.among(flat.objects, flat.outline)):
+            owned = sharing_nothing(owned, changing)
         sources = layout.sources
-        later = self._lazy_sources.among(sources, values, unchanged)
-        last = self._part
-        part = self._part = last if last is not None and last.later is later else _Part(later, layout.source_of)
-        held, any_held = part.held, part.any_held
+        later = self._lazy_sources.among(sources, values, owned)
+        if torn := self._tears.sources(paths, layout.source_of):
+            later = later.copy()
+            later[torn] = False
+        held = ~later
+        any_held, constants = bool(held.any()), None
         if any_held:
             sources, held = set_aside(sources, held)
+            candidates = held.copy()
+            candidates[torn] = False
+            if candidates.any():
+                constants = self._constants.choose(layout, candidates, values, paths)
+            if constants is not None:
+                layout = layout.broken_at(constants.breaks)
+                later, held = later | constants.left, held & ~constants.left
             any_held = bool(held.any())
         if fenced:  # steps change what is on the host at once (step counts): no stream holds them up
             sources, _ = set_aside(sources, later & _on_host(sources))
             if sources.owned is not None:
                 later = later & ~sources.owned
-                part = part.narrowed(later, layout.source_of)
+        part = self._part
+        if part is None or not (part.later is later or np.array_equal(part.later, later)):
+            part = self._part = _Part(later, layout.source_of)
         tensors: list[Any] = values
         if part.members is not None:
             tensors, paths = [values[n] for n in part.members], [paths[n] for n in part.members]
@@ -182,7 +205,7 @@ class Snapshots:
         else:
             versions = Versions(paths, tensors, part.memory)
             part.memory = versions.memory  # the same for as long as it is this part: then nothing moved
-        lazy = Lazy(held, any_held, versions, reference)
+        lazy = Lazy(held, any_held, versions, reference, constants, self._constants.learn)
         return layout if sources is layout.sources else layout.filled(sources), lazy
 
 
@@ -196,19 +219,10 @@ class _Part:
 
     def __init__(self, later: npt.NDArray[np.bool_], source_of: Sequence[int]) -> None:
         self.later = later
-        self.held = ~later
-        self.any_held = bool(self.held.any())
         lazy = [*later.tolist(), False]  # the last one stands for leaves without a source
         members = [number for number, source in enumerate(source_of) if lazy[source]]
         self.members = members if len(members) < len(source_of) else None
         self.memory: StorageMemory | None = None
-        self._narrowed: _Part | None = None
-
-    def narrowed(self, later: npt.NDArray[np.bool_], source_of: Sequence[int]) -> _Part:
-        """Return what is left of it where only ``later`` of its sources are left to captures."""
-        if self._narrowed is None or not np.array_equal(self._narrowed.later, later):
-            self._narrowed = _Part(later, source_of)
-        return self._narrowed
 
 
 class Capture:
@@ -307,13 +321,19 @@ class Capture:
             self._copying -= 1
             if not self._copying:
                 self._idle.set()
-        if self._lazy is not None and self._lazy.reference is not None:
-            self._lazy.reference.compare(chunk.parts, into)
+        lazy = self._lazy
+        if lazy is not None and lazy.reference is not None:
+            lazy.reference.compare(chunk.parts, into)
+        if lazy is not None and lazy.constants is not None:
+            lazy.constants.check(index, chunk.table, checksum)
         self._entries[index] = ChunkEntry(chunk.offset, chunk.nbytes, checksum)
         self._left -= 1
         self._take_time(chunk.nbytes)
         if not self._left:
             self.copied.set()
+            if lazy is not None and lazy.constants is not None:
+                tables, entries = [each.table for each in self._chunks], self.entries()
+                lazy.learn(lazy.constants, tables, [entry.checksum for entry in entries])
             self.release()
         if index in self._held:
             self._held.remove(index)

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -260,7 +261,8 @@ class EngineCore:
                     pipeline.publisher.start()
                 job = Job(pending, snapshot, plain, trace=self.trace)
                 if snapshot.lazy is not None:
-                    job.overlapped = Overlapped(pending, snapshot.lazy.versions)
+                    note_end = partial(self._snapshots.note_end, snapshot.lazy.constants)
+                    job.overlapped = Overlapped(pending, snapshot.lazy.versions, note_end)
                     pending.settle_by(job.overlapped.settle)
                     self.guard.watch(job.overlapped)
                     if not snapshot.lazy.any_held:

@@ -157,12 +157,13 @@ class CheckpointEngine(EngineBase):
             will.
             step: The user's number; by default the engine's counter.
             metadata: Small facts (at most 512 bytes) that ``list_checkpoints`` shows without reading the checkpoint.
-            overlap: Return earlier: what belongs to attached optimizers (and frozen parameters) is captured while
-                training goes on, until the next of their steps waits for it, on GPUs without blocking the host where
-                all copies are queued there. Everything else is captured before this
-                returns. Other code that changes such a tensor calls :meth:`wait_captured` first, else the checkpoint
-                is torn: mostly found out (TornCaptureError), but not writes through ``.data``, numpy, DLPack or
-                CUDA graphs (see ``check_captures``).
+            overlap: Return earlier: what attached optimizers train is captured while training goes on, until the next
+                of their steps waits for it, on GPUs without blocking the host where all copies are queued there.
+                Everything else is captured before this returns, unless it is large and was the same in the last two
+                checkpoints. Code that reaches for what is being captured through ``.data``, NumPy, a storage or DLPack
+                waits for it. Other code that changes such a tensor calls :meth:`wait_captured` first, else the
+                checkpoint is torn: found out (TornCaptureError), except for writes through references to memory that
+                were taken before, compiled code and CUDA graphs (see ``check_captures``).
 
         Returns:
             The checkpoint on its way; await it for durability.

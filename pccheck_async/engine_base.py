@@ -82,7 +82,9 @@ class EngineBase:
 
         From then on ``engine.step`` captures their parameters, and the tensors that they keep for each of them, while
         the next forward and backward run (CheckFreq, section 4.1). Code that changes these outside the optimizer's step
-        (averaging, clamping, ``load_state_dict``) calls :meth:`wait_captured` first. Where one is attached, others
+        (``param.copy_()``, ``load_state_dict``) calls :meth:`wait_captured` first; code that reaches for their memory
+        (``param.data``, ``.numpy()``, storages, DLPack: attributes of ``torch.Tensor`` that are shadowed until the
+        engine is closed) waits by itself. Where one is attached, others
         in the values of what ``engine.step`` gets, and in dicts, lists and tuples among these, join it. Of a trainer's
         wrapper (Accelerate, Lightning, Fabric) the optimizer inside is attached.
 

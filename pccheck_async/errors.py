@@ -112,7 +112,15 @@ class StateMismatchError(CheckpointError, ValueError):
 
 
 class TornCaptureError(CheckpointError):
-    """The live state changed while it was captured; nothing of that checkpoint was committed."""
+    """The live state changed while it was captured; nothing of that checkpoint was committed.
+
+    Attributes:
+        paths: The leaves that are known to have changed, as far as they can be told.
+    """
+
+    def __init__(self, message: str, *, paths: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.paths = tuple(paths)
 
 
 class InfeasibleError(CheckpointError, ValueError):

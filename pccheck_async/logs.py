@@ -35,6 +35,7 @@ never_kept          WARNING  no step that ``interval`` saves is a multiple of ``
 crowded_out         WARNING  more multiples of ``keep_every`` than a record names
 no_step             WARNING  a checkpoint is due and no attached optimizer has made a step for 256 brackets; once
 unused_gradients    WARNING  brackets in a row ended with gradients that no step used, which are ignored now
+captured_eagerly    WARNING  what keeps being torn beside training is captured before ``engine.step`` ends from then on
 unseen_optimizer    WARNING  an optimizer in the state has no hooks, so that its windows of accumulation are not seen
 no_metric           WARNING  a checkpoint has no number of the name that ``keep_best`` goes by; once
 readers             WARNING  a checkpoint waits for readers of other processes

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from pccheck_async.errors import ClosedError
 from pccheck_async.standard_files import fill_standard_files
+from pccheck_async.tensor_access import exempt_this_thread
 
 __all__ = ["EngineLoop", "finish", "wait_for"]
 
@@ -133,6 +134,7 @@ class EngineLoop:
             raise RuntimeError("blocking on the engine's own thread would never end")
 
     def _serve(self) -> None:
+        exempt_this_thread()
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_forever()

@@ -3,7 +3,9 @@
 Parameters and the tensors that an optimizer keeps for them change in its step only, so they may be copied during the
 next forward and backward if the step waits for the copy (CheckFreq, section 4.1). The guard sees to that for attached
 optimizers. Where all copies that are left are queued on devices, it lets the devices wait and not the training thread:
-what the step queues there comes behind a fence. Changes it cannot hold up are found out, as far as anybody can tell:
+what the step queues there comes behind a fence. Python code that reaches for the memory of what is being captured, past
+torch's counters, waits as well (:mod:`pccheck_async.tensor_access`): so are weights swapped for an evaluation. Changes
+that cannot be held up are found out, as far as anybody can tell:
 
 - a step that begins in the middle of a capture, by hooks on the attached optimizers and on all others;
 - other changes, by version counters, addresses and sizes, compared when the training thread next waits for the capture,
@@ -18,7 +20,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -28,6 +32,7 @@ from pccheck_async.moment import Moment
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.state.versions import Versions
 from pccheck_async.step_hooks import StepHooks, hooks_of, hooks_of_all
+from pccheck_async.tensor_access import notify, stop_notifying, storage_address
 
 __all__ = ["Guard", "Overlapped"]
 
@@ -38,14 +43,19 @@ class Overlapped:
     Args:
         pending: Its checkpoint.
         versions: The tensors that are captured while training goes on.
+        note_end: Called with what made the checkpoint fail, None where it did not.
     """
 
-    def __init__(self, pending: PendingCheckpoint, versions: Versions) -> None:
+    def __init__(
+        self, pending: PendingCheckpoint, versions: Versions, note_end: Callable[[Exception | None], None]
+    ) -> None:
         self.pending = pending
+        self.note_end = note_end
         self._versions: Versions | None = versions
+        self._addresses = versions.memory[0]
         self._torn: TornCaptureError | None = None
         self._fence: Moment[Fence] = Moment()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer that reaches for memory may find it taken by its own thread
 
     @property
     def running(self) -> bool:
@@ -56,6 +66,11 @@ class Overlapped:
     def settled(self) -> bool:
         """Whether changes are no concern of this any more."""
         return self._versions is None
+
+    @cached_property
+    def storages(self) -> frozenset[int]:
+        """Where the storages begin that are captured while training goes on."""
+        return frozenset(self._addresses)
 
     def set_fence(self, fence: Fence) -> None:
         """Note behind what a device may change what is captured. Called on the engine's threads, at most once."""
@@ -77,10 +92,10 @@ class Overlapped:
         """
         with self._lock:
             versions, self._versions = self._versions, None
-            if versions is not None and self._torn is None and (path := versions.changed()) is not None:
+            if versions is not None and self._torn is None and (paths := versions.changed()):
                 self._torn = _torn(
                     self.pending,
-                    path,
+                    paths,
                     "changed before its capture was waited for",
                     "call engine.wait_captured() before code that changes it, or checkpoint with overlap=False",
                 )
@@ -90,10 +105,10 @@ class Overlapped:
         with self._lock:
             if self._versions is None or self._torn is not None or not self.running:
                 return
-            if (path := self._versions.path_of(tensors)) is not None:
+            if paths := self._versions.paths_of(tensors):
                 self._torn = _torn(
                     self.pending,
-                    path,
+                    paths,
                     "is changed by an optimizer's step in the middle of its capture",
                     "attach that optimizer to the engine, or call engine.wait_captured() before its step",
                 )
@@ -106,10 +121,9 @@ class Overlapped:
             raise self._torn
 
 
-def _torn(pending: PendingCheckpoint, path: str, what: str, advice: str) -> TornCaptureError:
-    return TornCaptureError(
-        f"the checkpoint of step {pending.step} is torn, and not committed: {path} {what}; {advice}"
-    )
+def _torn(pending: PendingCheckpoint, paths: Sequence[str], what: str, advice: str) -> TornCaptureError:
+    text = f"the checkpoint of step {pending.step} is torn, and not committed: {paths[0]} {what}; {advice}"
+    return TornCaptureError(text, paths=paths)
 
 
 class Guard:
@@ -139,8 +153,8 @@ class Guard:
         self._attached: list[weakref.ref[torch.optim.Optimizer]] = []
         self.attached = False
         self._others: StepHooks | None = None
-        self._captures: list[Overlapped] = []
-        self._lock = threading.Lock()
+        self._captures: list[Overlapped] = []  # replaced and never changed: read without the lock
+        self._lock = threading.RLock()
         self.fenced = 0
 
     @property
@@ -163,13 +177,14 @@ class Guard:
         if self._others is None:
             self._others = hooks_of_all()
             self._others.add(before=self.before_any_step)
+            notify(self.before_access)
         with self._lock:
             self._captures = [each for each in self._captures if not each.pending.done()] + [capture]
 
     def wait(self) -> None:
         """Block until no capture reads the live state any more; one that takes longer than allowed is abandoned."""
         deadline = self._deadline()
-        for capture in self._watched():
+        for capture in self._captures:
             self._block(capture, deadline, for_fence=False)
             self._settle(capture)
 
@@ -180,7 +195,7 @@ class Guard:
         another step may use other streams.
         """
         deadline = self._deadline()
-        for capture in self._watched():
+        for capture in self._captures:
             self._block(capture, deadline, for_fence=True)
             if capture.running:
                 if capture.hold_up():
@@ -191,10 +206,6 @@ class Guard:
 
     def _deadline(self) -> float:
         return math.inf if self._max_stall is None else time.perf_counter() + self._max_stall
-
-    def _watched(self) -> list[Overlapped]:
-        with self._lock:
-            return list(self._captures)
 
     def _block(self, capture: Overlapped, deadline: float, *, for_fence: bool) -> None:
         if not capture.running:
@@ -218,9 +229,21 @@ class Guard:
             hooks.remove(self.before_step)
         if self._others is not None:
             self._others.remove(self.before_any_step)
+            stop_notifying(self.before_access)
         self._hooks.clear()
         self._attached = []
         self._others = None
+
+    def before_access(self, owner: Any) -> None:
+        """Block who reaches for memory that is being captured (``owner`` is a tensor or storage) until it was."""
+        running = [capture for capture in self._captures if capture.running]
+        if not running or os.getpid() != self._pid or not (address := storage_address(owner)):
+            return
+        deadline = self._deadline()
+        for capture in running:
+            if address in capture.storages:
+                self._block(capture, deadline, for_fence=False)
+                self._settle(capture)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Hold up a step of an attached optimizer."""
@@ -231,13 +254,13 @@ class Guard:
     def before_any_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Look for captures that a step of an optimizer which is not attached tears."""
         if os.getpid() == self._pid and optimizer not in self._hooks:
-            for capture in self._watched():
+            for capture in self._captures:
                 if capture.settled and capture.running:
                     capture.hold_up()  # its step may use other streams than the attached one that came before
             self._detect(optimizer)
 
     def _detect(self, optimizer: torch.optim.Optimizer) -> None:
-        for capture in self._watched():
+        for capture in self._captures:
             capture.detect(
                 parameter
                 for group in optimizer.param_groups

@@ -7,8 +7,9 @@ the same; addresses are looked up anew for every chunk that is copied.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -80,53 +81,51 @@ class Planner:
         self.block_bytes = block_bytes
         self.hits = 0
         self.misses = 0
-        self._last: tuple[tuple[int, ...], _Extents, Plan] | None = None
+        self._last: tuple[tuple[int, ...], tuple[int, ...], _Extents, Plan] | None = None
 
     def plan(self, layout: Layout) -> Plan:
         """Return the plan for ``layout``."""
         last = self._last
-        if last is not None and last[0] == layout.storage_nbytes and _same(last[1], layout.extents):
+        nbytes, breaks = layout.storage_nbytes, layout.breaks
+        if last is not None and last[:2] == (nbytes, breaks) and _same(last[2], layout.extents):
             self.hits += 1
-            return last[2]
+            return last[3]
         self.misses += 1
-        storages = self._place(layout.storage_nbytes)
+        storages = self._place(nbytes, {*breaks})
         end = storages[-1].offset + storages[-1].nbytes if storages else 0
         payload_nbytes = _align(end, self.block_bytes)
-        plan = Plan(storages, self._cut(storages, layout.extents, payload_nbytes), payload_nbytes)
-        self._last = (layout.storage_nbytes, layout.extents, plan)
+        bounds = [0, *(storages[number].offset for number in breaks), payload_nbytes]
+        plan = Plan(storages, self._cut(storages, layout.extents, bounds), payload_nbytes)
+        self._last = (nbytes, breaks, layout.extents, plan)
         return plan
 
-    def _place(self, sizes: Sequence[int]) -> tuple[StorageEntry, ...]:
+    def _place(self, sizes: Sequence[int], breaks: Set[int]) -> tuple[StorageEntry, ...]:
         storages = []
         cursor = 0
-        for nbytes in sizes:
-            cursor = _align(cursor, self.block_bytes if nbytes >= _LARGE else ALIGNMENT)
+        for number, nbytes in enumerate(sizes):
+            cursor = _align(cursor, self.block_bytes if nbytes >= _LARGE or number in breaks else ALIGNMENT)
             storages.append(StorageEntry(cursor, nbytes))
             cursor += nbytes
         return tuple(storages)
 
-    def _cut(self, storages: Sequence[StorageEntry], extents: _Extents, payload_nbytes: int) -> tuple[Chunk, ...]:
-        size = self.chunk_bytes
-        count = -(-payload_nbytes // size)
+    def _cut(self, storages: Sequence[StorageEntry], extents: _Extents, bounds: Sequence[int]) -> tuple[Chunk, ...]:
+        cuts = [*chain.from_iterable(range(low, high, self.chunk_bytes) for low, high in pairwise(bounds)), bounds[-1]]
+        begins = np.array(cuts, np.int64)
         offsets = np.array([storage.offset for storage in storages], np.int64)
         starts = offsets[extents[:, 0]] + extents[:, 1]
         ends = starts + extents[:, 2]
         # One row per extent and chunk it touches.
-        first = starts // size
-        touched = (ends - 1) // size - first + 1
+        first = np.searchsorted(begins, starts, side="right") - 1
+        touched = np.searchsorted(begins, ends, side="left") - first
         source = np.repeat(np.arange(len(extents)), touched)
         chunk = np.repeat(first - np.cumsum(touched) + touched, touched) + np.arange(len(source))
-        low = np.maximum(starts[source], chunk * size)
-        high = np.minimum(ends[source], (chunk + 1) * size)
-        rows = np.stack((source, low - starts[source], low - chunk * size, high - low), axis=1).astype(np.uint64)
-        bounds = np.searchsorted(chunk, np.arange(count + 1))
+        low = np.maximum(starts[source], begins[chunk])
+        high = np.minimum(ends[source], begins[chunk + 1])
+        rows = np.stack((source, low - starts[source], low - begins[chunk], high - low), axis=1).astype(np.uint64)
+        parts = np.searchsorted(chunk, np.arange(len(cuts)))
         return tuple(
-            Chunk(
-                offset=number * size,
-                nbytes=min(size, payload_nbytes - number * size),
-                table=rows[bounds[number] : bounds[number + 1]],
-            )
-            for number in range(count)
+            Chunk(offset=begin, nbytes=end - begin, table=rows[parts[number] : parts[number + 1]])
+            for number, (begin, end) in enumerate(pairwise(cuts))
         )
 
 

@@ -222,9 +222,13 @@ class Scheduler:
             self._ended(pending, error, False, 0)
             pending.set_failed(error)
         except Exception as error:  # noqa: BLE001 - it belongs to whoever awaits the checkpoint
+            if job.overlapped is not None:
+                job.overlapped.note_end(error)
             self._ended(pending, error, False, 0)
             pending.set_failed(error)
         else:
+            if job.overlapped is not None:
+                job.overlapped.note_end(None)
             self._ended(pending, None, superseded, info.nbytes)
             pending.set_durable(info, superseded=superseded)
             await self._store.remove_surplus()  # only now: whatever happens to it, the checkpoint is durable

@@ -14,7 +14,7 @@ LAYERS = [
     {  # pure: no await, no file descriptor
         "errors", "info", "checksum", "layout", "config", "statistics", "slots", "retention", "manifest", "plan",
         "segments", "state", "failures", "tracing", "tuning", "policy", "logs", "events", "metrics", "committed",
-        "store_path", "_ext",
+        "store_path", "_ext", "tensor_access",
     },
     {  # resources
         "memory", "machine", "limiter", "pool", "operations", "writer", "copying", "uninterrupted", "session", "hooks",

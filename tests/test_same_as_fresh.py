@@ -179,7 +179,7 @@ class Walk:
 
     def save(self, optimizers: list[torch.optim.Optimizer] | None, *, decode: bool) -> None:
         state = self._changing.state
-        found, expected = self._saver.take(state, optimizers), Saver().take(state, None)
+        found, expected = self._saver.take(state, optimizers), Saver().take(state, optimizers)
         self.counts["saves"] += 1
         if isinstance(expected, str) or isinstance(found, str):
             assert found == expected

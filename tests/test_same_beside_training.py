@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import CheckpointError, SyncCheckpointEngine, UnsupportedStateError, load_sync
+from pccheck_async import CheckpointError, SyncCheckpointEngine, TornCaptureError, UnsupportedStateError, load_sync
 from pccheck_async.memory import PAGE_BYTES
 from pccheck_async.state import aside
 from tests.changing_state import ChangingState
@@ -37,6 +37,7 @@ def walk(folder: Path, seed: int, saves: int) -> Counter[str]:
     changing = ChangingState(seed)
     rng = changing.rng
     settings: dict[str, Any] = {"chunk_bytes": PAGE_BYTES, "host_memory": 2 * PAGE_BYTES, "max_in_flight": 2}
+    torn: set[str] = set()
     with SyncCheckpointEngine(folder, check_captures=bool(seed % 2), **settings) as engine:
         for number in range(saves):
             for _ in range(rng.choice([0, 1, 1, 3])):
@@ -57,8 +58,15 @@ def walk(folder: Path, seed: int, saves: int) -> Counter[str]:
             flip(free)  # what the forward pass may change
             for optimizer in optimizers:
                 step(optimizer)
-            info = pending.result(60)
-            flip(free)
+            try:
+                info = pending.result(60)
+            except TornCaptureError as error:  # of what had not changed so far, and no optimizer owns
+                counts["torn"] += 1
+                counts["again"] += not torn.isdisjoint(error.paths)
+                torn.update(error.paths)
+                continue
+            finally:
+                flip(free)
             found = load_sync(folder, io="python")
             assert info.step == number
             wrong = difference(want.saved.load(), found)
@@ -83,6 +91,8 @@ def test_what_loads_is_what_a_fresh_engine_saves(
     for seed in range(4):
         counts += walk(tmp_path / str(seed), seed, 25)
     assert counts["overlapped"] > 30
+    assert (counts["torn"] > 0) == (most_aside == 0)
+    assert not counts["again"]
     assert counts["plain"] > 20
 
 

@@ -23,6 +23,7 @@ from pccheck_async.state.leaves import Leaves
 from pccheck_async.state.sources import Sources
 from pccheck_async.state.storages import Layout, Origins, lay_out
 from pccheck_async.state.views import View, view_of
+from pccheck_async.tensor_access import untyped_storage
 
 __all__ = ["Arrangement", "arranged"]
 
@@ -31,7 +32,6 @@ _Numbers: TypeAlias = npt.NDArray[np.int64]
 _BLOCK: Final = 1024
 """Tensors that are looked at together: what all looks at them need of them stays in a core's cache."""
 
-_untyped_storage: Final = torch.Tensor.untyped_storage
 _address: Final = torch.UntypedStorage.data_ptr
 _nbytes: Final = torch.UntypedStorage.nbytes
 
@@ -172,7 +172,7 @@ class _Memory:
         return found
 
     def add_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        owners: list[Any] = [*map(_untyped_storage, tensors)]
+        owners: list[Any] = [*map(untyped_storage, tensors)]
         self.bases += map(_address, owners)
         self.sizes += map(_nbytes, owners)
         self.owners += owners

@@ -16,22 +16,28 @@ import torch
 from pccheck_async.state.forms import tell
 from pccheck_async.state.outline import Outline
 from pccheck_async.state.sources import Sources
+from pccheck_async.tensor_access import untyped_storage
 
-__all__ = ["LazyMemory", "LazySources", "ModuleParameters", "optimized", "sharing_nothing"]
+__all__ = ["ChangingTables", "LazyMemory", "LazySources", "optimized", "sharing_nothing"]
 
 _Which: TypeAlias = npt.NDArray[np.bool_]
 
 _address: Final = torch.Tensor.data_ptr
 _is_contiguous: Final = torch.Tensor.is_contiguous
 _nbytes: Final = attrgetter("nbytes")
+_requires_grad: Final = attrgetter("requires_grad")
 
 
 def optimized(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
-    """Return the parameters of ``optimizers``, and the tensors they keep for each of them (moments, step counts)."""
+    """Return the parameters that ``optimizers`` change, and the tensors they keep for them (moments, step counts).
+
+    Optimizers are often given all parameters of a model. Frozen ones they leave as they are, and somebody else may
+    change them (the key encoder of MoCo follows by hand).
+    """
     found: list[torch.Tensor] = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            found += group["params"]
+            found += filter(_requires_grad, group["params"])
         kept = [each for each in optimizer.state.values() if isinstance(each, dict)]
         found += [value for value in chain.from_iterable(map(dict.values, kept)) if isinstance(value, torch.Tensor)]
     return found
@@ -45,53 +51,44 @@ def sharing_nothing(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tens
 
 def _storage(tensor: torch.Tensor) -> int:
     try:
-        return tensor.untyped_storage().data_ptr()
+        return untyped_storage(tensor).data_ptr()
     except (NotImplementedError, RuntimeError):  # none: sparse, or of a class that wraps others
         return -id(tensor)
 
 
-class ModuleParameters:
-    """What the modules of a state tell of their parameters. May be used from several threads.
+class ChangingTables:
+    """The weights of embeddings with ``max_norm``, which change in the forward pass. May be used from several threads.
 
-    Parameters are looked up only where the state's outline is another one, or other modules are in it: a parameter that
-    was put in the place of one of them meanwhile is not known, and so captured eagerly.
+    Embeddings are looked for only where the state's outline is another one, or other modules are in it.
     """
 
     def __init__(self) -> None:
-        self._last: tuple[Outline | None, _Modules] = (None, _Modules([], []))
+        self._last: tuple[Outline | None, _Modules] = (None, _Modules([]))
 
-    def look(self, objects: Iterable[Any], outline: Outline | None, known: Iterable[torch.Tensor] = ()) -> _Modules:
-        """Return what the modules among ``objects`` are now.
+    def among(self, objects: Iterable[Any], outline: Outline | None) -> list[torch.Tensor]:
+        """Return those of the modules among ``objects``, which were asked for their ``state_dict()``.
 
         Args:
-            objects: What was asked for its ``state_dict()``.
+            objects: Of the state.
             outline: What it made the state of.
-            known: Parameters known to be optimized: of no interest here.
         """
         modules = [each for each in objects if isinstance(each, torch.nn.Module)]
         then, last = self._last
         if outline is None or outline is not then or not last.are(modules):
-            last = _Modules(modules, known)
+            last = _Modules(modules)
             self._last = outline, last
-        return last
+        return last.changed_by_forward()
 
 
 class _Modules:
     """Modules and all in them. They are not held."""
 
-    def __init__(self, roots: Sequence[torch.nn.Module], known: Iterable[torch.Tensor]) -> None:
+    def __init__(self, roots: Sequence[torch.nn.Module]) -> None:
         parts = [part for root in roots for part in root.modules()]
-        optimized = set(map(id, known))
         tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
         self._roots = [*map(weakref.ref, roots)]
         self._parts = [*map(weakref.ref, parts)]
         self._children = [weakref.ref(child) for part in parts for child in _children(part)]
-        self._others = [
-            (weakref.ref(part), name, weakref.ref(parameter))
-            for part in parts
-            for name, parameter in part.named_parameters(recurse=False)
-            if id(parameter) not in optimized
-        ]
         self._tables = [weakref.ref(part) for part in parts if isinstance(part, tables)]
 
     def are(self, roots: Sequence[torch.nn.Module]) -> bool:
@@ -103,18 +100,6 @@ class _Modules:
             return False
         children = [child for part in parts for child in _children(part)]
         return len(children) == len(self._children) and all(map(is_, children, map(_alive, self._children)))
-
-    def frozen(self) -> list[torch.Tensor]:
-        """Return those parameters among the others that no optimizer changes (``requires_grad=False``)."""
-        found: dict[int, torch.Tensor] = {}
-        for holder, name, reference in self._others:
-            part, parameter = holder(), reference()
-            if part is None or parameter is None or parameter.requires_grad:
-                continue
-            # One that was replaced, and lives on, is no parameter: what shares its memory now may change at any time.
-            if name in part._parameters and part._parameters[name] is parameter:
-                found[id(parameter)] = parameter
-        return list(found.values())
 
     def changed_by_forward(self) -> list[torch.Tensor]:
         """Return those that change in the forward pass: the weights of embeddings with ``max_norm``."""

@@ -39,10 +39,11 @@ class Reference:
                 continue
             now = np.frombuffer(captured, np.uint8, part.length, part.buffer_offset)
             if not np.array_equal(then[part.source_offset : part.source_offset + part.length], now):
+                path = self._paths.get(part.source, "a tensor")
                 raise TornCaptureError(
-                    f"{self._paths.get(part.source, 'a tensor')} changed while it was captured; nothing of that "
-                    "checkpoint is committed. Call engine.wait_captured() before code that changes it, or checkpoint "
-                    "with overlap=False"
+                    f"{path} changed while it was captured; nothing of that checkpoint is committed. Call "
+                    "engine.wait_captured() before code that changes it, or checkpoint with overlap=False",
+                    paths=[path],
                 )
 
 

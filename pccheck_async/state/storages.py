@@ -26,6 +26,7 @@ from pccheck_async.state import dtypes
 from pccheck_async.state.leaves import ArrayLeaf
 from pccheck_async.state.sources import PackedSource, Sources
 from pccheck_async.state.views import Memory, View, is_lazy, view_of
+from pccheck_async.tensor_access import untyped_storage
 
 __all__ = ["Layout", "Origins", "arrange", "lay_out"]
 
@@ -44,6 +45,7 @@ class Layout:
             storage, the offset in it, and the length.
         sources: One per extent.
         source_of: Per leaf the index of its extent and source, -1 where it has no bytes.
+        breaks: Storages that begin a new chunk, whatever was in the one before.
     """
 
     tensors: tuple[TensorEntry, ...]
@@ -51,10 +53,15 @@ class Layout:
     extents: npt.NDArray[np.int64]
     sources: Sources
     source_of: tuple[int, ...]
+    breaks: tuple[int, ...] = ()
 
     def filled(self, sources: Sources) -> Layout:
         """Return the same layout of other leaves."""
-        return Layout(self.tensors, self.storage_nbytes, self.extents, sources, self.source_of)
+        return Layout(self.tensors, self.storage_nbytes, self.extents, sources, self.source_of, self.breaks)
+
+    def broken_at(self, storages: tuple[int, ...]) -> Layout:
+        """Return the same layout with other ``breaks``."""
+        return Layout(self.tensors, self.storage_nbytes, self.extents, self.sources, self.source_of, storages)
 
 
 Packing: TypeAlias = Callable[[Any, Any], PackedSource]
@@ -139,7 +146,7 @@ class _WholeTensors:
         """Take a leaf; False where it is another kind of leaf."""
         if not (isinstance(value, torch.Tensor) and value.is_cpu and value.is_contiguous()) or is_lazy(value):
             return False
-        storage = value.untyped_storage()
+        storage = untyped_storage(value)
         base = storage.data_ptr()
         itemsize = value.element_size()
         low = base + int(value.storage_offset()) * itemsize

@@ -12,13 +12,14 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
+from pccheck_async.tensor_access import storage_address, untyped_storage
+
 __all__ = ["StorageMemory", "Versions"]
 
 StorageMemory: TypeAlias = tuple[list[int], list[int]]
 """Addresses and sizes of storages."""
 
 _version: Final = attrgetter("_version")
-_storage: Final = torch.Tensor.untyped_storage
 _address: Final = torch.UntypedStorage.data_ptr
 _nbytes: Final = torch.UntypedStorage.nbytes
 
@@ -40,23 +41,22 @@ class Versions:
         self._counts_then = self._counts()
         self.memory: Final = self._memory() if memory is None else memory
 
-    def changed(self) -> str | None:
-        """Return the path of one that changed since, None where none is known to have."""
+    def changed(self) -> list[str]:
+        """Return the paths of those that are known to have changed since."""
         counts, memory = self._counts(), self._memory()
         if counts == self._counts_then and memory == self.memory:
-            return None
+            return []
         then_each = zip(self._counts_then, *self.memory, strict=True)
         pairs = zip(self._paths, then_each, zip(counts, *memory, strict=True), strict=True)
-        return next(path for path, before, after in pairs if before != after)
+        return [path for path, before, after in pairs if before != after]
 
-    def path_of(self, others: Iterable[torch.Tensor]) -> str | None:
-        """Return the path of the first tensor that lies in the memory of one of ``others``, None where none does."""
-        storages = {*map(_memory_of, others)} - {0}
-        pairs = zip(self._paths, self.memory[0], strict=True)
-        return next((path for path, address in pairs if address in storages), None)
+    def paths_of(self, others: Iterable[torch.Tensor]) -> list[str]:
+        """Return the paths of the tensors that lie in the memory of one of ``others``."""
+        storages = {*map(storage_address, others)} - {0}
+        return [path for path, address in zip(self._paths, self.memory[0], strict=True) if address in storages]
 
     def _memory(self) -> StorageMemory:
-        storages: list[Any] = [*map(_storage, self._tensors)]
+        storages: list[Any] = [*map(untyped_storage, self._tensors)]
         return [*map(_address, storages)], [*map(_nbytes, storages)]
 
     def _counts(self) -> list[int]:
@@ -64,11 +64,3 @@ class Versions:
             return [*map(_version, self._tensors)]
         except RuntimeError:  # tensors made in inference mode have no counter
             return [0 if tensor.is_inference() else tensor._version for tensor in self._tensors]
-
-
-def _memory_of(tensor: torch.Tensor) -> int:
-    """Where the storage of any optimizer's parameter begins, 0 where it has none: sparse, or a wrapper of others."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except RuntimeError:
-        return 0

@@ -13,6 +13,7 @@ from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.manifest import span
 from pccheck_async.state import dtypes
 from pccheck_async.state.leaves import ArrayLeaf
+from pccheck_async.tensor_access import untyped_storage
 
 __all__ = ["Memory", "View", "is_lazy", "view_of"]
 
@@ -80,7 +81,7 @@ def _tensor_view(index: int, path: str, tensor: torch.Tensor) -> View | None:
     itemsize = tensor.element_size()
     last = span(shape, stride)[1]
     try:
-        storage = tensor.untyped_storage()
+        storage = untyped_storage(tensor)
         base, nbytes = storage.data_ptr(), storage.nbytes()
     except (RuntimeError, NotImplementedError) as error:
         raise UnsupportedStateError(f"{path}: this tensor has no memory of its own: {error}") from error

@@ -1,0 +1,124 @@
+"""Callbacks before Python code gets at the memory of a tensor without torch counting what it changes there.
+
+Torch counts the changes that its own operations make (``Tensor._version``). It does not count what is written through
+``param.data``, a NumPy array of a tensor, DLPack or a storage: that is how weights are swapped for an evaluation, or
+perturbed around a forward pass. So while a callback is wanted, the attributes that lead there are shadowed by ones that
+call it first and then do what torch does. They are put up once and taken down by the last who wanted one, not around
+each capture: CPython stops caching the attributes of a class that changes a thousand times.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Final, TypeAlias
+
+import torch
+
+__all__ = ["Callback", "exempt_this_thread", "notify", "stop_notifying", "storage_address", "untyped_storage"]
+
+Callback: TypeAlias = Callable[[Any], None]
+"""Called with the tensor or storage."""
+
+untyped_storage: Final = torch.Tensor.untyped_storage
+"""Torch's own, for the package itself: whoever captures memory does not wait for the end of the capture."""
+
+_METHODS: Final = (
+    *((torch.Tensor, name) for name in ("numpy", "untyped_storage", "set_", "resize_", "resize_as_", "__dlpack__")),
+    (torch.UntypedStorage, "resize_"),  # its memory is given back, whatever tensors or captures still read it
+)
+_PROPERTIES: Final = ((torch.Tensor, "data"), (torch.Tensor, "__cuda_array_interface__"))
+
+_callbacks: list[Callback] = []
+_shadows: list[tuple[type, str, Any, Any]] = []  # class, name, the shadow, what the class itself had before
+_lock = threading.Lock()
+_thread = threading.local()
+
+
+def notify(callback: Callback) -> None:
+    """Call ``callback`` from now on, on the thread that reaches for memory, before it gets there. Idempotent."""
+    with _lock:
+        if not _shadows:
+            _put_up()
+        if callback not in _callbacks:
+            _callbacks.append(callback)
+
+
+def stop_notifying(callback: Callback) -> None:
+    """Do not call ``callback`` any more."""
+    with _lock:
+        if callback in _callbacks:
+            _callbacks.remove(callback)
+        if not _callbacks:
+            _take_down()
+
+
+def exempt_this_thread() -> None:
+    """Call nobody on this thread: a thread that captures must not wait for the capture's end."""
+    _thread.exempt = True
+
+
+def storage_address(owner: Any) -> int:
+    """Return where the storage of a tensor, or a storage, begins; 0 where it has no plain memory."""
+    try:
+        with torch._C.DisableTorchFunctionSubclass():  # classes of users refuse, or do what was not asked for
+            storage = owner if isinstance(owner, torch.UntypedStorage) else untyped_storage(owner)
+            return 0 if storage.device.type == "meta" else storage.data_ptr()  # torch warns where it is a fake one's
+    except (NotImplementedError, RuntimeError):  # sparse, of a class that wraps others, or made up for tracing
+        return 0
+
+
+def _reached(owner: Any) -> None:
+    if not getattr(_thread, "exempt", False):
+        for callback in [*_callbacks]:
+            callback(owner)
+
+
+def _put_up() -> None:
+    for cls, name in _METHODS:
+        _shadow(cls, name, _method(getattr(cls, name)))
+    for cls, name in _PROPERTIES:
+        _shadow(cls, name, _property(getattr(cls, name)))
+
+
+def _shadow(cls: type, name: str, shadow: Any) -> None:
+    _shadows.append((cls, name, shadow, cls.__dict__.get(name)))
+    setattr(cls, name, shadow)
+
+
+def _take_down() -> None:
+    while _shadows:
+        cls, name, shadow, before = _shadows.pop()
+        if cls.__dict__.get(name) is not shadow:
+            continue  # somebody else's shadow lies on this one, which does what torch does
+        if before is None:
+            delattr(cls, name)
+        else:
+            setattr(cls, name, before)
+
+
+def _method(original: Any) -> Any:
+    @wraps(original)
+    def method(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        if _callbacks:
+            _reached(self)
+        return original(self, *arguments, **keywords)
+
+    return method
+
+
+def _property(original: Any) -> Any:
+    get, put = original.__get__, original.__set__
+
+    def getter(self: Any) -> Any:
+        if _callbacks:
+            _reached(self)
+        return get(self)
+
+    def setter(self: Any, value: Any) -> None:
+        if _callbacks:
+            _reached(self)
+        put(self, value)
+
+    return property(getter, setter, doc=original.__doc__)
