@@ -321,6 +321,36 @@ def test_arrays_that_cannot_be_written() -> None:
     assert "strided" in mismatch({"a": sparse}, save({"a": torch.ones(2)})).mismatched[0]
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda: torch._efficientzerotensor((2,)),
+        lambda: torch._efficientzerotensor((4,))[2:],
+        lambda: torch._efficientzerotensor((1,)).expand(2),
+        lambda: nn.Parameter(torch._efficientzerotensor((2,))),
+        lambda: torch._to_functional_tensor(torch.ones(2)),
+        lambda: escaped(torch.func.vmap, torch.ones(2, 2)),
+        lambda: escaped(torch.func.grad, torch.ones(2)),
+    ],
+)
+def test_tensors_without_memory(kind: Any) -> None:
+    for state in ({"a": {"b": kind(), "c": torch.ones(2)}}, {"a": Thing(b=kind())}):
+        with pytest.raises(UnsupportedStateError, match=r"^a\.b: this tensor has no memory of its own; save"):
+            save(state)
+    saved = save({"a": {"b": torch.ones(2)}})
+    assert mismatch({"a": {"b": kind()}}, saved).mismatched[0].startswith("a.b (the storage of the tensor here was")
+    thing = Thing(b=kind())
+    saved.restore({"a": thing})
+    assert thing.state["b"].tolist() == [1, 1]
+
+
+def escaped(transform: Any, argument: torch.Tensor) -> torch.Tensor:
+    """A tensor that left the transform of functions that made it."""
+    found: list[torch.Tensor] = []
+    transform(lambda x: (found.append(x), x.sum())[1])(argument)
+    return found[0]
+
+
 def test_inference_tensors() -> None:
     with torch.inference_mode():
         live = [torch.zeros(3), torch.zeros(3, 2)[:, 0]]
@@ -559,6 +589,22 @@ def test_lazy_modules_that_did_not_run() -> None:
     one = nn.LazyLinear(3)
     one(torch.ones(1, 2))
     assert "run the module once" in str(mismatch({"m": nn.LazyLinear(3)}, save({"m": one})))
+
+
+def test_optimizers_of_lazy_modules_that_did_not_run() -> None:
+    one, two = nn.LazyLinear(3), nn.LazyLinear(3)
+    fresh = save({"o": torch.optim.Adam(two.parameters())})
+    optimizer, live = torch.optim.Adam(one.parameters()), torch.optim.Adam(two.parameters(), lr=0.5)
+    one(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    saved = save({"o": {"adam": optimizer}})
+    with pytest.raises(UnsupportedStateError, match=r"^o\.adam\.state\.0: its parameter .* run the module once"):
+        saved.restore({"o": {"adam": live}})
+    fresh.restore({"o": live})
+    assert live.param_groups[0]["lr"] == 1e-3
+    two(torch.ones(1, 2))
+    saved.restore({"o": {"adam": live}})
+    assert same(live.state_dict(), optimizer.state_dict())
 
 
 def test_a_module_saved_as_an_object_and_restored_as_a_state_and_back() -> None:

@@ -179,22 +179,32 @@ def difference(entry: TensorEntry, array: Array) -> str:
 
 
 _KINDS = {"tensor": "a tensor", "parameter": "a tensor", "ndarray": "a numpy array"}
+_NO_MEMORY = "the storage of the tensor here was freed or shrunk, or there never was one; gather or clone it first"
 
 
 def _tensor_trouble(tensor: torch.Tensor) -> str:
     if is_lazy(tensor):
         return "an uninitialized lazy parameter here; run the module once before restoring"
+    try:
+        return _memory_trouble(tensor)
+    except (
+        RuntimeError
+    ):  # torch._efficientzerotensor has no storage; what left the vmap that made it, not even a detach
+        return _NO_MEMORY
+
+
+def _memory_trouble(tensor: torch.Tensor) -> str:
     if type(tensor.detach()) is not torch.Tensor:  # what state_dict() of a module would have saved
         return f"a {type(tensor).__qualname__} here, a plain tensor in the checkpoint"
     if tensor.is_meta:
         return "on the meta device here; materialise it first (module.to_empty(device=...))"
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return "not a plain strided tensor here"
-    storage = tensor.untyped_storage()
-    reach = tensor.storage_offset() + span(tensor.shape, tensor.stride())[1] + 1 if tensor.numel() else 0
-    if reach * tensor.element_size() > storage.nbytes() or (reach and not tensor.data_ptr()):
-        return "the storage of the tensor here was freed or shrunk; gather it first"
-    return ""
+    if not tensor.numel():
+        return ""
+    reach = tensor.storage_offset() + span(tensor.shape, tensor.stride())[1] + 1
+    storage = tensor.untyped_storage()  # whose address it is: a view's, of no memory, is its offset
+    return "" if reach * tensor.element_size() <= storage.nbytes() and storage.data_ptr() else _NO_MEMORY
 
 
 def _steps(array: Array) -> tuple[int, ...]:

@@ -7,7 +7,9 @@ from itertools import chain
 from typing import Any, Final
 
 import torch
+from torch.nn.parameter import is_lazy
 
+from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.manifest import TensorEntry
 from pccheck_async.state import paths
 from pccheck_async.state.nodes import ArrayNode, CounterNode, DictNode, ListNode, Node, OrderedDictNode
@@ -39,7 +41,11 @@ def differences(
         node: The stored state.
         tensors: The stored tensors.
         path: Where the optimizer is.
+
+    Raises:
+        UnsupportedStateError: Something is stored of a parameter that has no shape yet.
     """
+    _refuse_lazy(optimizer, own, node, path)
     if getattr(optimizer, _HOOKS, None):
         return []
     found = _group_differences(optimizer, own, node, path)
@@ -48,9 +54,19 @@ def differences(
     return found
 
 
+def _refuse_lazy(optimizer: torch.optim.Optimizer, own: Mapping[str, Any], node: Node, path: str) -> None:
+    state = entries(entries(node).get("state"))
+    for number, parameter in _parameters(optimizer, own):
+        if is_lazy(parameter) and number in state:
+            raise UnsupportedStateError(
+                f"{path}.state.{number}: its parameter is that of a lazy module, and not initialized yet; run the "
+                "module once before restoring"
+            )
+
+
 def _group_differences(optimizer: torch.optim.Optimizer, own: Mapping[str, Any], node: Node, path: str) -> list[str]:
     groups = own.get("param_groups")
-    stored = _entry(node, "param_groups")
+    stored = entries(node).get("param_groups")
     where = paths.child(path, "param_groups")
     if not isinstance(groups, list):
         return []  # an optimizer with a state of its own kind
@@ -60,7 +76,7 @@ def _group_differences(optimizer: torch.optim.Optimizer, own: Mapping[str, Any],
         return [f"{where} ({len(groups)} groups here, {len(stored.items)} in the checkpoint)"]
     found = []
     for index, (group, item) in enumerate(zip(groups, stored.items, strict=True)):
-        parameters = _entry(item, "params")
+        parameters = entries(item).get("params")
         count = len(parameters.items) if isinstance(parameters, ListNode) else 0
         if len(group["params"]) != count:
             found.append(f"{where}.{index}.params ({len(group['params'])} parameters here, {count} in the checkpoint)")
@@ -77,9 +93,9 @@ def _other_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], node
     what the checkpoint has beyond (schedulers and users put keys of their own into groups), unless a setting without
     which this optimizer cannot step is lacking.
     """
-    if not isinstance(node, (DictNode, OrderedDictNode, CounterNode)):
+    stored = entries(node).keys()
+    if not stored:
         return ""
-    stored = set(mapping_keys(node))
     defaults: Mapping[str, Any] = getattr(optimizer, "defaults", {})
     lacking = {key for key, value in defaults.items() if value is not None and not isinstance(value, bool)} - stored
     beyond = stored - group.keys()
@@ -118,14 +134,19 @@ def _like_parameters(
     optimizer: torch.optim.Optimizer, own: Mapping[str, Any], node: Node
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
     """Yield number and key, index of the stored array, and parameter, for all that has the shape of its parameter."""
-    numbers = chain.from_iterable(group["params"] for group in own["param_groups"])
+    state = entries(entries(node).get("state"))
+    for number, parameter in _parameters(optimizer, own):
+        for key, value in entries(state.get(number)).items():
+            if key in _LIKE_PARAMETER and isinstance(value, ArrayNode):
+                yield f"{number}.{key}", value.index, parameter
+
+
+def _parameters(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yield what a state calls each parameter, and the parameter; nothing of a state that is of its own kind."""
+    groups = state.get("param_groups")
+    numbers = chain.from_iterable(group["params"] for group in groups) if isinstance(groups, list) else ()
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    for number, parameter in zip(numbers, parameters, strict=True):
-        stored = _entry(_entry(node, "state"), number)
-        if isinstance(stored, DictNode):
-            for key, value in zip(mapping_keys(stored), stored.values, strict=True):
-                if key in _LIKE_PARAMETER and isinstance(value, ArrayNode):
-                    yield f"{number}.{key}", value.index, parameter
+    return zip(numbers, parameters, strict=isinstance(groups, list))
 
 
 def load(optimizer: torch.optim.Optimizer, state: Any) -> None:
@@ -155,9 +176,7 @@ def _repair(optimizer: torch.optim.Optimizer, loaded: list[Any]) -> None:
     loaded.clear()
     if not isinstance(state, Mapping) or "state" not in state or "param_groups" not in state:
         return
-    numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
-    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    for number, parameter in zip(numbers, parameters, strict=True):
+    for number, parameter in _parameters(optimizer, state):
         if number in state["state"] and parameter in optimizer.state:
             optimizer.state[parameter] = _repaired(optimizer.state[parameter], state["state"][number])
 
@@ -175,9 +194,8 @@ def _repaired(loaded: Any, stored: Any) -> Any:
     return loaded
 
 
-def _entry(node: Node, name: Hashable) -> Node:
+def entries(node: Node) -> dict[Hashable, Node]:
+    """Return what a stored mapping holds; nothing of what is none."""
     if isinstance(node, (DictNode, OrderedDictNode, CounterNode)):
-        for key, value in zip(mapping_keys(node), node.values, strict=True):
-            if key == name:
-                return value
-    return None
+        return dict(zip(mapping_keys(node), node.values, strict=True))
+    return {}

@@ -146,8 +146,11 @@ class _WholeTensors:
         """Take a leaf; False where it is another kind of leaf."""
         if not (isinstance(value, torch.Tensor) and value.is_cpu and value.is_contiguous()) or is_lazy(value):
             return False
-        storage = untyped_storage(value)
-        base = storage.data_ptr()
+        try:
+            storage = untyped_storage(value)
+            base = storage.data_ptr()
+        except RuntimeError:  # no memory at all: view_of refuses it with its path
+            return False
         itemsize = value.element_size()
         low = base + int(value.storage_offset()) * itemsize
         high = low + value.numel() * itemsize

@@ -84,7 +84,10 @@ def _tensor_view(index: int, path: str, tensor: torch.Tensor) -> View | None:
         storage = untyped_storage(tensor)
         base, nbytes = storage.data_ptr(), storage.nbytes()
     except (RuntimeError, NotImplementedError) as error:
-        raise UnsupportedStateError(f"{path}: this tensor has no memory of its own: {error}") from error
+        raise UnsupportedStateError(
+            f"{path}: this tensor has no memory of its own; save a plain one in its place (torch.zeros(x.shape) of "
+            f"torch's own zeros): {error}"
+        ) from error
     offset = int(tensor.storage_offset()) * itemsize
     length = (last + 1) * itemsize
     if offset + length > nbytes or base == 0:
