@@ -22,6 +22,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from typer.testing import CliRunner
 
@@ -429,6 +430,21 @@ def test_dcp_loads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.array_equal(target["tuple"][1], np.arange(4))
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_an_optimizer_by_way_of_dcp(tmp_path: Path) -> None:
+    """Which makes strings of the numbers of its parameters."""
+    state = {name: part for name, part in training_state().items() if name in ("model", "optimizer")}
+    save(tmp_path / "s", state)
+    export_checkpoint(tmp_path / "s", tmp_path / "d", to="dcp")
+    dcp_to_torch_save(tmp_path / "d", tmp_path / "file")
+    import_checkpoint(tmp_path / "file", tmp_path / "again", source="torch")
+    assert "0" in load_sync(tmp_path / "again")["optimizer"]["state"]
+    state["optimizer"].step()
+    with SyncCheckpointEngine(tmp_path / "again") as engine:
+        engine.restore(state)
+    assert not difference(load_sync(tmp_path / "s")["optimizer"], state["optimizer"].state_dict())
+
+
 def _blank(value: Any) -> None:
     if isinstance(value, dict):
         for key, item in value.items():
@@ -458,6 +474,7 @@ _PLAIN_DCP = """
 import hashlib, json, sys, torch
 from torch.distributed.checkpoint import load
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 reader = FileSystemReader(sys.argv[1])
 about = reader.read_metadata().state_dict_metadata
 found = {}

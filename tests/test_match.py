@@ -347,7 +347,12 @@ def test_tensors_without_memory(kind: Any) -> None:
 def escaped(transform: Any, argument: torch.Tensor) -> torch.Tensor:
     """A tensor that left the transform of functions that made it."""
     found: list[torch.Tensor] = []
-    transform(lambda x: (found.append(x), x.sum())[1])(argument)
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        found.append(x)
+        return x.sum()
+
+    transform(keep)(argument)
     return found[0]
 
 
@@ -840,6 +845,124 @@ def test_optimizers_of_an_older_torch() -> None:
     only_lacking = {"state": {}, "param_groups": [{"params": [0, 1], "lr": 0.25}]}
     save({"o": Thing(**only_lacking)}).restore({"o": live})
     assert live.param_groups[0]["lr"] == 0.25
+
+
+def adam_and_state(net: nn.Module, names: bool = False) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+    """An optimizer that stepped, with other moments for every parameter, and its state."""
+    optimizer = torch.optim.AdamW(net.named_parameters() if names else net.parameters(), lr=0.5)
+    train(net, optimizer)
+    return optimizer, optimizer.state_dict()
+
+
+def by_names(state: dict[str, Any], net: nn.Module, prefix: str = "") -> dict[str, Any]:
+    """As ``torch.distributed.checkpoint.state_dict`` and FSDP have it."""
+    names = [prefix + name for name, _ in net.named_parameters()]
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
+    return {"state": {names[number]: moments for number, moments in state["state"].items()}, "param_groups": groups}
+
+
+def in_text(state: dict[str, Any]) -> dict[str, Any]:
+    """As it is read of a folder of ``torch.distributed.checkpoint`` without an optimizer."""
+    return {**state, "state": {str(number): moments for number, moments in state["state"].items()}}
+
+
+def have_same_moments(
+    one: torch.optim.Optimizer, net: nn.Module, other: torch.optim.Optimizer, live: nn.Module
+) -> bool:
+    assert other.state.keys() == set(live.parameters())
+    pairs = zip(net.parameters(), live.parameters(), strict=True)
+    return all(same(one.state[mine], other.state[theirs]) for mine, theirs in pairs)
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize(
+    ("form", "turned"), [("names", False), ("names", True), ("wrapped names", True), ("texts", False)]
+)
+def test_moments_under_other_keys(form: str, turned: bool, stepped: bool) -> None:
+    net, live = model(), model()
+    one, state = adam_and_state(net)
+    stored = {
+        "names": lambda: by_names(state, net),
+        "wrapped names": lambda: by_names(state, net, "module._orig_mod."),
+        "texts": lambda: in_text(state),
+    }[form]()
+    other = torch.optim.AdamW(reversed([*live.parameters()]) if turned else live.parameters())
+    if stepped:
+        train(live, other)
+    save({"m": net, "o": {"adam": Thing(**stored)}}).restore({"m": live, "o": {"adam": other}})
+    assert have_same_moments(one, net, other, live)
+    assert other.param_groups[0]["lr"] == 0.5
+    assert other.state_dict()["param_groups"][0]["params"] == [*range(6)]
+
+
+def test_names_that_no_module_has() -> None:
+    net, live = model(), model()
+    _, state = adam_and_state(net)
+    saved = save({"o": Thing(**by_names(state, net))})
+    error = mismatch({"o": torch.optim.AdamW(live.parameters())}, saved)
+    assert error.mismatched[0].startswith(
+        "o.param_groups.0 (of these names no parameter here: 0.weight, 0.bias, 1.weight, 1.bias, 3.weight, ...; put the"
+    )
+    other = nn.Sequential(*(nn.Linear(1, 1) for _ in range(3)))
+    error = mismatch(
+        {"o": torch.optim.AdamW(other.parameters()), "m": other}, save({"o": saved.load()["o"], "m": other})
+    )
+    assert "o.param_groups.0 (of these names no parameter here: 3.weight, 3.bias; put" in str(error)
+    alone = {**state, "state": by_names(state, net)["state"]}
+    error = mismatch({"o": torch.optim.AdamW(live.parameters())}, save({"o": Thing(**alone)}))
+    assert error.mismatched[0].startswith("o.state (of no parameter here: 0.weight, ")
+    with pytest.raises(StateMismatchError, match="of no parameter here"):
+        match({"o": torch.optim.AdamW(live.parameters())}, save({"o": Thing(**alone)}).decoded, strict=False)
+    fresh = torch.optim.AdamW(live.parameters())
+    save({"o": Thing(**alone), "m": net}).restore({"o": fresh, "m": live})
+    assert fresh.state.keys() == set(live.parameters())
+
+
+def test_keys_of_an_optimizers_own() -> None:
+    """Beside those of its parameters; left to it, also where a parameter is meant that has a state already."""
+    net, live = model(), model()
+    one, state = adam_and_state(net)
+    stored = {**state, "state": {**state["state"], "seen": {"n": 5}, "3": {"step": torch.tensor(9.0)}}}
+    other = torch.optim.AdamW(live.parameters())
+    save({"o": Thing(**stored)}).restore({"o": other})
+    assert other.state.pop("seen") == {"n": 5}  # type: ignore[call-overload]
+    assert other.state.pop("3") == {"step": torch.tensor(9.0)}  # type: ignore[call-overload]
+    assert have_same_moments(one, net, other, live)
+
+
+def test_hooks_see_names_as_they_were_saved() -> None:
+    net, live = model(), model()
+    one, state = adam_and_state(net)
+    other = torch.optim.AdamW(live.parameters())
+    seen: list[Any] = []
+
+    def numbered(_: Any, stored: dict[str, Any]) -> dict[str, Any]:
+        seen.extend(stored["state"])
+        return {**state, "state": dict(enumerate(stored["state"].values()))}
+
+    other.register_load_state_dict_pre_hook(numbered)
+    save({"o": Thing(**by_names(state, net))}).restore({"o": other})
+    assert seen == [name for name, _ in net.named_parameters()]
+    assert have_same_moments(one, net, other, live)
+
+
+@pytest.mark.skipif(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6), reason="optimizers take no names")
+def test_saved_names_in_another_order() -> None:
+    net, live = model(), model()
+    one, _ = adam_and_state(net, names=True)
+    saved = save({"o": one, "m": net})
+    for there in ("names", "module"):  # one of them tells the names of the parameters here
+        parameters: Any = [*live.named_parameters()][::-1]
+        other = torch.optim.AdamW(parameters if there == "names" else [each for _, each in parameters])
+        save({"o": one}).restore({"o": other}) if there == "names" else saved.restore({"o": other, "m": live})
+        assert have_same_moments(one, net, other, live)
+        assert other.param_groups[0]["param_names"] == [name for name, _ in parameters]
+    renamed = torch.optim.AdamW((name.replace("3", "head"), each) for name, each in live.named_parameters())
+    text = "o.param_groups.0 (of these names no parameter here: 3.weight, 3.bias; put the module"
+    assert mismatch({"o": renamed}, save({"o": one})).mismatched[0].startswith(text)
+    nameless = torch.optim.AdamW(live.parameters())
+    save({"o": one}).restore({"o": nameless})  # by their numbers, as torch does
+    assert have_same_moments(one, net, nameless, live)
 
 
 def test_generators_are_restored_last() -> None:

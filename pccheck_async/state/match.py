@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -23,16 +23,15 @@ from pccheck_async.state.flatten import Array, check_outermost, is_stateful, not
 from pccheck_async.state.modules import live_state
 from pccheck_async.state.nodes import (
     ArrayNode,
-    CounterNode,
     DictNode,
     ListNode,
     MappingNode,
     Node,
-    OrderedDictNode,
     StatefulNode,
     TupleNode,
     arrays,
 )
+from pccheck_async.state.numbering import Names, names_in, renumbered
 from pccheck_async.state.plain import MAPPINGS, REFILLED, SEQUENCES, equal, has_parts, live_parts, refill, savable
 from pccheck_async.state.rebuild import mapping_keys, rebuild
 from pccheck_async.state.rng import RNGState
@@ -110,7 +109,7 @@ def match(
     """
     refuse_tracing("restore")
     check_outermost(state)
-    matching = _Matching(manifest, by_address, strict)
+    matching = _Matching(manifest, by_address, strict, cache(lambda: names_in(state)))
     skeleton = manifest.skeleton
     assert isinstance(skeleton, DictNode)
     setter = state.__setitem__ if isinstance(state, MutableMapping) else None
@@ -121,9 +120,12 @@ def match(
 class _Matching:
     """One walk over the live state and the skeleton side by side."""
 
-    def __init__(self, manifest: Manifest, by_address: Callable[[], bool], strict: bool) -> None:
+    def __init__(
+        self, manifest: Manifest, by_address: Callable[[], bool], strict: bool, names: Callable[[], Names]
+    ) -> None:
         self._manifest = manifest
         self._strict = strict
+        self._names = names
         self._filling = Filling(manifest, by_address)
         self._missing: list[str] = []
         self._unexpected: list[str] = []
@@ -253,7 +255,7 @@ class _Matching:
             if not self._strict:
                 load = partial(_load_into, live, own)
         elif isinstance(live, torch.optim.Optimizer):
-            self._optimizer(live, child, path)
+            child = self._optimizer(live, child, path)
             load = partial(optimizers.load, live)
         else:
             if isinstance(live, RNGState):
@@ -278,7 +280,7 @@ class _Matching:
 
     def _module(self, live: torch.nn.Module, node: Node, path: str) -> tuple[Node, Mapping[Any, Any]]:
         """Returns what there is to load, and the module's own state."""
-        if not isinstance(node, (DictNode, OrderedDictNode, CounterNode)):
+        if not isinstance(node, MappingNode):
             self._differs(path, live, node)
             return node, {}
         with noting("state_dict", path, live):
@@ -300,18 +302,21 @@ class _Matching:
         kept = [index for index, key in enumerate(mapping_keys(node)) if key in keys]
         return structs.replace(node, keys=[node.keys[i] for i in kept], values=[node.values[i] for i in kept]), own
 
-    def _optimizer(self, live: torch.optim.Optimizer, node: Node, path: str) -> None:
-        if not isinstance(node, (DictNode, OrderedDictNode, CounterNode)):
+    def _optimizer(self, live: torch.optim.Optimizer, node: Node, path: str) -> Node:
+        """Returns what there is to load."""
+        if not isinstance(node, MappingNode):
             self._differs(path, live, node)
-            return
+            return node
         with noting("state_dict", path, live):
             own = live.state_dict()
-        differences = optimizers.differences(live, own, node, self._manifest.tensors, path)
+        node, differences = renumbered(live, own, node, self._names, path)
+        differences += optimizers.differences(live, own, node, self._manifest.tensors, path)
         self._mismatched += differences
         if not differences:
             for index, device in optimizers.places(live, own, node):
                 self._filling.prefer(index, device)
         self._pair(own, node, path)
+        return node
 
     def _pair(self, live: Any, node: Node, path: str) -> None:
         """Reuse live arrays wherever the stored tree has an equal one in the same place."""
@@ -322,7 +327,7 @@ class _Matching:
                 self._stateful(live, node, path)
             else:
                 self._pair(live, node.child, path)
-        elif isinstance(live, Mapping) and isinstance(node, (DictNode, OrderedDictNode, CounterNode)):
+        elif isinstance(live, Mapping) and isinstance(node, MappingNode):
             for key, name, child in _named(node):
                 if key in live:
                     self._pair(live[key], child, paths.child(path, name))
@@ -331,7 +336,7 @@ class _Matching:
                 self._pair(value, child, paths.child(path, str(index)))
 
     def _generators(self, live: RNGState, node: Node, path: str) -> None:
-        if not isinstance(node, (DictNode, OrderedDictNode, CounterNode)):
+        if not isinstance(node, MappingNode):
             self._differs(path, live, node)
             return
         for key, _, child in _named(node):

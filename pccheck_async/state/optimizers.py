@@ -12,10 +12,10 @@ from torch.nn.parameter import is_lazy
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.manifest import TensorEntry
 from pccheck_async.state import paths
-from pccheck_async.state.nodes import ArrayNode, CounterNode, DictNode, ListNode, Node, OrderedDictNode
+from pccheck_async.state.nodes import ArrayNode, ListNode, MappingNode, Node
 from pccheck_async.state.rebuild import mapping_keys
 
-__all__ = ["differences", "load", "places"]
+__all__ = ["differences", "entries", "has_hooks", "load", "places"]
 
 
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg")
@@ -46,7 +46,7 @@ def differences(
         UnsupportedStateError: Something is stored of a parameter that has no shape yet.
     """
     _refuse_lazy(optimizer, own, node, path)
-    if getattr(optimizer, _HOOKS, None):
+    if has_hooks(optimizer):
         return []
     found = _group_differences(optimizer, own, node, path)
     if not found and type(optimizer).__module__.startswith("torch.optim"):
@@ -54,7 +54,14 @@ def differences(
     return found
 
 
+def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether there are hooks that see a state before it is loaded."""
+    return bool(getattr(optimizer, _HOOKS, None))
+
+
 def _refuse_lazy(optimizer: torch.optim.Optimizer, own: Mapping[str, Any], node: Node, path: str) -> None:
+    if not any(map(is_lazy, chain.from_iterable(group["params"] for group in optimizer.param_groups))):
+        return
     state = entries(entries(node).get("state"))
     for number, parameter in _parameters(optimizer, own):
         if is_lazy(parameter) and number in state:
@@ -196,6 +203,6 @@ def _repaired(loaded: Any, stored: Any) -> Any:
 
 def entries(node: Node) -> dict[Hashable, Node]:
     """Return what a stored mapping holds; nothing of what is none."""
-    if isinstance(node, (DictNode, OrderedDictNode, CounterNode)):
+    if isinstance(node, MappingNode):
         return dict(zip(mapping_keys(node), node.values, strict=True))
     return {}
