@@ -171,8 +171,9 @@ class CheckpointEngine(EngineBase):
         Cancellation: before the capture ended, aborts this checkpoint and returns once its operations completed.
 
         Raises:
-            UnsupportedStateError: a value cannot be saved; names its path. Or tensors are none where this was called:
-                in FakeTensorMode, a function of torch.compile or a transform of torch.func.
+            UnsupportedStateError: a value cannot be saved, or is an optimizer's ``state_dict()`` from before its first
+                step, in place of the optimizer; names its path. Or tensors are none where this was called: in
+                FakeTensorMode, a function of torch.compile or a transform of torch.func.
             ClosedError: the engine is not open, or belongs to a parent process.
             CheckpointError: this checkpoint failed during capture, or an earlier one failed and nobody saw it.
         """
@@ -221,7 +222,8 @@ class CheckpointEngine(EngineBase):
 
         Raises:
             StateMismatchError: leaves differ; nothing was changed (a note tells of a damaged one tried before).
-            UnsupportedStateError: ``state`` is no mapping from names; or as for :meth:`checkpoint`.
+            UnsupportedStateError: ``state`` is no mapping from names, or has an object's ``state_dict()`` in place of the
+                object, which would get nothing; names its path. Or as for :meth:`checkpoint`.
             CorruptStoreError: no checkpoint is whole; ``state`` may hold a mixture.
             Exception: what a ``load_state_dict`` raised, with a note that names the object.
             NoCheckpointError: there is none of ``step``.

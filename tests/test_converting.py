@@ -445,6 +445,13 @@ def test_an_optimizer_by_way_of_dcp(tmp_path: Path) -> None:
     assert not difference(load_sync(tmp_path / "s")["optimizer"], state["optimizer"].state_dict())
 
 
+def test_an_optimizer_in_a_file_need_not_have_stepped(tmp_path: Path) -> None:
+    optimizer = torch.optim.Adam(torch.nn.Linear(2, 2).parameters(), lr=0.25)
+    torch.save({"optimizer": optimizer.state_dict()}, tmp_path / "file")
+    import_checkpoint(tmp_path / "file", tmp_path / "s", source="torch")
+    assert load_sync(tmp_path / "s")["optimizer"] == optimizer.state_dict()
+
+
 def _blank(value: Any) -> None:
     if isinstance(value, dict):
         for key, item in value.items():

@@ -5,6 +5,7 @@ import dataclasses
 import datetime
 import decimal
 import enum
+import json
 import pathlib
 import random
 import threading
@@ -268,3 +269,33 @@ def test_lists_of_numbers(items: list[Any]) -> None:
     assert isinstance(node, ListNode)
     assert node.items is not items
     assert repr(rebuild(node, lambda index: index)) == repr(items)
+
+
+def fresh(kind: Any = torch.optim.Adam, **settings: Any) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = kind(torch.nn.Linear(2, 2).parameters(), **settings)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    "make", [fresh, lambda: fresh(torch.optim.SGD, lr=0.25, momentum=0.9), lambda: fresh(lr=torch.tensor(0.5))]
+)
+def test_the_state_dict_of_an_optimizer_before_its_first_step(make: Any) -> None:
+    optimizer = make()
+    kept = optimizer.state_dict()
+    says = r"is the state_dict\(\) of an optimizer before its first step, and will stay that; put the optimizer itself"
+    for where, state in (("o: this ", {"o": kept}), (r"a\.0\.o: this ", {"a": [{"o": kept}]}), ("the state ", kept)):
+        with pytest.raises(UnsupportedStateError, match=f"^{where}{says}"):
+            flatten(state)
+    flatten({"o": optimizer})
+    flatten({"o": Thing({"inside": optimizer.state_dict()})})  # asked at every checkpoint
+    flatten({"o": json.loads(json.dumps(kept, default=float))})  # of no live optimizer
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    flatten({"o": optimizer.state_dict()})
+
+
+def test_the_state_dict_of_an_optimizer_without_moments() -> None:
+    flatten({"o": fresh(torch.optim.SGD, lr=0.25).state_dict()})
+    flatten({"state": torch.ones(2), "param_groups": torch.ones(2)})
+    flatten({"x": {"state": {}, "param_groups": [{"params": []}, 3]}})

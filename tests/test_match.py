@@ -36,6 +36,18 @@ class Thing:
         self.state = dict(state_dict)
 
 
+class Extra(nn.Linear):
+    """With a state beside its tensors."""
+
+    extra: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
 def model(width: int = 8) -> nn.Module:
     return nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 1))
 
@@ -530,15 +542,6 @@ def test_tied_modules() -> None:
 
 
 def test_extra_state_and_hooks() -> None:
-    class Extra(nn.Linear):
-        extra: Any = None
-
-        def get_extra_state(self) -> Any:
-            return self.extra
-
-        def set_extra_state(self, state: Any) -> None:
-            self.extra = state
-
     one, two = Extra(2, 2), Extra(2, 2)
     one.extra = {"scale": torch.ones(3), "names": ["a"]}
     called = []
@@ -551,15 +554,6 @@ def test_extra_state_and_hooks() -> None:
 @pytest.mark.parametrize("before", [None, torch.zeros(0), torch.zeros(3), 1, {"x": torch.zeros(1)}])
 @pytest.mark.parametrize("after", [None, torch.arange(3.0), torch.arange(5), 2, {"x": torch.ones(2)}])
 def test_extra_state_of_any_type_and_size(before: Any, after: Any) -> None:
-    class Extra(nn.Linear):
-        extra: Any = None
-
-        def get_extra_state(self) -> Any:
-            return self.extra
-
-        def set_extra_state(self, state: Any) -> None:
-            self.extra = state
-
     one, two = nn.Sequential(Extra(2, 2)), nn.Sequential(Extra(2, 2))
     one[0].extra, two[0].extra = after, before
     save({"m": one}).restore({"m": two})
@@ -963,6 +957,60 @@ def test_saved_names_in_another_order() -> None:
     nameless = torch.optim.AdamW(live.parameters())
     save({"o": one}).restore({"o": nameless})  # by their numbers, as torch does
     assert have_same_moments(one, net, nameless, live)
+
+
+def optimizer_of(net: nn.Module, stepped: bool = False) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.25)
+    if stepped:
+        train(net, optimizer)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "owner"),
+    [
+        (lambda: optimizer_of(model()), "optimizer"),
+        (lambda: optimizer_of(model(), stepped=True), "optimizer"),
+        (lambda: torch.optim.SGD(model().parameters(), lr=torch.tensor(0.5)), "optimizer"),
+        (lambda: torch.optim.lr_scheduler.StepLR(optimizer_of(model()), 3), "scheduler"),
+        (lambda: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer_of(model())), "scheduler"),
+        (lambda: torch.amp.GradScaler("cpu"), "scaler"),
+        (lambda: Extra(2, 2), "module"),
+    ],
+)
+def test_the_state_dict_of_a_live_object_is_no_place_to_restore_into(make: Any, owner: str) -> None:
+    thing = make()
+    net = model()
+    saved = save({"net": net, "x": {"thing": thing}})
+    live = model()
+    before = deepcopy(live.state_dict())
+    says = rf"^x\.thing: this is the state_dict\(\) of a live {owner}, .*; put the {owner} itself there, or None to get"
+    for strict in (True, False):
+        with pytest.raises(UnsupportedStateError, match=says):
+            match({"net": live, "x": {"thing": thing.state_dict()}}, saved.decoded, strict=strict)
+    with pytest.raises(UnsupportedStateError, match=rf"^the state is the state_dict\(\) of a live {owner}"):
+        match(thing.state_dict(), save({"state": 1}).decoded)
+    assert same(live.state_dict(), before)
+    for state in ({"net": live, "x": {"thing": thing}}, {"net": live, "x": {"thing": None}}):
+        saved.restore(state)
+    assert same(state["x"]["thing"], saved.load()["x"]["thing"])  # type: ignore[index]
+    if owner != "module":  # what was loaded, or made by hand, is a dict like any other
+        saved.restore(loaded := saved.load())
+        assert same(loaded, saved.load())
+
+
+def test_dicts_of_an_objects_own_tensors_are_filled() -> None:
+    net, live = model(), model()
+    averaged = torch.optim.swa_utils.AveragedModel(net)
+    averaged.update_parameters(net)
+    ema = torch.optim.swa_utils.AveragedModel(live)
+    copies = {name: value.clone() for name, value in live.state_dict().items()}
+    save({"ema": averaged, "p": dict(net.named_parameters()), "copies": dict(net.state_dict())}).restore(
+        {"ema": ema.state_dict(), "p": dict(live.named_parameters()), "copies": copies}
+    )
+    assert same(ema.state_dict(), averaged.state_dict())
+    assert same(list(live.parameters()), list(net.parameters()))
+    assert same(copies, dict(net.state_dict()))
 
 
 def test_generators_are_restored_last() -> None:

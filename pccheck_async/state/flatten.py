@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.state import paths, values
 from pccheck_async.state.advice import full_name, unsupported
+from pccheck_async.state.detached import refuse_unstepped
 from pccheck_async.state.keys import MOST_ALIKE, too_alike
 from pccheck_async.state.leaves import KINDS, Array, ArrayLeaf, Kind, Leaves
 from pccheck_async.state.nodes import (
@@ -42,6 +43,7 @@ from pccheck_async.state.outline import (
     Shape,
     same_objects,
 )
+from pccheck_async.state.stateful import Stateful, is_stateful
 
 __all__ = [
     "Array",
@@ -56,17 +58,6 @@ __all__ = [
     "noting",
     "take_apart",
 ]
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """An object that saves and loads itself: modules, optimizers, schedulers, loaders, and whatever users write."""
-
-    def state_dict(self) -> Any:
-        """Return the state, made of anything that can be saved."""
-
-    def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Take over a state that ``state_dict`` returned."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,6 +93,8 @@ def take_apart(state: Mapping[str, Any], last: Outline | None = None) -> FlatSta
     Whether the arrays can be saved is left to :meth:`Leaves.check`, or to somebody who knows these arrays already.
     """
     check_outermost(state)
+    if "param_groups" in state:
+        refuse_unstepped(state, "")
     flattener = _Flattener()
     try:
         skeleton, outline = flattener.inside(state, "", 1, last, make=DictNode)
@@ -131,12 +124,6 @@ def noting(call: str, path: str, value: object, consequence: str = "") -> Iterat
         raise
 
 
-def is_stateful(value: object) -> bool:
-    """Whether ``value`` is an object (not a class) that saves and loads itself."""
-    kind = type(value)
-    return not isinstance(value, type) and hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
-
-
 class _Flattener:
     """One walk over a state. What it is told to be ``last`` may be wrong: it is used only where the value fits it."""
 
@@ -145,6 +132,7 @@ class _Flattener:
         self.objects: list[Any] = []
         self._open: set[int] = set()  # identities of the containers between the root and here
         self._in_metadata = False
+        self._asked = 0  # Statefuls between the root and here: what they return is as new as can be
 
     def met(self, value: Any, path: str, depth: int, last: Outline | None) -> Met:
         met = last.again(value, self.leaves) if last is not None else None
@@ -173,6 +161,8 @@ class _Flattener:
         try:
             kind = type(value)
             if kind is dict:
+                if "param_groups" in value and not self._asked:
+                    refuse_unstepped(value, path)
                 return self.inside(value, path, depth, last, make=DictNode)
             if kind is list or kind is tuple:
                 return self.sequence(value, path, depth, last)
@@ -215,7 +205,9 @@ class _Flattener:
         self.objects.append(value)
         with noting("state_dict", path, value):
             state = value.state_dict()
+        self._asked += 1
         child, below = self.met(state, path, depth + 1, known.below if known is not None else None)
+        self._asked -= 1
         if known is not None and below is known.below:
             return (known.node if child is known.node.child else StatefulNode(child)), known
         node = StatefulNode(child)

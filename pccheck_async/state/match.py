@@ -18,6 +18,7 @@ from pccheck_async.manifest import Manifest
 from pccheck_async.state import optimizers, paths
 from pccheck_async.state.allocation import Allocation
 from pccheck_async.state.ambient import apart, refuse_tracing
+from pccheck_async.state.detached import refuse_filling
 from pccheck_async.state.filling import Filling, describe, difference
 from pccheck_async.state.flatten import Array, check_outermost, is_stateful, noting
 from pccheck_async.state.modules import live_state
@@ -103,12 +104,14 @@ def match(
         returns ``state``.
 
     Raises:
-        UnsupportedStateError: ``state`` is not a mapping with strings for keys; or called where tensors are traced.
+        UnsupportedStateError: ``state`` is not a mapping with strings for keys, or has the ``state_dict()`` of a live
+            object in the object's place; or called where tensors are traced.
         StateMismatchError: The state differs; lists the paths.
         CorruptStoreError: The skeleton describes no value.
     """
     refuse_tracing("restore")
     check_outermost(state)
+    refuse_filling(state)
     matching = _Matching(manifest, by_address, strict, cache(lambda: names_in(state)))
     skeleton = manifest.skeleton
     assert isinstance(skeleton, DictNode)

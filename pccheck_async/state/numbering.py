@@ -8,16 +8,16 @@ knows no parameter of, it keeps under the key that it has, where no step finds i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from msgspec import structs
 
 from pccheck_async.state import values
-from pccheck_async.state.flatten import is_stateful
 from pccheck_async.state.nodes import ListNode, MappingNode, Node, TupleNode
 from pccheck_async.state.optimizers import entries, has_hooks
+from pccheck_async.state.stateful import parts
 
 __all__ = ["Names", "names_in", "renumbered"]
 
@@ -35,22 +35,11 @@ _SHOWN: Final = 5
 def names_in(state: Mapping[str, Any]) -> Names:
     """Return what the modules in a state call their parameters."""
     found: dict[int, set[str]] = {}
-    for module in _modules(state):
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            found.setdefault(id(parameter), set()).add(name)
+    for _, part in parts(state):
+        if isinstance(part, torch.nn.Module):
+            for name, parameter in part.named_parameters(remove_duplicate=False):
+                found.setdefault(id(parameter), set()).add(name)
     return found
-
-
-def _modules(state: Mapping[str, Any]) -> Iterator[torch.nn.Module]:
-    waiting: list[Any] = [state]
-    seen: set[int] = set()
-    while waiting:
-        live = waiting.pop()
-        if isinstance(live, torch.nn.Module):
-            yield live
-        elif isinstance(live, (Mapping, list, tuple)) and not is_stateful(live) and id(live) not in seen:
-            seen.add(id(live))
-            waiting.extend(live.values() if isinstance(live, Mapping) else live)
 
 
 def renumbered(

@@ -25,6 +25,20 @@ class _Pending(Handle):
         self._pending.result()
 
 
+class _Kept:
+    """A dict that is wanted for itself, whatever object made it; the engine would ask for that object."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def state_dict(self) -> State:
+        return self._state
+
+    def load_state_dict(self, state_dict: State, /) -> None:
+        self._state.clear()
+        self._state.update(state_dict)
+
+
 class PCcheck(Method):
     """``engine.checkpoint(state)`` as it comes: every default, nothing tuned for the benchmark.
 
@@ -66,9 +80,11 @@ class PCcheck(Method):
 
     def load(self, into: State) -> int:
         """Restore in place."""
-        info = self.engine.restore(into)
+        state = {name: _Kept(value) if isinstance(value, dict) else value for name, value in into.items()}
+        info = self.engine.restore(state)
         if info is None:
             raise FileNotFoundError(f"no checkpoint in {self.folder}")
+        into.update({name: value for name, value in state.items() if not isinstance(value, _Kept)})
         return info.step
 
     def close(self) -> None:

@@ -1,0 +1,106 @@
+"""Dicts that a live object's ``state_dict()`` made, in place of the object.
+
+They hold what the object held at that moment. Tensors in them are the object's own; all else is a copy, which the
+object never hears of again. Of optimizers, schedulers and scalers such a dict is known by the values that it shares
+with the live object, so that one which was loaded, or made by hand, is a dict like any other.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+import torch
+
+from pccheck_async.errors import UnsupportedStateError
+from pccheck_async.state.stateful import parts
+
+__all__ = ["refuse_filling", "refuse_unstepped"]
+
+_SETTINGS: Final = (float, tuple, torch.Tensor)
+"""Types of an optimizer's settings of which a loaded one is another object."""
+_SCALER: Final = frozenset({"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"})
+
+
+def refuse_filling(state: Mapping[str, Any]) -> None:
+    """Raise UnsupportedStateError for a dict in a live state that is none to restore into: its object gets nothing."""
+    for path, value in parts(state):
+        owner = _owner(value) if isinstance(value, Mapping) else ""
+        if owner:
+            raise UnsupportedStateError(
+                f"{_where(path)} is the state_dict() of a live {owner}, and what is restored into that dict does not "
+                f"reach the {owner}; put the {owner} itself there, or None to get the dict that was saved"
+            )
+
+
+def _owner(value: Mapping[Any, Any]) -> str:
+    """What made a dict that is not filled wholly in place; empty where it may be anybody's."""
+    if "param_groups" in value:
+        return "optimizer" if _of_live(value) else ""
+    if "_last_lr" in value:
+        return "scheduler" if _held([value["_last_lr"]], _is_scheduler) else ""
+    if value.keys() == _SCALER:
+        return "scaler" if _held([value["growth_factor"], value["backoff_factor"]], _is_scaler) else ""
+    if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
+        return "" if all(isinstance(item, torch.Tensor) for item in value.values()) else "module"
+    return ""
+
+
+def refuse_unstepped(value: Mapping[Any, Any], path: str) -> None:
+    """Raise UnsupportedStateError for the state of a live optimizer before its first step.
+
+    Whether the optimizer stepped since cannot be told, and then all its moments would be missing. Of an optimizer that
+    keeps none (SGD without momentum) that says nothing.
+    """
+    state = value.get("state")
+    if isinstance(state, dict) and not state and not all(map(_is_plain_sgd, _groups(value))) and _of_live(value):
+        raise UnsupportedStateError(
+            f"{_where(path)} is the state_dict() of an optimizer before its first step, and will stay that; put the "
+            "optimizer itself there, which is asked at every checkpoint"
+        )
+
+
+def _where(path: str) -> str:
+    return f"{path}: this" if path else "the state"
+
+
+def _groups(value: Mapping[Any, Any]) -> list[Mapping[str, Any]]:
+    """The groups that have parameters, by number or name."""
+    groups = value["param_groups"]
+    found = [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    return [group for group in found if isinstance(group.get("params"), list) and group["params"]]
+
+
+def _is_plain_sgd(group: Mapping[str, Any]) -> bool:
+    return "dampening" in group and group.get("momentum") == 0
+
+
+def _of_live(value: Mapping[Any, Any]) -> bool:
+    """Whether a live optimizer has the very same state of a parameter; before there is any, the same settings."""
+    state = value.get("state")
+    if not isinstance(state, Mapping):
+        return False
+    if state:
+        return _held([next(iter(state.values()))], lambda holder: isinstance(holder, dict) and _keyed_by_tensor(holder))
+    shown = [item for group in _groups(value) for item in group.values() if isinstance(item, _SETTINGS)]
+    return _held(shown, lambda holder: isinstance(holder, dict) and _keyed_by_tensor(holder.get("params")))
+
+
+def _keyed_by_tensor(items: object) -> bool:
+    return isinstance(items, (dict, list)) and isinstance(next(iter(items), None), torch.Tensor)
+
+
+def _is_scheduler(holder: Any) -> bool:
+    owner = holder.get("optimizer") if isinstance(holder, dict) else getattr(holder, "optimizer", None)
+    return isinstance(owner, torch.optim.Optimizer)
+
+
+def _is_scaler(holder: Any) -> bool:
+    return isinstance(holder, torch.amp.GradScaler) or (isinstance(holder, dict) and "_growth_factor" in holder)
+
+
+def _held(values: Iterable[object], by: Callable[[Any], bool]) -> bool:
+    """Whether one of these very objects is held by what is looked for."""
+    return any(map(by, gc.get_referrers(*values)))

@@ -1,0 +1,53 @@
+"""Objects that save and load themselves, and where they are in a live state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import NoneType
+from typing import Any, Final, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+
+from pccheck_async.state import paths
+
+__all__ = ["Stateful", "is_stateful", "parts"]
+
+_LEAVES: Final = frozenset((NoneType, bool, int, float, str, torch.Tensor, torch.nn.Parameter, np.ndarray))
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object that saves and loads itself: modules, optimizers, schedulers, loaders, and whatever users write."""
+
+    def state_dict(self) -> Any:
+        """Return the state, made of anything that can be saved."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take over a state that ``state_dict`` returned."""
+
+
+def is_stateful(value: object) -> bool:
+    """Whether ``value`` is an object (not a class) that saves and loads itself."""
+    kind = type(value)
+    return not isinstance(value, type) and hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
+
+
+def parts(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield path and value of the containers and objects in a live state, the state first; nothing within objects."""
+    waiting: list[tuple[str, Any]] = [("", state)]
+    seen: set[int] = set()
+    while waiting:
+        path, value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield path, value
+        mapping = isinstance(value, Mapping)
+        if is_stateful(value) or not (mapping or isinstance(value, (list, tuple))):
+            continue
+        items = [*value.values()] if mapping else value
+        if not _LEAVES.issuperset(map(type, items)):
+            names = paths.components([*value]) if mapping else map(str, range(len(items)))
+            each = [(name, item) for name, item in zip(names, items, strict=True) if type(item) not in _LEAVES]
+            waiting += [(paths.child(path, name), item) for name, item in reversed(each)]
