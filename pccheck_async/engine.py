@@ -211,7 +211,8 @@ class CheckpointEngine(EngineBase):
                 has is not read, and the result names both (``missing``, ``unexpected``). Modules load their own state
                 with the stored part put in its place; other objects get what they saved. Another shape, dtype or type,
                 or an optimizer of other parameters, still raises (leave such an object out of ``state``), and so do a
-                state that has nothing in common with the checkpoint, and a model that one of them has in a wrapper.
+                module or an entry of ``state`` of which the checkpoint has nothing below its name, and a model that one
+                of them has in a wrapper.
             progress: Called on the engine's thread with the bytes done and all bytes, after each chunk (from the start
                 again where a damaged checkpoint is passed over); quick.
 
@@ -222,8 +223,8 @@ class CheckpointEngine(EngineBase):
 
         Raises:
             StateMismatchError: leaves differ; nothing was changed (a note tells of a damaged one tried before).
-            UnsupportedStateError: ``state`` is no mapping from names, or has an object's ``state_dict()`` in place of the
-                object, which would get nothing; names its path. Or as for :meth:`checkpoint`.
+            UnsupportedStateError: ``state`` is no mapping from names, or has the ``state_dict()`` of an object in its
+                place, so that it would get nothing; names its path. Or as for :meth:`checkpoint`.
             CorruptStoreError: no checkpoint is whole; ``state`` may hold a mixture.
             Exception: what a ``load_state_dict`` raised, with a note that names the object.
             NoCheckpointError: there is none of ``step``.

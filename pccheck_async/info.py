@@ -48,16 +48,20 @@ class Restored(CheckpointInfo):
         missing: Paths that the state has and the checkpoint lacks: they stayed as they were. Of a part that lacks as a
             whole, its path alone.
         unexpected: Paths that the checkpoint has and the state lacks: they were not read.
+        filled: How many leaves of the checkpoint were restored; all of them, where nothing is unexpected.
     """
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+    filled: int = 0
 
     @classmethod
-    def of(cls, info: CheckpointInfo, missing: tuple[str, ...], unexpected: tuple[str, ...]) -> Restored:
+    def of(
+        cls, info: CheckpointInfo, missing: tuple[str, ...], unexpected: tuple[str, ...], filled: int = 0
+    ) -> Restored:
         """Return ``info`` with what did not fit."""
         facts = {name.name: getattr(info, name.name) for name in fields(CheckpointInfo)}
-        return cls(**facts, missing=missing, unexpected=unexpected)
+        return cls(**facts, missing=missing, unexpected=unexpected, filled=filled)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, CheckpointInfo):

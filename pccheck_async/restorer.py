@@ -102,11 +102,6 @@ class Restorer:
                 self._reporter.tell(
                     events.Restored, step=entry.step, counter=entry.counter, nbytes=entry.nbytes, seconds=seconds
                 )
-                if restored.missing or restored.unexpected:
-                    text = "restored step %d in part: the checkpoint lacks %s; the state lacks %s"
-                    found = _some(restored.missing), _some(restored.unexpected)
-                    about = {"step": entry.step, "counter": entry.counter}
-                    write(logging.WARNING, "restored_in_part", text, entry.step, *found, **about)
                 return restored
         return None
 
@@ -136,7 +131,17 @@ class Restorer:
         finally:
             self._post(lease.give_back)
         restoration.finish()
-        return Restored.of(entry.info, restoration.missing, restoration.unexpected)
+        if restoration.missing or restoration.unexpected:
+            _warn_of_parts(entry, restoration)
+        filled = sum(number for number, _ in restoration.counts.values())
+        return Restored.of(entry.info, restoration.missing, restoration.unexpected, filled)
+
+
+def _warn_of_parts(entry: Entry, restoration: Restoration) -> None:
+    counts = [f"{number} of {all_} leaves of {name}" for name, (number, all_) in restoration.counts.items()]
+    found = _some(restoration.missing), _some(restoration.unexpected), _some(counts)
+    text = "restored step %d in part: the checkpoint lacks %s; the state lacks %s; restored were %s"
+    write(logging.WARNING, "restored_in_part", text, entry.step, *found, step=entry.step, counter=entry.counter)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from pccheck_async import CheckpointEngine, CheckpointInfo, Restored, StateMismatchError, SyncCheckpointEngine
+from pccheck_async import (
+    CheckpointEngine,
+    CheckpointInfo,
+    Restored,
+    StateMismatchError,
+    SyncCheckpointEngine,
+    open_checkpoint,
+)
 from tests.state_strategies import array_bytes
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -117,6 +124,62 @@ def test_nothing_in_common_raises_all_the_same(tmp_path: Path) -> None:
     with pytest.raises(StateMismatchError, match=r"model in the checkpoint is wrapped by torch\.compile: save and"):
         restore(tmp_path / "wrapped", {"model": nn.Linear(2, 2), "step": 0})
     assert restore(tmp_path, {}).unexpected == ("model",)
+
+
+class Renamed(nn.Module):
+    def __init__(self, old: Old) -> None:
+        super().__init__()
+        self.trunk, self.head = old.body, old.old_head
+
+
+@pytest.mark.parametrize(
+    ("saved", "live", "path"),
+    [
+        ({"model": Old(1), "step": 4}, {"model": Renamed(Old(2)), "step": 0}, "model"),
+        ({"models": [Old(1), nn.Linear(1, 1)]}, {"models": [Renamed(Old(2)), nn.Linear(1, 1)]}, r"models\.0"),
+        ({"model": nn.Identity(), "step": 4}, {"model": Old(1), "step": 0}, "model"),
+        ({"ema": {"x": {"a": torch.ones(2)}}, "step": 4}, {"ema": {"x": {"b": torch.ones(2)}}, "step": 0}, "ema"),
+    ],
+)
+def test_nothing_in_common_below_a_name_raises(
+    tmp_path: Path, saved: dict[str, Any], live: dict[str, Any], path: str
+) -> None:
+    save(tmp_path, saved)
+    with SyncCheckpointEngine(tmp_path) as engine:
+        for strict in (True, False):
+            with pytest.raises(
+                StateMismatchError, match=f"; nothing in common below {path}: leave that out of"
+            ) as raised:
+                engine.restore(live, strict=strict)
+            assert raised.value.missing
+            assert "strict=False" not in str(raised.value)
+    assert live.get("step") in (0, None)
+
+
+def test_little_in_common_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    old = nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))
+    save(tmp_path, {"model": old, "step": 4, "list": [1, 2, None], "gone": {"x": 1, "y": [2, 3]}})
+    new = nn.ModuleDict({"0": nn.Linear(2, 2), "other": nn.Linear(2, 2)})
+    restored = restore(tmp_path, {"model": new, "step": 0, "list": []})
+    assert restored.filled == 2 + 1 + 3
+    assert "restored were 2 of 40 leaves of model, 1 of 1 leaves of step, 3 of 3 leaves of list" in caplog.text
+    assert restore(tmp_path, {"model": nn.Identity(), "step": 0}).filled == 1  # there is nothing to fill
+    with SyncCheckpointEngine(tmp_path) as engine:
+        everything = engine.restore({"model": old, "step": 0, "list": [], "gone": {}})
+        assert everything is not None
+        assert everything.filled == len(paths_of(tmp_path)) == 47
+
+
+def paths_of(path: Path) -> list[str]:
+    with open_checkpoint(path) as checkpoint:
+        return list(checkpoint)
+
+
+def test_a_view_with_holes_is_something_in_common(tmp_path: Path) -> None:
+    save(tmp_path, {"x": torch.ones(3)})
+    columns = torch.zeros(3, 2)
+    assert restore(tmp_path, {"x": columns[:, 0], "y": 1}).missing == ("y",)
+    assert columns.tolist() == [[1, 0]] * 3
 
 
 def test_many_names_are_not_all_in_the_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -38,6 +38,7 @@ from pccheck_async.state.rebuild import mapping_keys, rebuild
 from pccheck_async.state.rng import RNGState
 from pccheck_async.state.select import select
 from pccheck_async.state.targets import Restoration, Target, Targets
+from pccheck_async.state.walk import count
 
 __all__ = ["Restoration", "Target", "Targets", "allocate", "match"]
 
@@ -96,8 +97,9 @@ def match(
         by_address: Asked when there is a CUDA tensor: whether the copy backend reaches its memory.
         strict: Otherwise what only the state has stays as it is, what only the checkpoint has is not read, and the
             restoration names both. A module then loads its own state, with what was stored in the places of that. Any
-            other Stateful gets what it saved, as ever. Where they have nothing in common, or differ by what a wrapper
-            of models puts before names, that is a difference all the same.
+            other Stateful gets what it saved, as ever. Where they have nothing in common, altogether or below an
+            outermost name or a module that both have, or differ by what a wrapper of models puts before names, that is
+            a difference all the same.
 
     Returns:
         A restoration whose ``finish`` copies what could not be filled in place, calls every ``load_state_dict`` and
@@ -115,8 +117,7 @@ def match(
     matching = _Matching(manifest, by_address, strict, cache(lambda: names_in(state)))
     skeleton = manifest.skeleton
     assert isinstance(skeleton, DictNode)
-    setter = state.__setitem__ if isinstance(state, MutableMapping) else None
-    matching.entries(state, skeleton, "", setter)
+    matching.outermost(state, skeleton)
     return matching.restoration(state)
 
 
@@ -133,6 +134,10 @@ class _Matching:
         self._missing: list[str] = []
         self._unexpected: list[str] = []
         self._mismatched: list[str] = []
+        self._strangers: list[str] = []  # both have them, and nothing in common below
+        self._matched = 0  # places in the state that take something
+        self._unread = 0  # leaves of the checkpoint that the state lacks
+        self._counts: dict[str, tuple[int, int]] = {}
         self._wanted: set[int] = set()  # arrays that something is rebuilt from
         self._actions: list[Callable[[], None]] = []
         self._last_actions: list[Callable[[], None]] = []  # generators: what loads before them may draw from them
@@ -142,7 +147,7 @@ class _Matching:
         self._mismatched += self._filling.conflicts()
         if self._mismatched or (self._strict and (self._missing or self._unexpected)):
             raise self._error()
-        if self._missing and (self._fills_nothing() or _wrapped(self._missing, self._unexpected)):
+        if self._strangers or (self._missing and (not self._matched or _wrapped(self._missing, self._unexpected))):
             raise self._error()  # restored so, it would be taken for what was saved
         with apart():
             self._filling.allocate(self._wanted)
@@ -156,7 +161,8 @@ class _Matching:
                     action()
             return state
 
-        return Restoration(targets, finish, tuple(self._missing), tuple(self._unexpected), filled=self._filling.paths)
+        differ = tuple(self._missing), tuple(self._unexpected)
+        return Restoration(targets, finish, *differ, filled=self._filling.paths, counts=self._counts)
 
     def _error(self) -> StateMismatchError:
         make = partial(
@@ -166,17 +172,28 @@ class _Matching:
         assert isinstance(skeleton, DictNode)
         advice = _wrapped(self._missing, self._unexpected)
         if not self._mismatched and not advice:
-            advice = (
-                "; to restore what both have: restore(state, strict=False)"
-                if self._strict
-                else "; they have nothing in common"
-            )
+            if self._strangers:
+                advice = (
+                    f"; nothing in common below {', '.join(self._strangers)}: leave that out of the state, or take "
+                    "load(path, keys=[...]), change its names, and give it to load_state_dict"
+                )
+            elif self._strict:
+                advice = "; to restore what both have: restore(state, strict=False)"
+            else:
+                advice = "; they have nothing in common"
         if not set(paths.components(mapping_keys(skeleton))).isdisjoint(self._unexpected):
             advice += "; to take only part of it: load(path, keys=[...])"
         return make(f"{make()}{advice}")
 
-    def _fills_nothing(self) -> bool:
-        return not (self._filling.paths or self._wanted or self._actions or self._last_actions)
+    def outermost(self, state: Mapping[str, Any], node: DictNode) -> None:
+        setter = state.__setitem__ if isinstance(state, MutableMapping) else None
+        for key, value, child, path in self._common(state, node, ""):
+            matched, missing, unread = self._matched, len(self._missing), self._unread
+            self.value(value, child, path, None if setter is None else _setter(setter, key))
+            if self._matched == matched and len(self._missing) > missing and path not in self._strangers:
+                self._strangers.append(path)
+            leaves = count(child)
+            self._counts[path] = leaves - (self._unread - unread), leaves
 
     # -- values that are filled or replaced where they are
 
@@ -212,6 +229,7 @@ class _Matching:
             self.value(value, child, paths.child(path, str(index)), replace)
 
     def _array(self, live: torch.Tensor | np.ndarray[Any, Any], node: Node, path: str, *, strict: bool = True) -> None:
+        self._matched += 1
         if not isinstance(node, ArrayNode):
             if strict:
                 self._differs(path, live, node)
@@ -224,6 +242,7 @@ class _Matching:
             self._mismatched.append(f"{path} ({trouble})")
 
     def _plain(self, live: Any, node: Node, path: str, replace: _Replace | None) -> None:
+        self._matched += 1
         if REFILLED.get(type(live)) is type(node):
             self._refill(live, node)
         elif replace is not None:
@@ -235,6 +254,7 @@ class _Matching:
 
     def _replace(self, node: Node, replace: _Replace) -> None:
         """Put a new value where the live one is."""
+        self._matched += 1
         self._checked(node)
         self._wanted.update(arrays(node))
         self._actions.append(lambda: replace(self._rebuild(node)))
@@ -260,7 +280,9 @@ class _Matching:
         elif isinstance(live, torch.optim.Optimizer):
             child = self._optimizer(live, child, path)
             load = partial(optimizers.load, live)
+            self._matched += 1
         else:
+            self._matched += 1
             if isinstance(live, RNGState):
                 self._generators(live, child, path)
                 actions = self._last_actions
@@ -299,6 +321,9 @@ class _Matching:
                     self._differs(below, value, child)
             else:
                 self._pair(value, child, below)  # what a state_dict() of its own adds
+        self._matched += len(common)
+        if own and not common:
+            self._strangers.append(path)
         if self._strict or len(common) == len(node.values):
             return node, own
         keys = {key for key, *_ in common}
@@ -362,6 +387,7 @@ class _Matching:
             else:
                 self._missing.append(below)
         self._unexpected += [paths.child(path, name) for name, _ in stored.values()]
+        self._unread += sum(count(child) for _, child in stored.values())
         return common
 
     def _checked(self, node: Node) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -90,6 +90,7 @@ class Restoration:
         missing: Paths that the state has and the checkpoint lacks, and that stay as they are.
         unexpected: Paths that the checkpoint has and the state lacks.
         filled: Paths of the live arrays that the targets fill.
+        counts: Of each entry that both have, how many leaves of the checkpoint are restored, and how many it has.
     """
 
     targets: Targets
@@ -97,3 +98,4 @@ class Restoration:
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     filled: tuple[str, ...] = ()
+    counts: Mapping[str, tuple[int, int]] = field(default_factory=dict)

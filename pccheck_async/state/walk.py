@@ -15,8 +15,9 @@ from pccheck_async.state.nodes import (
     TupleNode,
 )
 from pccheck_async.state.rebuild import mapping_keys
+from pccheck_async.state.values import VERBATIM
 
-__all__ = ["below", "leaves", "opened"]
+__all__ = ["below", "count", "leaves", "opened"]
 
 
 def opened(node: Node) -> Node:
@@ -52,3 +53,21 @@ def leaves(node: Node, path: str = "") -> Iterator[tuple[str, Node]]:
         yield path, opened(node)
     for name, child in children:
         yield from leaves(child, paths.child(path, name))
+
+
+def count(node: Node) -> int:
+    """Return how many leaves there are."""
+    number, waiting = 0, [node]
+    while waiting:
+        match opened(waiting.pop()):
+            case DictNode(values=inside) | OrderedDictNode(values=inside) | CounterNode(values=inside):
+                pass
+            case ListNode(items=inside) | TupleNode(items=inside):
+                pass
+            case _:
+                inside = []
+        if VERBATIM.issuperset(map(type, inside)):  # a loader's permutation may have millions of numbers
+            number += max(1, len(inside))
+        else:
+            waiting += inside
+    return number
