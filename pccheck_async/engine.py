@@ -222,7 +222,9 @@ class CheckpointEngine(EngineBase):
         Cancellation: ends once every read ended; ``state`` may then hold a mixture.
 
         Raises:
-            StateMismatchError: leaves differ; nothing was changed (a note tells of a damaged one tried before).
+            StateMismatchError: leaves differ; nothing was changed (a note tells of a damaged one tried before). Modules
+                with hooks before ``load_state_dict``, or a ``_load_from_state_dict`` of their own, decide themselves
+                what fits below them: what they raise comes after other things were changed.
             UnsupportedStateError: ``state`` is no mapping from names, or has the ``state_dict()`` of an object in its
                 place, so that it would get nothing; names its path. Or as for :meth:`checkpoint`.
             CorruptStoreError: no checkpoint is whole; ``state`` may hold a mixture.

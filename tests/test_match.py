@@ -584,6 +584,108 @@ def test_subclasses_of_parameter() -> None:
     assert "Other here, a plain tensor in the checkpoint" in str(error)
 
 
+class Named(nn.Module):
+    """Whose weights had other names, and a table of another size, when an older version saved them."""
+
+    def __init__(self, size: int = 3) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(4.0))
+        self.bias = nn.Parameter(-torch.ones(4))
+        self.register_buffer("table", torch.arange(float(size)))
+
+
+class Hooked(Named):
+    def __init__(self, size: int = 3) -> None:
+        super().__init__(size)
+        self._register_load_state_dict_pre_hook(self._upgrade)  # type: ignore[no-untyped-call]
+
+    def _upgrade(self, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for old, new in (("w", "weight"), ("b", "bias")):
+            if prefix + old in state:
+                state[prefix + new] = state.pop(prefix + old)
+        if prefix + "table" in state:
+            self.table = torch.zeros_like(state[prefix + "table"])
+
+
+class Overriding(Hooked):
+    def __init__(self, size: int = 3) -> None:
+        Named.__init__(self, size)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        self._upgrade(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+class Loading(Overriding):
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        nn.Module._load_from_state_dict(self, *arguments)
+
+    def load_state_dict(self, state_dict: Any, *arguments: Any) -> Any:
+        self._upgrade(state := dict(state_dict), "")
+        return super().load_state_dict(state, *arguments)
+
+
+OLDER = {"w": torch.full((4,), 7.0), "b": torch.full((4,), 8.0), "table": torch.ones(5)}
+
+
+@pytest.mark.parametrize("kind", [Hooked, Overriding, Loading])
+def test_modules_that_rename_and_resize_what_they_load(kind: Any) -> None:
+    live = kind()
+    held = live.weight
+    save({"m": Thing(**OLDER)}).restore({"m": live})
+    assert live.weight is held
+    assert same(list(live.state_dict().values()), list(OLDER.values()))
+    if kind is Loading:  # of the outermost only
+        return
+    net = nn.Sequential(kind(), nn.Linear(1, 1))
+    older = {f"0.{key}": value for key, value in OLDER.items()} | {
+        "1.weight": torch.ones(1, 1),
+        "1.bias": torch.ones(1),
+    }
+    error = mismatch({"m": net}, save({"m": Thing(**older | {"1.w": torch.ones(1), "1.bias": torch.ones(2)})}))
+    assert (error.missing, error.unexpected, len(error.mismatched)) == ((), (r"m.1\.w",), 1)
+    save({"m": Thing(**older)}).restore({"m": net})
+    assert same(list(net.state_dict().values()), list(older.values()))
+    with torch.inference_mode():
+        net = nn.Sequential(kind(), nn.Linear(1, 1))
+    save({"m": Thing(**older)}).restore({"m": net})
+    assert same(list(net.state_dict().values()), list(older.values()))
+
+
+def test_what_modules_cannot_load_after_all_is_theirs_to_say() -> None:
+    saved = save({"m": Thing(v=torch.ones(4))})
+    with pytest.raises(RuntimeError, match="Missing key") as raised:
+        saved.restore({"m": Hooked()})
+    assert raised.value.__notes__[0].endswith("; the state may now be a mixture of what it was and of the checkpoint")
+    mismatched = mismatch({"m": Named()}, saved)
+    assert len(mismatched.missing) == 3
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_hooks_that_move_what_they_find(strict: bool) -> None:
+    """Would find in one place what was just put into another, if their own tensors held what is to be loaded."""
+
+    class Turned(Named):
+        def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+            weight, bias = state_dict[prefix + "weight"], state_dict[prefix + "bias"]
+            state_dict.update({prefix + "weight": bias.flip(0), prefix + "bias": weight})
+            super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+    saved, live = save({"m": Named()}), Turned()
+    saved.fill(match({"m": live}, saved.decoded, strict=strict))
+    assert live.weight.tolist() == [-1] * 4
+    assert live.bias.tolist() == [0, 1, 2, 3]
+
+
+def test_modules_of_torch_that_rename_what_they_load() -> None:
+    one, two = (nn.utils.parametrizations.weight_norm(nn.Linear(2, 3)) for _ in range(2))
+    state = one.state_dict()
+    older = {"bias": state["bias"], "weight_g": state["parametrizations.weight.original0"]}
+    older["weight_v"] = state["parametrizations.weight.original1"]
+    save({"m": Thing(**older)}).restore({"m": two})
+    assert same(two.state_dict(), state)
+
+
 def test_lazy_modules_that_did_not_run() -> None:
     one = nn.LazyLinear(3)
     one(torch.ones(1, 2))

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import torch
 from msgspec import structs
+from torch.nn.parameter import is_lazy
 
 from pccheck_async.errors import StateMismatchError
 from pccheck_async.manifest import Manifest
@@ -21,7 +22,7 @@ from pccheck_async.state.ambient import apart, refuse_tracing
 from pccheck_async.state.detached import refuse_filling
 from pccheck_async.state.filling import Filling, describe, difference
 from pccheck_async.state.flatten import Array, check_outermost, is_stateful, noting
-from pccheck_async.state.modules import live_state
+from pccheck_async.state.modules import Deciders, deciders, live_state
 from pccheck_async.state.nodes import (
     ArrayNode,
     DictNode,
@@ -78,15 +79,17 @@ def match(
     *,
     strict: bool = True,
 ) -> Restoration:
-    """Prepare a restore into the live ``state``. Checks all of it first and changes nothing.
+    """Prepare a restore into the live ``state``. Checks it first and changes nothing.
 
     Tensors and arrays keep their identity and take the stored bytes, in place where they lie in host memory (or in that
     of a CUDA device, where ``by_address``) as they were stored. A live plain value (no tensor, array or object in it)
     is a placeholder for whatever was saved: lists, dicts and sets are refilled where their like was saved, anything
     else is replaced in the container that holds it. In place of a live tensor or array, a container that holds it takes
     a saved None, and no other plain value. Modules compare strictly, except for their extra state; then
-    ``load_state_dict`` gets their own parameters. Optimizers may not have a state yet. Any other Stateful gets its own
-    tensors where they are equal in dtype and shape, and new ones elsewhere.
+    ``load_state_dict`` gets their own parameters. What lies below a module with hooks before ``load_state_dict``, or
+    with one or a ``_load_from_state_dict`` of its own, is not compared: it decides whether that fits, and raises after
+    other things changed where it does not. Optimizers may not have a state yet. Any other Stateful gets its own tensors
+    where they are equal in dtype and shape, and new ones elsewhere.
 
     Two live arrays that share memory which the stored ones do not share differ from the checkpoint: one would overwrite
     the other.
@@ -269,12 +272,14 @@ class _Matching:
 
     def _stateful(self, live: Any, node: Node, path: str) -> None:
         child = node.child if isinstance(node, StatefulNode) else node
-        actions, load = self._actions, live.load_state_dict
+        actions, load, inference = self._actions, live.load_state_dict, False
         if node is None:  # saved before there was one: no object's state
             self._differs(path, live, node)
             return
         if isinstance(live, torch.nn.Module):
             child, own = self._module(live, child, path)
+            tensors = [value for value in own.values() if isinstance(value, torch.Tensor) and not is_lazy(value)]
+            inference = any(tensor.is_inference() for tensor in tensors)
             if not self._strict:
                 load = partial(_load_into, live, own)
         elif isinstance(live, torch.optim.Optimizer):
@@ -296,7 +301,8 @@ class _Matching:
 
         def action() -> None:
             state = self._rebuild(child)
-            inside = torch.inference_mode() if self._filling.inference(arrays(child)) else nullcontext()
+            changes = inference or self._filling.inference(arrays(child))
+            inside = torch.inference_mode() if changes else nullcontext()
             mixture = "; the state may now be a mixture of what it was and of the checkpoint"
             with inside, noting("load_state_dict", path, live, mixture):
                 load(state)
@@ -310,25 +316,42 @@ class _Matching:
             return node, {}
         with noting("state_dict", path, live):
             own = live_state(live)
-        common = self._common(own, node, path)
+        deciding, missing = deciders(live), len(self._missing)
+        common = self._common(own, node, path, deciding.all if self._strict else ())
         for key, value, child, below in common:
             if str(key).rpartition(".")[2] == _EXTRA_STATE:
                 self._pair(value, child, below)  # of any type and size; the module decides
             elif isinstance(value, torch.Tensor) or isinstance(child, ArrayNode):
-                if isinstance(value, (torch.Tensor, np.ndarray)):
-                    self._array(value, child, below)
-                else:
-                    self._differs(below, value, child)
+                if not self._left_to(deciding, str(key), value, child):
+                    self._array_of_module(value, child, below)
             else:
                 self._pair(value, child, below)  # what a state_dict() of its own adds
         self._matched += len(common)
-        if own and not common:
+        if own and not common and len(self._missing) > missing:
             self._strangers.append(path)
         if self._strict or len(common) == len(node.values):
             return node, own
         keys = {key for key, *_ in common}
         kept = [index for index, key in enumerate(mapping_keys(node)) if key in keys]
         return structs.replace(node, keys=[node.keys[i] for i in kept], values=[node.values[i] for i in kept]), own
+
+    def _left_to(self, deciding: Deciders, key: str, value: Any, node: Node) -> bool:
+        """Whether a module gets a stored array in new memory, and decides what becomes of it.
+
+        A hook of a user's that moves or changes what it finds would find what it has filled already, if that were live.
+        """
+        if not key.startswith(deciding.all) or is_lazy(value):
+            return False
+        live = isinstance(value, (torch.Tensor, np.ndarray))
+        if live and isinstance(node, ArrayNode) and not difference(self._manifest.tensors[node.index], value):
+            return key.startswith(deciding.users)
+        return self._strict
+
+    def _array_of_module(self, value: Any, node: Node, path: str) -> None:
+        if isinstance(value, (torch.Tensor, np.ndarray)):
+            self._array(value, node, path)
+        else:
+            self._differs(path, value, node)
 
     def _optimizer(self, live: torch.optim.Optimizer, node: Node, path: str) -> Node:
         """Returns what there is to load."""
@@ -375,8 +398,13 @@ class _Matching:
 
     # -- what both need
 
-    def _common(self, live: Mapping[Any, Any], node: MappingNode, path: str) -> list[tuple[Any, Any, Node, str]]:
-        """Key, live value, stored value and path of what both have; notes what only one has."""
+    def _common(
+        self, live: Mapping[Any, Any], node: MappingNode, path: str, decided: tuple[str, ...] = ()
+    ) -> list[tuple[Any, Any, Node, str]]:
+        """Key, live value, stored value and path of what both have; notes what only one has, unless that is decided.
+
+        What begins so is left to a module's own way of loading.
+        """
         stored = {key: (name, child) for key, name, child in _named(node)}
         keys = list(live)
         common = []
@@ -384,10 +412,11 @@ class _Matching:
             below = paths.child(path, name)
             if key in stored:
                 common.append((key, live[key], stored.pop(key)[1], below))
-            else:
+            elif not str(key).startswith(decided):
                 self._missing.append(below)
-        self._unexpected += [paths.child(path, name) for name, _ in stored.values()]
-        self._unread += sum(count(child) for _, child in stored.values())
+        unread = [pair for key, pair in stored.items() if not str(key).startswith(decided)]
+        self._unexpected += [paths.child(path, name) for name, _ in unread]
+        self._unread += sum(count(child) for _, child in unread)
         return common
 
     def _checked(self, node: Node) -> None:
