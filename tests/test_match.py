@@ -247,6 +247,28 @@ def test_a_placeholder_in_what_cannot_change() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "live", [None, {}, {"loss": 9.0}, [], {"loss": 9.0, "nets": []}, {"loss": 0, "nets": {0: None}}]
+)
+def test_an_object_among_plain_values_wants_its_place(live: Any) -> None:
+    stored = {"loss": 0.5, "nets": [1, nn.Linear(1, 1)], "names": ("a",)}
+    error = mismatch({"best": live}, save({"best": stored}))
+    assert error.mismatched == ("best.nets.1 (an object in the checkpoint: put one there, or None for its state)",)
+
+
+def test_the_place_of_an_object_among_plain_values() -> None:
+    net = nn.Linear(1, 1)
+    saved = save({"best": {"loss": 0.5, "nets": [1, net]}})
+    state: dict[str, Any] = {"best": {"nets": [0, None]}}
+    saved.restore(state)
+    assert same(state, saved.load())
+    live = nn.Linear(1, 1)
+    state = {"best": {"loss": 9.0, "nets": [0, live]}}
+    saved.restore(state)
+    assert state["best"]["nets"] == [1, live]
+    assert same(live.state_dict(), net.state_dict())
+
+
 def test_an_object_that_cannot_be_saved_is_no_placeholder() -> None:
     class Wrapper:
         pass

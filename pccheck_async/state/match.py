@@ -34,7 +34,17 @@ from pccheck_async.state.nodes import (
     arrays,
 )
 from pccheck_async.state.numbering import Names, names_in, renumbered
-from pccheck_async.state.plain import MAPPINGS, REFILLED, SEQUENCES, equal, has_parts, live_parts, refill, savable
+from pccheck_async.state.plain import (
+    MAPPINGS,
+    REFILLED,
+    SEQUENCES,
+    equal,
+    has_parts,
+    homeless,
+    live_parts,
+    refill,
+    savable,
+)
 from pccheck_async.state.rebuild import mapping_keys, rebuild
 from pccheck_async.state.rng import RNGState
 from pccheck_async.state.select import select
@@ -84,12 +94,15 @@ def match(
     Tensors and arrays keep their identity and take the stored bytes, in place where they lie in host memory (or in that
     of a CUDA device, where ``by_address``) as they were stored. A live plain value (no tensor, array or object in it)
     is a placeholder for whatever was saved: lists, dicts and sets are refilled where their like was saved, anything
-    else is replaced in the container that holds it. In place of a live tensor or array, a container that holds it takes
-    a saved None, and no other plain value. Modules compare strictly, except for their extra state; then
-    ``load_state_dict`` gets their own parameters. What lies below a module with hooks before ``load_state_dict``, or
-    with one or a ``_load_from_state_dict`` of its own, is not compared: it decides whether that fits, and raises after
-    other things changed where it does not. Optimizers may not have a state yet. Any other Stateful gets its own tensors
-    where they are equal in dtype and shape, and new ones elsewhere.
+    else is replaced in the container that holds it. An object that was saved somewhere inside wants its place there: an
+    object, or a plain value that takes its state. In place of a live tensor or array, a container that holds it takes a
+    saved None, and no other plain value.
+
+    Modules compare strictly, except for their extra state; then ``load_state_dict`` gets their own parameters. What
+    lies below a module with hooks before ``load_state_dict``, or with one or a ``_load_from_state_dict`` of its own, is
+    not compared: it decides whether that fits, and raises after other things changed where it does not. Optimizers may
+    not have a state yet; parameters are told by the names that were saved, else by their numbers. Any other Stateful
+    gets its own tensors where they are equal in dtype and shape, and new ones elsewhere.
 
     Two live arrays that share memory which the stored ones do not share differ from the checkpoint: one would overwrite
     the other.
@@ -200,7 +213,8 @@ class _Matching:
 
     # -- values that are filled or replaced where they are
 
-    def value(self, live: Any, node: Node, path: str, replace: _Replace | None) -> None:
+    def value(self, live: Any, node: Node, path: str, replace: _Replace | None, *, of_object: bool = False) -> None:
+        """Let a live value take what is stored; ``of_object``: as what the ``state_dict()`` of an object gave."""
         if isinstance(live, (torch.Tensor, np.ndarray)):
             if node is None and replace is not None:
                 self._replace(node, replace)
@@ -209,8 +223,10 @@ class _Matching:
         elif is_stateful(live):
             self._stateful(live, node, path)
         elif isinstance(node, StatefulNode) and (live_parts(live) or savable(live)):
-            self.value(live, node.child, path, replace)  # saved as an object, restored into its state
+            self.value(live, node.child, path, replace, of_object=True)  # restored into its state
         elif not live_parts(live) and (not has_parts(node) or savable(live)):
+            if not of_object:
+                self._homeless(live, node, path)
             self._plain(live, node, path, replace)
         elif type(live) in MAPPINGS and type(node) is MAPPINGS[type(live)]:
             self.entries(live, node, path, live.__setitem__)  # type: ignore[arg-type]
@@ -254,6 +270,11 @@ class _Matching:
             self._differs(path, live, node)
         elif not equal(live, node):
             self._mismatched.append(f"{path} (another value, in a container that cannot change; use a dict or a list)")
+
+    def _homeless(self, live: Any, node: Node, path: str) -> None:
+        """Objects do not come back as something else, unless a value in their very place takes that."""
+        for lost in homeless(live, node, path):
+            self._mismatched.append(f"{lost} (an object in the checkpoint: put one there, or None for its state)")
 
     def _replace(self, node: Node, replace: _Replace) -> None:
         """Put a new value where the live one is."""

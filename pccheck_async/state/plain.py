@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -11,12 +11,14 @@ import numpy as np
 import torch
 
 from pccheck_async.errors import UnsupportedStateError
+from pccheck_async.state import paths
 from pccheck_async.state.flatten import flatten, is_stateful
 from pccheck_async.state.nodes import (
     ArrayNode,
     CounterNode,
     DictNode,
     ListNode,
+    MappingNode,
     Node,
     OrderedDictNode,
     SetNode,
@@ -24,8 +26,10 @@ from pccheck_async.state.nodes import (
     TupleNode,
     children,
 )
+from pccheck_async.state.rebuild import mapping_keys
+from pccheck_async.state.walk import below
 
-__all__ = ["MAPPINGS", "REFILLED", "SEQUENCES", "equal", "has_parts", "live_parts", "refill", "savable"]
+__all__ = ["MAPPINGS", "REFILLED", "SEQUENCES", "equal", "has_parts", "homeless", "live_parts", "refill", "savable"]
 
 MAPPINGS: Final[Mapping[type, type[msgspec.Struct]]] = {
     dict: DictNode,
@@ -35,6 +39,7 @@ MAPPINGS: Final[Mapping[type, type[msgspec.Struct]]] = {
 SEQUENCES: Final[Mapping[type, type[msgspec.Struct]]] = {list: ListNode, tuple: TupleNode}
 REFILLED: Final[Mapping[type, type[msgspec.Struct]]] = {**MAPPINGS, list: ListNode, set: SetNode}
 """Containers that take another content and stay the same object."""
+_NOWHERE: Final = object()
 
 
 def has_parts(node: Node) -> bool:
@@ -46,6 +51,21 @@ def has_parts(node: Node) -> bool:
             return True
         waiting.extend(children(node))
     return False
+
+
+def homeless(live: Any, node: Node, path: str) -> Iterator[str]:
+    """Yield the paths of stored objects for which there is no place in a live plain value, not even one for a None."""
+    if isinstance(node, StatefulNode):
+        if live is _NOWHERE:
+            yield path
+    elif has_parts(node):
+        mapping = isinstance(node, MappingNode)
+        keys = mapping_keys(node) if isinstance(node, MappingNode) else range(len(below(node)))
+        there = live if mapping and isinstance(live, Mapping) else {}
+        if not mapping and isinstance(live, (list, tuple)):
+            there = dict(enumerate(live))
+        for key, (name, child) in zip(keys, below(node), strict=True):
+            yield from homeless(there.get(key, _NOWHERE), child, paths.child(path, name))
 
 
 def live_parts(live: Any) -> bool:
