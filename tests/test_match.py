@@ -1123,6 +1123,12 @@ def test_the_state_dict_of_a_live_object_is_no_place_to_restore_into(make: Any, 
         assert same(loaded, saved.load())
 
 
+def test_the_state_dict_of_an_optimizer_whose_settings_are_anybodys() -> None:
+    optimizer = torch.optim.SGD(model().parameters(), lr=1)
+    with pytest.raises(UnsupportedStateError, match=r"^o: this is the state_dict"):
+        match({"o": optimizer.state_dict()}, save({"o": optimizer}).decoded)
+
+
 def test_dicts_of_an_objects_own_tensors_are_filled() -> None:
     net, live = model(), model()
     averaged = torch.optim.swa_utils.AveragedModel(net)

@@ -2,7 +2,8 @@
 
 They hold what the object held at that moment. Tensors in them are the object's own; all else is a copy, which the
 object never hears of again. Of optimizers, schedulers and scalers such a dict is known by the values that it shares
-with the live object, so that one which was loaded, or made by hand, is a dict like any other.
+with the live object, so that one which was loaded, or made by hand, is a dict like any other. A module's is filled in
+place, unless it has more than tensors in it (extra state), whoever has it.
 """
 
 from __future__ import annotations
@@ -84,7 +85,10 @@ def _of_live(value: Mapping[Any, Any]) -> bool:
         return False
     if state:
         return _held([next(iter(state.values()))], lambda holder: isinstance(holder, dict) and _keyed_by_tensor(holder))
-    shown = [item for group in _groups(value) for item in group.values() if isinstance(item, _SETTINGS)]
+    groups = _groups(value)
+    shown = [item for group in groups for item in group.values() if isinstance(item, _SETTINGS)]
+    if not shown:
+        return bool(groups)  # nothing to tell it by (SGD with lr=1), and nothing in it that is worth a doubt
     return _held(shown, lambda holder: isinstance(holder, dict) and _keyed_by_tensor(holder.get("params")))
 
 
@@ -93,8 +97,8 @@ def _keyed_by_tensor(items: object) -> bool:
 
 
 def _is_scheduler(holder: Any) -> bool:
-    owner = holder.get("optimizer") if isinstance(holder, dict) else getattr(holder, "optimizer", None)
-    return isinstance(owner, torch.optim.Optimizer)
+    owner = holder.get("optimizer") if isinstance(holder, dict) else None
+    return isinstance(holder, torch.optim.lr_scheduler.LRScheduler) or isinstance(owner, torch.optim.Optimizer)
 
 
 def _is_scaler(holder: Any) -> bool:
