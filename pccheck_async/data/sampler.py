@@ -21,10 +21,11 @@ class ResumableSampler(Sampler[list[int]]):
 
     Iterating yields the rest of the current epoch; when that is exhausted, the next iteration is the next epoch. So
     after a ``break`` the next ``for`` goes on where the last one stopped, as a resumed process does: neither sees a
-    sample twice. Where the last batch was delivered but the ``for`` had not ended, the next one yields nothing and ends
-    the epoch, so that what the loop does at the end of an epoch is done once. One iterator lives at a time: another
-    one, ``load_state_dict`` and ``set_epoch`` make its ``next`` raise RuntimeError, because ending it would look like
-    the end of the epoch.
+    sample twice. Once an epoch's last batch was delivered the next iteration is the next epoch, whether the one before
+    was exhausted or left (``islice(sampler, len(sampler))``). Only a position after the last batch that was loaded
+    yields nothing first and ends its epoch: the process that saved it may have died before what its loop does at the
+    end of an epoch. One iterator lives at a time: another one, ``load_state_dict`` and ``set_epoch`` make its ``next``
+    raise RuntimeError, because ending it would look like the end of the epoch.
 
     The order is a function of ``seed`` and epoch. Resuming skips to the position: no batch is replayed, no sample
     looked at.
@@ -83,6 +84,7 @@ class ResumableSampler(Sampler[list[int]]):
             )
         self._order = Order(self.size, self.seed, self.shuffle)
         self._epoch = self._position = 0
+        self._delivered = False  # the last batch of this epoch, by this process
         self._iterators = 0
 
     @property
@@ -105,6 +107,7 @@ class ResumableSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of ``epoch``, unless it is underway already: then its position stays."""
+        self._delivered = False  # whoever names an epoch gets no batch of another one
         if epoch != self._epoch:
             if epoch < 0:
                 raise ValueError(f"epoch is {epoch}; the first one is 0")
@@ -174,6 +177,8 @@ class ResumableSampler(Sampler[list[int]]):
 
     def deliver(self, batches: Callable[[], Iterable[T]]) -> Iterator[T]:
         """Hand out one batch per batch of :meth:`rest`, moving on with each (for loaders built on this sampler)."""
+        if self._delivered:
+            self._move(self._epoch + 1, 0)
         self._iterators += 1
         return self._deliver(self._iterators, batches)
 
@@ -181,9 +186,10 @@ class ResumableSampler(Sampler[list[int]]):
         self._check(iterator)
         for batch in batches():
             self._position = self._stop(self._position)
+            self._delivered = self._position == self._total
             yield batch
             self._check(iterator)
-        self._epoch, self._position = self._epoch + 1, 0
+        self._move(self._epoch + 1, 0)
 
     def _check(self, iterator: int) -> None:
         if iterator != self._iterators:
@@ -198,7 +204,7 @@ class ResumableSampler(Sampler[list[int]]):
         return stop if self._total - stop >= self.world_size else self._total
 
     def _move(self, epoch: int, position: int) -> None:
-        self._epoch, self._position = epoch, position
+        self._epoch, self._position, self._delivered = epoch, position, False
         self._iterators += 1
 
 
