@@ -17,7 +17,7 @@ from pccheck_async.capture import Snapshots
 from pccheck_async.config import EngineConfig
 from pccheck_async.errors import CheckpointError, ClosedError, NoCheckpointError
 from pccheck_async.events import Opened
-from pccheck_async.info import CheckpointInfo, Metadata, Restored, check_step, whole_step
+from pccheck_async.info import CheckpointInfo, Metadata, Restored, check_step, new_step, whole_step
 from pccheck_async.layout import check_metadata
 from pccheck_async.ledger import Ledger
 from pccheck_async.lifetime import forget, remember
@@ -237,7 +237,7 @@ class EngineCore:
         last = self.preemption.pending  # there is no later one: neither skipped, nor prevented by an earlier failure
         if not last:
             self.admissions.raise_untold()
-        step = check_step(step)
+        step = None if step is None else new_step(step)
         plain = check_metadata(metadata) if metadata else {}
         skipped = None if last else self.admissions.skip(step)
         if skipped is not None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 
-__all__ = ["CheckpointInfo", "Metadata", "Restored", "check_step", "whole_step"]
+__all__ = ["CheckpointInfo", "Metadata", "Restored", "check_step", "new_step", "whole_step"]
 
 Metadata = Mapping[str, str | int | float | bool | None]
 
@@ -74,6 +74,14 @@ class Restored(CheckpointInfo):
 def check_step(step: object) -> int | None:
     """Return a user's step as an int (numpy's integers too), None for none. Raises TypeError, ValueError."""
     return None if step is None else whole_step(step)
+
+
+def new_step(step: object) -> int:
+    """Do the same for a step that is made, which is 0 or more; old stores may hold other ones."""
+    number = whole_step(step)
+    if number < 0:
+        raise ValueError(f"step is {number}; the first step is 0")
+    return number
 
 
 def whole_step(step: object) -> int:

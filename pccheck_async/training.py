@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from pccheck_async.admissions import Admissions
-from pccheck_async.info import Metadata, whole_step
+from pccheck_async.info import Metadata, new_step
 from pccheck_async.layout import check_metadata
 from pccheck_async.logs import write
 from pccheck_async.overlap import Guard
@@ -42,7 +42,7 @@ class TrainingStep:
     def __init__(self, state: Mapping[str, Any], step: int, metadata: Metadata | None) -> None:
         check_outermost(state)  # now, and not in an hour, when a step is saved
         self.state = state
-        self.step = whole_step(step)
+        self.step = new_step(step)
         self.metadata = check_metadata(metadata) if metadata else {}
         self.pending: PendingCheckpoint | None = None
         self.whole = False

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -24,8 +25,11 @@ from pccheck_async import (
     SyncCheckpointEngine,
     UnsupportedStateError,
     copy_checkpoint,
+    core,
+    list_checkpoints,
     load_sync,
 )
+from pccheck_async.info import whole_step
 from pccheck_async.tuner import tune_blocking
 from tests.devices import Device
 
@@ -74,6 +78,7 @@ def test_a_setting_of_another_type(tmp_path: Path, setting: str, value: Any) -> 
     [
         ((STATE, None), None, TypeError, "step is a whole number, not None"),
         ((STATE, "7"), None, TypeError, "step is a whole number, not '7'"),
+        ((STATE, -1), None, ValueError, "step is -1; the first step is 0"),
         ((7, STATE), None, UnsupportedStateError, "the state is a int; give a mapping"),
         ((nn.Linear(1, 1), 7), None, UnsupportedStateError, "the state is a Linear; give a mapping"),
         ((STATE, 7), 0.5, UnsupportedStateError, r"metadata maps str to .*\(not float\)"),
@@ -96,6 +101,25 @@ def test_a_step_with_wrong_arguments_is_refused_although_nothing_is_due(
                 engine.step(*arguments, metadata=metadata)
 
     asyncio.run(main())
+
+
+def test_a_step_before_the_first_is_refused_and_one_of_an_old_store_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SyncCheckpointEngine(tmp_path / "old", keep_last=2) as engine:
+        engine.checkpoint({"x": 1}, step=0)
+        for step in (-1, np.int64(-7)):
+            with pytest.raises(ValueError, match=rf"^step is {step}; the first step is 0$"):
+                engine.checkpoint({"x": 1}, step=step)
+        monkeypatch.setattr(core, "new_step", whole_step)
+        engine.checkpoint({"x": 2}, step=-1)
+    monkeypatch.undo()
+    assert [info.step for info in list_checkpoints(tmp_path / "old")] == [-1, 0]
+    assert load_sync(tmp_path / "old", step=-1) == {"x": 2}
+    assert copy_checkpoint(tmp_path / "old", tmp_path / "new", step=-1).step == -1
+    with SyncCheckpointEngine(tmp_path / "new") as engine:
+        assert engine.pin(-1).pinned
+        assert engine.restore({"x": None}, step=-1) is not None
 
 
 def test_opening_twice(tmp_path: Path) -> None:

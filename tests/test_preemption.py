@@ -445,10 +445,11 @@ def test_a_device_that_hangs_does_not_keep_the_process(
         model, stuck = Model(), Device()
         with SyncCheckpointEngine(tmp_path / "store", interval=NEVER, io=stuck) as engine:
             engine.on_preemption(deadline=0.2)
-            engine.checkpoint(model.state, step=-1).result()
+            model.train(0)
+            engine.checkpoint(model.state, step=0).result()
             stuck.writer.hold(kind)
-            with engine.step(model.state, 0):
-                model.train(0)
+            with engine.step(model.state, 1):
+                model.train(1)
                 os.kill(os.getpid(), signal.SIGTERM)
         tell("went on")
 
@@ -456,18 +457,19 @@ def test_a_device_that_hangs_does_not_keep_the_process(
         model, stuck = Model(), Device()
         async with CheckpointEngine(tmp_path / "store", interval=NEVER, io=stuck) as engine:
             engine.on_preemption(deadline=0.2)
-            await (await engine.checkpoint(model.state, step=-1))
+            model.train(0)
+            await (await engine.checkpoint(model.state, step=0))
             stuck.writer.hold(kind)
-            async with engine.step(model.state, 0):
-                model.train(0)
+            async with engine.step(model.state, 1):
+                model.train(1)
                 os.kill(os.getpid(), signal.SIGTERM)
         tell("went on")
 
     trainer = Trainer(tmp_path, (lambda tell: asyncio.run(body_async(tell))) if asynchronous else body)
     assert not trainer.rest()
     assert trainer.wait() == 143
-    check_saved(tmp_path / "store", -1)
-    assert "gave up: step 0 was still being written; nothing newer than the checkpoint of step -1" in trainer.log()
+    check_saved(tmp_path / "store", 0)
+    assert "gave up: step 1 was still being written; nothing newer than the checkpoint of step 0" in trainer.log()
 
 
 def test_neither_a_full_pipeline_nor_an_earlier_failure_prevents_it(tmp_path: Path) -> None:
@@ -479,21 +481,23 @@ def test_neither_a_full_pipeline_nor_an_earlier_failure_prevents_it(tmp_path: Pa
         ) as engine:
             engine.on_preemption()
             stuck.breaking.broken = ("write",)
-            engine.checkpoint(model.state, step=-2)
+            model.train(0)
+            engine.checkpoint(model.state, step=0)
             while not engine.statistics().failed:
                 time.sleep(0.001)
             stuck.breaking.broken = ()
             stuck.writer.hold("write")
             os.kill(os.getpid(), signal.SIGTERM)
-            engine.checkpoint(model.state, step=-1)
+            model.train(1)
+            engine.checkpoint(model.state, step=1)
             stuck.writer.wait_stuck()
             when(lambda: engine.statistics().admitted == 3, stuck.writer.release)
-            with engine.step(model.state, 0):
-                model.train(0)
+            with engine.step(model.state, 2):
+                model.train(2)
 
     trainer = Trainer(tmp_path, body)
     assert trainer.wait() == 143
-    check_saved(tmp_path / "store", 0)
+    check_saved(tmp_path / "store", 2)
 
 
 def test_a_checkpoint_of_the_policy_is_not_taken_twice(tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ def test_only_what_begins_inside_is_recorded(tmp_path: Path) -> None:
             await pending.durable()
             await later.durable()
             with pytest.raises(CheckpointError):
-                async with engine.step(state, -1):
+                async with engine.step(state, 4):
                     raise CheckpointError("nothing was recorded of this step")
             return timeline, pending.counter
 

@@ -18,7 +18,7 @@ import torch
 
 from pccheck_async.converting.safetensors_file import STATE, StoredArray, StoredStructure
 from pccheck_async.errors import CheckpointError, CorruptStoreError, StoreFullError, UnsupportedStateError
-from pccheck_async.info import CheckpointInfo, Metadata, check_step
+from pccheck_async.info import CheckpointInfo, Metadata, new_step
 from pccheck_async.layout import MOST_ENTRIES, check_metadata
 from pccheck_async.loading import list_checkpoints
 from pccheck_async.session import IO
@@ -86,7 +86,8 @@ def import_checkpoint(
     state = found if root is None else {root: found}
     if not isinstance(state, Mapping):
         raise UnsupportedStateError(f"{name} holds a {type(state).__name__}; give the name that it shall have as root")
-    step, metadata = check_step(known if step is None else step), facts if metadata is None else metadata
+    step = known if step is None else step
+    step, metadata = None if step is None else new_step(step), facts if metadata is None else metadata
     arrange(flatten(state).leaves)  # what cannot be saved is refused before a store is made for it
     check_metadata(metadata or {})
     there = list_checkpoints(path)
