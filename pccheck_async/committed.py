@@ -63,7 +63,7 @@ class Committed:
         """Return what the next record names; ``new`` is not among it where it is superseded (I6)."""
         kept = self.retention.retain(self.record.entries, new, self._damaged)
         for entry in kept.crowded_out:
-            text = "the checkpoint of step %d is dropped although it is a multiple of keep_every: a record names %d"
+            text = "the checkpoint of step %d is dropped although keep_every keeps it: a record names %d"
             write(logging.WARNING, "crowded_out", text, entry.step, MOST_ENTRIES)
         best = self.retention.keep_best
         if best is not None and not self._without_metric and best.number(new) is None:

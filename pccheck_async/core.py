@@ -40,7 +40,7 @@ from pccheck_async.statistics import EngineStatistics
 from pccheck_async.steps import Steps, block_on, run
 from pccheck_async.store_path import store_path
 from pccheck_async.tracing import Sink, Span
-from pccheck_async.training import TrainingStep, TrainingSteps, look_at_multiples
+from pccheck_async.training import TrainingStep, TrainingSteps
 
 __all__ = ["EngineCore"]
 
@@ -281,8 +281,6 @@ class EngineCore:
     def bracket(self, this: TrainingStep) -> Iterator[None]:
         """Note the beginning of a training step."""
         self.check_alive()
-        if not self.preemption.in_use:
-            look_at_multiples(self.config.interval, self.config.keep_every, self.path)
         self.preemption.in_use = True
         self.preemption.go_on()
         if not self.preemption.pending:

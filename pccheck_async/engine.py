@@ -30,7 +30,8 @@ class CheckpointEngine(EngineBase):
         path: Folder of the store; created where it does not exist.
         max_in_flight: Most checkpoints between admission and their end (PCcheck's N).
         keep_last: Committed checkpoints that are kept: so many of the newest.
-        keep_every: Keep those, too, whose step is a multiple of this, as long as a commit record has room (64 in all).
+        keep_every: Keep those, too, that are the first at or after each multiple of so many steps, as long as a commit
+            record has room (64 in all). Steps count as for ``interval``: s + 1 of them have ended after step s.
         keep_best: Keep those, too, that are the best by a number in their metadata, such as ``("loss", 3, "min")``.
         chunk_bytes: Unit of copying and writing, in bytes.
         host_memory: Most staging memory, in bytes. A state that fits is captured at memory speed, a larger one streams

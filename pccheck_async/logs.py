@@ -31,8 +31,7 @@ status              WARNING  the status file for ``pccheck watch`` cannot be wri
 progress            WARNING  a progress callback raised, and is not called any more
 store_failed        ERROR    a flush or a commit record failed, and nothing more is committed: error
 dropping            WARNING  the store holds checkpoints that no rule of this engine keeps; once, when it is opened
-never_kept          WARNING  no step that ``interval`` saves is a multiple of ``keep_every``; once
-crowded_out         WARNING  more multiples of ``keep_every`` than a record names
+crowded_out         WARNING  ``keep_every`` keeps more than a record names
 no_step             WARNING  a checkpoint is due and no attached optimizer has made a step for 256 brackets; once
 unused_gradients    WARNING  brackets in a row ended with gradients that no step used, which are ignored now
 captured_eagerly    WARNING  what keeps being torn beside training is captured before ``engine.step`` ends from then on

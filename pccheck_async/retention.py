@@ -49,7 +49,7 @@ class Kept:
 
     Attributes:
         entries: Those kept, newest first.
-        crowded_out: Multiples of ``keep_every`` that are dropped because a record has no room for all of them.
+        crowded_out: Those that ``keep_every`` keeps and that are dropped because a record has no room for all of them.
     """
 
     entries: list[Entry]
@@ -62,7 +62,9 @@ class Retention:
 
     Attributes:
         keep_last: So many of the newest by counter.
-        keep_every: All whose step is a multiple of this; of equal steps, after a rollback, the newest.
+        keep_every: The first one at or after each multiple of so many steps, counted as ``interval`` counts them: after
+            step s, s + 1 have ended. The first is that of the smallest step, whichever was committed first; of equal
+            steps, after a rollback, the newest.
         keep_best: The best by a number in their metadata; of equal ones the newest.
 
     Raises:
@@ -148,12 +150,13 @@ class Retention:
 
     @staticmethod
     def _periodic(entries: Iterable[Entry], steps: int) -> list[Entry]:
-        """Return the newest of each multiple of so many steps, newest first."""
-        found: dict[int, Entry] = {}
+        """Return the first at or after each multiple of so many steps, newest first, as ``entries`` are."""
+        first: dict[int, Entry] = {}
         for entry in entries:
-            if entry.step % steps == 0:
-                found.setdefault(entry.step, entry)
-        return list(found.values())
+            multiple = (entry.step + 1) // steps
+            if multiple > 0 and (multiple not in first or entry.step < first[multiple].step):
+                first[multiple] = entry
+        return sorted(first.values(), key=_by_counter)
 
     def space_needed(self, slot_bytes: int, in_flight: int, available_bytes: int) -> SpaceNeeded:
         """Return the space that the rules take for slots of ``slot_bytes``."""

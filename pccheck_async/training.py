@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from math import gcd
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -23,7 +22,7 @@ from pccheck_async.state.flatten import check_outermost
 from pccheck_async.step_hooks import unwrapped
 from pccheck_async.windows import Windows
 
-__all__ = ["AsyncBracket", "Bracket", "TrainingStep", "TrainingSteps", "look_at_multiples"]
+__all__ = ["AsyncBracket", "Bracket", "TrainingStep", "TrainingSteps"]
 
 _LONG_WINDOW = 256
 """Brackets without a step of an attached optimizer after which a checkpoint that is due may wait in vain."""
@@ -201,13 +200,3 @@ class TrainingSteps:
             self._said = said
             fields = {"interval": decision.interval, "seconds": decision.seconds, "store": self._store}
             write(logging.INFO, "interval", "%s", decision.reason, **fields)
-
-
-def look_at_multiples(interval: object, every: int | None, store: str) -> None:
-    """Warn where no step that a whole ``interval`` saves is a multiple of ``every`` (``keep_every``)."""
-    if isinstance(interval, int) and every is not None and gcd(interval, every) > 1:
-        text = (
-            "keep_every=%d keeps none of what interval=%d saves, the steps %d, %d and so on; call "
-            "engine.checkpoint(state, step=step) at the multiples"
-        )
-        write(logging.WARNING, "never_kept", text, every, interval, interval - 1, 2 * interval - 1, store=store)

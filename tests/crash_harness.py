@@ -125,7 +125,7 @@ class Promises:
 
     Attributes:
         pinned: Steps that were pinned.
-        multiples: Steps that are multiples of ``keep_every``.
+        multiples: Steps that end multiples of ``keep_every``.
         loss: The least one, where the best are kept.
     """
 
@@ -135,7 +135,7 @@ class Promises:
 
     def with_saved(self, step: int, rules: Mapping[str, Any]) -> Promises:
         """Return the promises after ``step`` was acknowledged."""
-        multiple = "keep_every" in rules and step % rules["keep_every"] == 0
+        multiple = "keep_every" in rules and (step + 1) % rules["keep_every"] == 0
         loss = min(self.loss, float(str(metadata_of(step)["loss"]))) if "keep_best" in rules else self.loss
         return replace(self, multiples=self.multiples | ({step} if multiple else set()), loss=loss)
 
@@ -144,7 +144,7 @@ class Promises:
         if lost := self.pinned - {info.step for info, _ in found if info.pinned}:
             return f"the pinned steps {sorted(lost)} are lost"
         if lost := self.multiples - {info.step for info, _ in found}:
-            return f"the steps {sorted(lost)}, multiples of keep_every, are lost"
+            return f"the steps {sorted(lost)}, which end multiples of keep_every, are lost"
         if min((float(str(info.metadata["loss"])) for info, _ in found), default=math.inf) > self.loss:
             return f"the best, of loss {self.loss}, is lost"
         return None

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,3 +45,26 @@ def test_the_newest_of_all_is_always_kept(committed: list[int], new: int, keep_l
 def test_order_is_newest_first() -> None:
     entries: list[Entry] = [entry(9), entry(3)]
     assert [e.counter for e in Retention(keep_last=3).retain(entries, entry(6)).entries] == [9, 6, 3]
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "kept"),
+    [
+        (1000, [99, 199, 899, 999, 1099, 1899, 1999, 2099], [999, 1999, 2099]),  # those of interval=100
+        (1000, [0, 700, 1340, 1700, 2050, 2700], [1340, 2050, 2700]),  # those of an adaptive policy
+        (1000, [1000, 2000, 3000], [1000, 2000, 3000]),  # numbered by steps ended
+        (1000, [1040, 990, 1030, 1050], [1030, 1050]),  # it went back
+        (1000, [1040, 1040], [1040]),
+        (1, [0, 1, 2], [0, 1, 2]),
+        (3, [-5, -1, 1], [1]),  # of an old store
+    ],
+)
+def test_the_first_at_or_after_each_multiple_of_the_steps_ended(every: int, steps: list[int], kept: list[int]) -> None:
+    made = [msgspec.structs.replace(entry(n), step=step) for n, step in enumerate(steps)]
+    rules, entries = Retention(keep_every=every), list[Entry]()
+    for new in made:
+        entries = rules.retain(entries, new).entries
+    assert sorted(each.step for each in entries) == kept
+    assert entries == rules.retain(made[1:], made[0]).entries  # in whatever order they were committed
+    assert not rules.dropped(entries)  # nor by a restart
+    assert made[-1] in entries
