@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from pccheck_async.policy import (
     daly_seconds,
     make_policy,
 )
+from pccheck_async.policy.age import AgeLimit
 from pccheck_async.policy.level import Level
 from pccheck_async.policy.meter import OverheadMeter
 from pccheck_async.tuning import interval_floor, sustained_interval
@@ -107,6 +109,37 @@ def test_time_counts_from_the_start_of_the_first_step() -> None:
     policy.skipped(report(27, now=184.0))
     assert policy.due(report(30, now=187.0))
     assert not policy.due(report(31, now=190.0))
+
+
+# -- the limit by time
+
+
+def test_the_limit_leaves_the_time_that_a_checkpoint_takes() -> None:
+    limit = AgeLimit(100.0)
+    assert (limit.apart(10.0), limit.apart(70.0)) == (90.0, 70.0)
+    assert not limit.reached(report(0, now=1000.0), 10.0)  # of 1 s
+    assert not limit.reached(report(1, now=1088.0), 10.0)
+    assert limit.reached(report(2, now=1088.5), 10.0)
+    assert not AgeLimit(None).reached(report(2, now=1e9), 10.0)
+
+
+def test_a_checkpoint_that_failed_keeps_no_limit_and_is_tried_again_soon() -> None:
+    limit = AgeLimit(100.0)
+    limit.reached(report(0, now=0.0), 0.0)
+    limit.begin(report(80, now=80.0))
+    assert not limit.reached(report(81, now=81.0, in_flight=1), 0.0)
+    tried = [step for step in range(82, 160) if _again(limit, step)]
+    assert tried[0] == 99  # counted from the beginning again
+    assert all(8 <= later - earlier <= 11 for earlier, later in pairwise(tried))
+    limit.saved(SaveReport(tried[-1], now=170.0, seconds=170.0 - tried[-1], capture_seconds=0.0, stall=0.0, nbytes=1))
+    assert not limit.reached(report(170, now=250.0), 0.0)
+
+
+def _again(limit: AgeLimit, step: int) -> bool:
+    if not limit.reached(report(step, now=float(step)), 0.0):
+        return False
+    limit.begin(report(step, now=float(step)))
+    return True
 
 
 # -- levels

@@ -58,6 +58,8 @@ class Simulator:
     intervals: list[int | None] = field(default_factory=list)
     costs: list[float] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    durable_since: float = 0.0
+    """When the newest durable checkpoint began, or else the training."""
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
@@ -71,6 +73,16 @@ class Simulator:
             if change is not None:
                 change(self)
             self._one()
+
+    def stall(self, seconds: float) -> None:
+        """Keep training waiting now."""
+        self._stall += seconds
+        self._write(seconds)
+
+    def hold_up_saves(self, seconds: float) -> None:
+        """Let those in flight take so much longer, as a disk that does nothing meanwhile."""
+        for save in self._flying:
+            save.work += seconds
 
     def overhead(self, steps: slice) -> float:
         """Share of the training time that those steps lost."""
@@ -140,6 +152,7 @@ class Simulator:
                 save.work -= piece * rate
             for save in [save for save in self._flying if save.work <= 1e-9 * self.machine.save_seconds]:
                 self._flying.remove(save)
+                self.durable_since = max(self.durable_since, save.begin)
                 capture = self.machine.capture_seconds
                 self._ended.append(
                     SaveReport(save.step, self.now, self.now - save.begin, capture, capture, 1_000_000_000)

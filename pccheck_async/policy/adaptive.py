@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pccheck_async.policy.age import MOST_SECONDS
 from pccheck_async.policy.measured import MeasuredPolicy, Wanted
 
 __all__ = ["Adaptive"]
@@ -17,10 +18,12 @@ class Adaptive(MeasuredPolicy):
     Args:
         overhead: Budget as a share of the training time.
         max_in_flight: Checkpoints in flight (N), as the engine has it.
-        most_seconds: Upper limit of the interval, for which the budget is given up; None for no limit.
+        most_seconds: Most age of the newest durable checkpoint, for which the budget is given up; None for no limit.
     """
 
-    def __init__(self, overhead: float = 0.03, *, max_in_flight: int = 2, most_seconds: float | None = 3600.0) -> None:
+    def __init__(
+        self, overhead: float = 0.03, *, max_in_flight: int = 2, most_seconds: float | None = MOST_SECONDS
+    ) -> None:
         super().__init__(overhead, max_in_flight, most_seconds)
 
     def _wanted(self, cost: float) -> Wanted:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-__all__ = ["Decision", "Policy", "SaveReport", "StepReport", "check_count", "check_overhead", "check_seconds"]
+__all__ = ["LEAP", "Decision", "Policy", "SaveReport", "StepReport", "check_count", "check_overhead", "check_seconds"]
+
+
+LEAP = 8
+"""The most by which an interval grows at a time: what looks dear is measured again before all of it is believed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +60,14 @@ class Decision:
         interval: Steps between checkpoints; None where it goes by time, or does not know yet.
         seconds: Seconds between checkpoints; None where not known.
         reason: One sentence.
+        most_seconds: Age that the newest durable checkpoint does not exceed while steps end, whatever was measured;
+            twice what a checkpoint takes to become durable, where that is more. None for no limit.
     """
 
     interval: int | None
     seconds: float | None
     reason: str
+    most_seconds: float | None = None
 
 
 @runtime_checkable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pccheck_async.policy.age import MOST_SECONDS
 from pccheck_async.policy.formulas import CheckFreqChoice, checkfreq_interval, whole_steps
 from pccheck_async.policy.measured import MeasuredPolicy, Wanted
 
@@ -19,7 +20,7 @@ class CheckFreqInterval(MeasuredPolicy):
         update_seconds: Part of a step that is the weight update (CheckFreq's Tw); 0 where unknown.
         device_copy_seconds: A copy of the state on the device (Tg); None where there is none.
         device_free_bytes: Free device memory.
-        most_seconds: Upper limit of the interval; None for no limit.
+        most_seconds: Most age of the newest durable checkpoint, for which the budget is given up; None for no limit.
     """
 
     def __init__(
@@ -29,7 +30,7 @@ class CheckFreqInterval(MeasuredPolicy):
         update_seconds: float = 0.0,
         device_copy_seconds: float | None = None,
         device_free_bytes: int = 0,
-        most_seconds: float | None = None,
+        most_seconds: float | None = MOST_SECONDS,
     ) -> None:
         super().__init__(overhead, 1, most_seconds)
         self._update_seconds = update_seconds

@@ -27,6 +27,7 @@ class Level:
         self._tolerance = tolerance
         self._odd_first = odd_first
         self._values: list[float] = []
+        self._confirmed = 0  # those that were a change together: none of them is stray
 
     def add(self, value: float, tolerance: float = 0.0) -> bool:
         """Take a measurement; ``tolerance`` is its own in absolute terms. Return whether the level changed for good."""
@@ -37,6 +38,7 @@ class Level:
         changed = self._changed(3, 1.0, tolerance) or self._changed(2, 2.0, tolerance)
         if changed:
             self._values = self._values[-changed:]
+            self._confirmed = changed
         return bool(changed)
 
     def _changed(self, count: int, times: float, tolerance: float) -> int:
@@ -61,15 +63,25 @@ class Level:
         return self._values
 
     @property
+    def sure(self) -> bool:
+        """Whether there is more than one measurement."""
+        return len(self._values) > 1
+
+    @property
     def median(self) -> float:
-        """The middle of the window; 0 where nothing was measured."""
-        return statistics.median(self._values) if self._values else 0.0
+        """The middle of the window, of two the smaller; 0 where nothing was measured."""
+        count = len(self._values)
+        return (self._ranked((count - 1) // 2) + self._ranked(count // 2)) / 2
 
     @property
     def upper(self) -> float:
-        """What three of four measurements do not exceed; 0 where nothing was measured."""
-        ordered = sorted(self._values)
-        return ordered[(3 * len(ordered) - 1) // 4] if ordered else 0.0
+        """What three of four measurements do not exceed, and one is left out that may be stray; 0 of none."""
+        return self._ranked((3 * len(self._values) - 1) // 4)
+
+    def _ranked(self, rank: int) -> float:
+        count = len(self._values)
+        most = count - 1 if count <= self._confirmed else count - 2
+        return sorted(self._values)[max(0, min(rank, most))] if self._values else 0.0
 
     @property
     def deviation(self) -> float:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
-from pccheck_async.policy.base import Decision, SaveReport, StepReport, check_count, check_overhead, check_seconds
+from pccheck_async.policy.age import AgeLimit
+from pccheck_async.policy.base import LEAP, Decision, SaveReport, StepReport, check_count, check_overhead
 from pccheck_async.policy.formulas import whole_steps
 from pccheck_async.policy.level import Level
 from pccheck_async.policy.meter import OverheadMeter
@@ -17,8 +18,8 @@ _WARM_UP = 2
 """Steps that compile, allocate and fill caches: not like the others."""
 
 _PROFILE = 5
-_CALIBRATIONS = 2
-"""Early checkpoints: the first pays for slots and staging memory, the second shows what one costs."""
+_CALIBRATIONS = 5
+"""Early checkpoints: the first pays for slots and staging memory, four show what one costs (one may be stray)."""
 
 _TAIL = (4, 32)
 """Least and most clean steps to wait for where clean steps are scarce."""
@@ -28,6 +29,9 @@ _SURE_LATER = 1.75
 """Standard errors by which the cost must be over the budget before the interval grows: of few periods, and of many."""
 
 _MANY = 16
+
+_FEWEST = 2
+"""Periods without which nobody knows what a checkpoint costs."""
 
 _GO_UP = 1.02
 """A longer interval that is not this much longer is not worth a word."""
@@ -79,7 +83,7 @@ class Wanted:
 class MeasuredPolicy(ABC):
     """Chooses an interval from what it measures, and goes on measuring.
 
-    The first steps are timed without a checkpoint. Two early checkpoints follow, with some clean steps after each.
+    The first steps are timed without a checkpoint. Five early checkpoints follow, with some clean steps after each.
     From then on every period (one checkpoint to the next) is priced by an :class:`OverheadMeter`. The interval grows
     where the cost is over the budget by more than the noise explains, and shrinks where a much shorter one would do
     even if the cost were somewhat higher than measured. Where all steps are busy, now and then an interval is left out.
@@ -87,7 +91,8 @@ class MeasuredPolicy(ABC):
     Args:
         overhead: Budget as a share of the training time.
         max_in_flight: Checkpoints in flight (N).
-        most_seconds: Upper limit of the interval, for which the budget is given up; None for no limit.
+        most_seconds: Most age of the newest durable checkpoint, for which the budget is given up (see
+            :class:`~pccheck_async.policy.age.AgeLimit`); None for no limit.
 
     Raises:
         ValueError, TypeError: an argument makes no sense.
@@ -96,7 +101,7 @@ class MeasuredPolicy(ABC):
     def __init__(self, overhead: float, max_in_flight: int, most_seconds: float | None) -> None:
         self._overhead = check_overhead(overhead)
         self._places = check_count("max_in_flight", max_in_flight)
-        self._most = None if most_seconds is None else check_seconds("most_seconds", most_seconds)
+        self._age = AgeLimit(most_seconds)
         self._meter = OverheadMeter()
         self._saves = Level(odd_first=True)
         self._captures = Level(odd_first=True)
@@ -105,7 +110,6 @@ class MeasuredPolicy(ABC):
         self._reason = f"measuring the first {_WARM_UP + _PROFILE} steps without a checkpoint"
         self._steps = 0  # reports so far
         self._since = 0  # steps since the last checkpoint, or the end of the warm-up
-        self._last: float | None = None  # when that was
         self._starts = 0
         self._ended = False  # that checkpoint, as far as reports tell
         self._after = 0  # steps since then
@@ -124,8 +128,7 @@ class MeasuredPolicy(ABC):
 
     def due(self, report: StepReport) -> bool:
         """Tell whether to checkpoint now."""
-        if self._last is None:
-            self._last = report.now - report.seconds
+        overdue = self._age.reached(report, self._saves.upper)
         self._steps += 1
         if self._steps > _WARM_UP:
             self._meter.step(report)
@@ -133,7 +136,6 @@ class MeasuredPolicy(ABC):
         if self._starts and not report.in_flight:
             self._ended = True  # also where it failed, which nobody reports
         self._after += self._ended
-        overdue = self._most is not None and report.now - self._last + report.seconds > self._most
         if self._again:
             self._again = False
             self._restart(report)
@@ -157,6 +159,7 @@ class MeasuredPolicy(ABC):
 
     def saved(self, report: SaveReport) -> None:
         """Learn what a checkpoint takes."""
+        self._age.saved(report)
         self._nbytes = report.nbytes
         self._longest = max(self._longest, report.seconds)
         if self._saves.add(report.seconds):
@@ -171,7 +174,7 @@ class MeasuredPolicy(ABC):
     def decision(self) -> Decision:
         """Return the present interval, and why."""
         seconds = None if self._interval is None else self._interval * self._step_seconds
-        return Decision(self._interval, seconds, self._reason)
+        return Decision(self._interval, seconds, self._reason, self._age.most_seconds)
 
     def measured(self) -> Measured:
         """Return what the decision rests on."""
@@ -254,7 +257,7 @@ class MeasuredPolicy(ABC):
             self._choose()
 
     def _choose(self) -> None:
-        if self._interval is not None and self._meter.periods < _CALIBRATIONS:
+        if self._interval is not None and self._meter.periods < _FEWEST:
             return  # it was forgotten what one costs
         cost = self._meter.cost()
         likely = self._limited(self._wanted(max(0.0, cost.seconds + cost.error)))
@@ -264,10 +267,11 @@ class MeasuredPolicy(ABC):
         sure = _SURE if self._meter.periods < _MANY else _SURE_LATER
         least = self._limited(self._wanted(max(0.0, cost.seconds - sure * cost.error)))
         if least.steps > self._interval * _GO_UP:
+            most = self._interval * LEAP
             if least.piling:
-                self._take(least, "up")
+                self._take(replace(least, steps=min(least.steps, most)), "up")
             elif self._meter.clean_age < 2:
-                self._take(likely, "up")
+                self._take(replace(likely, steps=min(likely.steps, most)), "up")
             else:
                 self._leave_out = True  # it may be the steps that have changed, not the checkpoints
         elif likely.steps > self._interval:  # perhaps over the budget: find out
@@ -304,12 +308,12 @@ class MeasuredPolicy(ABC):
         self._reason = f"{change}{'to ' if change else ''}{wanted.steps} steps: {wanted.why}"
 
     def _limited(self, wanted: Wanted) -> Wanted:
-        if self._most is None:
+        seconds = self._age.apart(self._saves.upper)
+        if wanted.steps * self._step_seconds <= seconds:
             return wanted
-        most = max(1, int(self._most / self._step_seconds))
-        if wanted.steps <= most:
-            return wanted
-        return Wanted(most, f"no more than {_say(self._most)} apart, though {wanted.why}")
+        return Wanted(
+            max(1, int(seconds / self._step_seconds)), f"no more than {_say(seconds)} apart, though {wanted.why}"
+        )
 
     def _sustained_now(self) -> float:
         return max(self._saves.upper / self._places, self._saves.upper * self._share)
@@ -327,7 +331,7 @@ class MeasuredPolicy(ABC):
     def _restart(self, report: StepReport) -> None:
         if self._saturated is not None and not self._alone:
             self._raised_at = min(self._raised_at, report.step)
-        self._last = report.now
+        self._age.begin(report)
         self._since = self._after = 0
         self._ended = self._priced = False
         self._longest = 0.0

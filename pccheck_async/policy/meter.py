@@ -18,6 +18,9 @@ _CLEAN_ENOUGH = 8
 _WINDOW = 31
 """Periods that count."""
 
+_STRAY = 4.0
+"""A clean step so many times as long as all others that are compared with says nothing about steps."""
+
 _BEYOND_NOISE = 2.5
 _SOME = 3
 _MOVED = 3.0
@@ -45,10 +48,30 @@ class Cost:
     error: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Tail:
-    count: int
-    mean: float
+@dataclass(slots=True)
+class _Steps:
+    """Steps of one kind in a period: how many, their seconds, and the longest two of these."""
+
+    count: int = 0
+    seconds: float = 0.0
+    longest: tuple[float, ...] = ()
+
+    def add(self, seconds: float) -> None:
+        self.count += 1
+        self.seconds += seconds
+        self.longest = tuple(sorted((*self.longest, seconds))[-2:])
+
+    def __add__(self, other: _Steps) -> _Steps:
+        longest = tuple(sorted(self.longest + other.longest)[-2:])
+        return _Steps(self.count + other.count, self.seconds + other.seconds, longest)
+
+    @property
+    def mean(self) -> float:
+        """Their mean; one that alone is far longer than all others (data was late) counts as the next longest."""
+        if not self.count:
+            return 0.0
+        second, longest = self.longest[0], self.longest[-1]
+        return (self.seconds - (longest - second if longest > _STRAY * second else 0.0)) / self.count
 
 
 class OverheadMeter:
@@ -62,7 +85,7 @@ class OverheadMeter:
     """
 
     def __init__(self) -> None:
-        self._tails: deque[_Tail] = deque(maxlen=_WINDOW)
+        self._tails: deque[_Steps] = deque(maxlen=_WINDOW)  # clean steps of each period
         self._deviations: deque[float] = deque(maxlen=_DEVIATIONS)
         self._costs = Level(_WINDOW, 0.25, odd_first=True)
         self._lengths: deque[int] = deque(maxlen=_WINDOW)  # busy steps of the periods counted
@@ -74,19 +97,16 @@ class OverheadMeter:
     def restart(self) -> None:
         """Begin the period anew."""
         self._stall = 0.0
-        self._busy_seconds = self._clean_seconds = 0.0
-        self._busy = self._idle = 0
+        self._busy, self._idle = _Steps(), _Steps()
         self._samples: deque[float] = deque(maxlen=_SAMPLES)
 
     def step(self, report: StepReport) -> None:
         """Take a step."""
         self._stall += report.stall
         if report.in_flight:
-            self._busy += 1
-            self._busy_seconds += report.seconds
+            self._busy.add(report.seconds)
         else:
-            self._idle += 1
-            self._clean_seconds += report.seconds
+            self._idle.add(report.seconds)
             self._samples.append(report.seconds)
 
     def close(self, *, first: bool = False, counted: bool = True) -> None:
@@ -96,21 +116,23 @@ class OverheadMeter:
             first: It had no checkpoint: nothing but clean steps to compare with.
             counted: What it cost is what a checkpoint costs; not so where checkpoints waited for each other.
         """
-        steps = self._busy + self._idle
+        busy = self._busy.count
+        steps = busy + self._idle.count
         if steps == 0:
             return
-        if not self._idle and not self._clean.values:  # there was never a clean step: better than nothing
-            self._idle, self._clean_seconds = self._busy, self._busy_seconds
+        if not self._idle.count and not self._clean.values:  # there was never a clean step: better than nothing
+            self._idle = self._busy
         moved = self._take_tail()
         if not first:
             reference = self._reference()
-            cost = self._stall + self._busy_seconds - self._busy * reference.mean
-            if reference.mean > 0:
-                self._overheads.add(cost / (steps * reference.mean))
+            usual = reference.mean or self._clean.median
+            cost = self._stall + self._busy.seconds - busy * usual
+            if usual > 0:
+                self._overheads.add(cost / (steps * usual))
             if counted and not moved:
-                error = self._noise() * math.sqrt(self._busy + self._busy**2 / max(1, reference.count))
-                self._lengths.append(self._busy)
-                self._unsure += self._idle < _SOME
+                error = self._noise() * math.sqrt(busy + busy**2 / max(1, reference.count))
+                self._lengths.append(busy)
+                self._unsure += self._idle.count < _SOME
                 self._costs.add(cost, _BEYOND_NOISE * error)
         self.restart()
 
@@ -121,12 +143,12 @@ class OverheadMeter:
     @property
     def moved(self) -> bool:
         """Whether the clean steps of this period take another time than those before it."""
-        return self._has_moved(self._clean_seconds / self._idle) if self._idle else False
+        return self._has_moved()
 
     @property
     def clean(self) -> int:
         """Clean steps in this period."""
-        return self._idle
+        return self._idle.count
 
     def clean_in(self, periods: int) -> int:
         """Return how many clean steps the last periods had."""
@@ -168,15 +190,14 @@ class OverheadMeter:
 
     def _take_tail(self) -> bool:
         """Keep the clean steps of the period; return whether steps take another time than in the periods before."""
-        mean = self._clean_seconds / self._idle if self._idle else 0.0
-        moved = self._has_moved(mean)
+        moved = self._has_moved()
         if moved:
             self._tails.clear()
             self._costs.drop(self._unsure)  # nobody knows since when
-        if self._idle >= _SOME:
+        if self._idle.count >= _SOME:
             self._unsure = 0
-        self._tails.append(_Tail(self._idle, mean))
-        if self._idle:
+        self._tails.append(self._idle)
+        if self._idle.count:
             # Of a short tail the mean is noisy: it counts with those before it.
             self._clean.add(self._reference().mean)
         if len(self._samples) > 2:
@@ -185,20 +206,20 @@ class OverheadMeter:
             self._deviations.extend(scale * abs(sample - middle) for sample in self._samples)
         return moved
 
-    def _has_moved(self, mean: float) -> bool:
-        before = self._reference()
-        if self._idle < _SOME or before.count < _SOME:
+    def _has_moved(self) -> bool:
+        idle, before = self._idle, self._reference()
+        if idle.count < _SOME or before.count < _SOME:
             return False
-        limit = _MOVED * self._noise() * math.sqrt(1 / self._idle + 1 / before.count)
-        return abs(mean - before.mean) > max(limit, _LEAST_MOVE * before.mean)
+        limit = _MOVED * self._noise() * math.sqrt(1 / idle.count + 1 / before.count)
+        return abs(idle.mean - before.mean) > max(limit, _LEAST_MOVE * before.mean)
 
-    def _reference(self) -> _Tail:
-        count, seconds = 0, 0.0
+    def _reference(self) -> _Steps:
+        found = _Steps()
         for age, tail in enumerate(reversed(self._tails)):
-            if age > 1 and count >= _CLEAN_ENOUGH:
+            if age > 1 and found.count >= _CLEAN_ENOUGH:
                 break
-            count, seconds = count + tail.count, seconds + tail.count * tail.mean
-        return _Tail(count, seconds / count if count else self._clean.median)
+            found += tail
+        return found
 
     def _noise(self) -> float:
         return _NORMAL * statistics.median(self._deviations) if self._deviations else 0.0

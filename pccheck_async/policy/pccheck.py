@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-from pccheck_async.policy.base import Decision, SaveReport, StepReport, check_count, check_overhead
+from pccheck_async.policy.age import MOST_SECONDS, AgeLimit
+from pccheck_async.policy.base import LEAP, Decision, SaveReport, StepReport, check_count, check_overhead
 from pccheck_async.policy.level import Level
 from pccheck_async.tuning import interval_floor, sustained_interval
 
@@ -13,8 +14,8 @@ __all__ = ["PCcheckInterval"]
 
 _WARM_UP = 2
 _PROFILE = 5
-_ROUNDS = 2
-"""Bursts at the start: the first pays for slots and staging memory."""
+_BURSTS = 2
+"""Those that are compared each time: one alone may meet a hiccup. The very first pays for slots and staging memory."""
 
 _WINDOW = 32
 _REFERENCE = 3
@@ -25,17 +26,21 @@ _TINY = 1e-9
 class PCcheckInterval:
     """Checkpoint every f* = ceil(Tw(N) / (N q t)) steps, never under f_min = ceil(m / (B q t)) (PCcheck, section 3.4).
 
-    q = 1 + overhead is the tolerated slowdown. The first steps give t. Then N checkpoints in a row (twice) give Tw(N),
-    the time of one with N in flight, and B, the bandwidth of all together. Where checkpoints come to take longer than N
-    in flight can follow, f* grows at once. Where they take a fifth less than they used to, another N in a row are
-    measured; a single one cannot tell what N take.
+    q = 1 + overhead is the tolerated slowdown. The first steps give t. Then N checkpoints in a row (three times, of
+    which the quicker of the last two counts) give Tw(N), the time of one with N in flight, and B, the bandwidth of all
+    together. Where two checkpoints and more take longer than N in flight can follow, f* grows. Where they take
+    a fifth less than they used to, N in a row are measured again; a single one cannot tell what N take.
 
     Args:
         overhead: Tolerated slowdown (q - 1).
         max_in_flight: N, as the engine has it.
+        most_seconds: Most age of the newest durable checkpoint, for which f* is given up; None for no limit.
     """
 
-    def __init__(self, overhead: float = 0.03, *, max_in_flight: int = 2) -> None:
+    def __init__(
+        self, overhead: float = 0.03, *, max_in_flight: int = 2, most_seconds: float | None = MOST_SECONDS
+    ) -> None:
+        self._age = AgeLimit(most_seconds)
         self._slowdown = 1 + check_overhead(overhead)
         self._places = check_count("max_in_flight", max_in_flight)
         self._clean: deque[float] = deque(maxlen=_WINDOW)
@@ -47,7 +52,7 @@ class PCcheckInterval:
         self._left: int | None = None  # checkpoints of the burst to begin; None outside of one
         self._burst: list[SaveReport] = []
         self._burst_step = 0
-        self._rounds = 0
+        self._bursts: list[tuple[float, float]] | None = None  # seconds and bandwidth of each; None before the first
         self._seconds = 0.0  # Tw(N)
         self._bandwidth = 0.0
         self._nbytes = 0
@@ -59,6 +64,14 @@ class PCcheckInterval:
 
     def due(self, report: StepReport) -> bool:
         """Go by the steps since the last checkpoint."""
+        overdue = self._age.reached(report, self._saves.upper)
+        due = self._is_due(report) or overdue
+        if due:
+            self._since = 0
+            self._age.begin(report)
+        return due
+
+    def _is_due(self, report: StepReport) -> bool:
         self._steps += 1
         self._since += 1
         if self._steps > _WARM_UP:
@@ -68,16 +81,17 @@ class PCcheckInterval:
             return True
         if self._left is None:
             if self._interval is None:
-                return self._since >= self._profile + _WARM_UP * (not self._rounds) and self._begin_burst(report)
+                return self._since >= self._profile + _WARM_UP * (self._bursts is None) and self._begin_burst(report)
             if self._since < self._interval:
                 return False
-            if self._reference is not None and self._saves.median < self._reference * (1 - _DRIFT):
+            known = self._reference is not None and self._saves.sure
+            if (known and self._saves.median < (self._reference or 0.0) * (1 - _DRIFT)) or self._bursts:
                 return self._begin_burst(report)
             self._follow(report)
-            return self._since >= self._interval and self._begin()
+            return self._since >= self._interval
         if self._left > 0:
             self._left -= 1
-            return self._begin()
+            return True
         if len(self._burst) >= self._places or report.in_flight == 0:
             self._end_burst(report)
         return False
@@ -88,6 +102,7 @@ class PCcheckInterval:
 
     def saved(self, report: SaveReport) -> None:
         """Learn what a checkpoint takes."""
+        self._age.saved(report)
         self._nbytes = report.nbytes
         if self._left is not None:
             if report.step >= self._burst_step:
@@ -102,7 +117,10 @@ class PCcheckInterval:
     def decision(self) -> Decision:
         """Return the present interval, and why."""
         return Decision(
-            self._interval, None if self._interval is None else self._interval * self._step_seconds, self._reason
+            self._interval,
+            None if self._interval is None else self._interval * self._step_seconds,
+            self._reason,
+            self._age.most_seconds,
         )
 
     @property
@@ -116,46 +134,47 @@ class PCcheckInterval:
     def _step_seconds(self) -> float:
         return max(_TINY, median(self._clean or self._busy or [0.0]))
 
-    def _begin(self) -> bool:
-        self._since = 0
-        return True
-
     def _begin_burst(self, report: StepReport) -> bool:
         self._left = self._places - 1
         self._burst = []
         self._burst_step = report.step
-        return self._begin()
+        return True
 
     def _end_burst(self, report: StepReport) -> None:
         self._left = None
         if not self._burst:  # all failed: try again, ever later
             self._profile *= 2
             return
-        self._rounds += 1
-        if self._rounds < _ROUNDS:
+        if self._bursts is None:
+            self._bursts = []
             return
-        self._seconds = median(save.seconds for save in self._burst)
         span = max(save.now for save in self._burst) - min(save.now - save.seconds for save in self._burst)
-        self._bandwidth = sum(save.nbytes for save in self._burst) / max(_TINY, span)
+        bandwidth = sum(save.nbytes for save in self._burst) / max(_TINY, span)
+        self._bursts.append((median(save.seconds for save in self._burst), bandwidth))
+        if len(self._bursts) < _BURSTS:
+            return
+        self._seconds = min(seconds for seconds, _ in self._bursts)
+        self._bandwidth = max(bandwidth for _, bandwidth in self._bursts)
+        self._bursts = []
         self._settle(report, "measured with as many in flight")
 
     def _follow(self, report: StepReport) -> None:
         """Keep up with checkpoints that take longer, and with steps that take another time."""
         now = self._saves.median
-        if self._saves.values and self._f_star(now) > (self._interval or 0):
-            self._seconds = now
+        if self._saves.sure and self._f_star(now) > (self._interval or 0):
+            self._seconds = min(now, self._seconds * LEAP)
             # They wait for each other: this is all that the storage does now.
-            self._bandwidth = min(self._bandwidth, self._nbytes * self._places / now)
-            self._settle(report, "they take longer now")
+            self._bandwidth = min(self._bandwidth, self._nbytes * self._places / self._seconds)
+            self._settle(report, "they take longer now", now)  # if they stop waiting for each other, find out
             return
         wanted = max(self._f_star(self._seconds), self.floor or 1)
         if abs(wanted - (self._interval or 0)) > _DRIFT * (self._interval or 0):
-            self._settle(report, "steps take another time now")
+            self._settle(report, "steps take another time now", self._reference)
 
     def _f_star(self, seconds: float) -> int:
         return sustained_interval(seconds, self._places, self._step_seconds, self._slowdown)
 
-    def _settle(self, report: StepReport, why: str) -> None:
+    def _settle(self, report: StepReport, why: str, reference: float | None = None) -> None:
         f_star, floor = self._f_star(self._seconds), self.floor or 1
         self._interval = max(f_star, floor)
         self._reason = (
@@ -164,5 +183,5 @@ class PCcheckInterval:
             f"f_min {floor} at {self._bandwidth / 1e6:.4g} MB/s; {why}"
         )
         self._saves = Level(window=5)
-        self._reference = None
+        self._reference = reference
         self._settled_at = report.step

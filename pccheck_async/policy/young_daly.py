@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pccheck_async.policy.age import MOST_SECONDS
 from pccheck_async.policy.base import check_seconds
 from pccheck_async.policy.formulas import daly_seconds, whole_steps
 from pccheck_async.policy.measured import MeasuredPolicy, Wanted
@@ -20,7 +21,7 @@ class YoungDaly(MeasuredPolicy):
         mtbf_seconds: Mean time between failures of the job (of one machine, divided by their number).
         overhead: Budget as a share of the training time.
         max_in_flight: Checkpoints in flight (N), as the engine has it.
-        most_seconds: Upper limit of the interval; None for no limit.
+        most_seconds: Most age of the newest durable checkpoint, for which the budget is given up; None for no limit.
     """
 
     def __init__(
@@ -29,7 +30,7 @@ class YoungDaly(MeasuredPolicy):
         overhead: float = 0.03,
         *,
         max_in_flight: int = 2,
-        most_seconds: float | None = None,
+        most_seconds: float | None = MOST_SECONDS,
     ) -> None:
         super().__init__(overhead, max_in_flight, most_seconds)
         self._mtbf = check_seconds("mtbf_seconds", mtbf_seconds)
