@@ -108,9 +108,10 @@ def test_a_step_before_the_first_is_refused_and_one_of_an_old_store_is_read(
 ) -> None:
     with SyncCheckpointEngine(tmp_path / "old", keep_last=2) as engine:
         engine.checkpoint({"x": 1}, step=0)
-        for step in (-1, np.int64(-7)):
-            with pytest.raises(ValueError, match=rf"^step is {step}; the first step is 0$"):
-                engine.checkpoint({"x": 1}, step=step)
+        wrong: Any
+        for wrong in (-1, np.int64(-7)):
+            with pytest.raises(ValueError, match=rf"^step is {wrong}; the first step is 0$"):
+                engine.checkpoint({"x": 1}, step=wrong)
         monkeypatch.setattr(core, "new_step", whole_step)
         engine.checkpoint({"x": 2}, step=-1)
     monkeypatch.undo()
