@@ -31,6 +31,7 @@ class EngineConfig:
     keep_last: int = 1
     keep_every: int | None = None
     keep_best: Best | tuple[str, int, Literal["min", "max"]] | None = None
+    save_last: bool = True
     chunk_bytes: int | Auto = "auto"
     host_memory: int | Auto = "auto"
     writers: int | Auto = "auto"
@@ -60,8 +61,9 @@ class EngineConfig:
             _check_seconds("max_stall", self.max_stall, " or None")
         _check_seconds("lock_timeout", self.lock_timeout)
         _check_seconds("exit_timeout", self.exit_timeout)
-        if not isinstance(self.check_captures, bool):
-            raise ValueError(f"check_captures is True or False, not {self.check_captures!r}")
+        for name in ("save_last", "check_captures"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is True or False, not {getattr(self, name)!r}")
 
     @property
     def retention(self) -> Retention:

@@ -68,7 +68,7 @@ class EngineCore:
         self.admissions = Admissions(config, self.reporter)
         self.guard = Guard(config.max_stall, self._abandon, self.stalls.note_step)
         policy = make_policy(config.interval, config.max_in_flight)
-        self.steps = TrainingSteps(policy, self.admissions, self.guard, self.path)
+        self.steps = TrainingSteps(policy, self.admissions, self.guard, self.path, save_last=config.save_last)
         self._ledger = Ledger(self.admissions, self.stalls, self.guard, self.steps, self.reporter)
         self.preemption = Preemption(self)
         self._snapshots = Snapshots()
@@ -171,6 +171,27 @@ class EngineCore:
             raise error
         self.admissions.raise_untold()
 
+    def leave(self, *, well: bool) -> Steps:
+        """Save the last finished step if no checkpoint holds it, unless an error ends the context; then close."""
+        try:
+            if well or self.preemption.pending:
+                yield from self._save_last()
+        finally:
+            yield from self.close()
+
+    def _save_last(self) -> Steps:
+        if os.getpid() != self._pid or self._state != "open":
+            return
+        last, newest = self.steps.last_finished, self.admissions.newest
+        if last is None:
+            return
+        if newest is not None and newest.counter > last.counter and newest.step >= last.step:
+            yield self.pipeline.scheduler.drain(last=True)
+            if not newest.failed:
+                return
+        if self.steps.is_as_it_was(last):
+            self.admit(last.state, last.step, last.metadata, last=True)  # closing waits for it, and tells its failure
+
     def _closed_by_another(self, deadline: float | None) -> Steps:
         """Wait while another thread or task closes the engine."""
         try:
@@ -228,13 +249,22 @@ class EngineCore:
         self.steps.attach(*optimizers)
 
     def admit(
-        self, state: Mapping[str, Any], step: int | None, metadata: Metadata | None, *, overlap: bool = False
+        self,
+        state: Mapping[str, Any],
+        step: int | None,
+        metadata: Metadata | None,
+        *,
+        overlap: bool = False,
+        last: bool = False,
     ) -> tuple[PendingCheckpoint, float]:
-        """Read the state and hand it to the scheduler, all on the caller's thread. Returns when it began, too."""
+        """Read the state and hand it to the scheduler, all on the caller's thread. Returns when it began, too.
+
+        There is no later one than the ``last``: it is neither skipped, nor prevented by an earlier failure.
+        """
         start = time.perf_counter()
         pipeline = self.check_alive()
         self.preemption.go_on()
-        last = self.preemption.pending  # there is no later one: neither skipped, nor prevented by an earlier failure
+        last = last or self.preemption.pending
         if not last:
             self.admissions.raise_untold()
         step = None if step is None else new_step(step)
@@ -286,7 +316,11 @@ class EngineCore:
         if not self.preemption.pending:
             self.admissions.raise_untold()
         self.steps.begin(this, self.stalls.seconds)
-        yield
+        try:
+            yield
+        except BaseException:
+            self.steps.forget_last()  # of steps side by side, too: this one may have changed their state
+            raise
         if this.metadata:
             check_metadata(this.metadata)  # now, and not in an hour, when a step is saved
 
@@ -384,6 +418,7 @@ class EngineCore:
         pipeline = self.check_alive()
         self.admissions.raise_untold()
         step = check_step(step)
+        self.steps.forget_last()
         for pending in self.admissions.in_flight:
             yield pending.out_of_reach()  # what is restored would tear its capture
         self.guard.wait()

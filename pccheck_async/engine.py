@@ -12,6 +12,7 @@ from pccheck_async.engine_base import EngineBase
 from pccheck_async.info import CheckpointInfo, Metadata, Restored
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.progress import ReadProgress
+from pccheck_async.steps import Steps
 from pccheck_async.training import AsyncBracket, TrainingStep
 from pccheck_async.tuned import Tuning
 from pccheck_async.tuner import Progress, checkpoint_bytes, tune
@@ -22,9 +23,9 @@ __all__ = ["CheckpointEngine"]
 class CheckpointEngine(EngineBase):
     """Saves app states concurrently with training, and always leaves one whole, verified checkpoint.
 
-    Use it as an async context manager: entering opens (or creates) the store and locks it, leaving drains. It may be
-    used from several event loops and threads; its own work runs on a thread of its own, so a training step that blocks
-    the caller's loop does not hold it up.
+    Use it as an async context manager: entering opens (or creates) the store and locks it; leaving saves the last step
+    of :meth:`step` (``save_last``) and drains. It may be used from several event loops and threads; its own work runs
+    on a thread of its own, so a training step that blocks the caller's loop does not hold it up.
 
     Args:
         path: Folder of the store; created where it does not exist.
@@ -33,6 +34,13 @@ class CheckpointEngine(EngineBase):
         keep_every: Keep those, too, that are the first at or after each multiple of so many steps, as long as a commit
             record has room (64 in all). Steps count as for ``interval``: s + 1 of them have ended after step s.
         keep_best: Keep those, too, that are the best by a number in their metadata, such as ``("loss", 3, "min")``.
+        save_last: Leaving the context without an error saves the last step that :meth:`step` finished, unless a
+            checkpoint made since that step began (by hand, too, of that step or a later one) holds it. After a signal
+            of :meth:`on_preemption` that is so with an error, too. Captured is the state as it is then, all at one
+            instant: random numbers drawn since count. It is not saved, and the log says so, where it is no state of
+            that step any more: another step of an optimizer in the state, or any change of its parameters that torch
+            counts (best weights loaded, ``half()``), since; or where the step left a window of gradient accumulation
+            open. A step that raised, :meth:`close` and the end of the interpreter save nothing.
         chunk_bytes: Unit of copying and writing, in bytes.
         host_memory: Most staging memory, in bytes. A state that fits is captured at memory speed, a larger one streams
             through at the storage's.
@@ -70,7 +78,7 @@ class CheckpointEngine(EngineBase):
         return self
 
     async def close(self, deadline: float | None = None) -> None:
-        """Wait until every checkpoint ended, then close; idempotent.
+        """Wait until every checkpoint ended, then close; idempotent. Saves nothing more (see ``save_last``).
 
         Args:
             deadline: Seconds after which to give up; what is then still being written is left behind and said.
@@ -80,11 +88,11 @@ class CheckpointEngine(EngineBase):
         Raises:
             CheckpointError: the failure of a checkpoint that nobody saw, or what the deadline left behind.
         """
-        await self._close(deadline, go=True)
+        await self._end(self._core.close(deadline), go=True)
 
-    async def _close(self, deadline: float | None, *, go: bool) -> None:
+    async def _end(self, steps: Steps, *, go: bool) -> None:
         with self._core.preemption.ending(go=go):
-            await self._core.run(self._core.close(deadline))
+            await self._core.run(steps)
         await self._let_cancel()
 
     async def _let_cancel(self) -> None:
@@ -104,7 +112,7 @@ class CheckpointEngine(EngineBase):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            await self._close(None, go=error is None)
+            await self._end(self._core.leave(well=error is None), go=error is None)
         except Exception as failure:
             if error is None:
                 raise

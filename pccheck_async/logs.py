@@ -32,6 +32,7 @@ progress            WARNING  a progress callback raised, and is not called any m
 store_failed        ERROR    a flush or a commit record failed, and nothing more is committed: error
 dropping            WARNING  the store holds checkpoints that no rule of this engine keeps; once, when it is opened
 crowded_out         WARNING  ``keep_every`` keeps more than a record names
+last_not_saved      WARNING  leaving the context did not save the last step, because the state is not that of its end
 no_step             WARNING  a checkpoint is due and no attached optimizer has made a step for 256 brackets; once
 unused_gradients    WARNING  brackets in a row ended with gradients that no step used, which are ignored now
 captured_eagerly    WARNING  what keeps being torn beside training is captured before ``engine.step`` ends from then on

@@ -129,8 +129,7 @@ class PendingCheckpoint:
         target = self._target
         nbytes, captured, written = target.nbytes, target.captured_nbytes, target.written_nbytes
         if self.done():
-            failed = target._durable.error is not None
-            phase: Any = "failed" if failed else "superseded" if target.superseded else "durable"
+            phase: Any = "failed" if target.failed else "superseded" if target.superseded else "durable"
         elif nbytes is None:
             phase = "waiting"
         else:
@@ -175,7 +174,7 @@ class PendingCheckpoint:
             else "superseded"
             if self.superseded
             else "failed"
-            if self._durable.error is not None
+            if self.failed
             else "durable"
             if self._durable.over
             else "captured"
@@ -217,6 +216,11 @@ class PendingCheckpoint:
     def is_captured(self) -> bool:
         """Whether the capture ended (or failed)."""
         return self._captured.over
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended without becoming durable, nor pointless."""
+        return self._durable.error is not None
 
     @property
     def failure_told(self) -> bool:

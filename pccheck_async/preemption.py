@@ -12,8 +12,9 @@ nothing notices the signal.
 
 Several engines of one process all save, if they bracket steps. Forked children, such as the workers of a
 ``DataLoader``, have the handlers from before. If they die of a signal that the whole process group gets, the trainer's
-next batch raises before anything is saved. So use a signal of your own where all processes get it: forked workers
-ignore those, SIGTERM and SIGINT aside.
+next batch raises: outside a step, leaving the engine's context still saves the last finished one; inside a step nothing
+more is saved. So use a signal of your own where all processes get it: forked workers ignore those, SIGTERM and SIGINT
+aside.
 
 SLURM sends the signal of ``--signal`` to all processes of the steps that ``srun`` started, up to a minute earlier than
 told, and not to the batch shell; with ``B:`` only to that shell, which ``exec`` makes the trainer. At the time limit

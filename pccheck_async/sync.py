@@ -48,7 +48,7 @@ class SyncCheckpointEngine(EngineBase):
     ) -> None:
         try:
             with self._core.preemption.ending(go=error is None):
-                self._core.block_on(self._core.close())
+                self._core.block_on(self._core.leave(well=error is None))
         except Exception as failure:
             if error is None:
                 raise

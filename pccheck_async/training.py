@@ -20,7 +20,7 @@ from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.policy import Decision, Policy, StepReport
 from pccheck_async.state.flatten import check_outermost
 from pccheck_async.step_hooks import unwrapped
-from pccheck_async.windows import Windows
+from pccheck_async.windows import Mark, Windows
 
 __all__ = ["AsyncBracket", "Bracket", "TrainingStep", "TrainingSteps"]
 
@@ -49,6 +49,8 @@ class TrainingStep:
         self.stall_then = 0.0
         self.in_flight = 0
         self.window = 0
+        self.counter = -1
+        self.mark: Mark | None = None
 
 
 class Bracket(AbstractContextManager["TrainingStep", None]):
@@ -103,10 +105,15 @@ class TrainingSteps:
         admissions: The engine's checkpoints.
         guard: The engine's guard.
         store: Path of the store, for the log.
+        save_last: The last finished step may have to be saved.
     """
 
-    def __init__(self, policy: Policy, admissions: Admissions, guard: Guard, store: str) -> None:
+    def __init__(
+        self, policy: Policy, admissions: Admissions, guard: Guard, store: str, *, save_last: bool = False
+    ) -> None:
         self._store = store
+        self._save_last = save_last
+        self._last_finished: TrainingStep | None = None
         self._policy = policy
         self._admissions = admissions
         self._guard = guard
@@ -127,6 +134,30 @@ class TrainingSteps:
         """The last step that went well."""
         return self._last
 
+    @property
+    def last_finished(self) -> TrainingStep | None:
+        """The last step, if it went well and may have to be saved."""
+        return self._last_finished
+
+    def forget_last(self) -> None:
+        """Note that the state is that of no finished step."""
+        self._last_finished = None
+
+    def is_as_it_was(self, this: TrainingStep) -> bool:
+        """Whether the state is still that of the end of this step, as far as can be told; else say what happened."""
+        if not this.whole:
+            why = "a window of gradient accumulation is open, and gradients are not saved; let the last one end"
+        elif this.mark != self._windows.mark():
+            why = (
+                "parameters of its optimizers have changed since; leave the context before that, or call "
+                "engine.checkpoint before it"
+            )
+        else:
+            return True
+        text = "the last step, %d, is not saved on leaving: %s"
+        write(logging.WARNING, "last_not_saved", text, this.step, why, step=this.step, store=self._store)
+        return False
+
     def attach(self, *optimizers: torch.optim.Optimizer) -> None:
         """Let their steps wait for captures that they would tear, and end windows."""
         for optimizer in map(unwrapped, optimizers):
@@ -135,11 +166,14 @@ class TrainingSteps:
 
     def close(self) -> None:
         """Let go of all optimizers."""
+        self._last_finished = None
         self._guard.close()
         self._windows.close()
 
     def begin(self, this: TrainingStep, stall: float) -> None:
         """Note the beginning of a step; ``stall`` is the engine's so far."""
+        self._last_finished = None
+        this.counter = self._admissions.counter
         this.window = self._windows.begin(this.state)
         this.stall_then = stall
         this.in_flight = len(self._admissions.in_flight)
@@ -161,6 +195,9 @@ class TrainingSteps:
         self._due = self._policy.due(report) or self._due
         self._say()
         this.whole = self._windows.end(this.step, this.window)
+        if self._save_last:
+            this.mark = self._windows.mark()
+            self._last_finished = this
         if not self._due:
             return False
         if not this.whole:

@@ -23,7 +23,7 @@ import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -31,7 +31,10 @@ from pccheck_async.logs import write
 from pccheck_async.overlap import Guard
 from pccheck_async.step_hooks import StepHooks, hooks_of, unwrapped
 
-__all__ = ["Windows"]
+__all__ = ["Mark", "Windows"]
+
+Mark: TypeAlias = tuple[int, list[int], list[int]]
+"""Steps made by optimizers, and versions and addresses of their parameters."""
 
 _PATIENCE = 64
 """Brackets in a row whose only fault are unused gradients, until those are ignored."""
@@ -93,6 +96,7 @@ class Windows:
         self._held: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._held_brackets, self._held_first, self._held_since = 0, 0, 0.0
         self._unseen: set[type] = set()
+        self._steps = 0
         self.lacks_step = False
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
@@ -138,6 +142,12 @@ class Windows:
         self._held_brackets = 0
         return True
 
+    def mark(self) -> Mark:
+        """Return what differs once the parameters of watched optimizers have changed, as far as torch counts that."""
+        groups = [group for optimizer in list(self._watched) for group in optimizer.param_groups]
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        return self._steps, [*map(_version, parameters)], [*map(_address, parameters)]
+
     def close(self) -> None:
         """Let go of all optimizers."""
         for each in list(self._watched.values()):
@@ -180,6 +190,7 @@ class Windows:
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         if (this := self._watched.get(optimizer)) is not None:
             this.last = self._bracket
+            self._steps += 1
 
     def _say_unseen(self, optimizer: torch.optim.Optimizer, error: TypeError) -> None:
         if not self._guard.attached and type(optimizer) not in self._unseen:
@@ -197,8 +208,15 @@ def _is_used(gradient: torch.Tensor) -> bool:
     return getattr(gradient, _USED, None) == (id(gradient), _version(gradient))
 
 
-def _version(gradient: torch.Tensor) -> int:
-    return 0 if gradient.is_inference() else gradient._version
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # sparse, or a wrapper of others
+        return 0
 
 
 def _gradients(optimizer: torch.optim.Optimizer, most: int | None = None) -> Iterator[torch.Tensor]:

@@ -212,20 +212,6 @@ def test_an_epoch_ends_when_its_loop_does() -> None:
     assert list(resumed) == list(sampler)
 
 
-@pytest.mark.parametrize("take", [lambda each: list(islice(each, len(each))), lambda each: _left_at_the_last(each)])
-def test_an_epoch_whose_batches_were_all_taken_is_over(take: Any) -> None:
-    sampler, other = ResumableSampler(10, batch_size=3), ResumableSampler(10, batch_size=3)
-    loader = ResumableLoader(Numbers(10), batch_size=3)
-    expected = [list(other) for _ in range(4)]
-    for each in (sampler, loader):
-        assert [_lists(take(each)) for _ in range(3)] == expected[:3]
-        state = each.state_dict()
-        assert (state["epoch"], state["position"]) == (2, 10)  # what the loop does at its end may still be to do
-        each.set_epoch(2)
-        assert _lists(each) == []
-        assert _lists(take(each)) == expected[3]
-
-
 def _lists(batches: Any) -> list[list[int]]:
     return [torch.as_tensor(batch).tolist() for batch in batches]
 
@@ -237,6 +223,20 @@ def _left_at_the_last(each: Any) -> list[Any]:
         if len(got) == len(each):
             break
     return got
+
+
+@pytest.mark.parametrize("take", [lambda each: list(islice(each, len(each))), _left_at_the_last])
+def test_an_epoch_whose_batches_were_all_taken_is_over(take: Any) -> None:
+    sampler, other = ResumableSampler(10, batch_size=3), ResumableSampler(10, batch_size=3)
+    loader = ResumableLoader(Numbers(10), batch_size=3)
+    expected = [list(other) for _ in range(4)]
+    for each in (sampler, loader):
+        assert [_lists(take(each)) for _ in range(3)] == expected[:3]
+        state = each.state_dict()
+        assert (state["epoch"], state["position"]) == (2, 10)  # what the loop does at its end may still be to do
+        each.set_epoch(2)
+        assert _lists(each) == []
+        assert _lists(take(each)) == expected[3]
 
 
 def test_set_epoch_starts_another_epoch_but_not_the_one_underway() -> None:

@@ -799,3 +799,31 @@ def test_of_several_deadlines_the_first_counts(tmp_path: Path) -> None:
             if request is not None:
                 preemption._signals.drop(request)
             signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("why", ["break", "exit", "worker", "in a step"])
+def test_a_preempted_run_that_ends_between_two_steps_has_saved_the_last(tmp_path: Path, why: str) -> None:
+    def body(_: Tell) -> None:
+        model = Model()
+        with SyncCheckpointEngine(tmp_path / "store", interval=NEVER) as engine:
+            engine.on_preemption(deadline=60.0)
+            for step in range(3):
+                with engine.step(model.state, step):
+                    model.train(step)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert engine.preempted
+            if why == "exit":
+                sys.exit(143)
+            if why == "worker":
+                raise RuntimeError("DataLoader worker exited unexpectedly")
+            if why == "in a step":
+                with engine.step(model.state, 3):
+                    model.train(3)
+                    raise RuntimeError("in the middle of it")
+
+    trainer = Trainer(tmp_path, body)
+    assert trainer.wait() == (1 if why in ("worker", "in a step") else 143)
+    if why == "in a step":
+        assert steps_of(tmp_path / "store") == []
+    else:
+        check_saved(tmp_path / "store", 2)

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from pccheck_async import SyncCheckpointEngine, UnsupportedStateError, list_checkpoints
+from pccheck_async import (
+    CheckpointEngine,
+    SyncCheckpointEngine,
+    UnsupportedStateError,
+    WriteError,
+    list_checkpoints,
+    load_sync,
+)
 from pccheck_async.policy import Decision, EverySteps, PCcheckInterval, SaveReport, StepReport
 from pccheck_async.testing import CrashDisk, CrashWriter, StuckWriter
+from pccheck_async.training import TrainingStep
+from tests.devices import Device
 from tests.test_at_once import FOLDER, small
 from tests.training_simulator import Machine, Simulator
 
@@ -29,7 +43,7 @@ class Model:
         module = nn.Linear(4, 4)
         module(torch.ones(1, 4)).sum().backward()
         self.optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        self.state = {"model": module, "optimizer": self.optimizer}
+        self.state: dict[str, Any] = {"model": module, "optimizer": self.optimizer}
 
     def train(self, engine: SyncCheckpointEngine, steps: int, seconds: float = 0.0) -> list[int]:
         """Return the steps that were saved; each is durable before the next one."""
@@ -176,7 +190,7 @@ def test_a_policy_that_raises_leaves_no_store_locked(tmp_path: Path) -> None:
 def test_a_state_that_cannot_be_saved_is_told_after_the_first_step(tmp_path: Path) -> None:
     """And not when the first save is due. Later ones may change as they like."""
     state = {"model": nn.Linear(2, 2), "seen": {"last": deque[int](maxlen=3)}}
-    with SyncCheckpointEngine(tmp_path, interval=100) as engine:
+    with SyncCheckpointEngine(tmp_path, interval=100, save_last=False) as engine:
         told = pytest.raises(UnsupportedStateError, match=r"seen\.last: a collections\.deque cannot be saved")
         with told, engine.step(state, 0):
             pass
@@ -200,3 +214,193 @@ def test_a_checkpoint_that_was_skipped_is_made_up_for(tmp_path: Path) -> None:
             if this.pending is not None and not this.pending.skipped:
                 saved.append(step)
         assert saved == [1, 4, 5]
+
+
+# -- the last step
+
+
+def last_saved(folder: Path, model: Model) -> int | None:
+    """The step of the newest checkpoint, which holds the parameters that there are."""
+    infos = list_checkpoints(folder)
+    if not infos:
+        return None
+    saved = load_sync(folder)["model"]
+    assert all(torch.equal(saved[name], value) for name, value in model.state["model"].state_dict().items())
+    return infos[0].step
+
+
+def step_once(engine: SyncCheckpointEngine, model: Model, step: int) -> TrainingStep:
+    with engine.step(model.state, step) as this:
+        model.optimizer.step()
+    return this
+
+
+@pytest.mark.parametrize(("interval", "steps", "admitted"), [(100, 3, 1), (3, 3, 1), (2, 3, 2), (100, 0, 0)])
+@pytest.mark.parametrize("attach", [False, True])
+def test_leaving_saves_the_last_step_once(
+    tmp_path: Path, interval: int, steps: int, admitted: int, attach: bool
+) -> None:
+    model = Model(1)
+    with SyncCheckpointEngine(tmp_path / "sync", interval=interval) as engine:
+        if attach:
+            engine.attach(model.optimizer)
+        for step in range(steps):
+            step_once(engine, model, step)
+    assert engine.statistics().admitted == admitted
+    assert last_saved(tmp_path / "sync", model) == (steps - 1 if steps else None)
+
+    async def train() -> CheckpointEngine:
+        async with CheckpointEngine(tmp_path / "async", interval=interval) as engine:
+            for step in range(steps):
+                async with engine.step(model.state, step, metadata={"step": step}):
+                    model.optimizer.step()
+        return engine
+
+    assert asyncio.run(train()).statistics().admitted == admitted
+    assert last_saved(tmp_path / "async", model) == (steps - 1 if steps else None)
+    assert [info.metadata for info in list_checkpoints(tmp_path / "async")] == [{"step": steps - 1}] * bool(steps)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, asyncio.CancelledError])
+def test_an_error_saves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
+    model = Model(1)
+    engine = SyncCheckpointEngine(tmp_path, interval=100)
+    with suppress(error), engine:
+        step_once(engine, model, 0)
+        raise error
+
+    async def train() -> None:
+        async with CheckpointEngine(tmp_path, interval=100) as engine:
+            async with engine.step(model.state, 0):
+                model.optimizer.step()
+            raise error
+
+    with suppress(error):
+        asyncio.run(train())
+    assert engine.statistics().admitted == 0
+    assert not list_checkpoints(tmp_path)
+
+
+def fail_in_a_step(engine: SyncCheckpointEngine, model: Model) -> None:
+    with suppress(RuntimeError), engine.step(model.state, 2):
+        model.optimizer.step()
+        raise RuntimeError("in the middle of it")
+
+
+def leave_a_window_open(engine: SyncCheckpointEngine, model: Model) -> None:
+    with engine.step(model.state, 2):
+        model.state["model"](torch.ones(1, 4)).sum().backward()
+
+
+def load_the_best(engine: SyncCheckpointEngine, model: Model) -> None:
+    model.state["model"].load_state_dict({"weight": torch.zeros(4, 4), "bias": torch.zeros(4)})
+
+
+AFTER: dict[str, tuple[Callable[[SyncCheckpointEngine, Model], Any], int | None]] = {
+    "nothing": (lambda engine, model: None, 1),
+    "an evaluation": (lambda engine, model: model.state["model"].eval()(torch.rand(9, 4)), 1),
+    "a step that failed": (fail_in_a_step, None),
+    "an open window": (leave_a_window_open, None),
+    "the best weights": (load_the_best, None),
+    "half precision": (lambda engine, model: model.state["model"].half(), None),
+    "a step on its own": (lambda engine, model: model.optimizer.step(), None),
+    "an older checkpoint": (lambda engine, model: engine.restore(model.state, step=7), 7),
+    "closing": (lambda engine, model: engine.close(), None),
+}
+
+
+@pytest.mark.parametrize("after", AFTER)
+@pytest.mark.parametrize("attach", [False, True])
+def test_what_comes_after_the_last_step(
+    tmp_path: Path, after: str, attach: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    act, saved = AFTER[after]
+    model = Model(1)
+    with SyncCheckpointEngine(tmp_path, interval=100) as engine:
+        if saved == 7:
+            engine.checkpoint(model.state, step=7).result()
+        if attach:
+            engine.attach(model.optimizer)
+        for step in range(2):
+            step_once(engine, model, step)
+        act(engine, model)
+    assert last_saved(tmp_path, model) == saved
+    said = [record.getMessage() for record in caplog.records if record.event == "last_not_saved"]  # type: ignore[attr-defined]
+    assert len(said) == (after in ("an open window", "the best weights", "half precision", "a step on its own"))
+    assert all(text.startswith(f"the last step, {2 if 'window' in after else 1}, is not saved") for text in said)
+
+
+@pytest.mark.parametrize(("by_hand", "saved"), [(0, [1, 0]), (1, [1]), (5, [5]), (None, [2])])
+def test_a_checkpoint_by_hand_of_that_step_or_a_later_one_holds_it(
+    tmp_path: Path, by_hand: int | None, saved: list[int]
+) -> None:
+    model = Model(1)
+    with SyncCheckpointEngine(tmp_path, interval=100, keep_last=5) as engine:
+        if by_hand is None:  # before a rollback: the numbers say nothing
+            engine.checkpoint(model.state, step=9).result()
+        for step in range(3 if by_hand is None else 2):
+            step_once(engine, model, step)
+        if by_hand is not None:
+            engine.checkpoint(model.state, step=by_hand)
+    assert [info.step for info in list_checkpoints(tmp_path)] == (saved if by_hand is not None else [2, 9])
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_last_step_whose_checkpoint_failed_is_saved_again(tmp_path: Path, told: bool) -> None:
+    model, device = Model(1), Device()
+    expected = nullcontext() if told else pytest.raises(WriteError, match="broken")
+    with expected, SyncCheckpointEngine(tmp_path, interval=1, io=device) as engine:
+        device.breaking.broken = ("write",)
+        pending = step_once(engine, model, 0).pending
+        assert pending is not None
+        with pytest.raises(WriteError) if told else nullcontext():
+            if told:
+                pending.result()
+        if not told:
+            while not pending.done():
+                pending.wait_out_of_reach()
+        device.breaking.broken = ()
+    assert last_saved(tmp_path, model) == 0
+    assert (engine.statistics().failed, engine.statistics().durable) == (1, 1)
+
+
+def test_what_fails_in_saving_the_last_step_is_raised_on_leaving(tmp_path: Path) -> None:
+    model, device = Model(1), Device()
+    engine = SyncCheckpointEngine(tmp_path, interval=9, io=device).__enter__()
+    step_once(engine, model, 0)
+    device.breaking.broken = ("write",)
+    with pytest.raises(WriteError, match="broken"):
+        engine.__exit__(None, None, None)
+    engine = SyncCheckpointEngine(tmp_path, interval=9).__enter__()
+    step_once(engine, model, 0)
+    model.state["odd"] = deque[int](maxlen=1)
+    with pytest.raises(UnsupportedStateError, match="odd"):
+        engine.__exit__(None, None, None)
+    with SyncCheckpointEngine(tmp_path, lock_timeout=0) as engine:  # both let go of the store
+        assert engine.checkpoints() == []
+
+
+def test_a_last_step_that_was_skipped_or_is_in_flight(tmp_path: Path) -> None:
+    model, device = Model(1), Device()
+    with SyncCheckpointEngine(tmp_path, interval=1, io=device, max_in_flight=1, on_busy="skip") as engine:
+        device.writer.hold("write")
+        step_once(engine, model, 0)
+        pending = step_once(engine, model, 1).pending
+        assert pending is not None
+        assert pending.skipped
+        device.writer.release()
+    assert (last_saved(tmp_path, model), engine.statistics().admitted) == (1, 2)
+    with SyncCheckpointEngine(tmp_path, interval=1, io=device) as engine:
+        device.writer.hold("write")
+        step_once(engine, model, 2)
+        threading.Timer(0.05, device.writer.release).start()
+    assert (last_saved(tmp_path, model), engine.statistics().admitted) == (2, 1)
+
+
+def test_whoever_wants_it_saves_no_last_step(tmp_path: Path) -> None:
+    model = Model(1)
+    with SyncCheckpointEngine(tmp_path, interval=100, save_last=False) as engine:
+        step_once(engine, model, 0)
+    assert not list_checkpoints(tmp_path)
+    with pytest.raises(ValueError, match="save_last is True or False, not 'no'"):
+        SyncCheckpointEngine(tmp_path, save_last="no")  # type: ignore[arg-type]
