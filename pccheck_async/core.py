@@ -176,8 +176,15 @@ class EngineCore:
         try:
             if well or self.preemption.pending:
                 yield from self._save_last()
-        finally:
-            yield from self.close()
+        except BaseException as error:
+            if not isinstance(error, Exception):  # cancelled: as in closing, what is in flight is not waited for
+                yield self.pipeline.scheduler.cancel_all()
+            try:
+                yield from self.close()
+            except Exception as failure:  # noqa: BLE001 - told with the first one
+                error.add_note(f"a checkpoint failed too: {type(failure).__name__}: {failure}")
+            raise
+        yield from self.close()
 
     def _save_last(self) -> Steps:
         if os.getpid() != self._pid or self._state != "open":

@@ -147,7 +147,7 @@ class TrainingSteps:
         """Whether the state is still that of the end of this step, as far as can be told; else say what happened."""
         if not this.whole:
             why = "a window of gradient accumulation is open, and gradients are not saved; let the last one end"
-        elif this.mark != self._windows.mark():
+        elif this.mark is None or not self._windows.is_at(this.mark):
             why = (
                 "parameters of its optimizers have changed since; leave the context before that, or call "
                 "engine.checkpoint before it"

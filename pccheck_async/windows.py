@@ -33,8 +33,8 @@ from pccheck_async.step_hooks import StepHooks, hooks_of, unwrapped
 
 __all__ = ["Mark", "Windows"]
 
-Mark: TypeAlias = tuple[int, list[int], list[int]]
-"""Steps made by optimizers, and versions and addresses of their parameters."""
+Mark: TypeAlias = tuple[int, list[torch.Tensor], list[int], list[int]]
+"""Steps made by optimizers, and their parameters with versions and addresses."""
 
 _PATIENCE = 64
 """Brackets in a row whose only fault are unused gradients, until those are ignored."""
@@ -143,10 +143,16 @@ class Windows:
         return True
 
     def mark(self) -> Mark:
-        """Return what differs once the parameters of watched optimizers have changed, as far as torch counts that."""
+        """Return what :meth:`is_at` compares with: the watched optimizers and their parameters as they are now."""
         groups = [group for optimizer in list(self._watched) for group in optimizer.param_groups]
         parameters = [parameter for group in groups for parameter in group["params"]]
-        return self._steps, [*map(_version, parameters)], [*map(_address, parameters)]
+        return self._steps, parameters, [*map(_version, parameters)], [*map(_address, parameters)]
+
+    def is_at(self, mark: Mark) -> bool:
+        """Whether no watched optimizer has made a step since, nor the parameters changed as far as torch counts it."""
+        steps, parameters, versions, addresses = mark
+        now = self._steps, [*map(_version, parameters)], [*map(_address, parameters)]
+        return now == (steps, versions, addresses)
 
     def close(self) -> None:
         """Let go of all optimizers."""

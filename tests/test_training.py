@@ -397,6 +397,30 @@ def test_a_last_step_that_was_skipped_or_is_in_flight(tmp_path: Path) -> None:
     assert (last_saved(tmp_path, model), engine.statistics().admitted) == (2, 1)
 
 
+def test_leaving_that_is_cancelled_aborts_what_is_in_flight(tmp_path: Path) -> None:
+    model, device = Model(1), Device()
+
+    async def main() -> CheckpointEngine:
+        engine = await CheckpointEngine(tmp_path, interval=1, io=device).open()
+        device.writer.hold("write")
+        async with engine.step(model.state, 0):
+            model.optimizer.step()
+        leaving = asyncio.create_task(engine.__aexit__(None, None, None))
+        await asyncio.to_thread(device.writer.wait_stuck)
+        leaving.cancel()
+        (saving,) = engine._core.pipeline.scheduler._tasks.values()
+        while not saving.cancelling():  # noqa: ASYNC110 - of the engine's loop
+            await asyncio.sleep(0)
+        device.writer.release()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        return engine
+
+    counts = asyncio.run(main()).statistics()
+    assert (counts.admitted, counts.failed) == (1, 1)
+    assert not list_checkpoints(tmp_path)
+
+
 def test_whoever_wants_it_saves_no_last_step(tmp_path: Path) -> None:
     model = Model(1)
     with SyncCheckpointEngine(tmp_path, interval=100, save_last=False) as engine:
