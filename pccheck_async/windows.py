@@ -23,6 +23,7 @@ import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from itertools import islice
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -50,6 +51,8 @@ _USED = "_pccheck_used"
 Torch does not swap tensors that have weak references (``module.to``, ``load_state_dict``), and a new one may get the
 number, the memory and the version of one that is gone.
 """
+
+_version_of = attrgetter("_version")
 
 
 class _Watched:
@@ -146,13 +149,12 @@ class Windows:
         """Return what :meth:`is_at` compares with: the watched optimizers and their parameters as they are now."""
         groups = [group for optimizer in list(self._watched) for group in optimizer.param_groups]
         parameters = [parameter for group in groups for parameter in group["params"]]
-        return self._steps, parameters, [*map(_version, parameters)], [*map(_address, parameters)]
+        return self._steps, parameters, *_seen(parameters)
 
     def is_at(self, mark: Mark) -> bool:
         """Whether no watched optimizer has made a step since, nor the parameters changed as far as torch counts it."""
         steps, parameters, versions, addresses = mark
-        now = self._steps, [*map(_version, parameters)], [*map(_address, parameters)]
-        return now == (steps, versions, addresses)
+        return (self._steps, *_seen(parameters)) == (steps, versions, addresses)
 
     def close(self) -> None:
         """Let go of all optimizers."""
@@ -218,11 +220,12 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _address(tensor: torch.Tensor) -> int:
+def _seen(tensors: list[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """Versions and addresses."""
     try:
-        return tensor.data_ptr()
-    except RuntimeError:  # sparse, or a wrapper of others
-        return 0
+        return [*map(_version_of, tensors)], [*map(torch.Tensor.data_ptr, tensors)]
+    except RuntimeError:  # made in inference mode, or wrappers of others
+        return [*map(_version, tensors)], []
 
 
 def _gradients(optimizer: torch.optim.Optimizer, most: int | None = None) -> Iterator[torch.Tensor]:
