@@ -425,7 +425,7 @@ class EngineCore:
         pipeline = self.check_alive()
         self.admissions.raise_untold()
         step = check_step(step)
-        self.steps.forget_last()
+        self.steps.note_restore()
         for pending in self.admissions.in_flight:
             yield pending.out_of_reach()  # what is restored would tear its capture
         self.guard.wait()

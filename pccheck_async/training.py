@@ -143,14 +143,19 @@ class TrainingSteps:
         """Note that the state is that of no finished step."""
         self._last_finished = None
 
+    def note_restore(self) -> None:
+        """Note that a restore may have changed the state; that bumps no versions."""
+        if self._last_finished is not None:
+            self._last_finished.mark = None
+
     def is_as_it_was(self, this: TrainingStep) -> bool:
         """Whether the state is still that of the end of this step, as far as can be told; else say what happened."""
         if not this.whole:
             why = "a window of gradient accumulation is open, and gradients are not saved; let the last one end"
         elif this.mark is None or not self._windows.is_at(this.mark):
             why = (
-                "parameters of its optimizers have changed since; leave the context before that, or call "
-                "engine.checkpoint before it"
+                "parameters of its optimizers have changed since, or a checkpoint was restored; leave the context "
+                "before that, or call engine.checkpoint before it"
             )
         else:
             return True
