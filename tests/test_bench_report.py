@@ -327,6 +327,19 @@ def test_run_on_the_command_line(tmp_path: Path) -> None:
     assert read_outcome(tmp_path / "out" / "tiny.json").problem == ""  # what was found before is still there
 
 
+@pytest.mark.parametrize("name", ["small", "growth", pytest.param("hpec", marks=pytest.mark.slow)])
+def test_a_run_that_measures_nothing_leaves_what_was_found(name: str, tmp_path: Path) -> None:
+    found = type("Found", (EXPERIMENTS[name],), {"run": lambda *_: Findings(rows({"pccheck": [1.0]}))})
+    before = run_experiment(found, Settings(tmp_path), tmp_path)
+    command = ["bench", "run", name, "--quick", f"--folder={tmp_path}", f"--out={tmp_path}"]
+    for methods in ("torch.sav", "CheckFreq"):  # none of that name; one that this experiment is not about
+        result = runner.invoke(app, [*command, f"--methods={methods}"])
+        assert result.exit_code == 1, result.output
+        assert "nothing was measured" in result.stderr or "there is no method 'torch.sav'" in result.stderr
+    assert read_outcome(tmp_path / f"{name}.json") == before
+    assert [row.value for row in read_rows(tmp_path / before.table)] == [1.0]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_interrupted_with_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

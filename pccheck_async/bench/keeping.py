@@ -42,7 +42,7 @@ def kept(experiment: type[Experiment], settings: Settings, out: Path) -> Outcome
 def run_experiment(experiment: type[Experiment], settings: Settings, out: Path) -> Outcome:
     """Run an experiment and write what it found; of an experiment that fails, why.
 
-    A failure leaves the findings of an earlier run where they are.
+    A failure, or a run that measures nothing, leaves the findings of an earlier run where they are.
 
     Args:
         experiment: Which.
@@ -63,6 +63,10 @@ def run_experiment(experiment: type[Experiment], settings: Settings, out: Path) 
             findings = experiment().run(settings)
         except Exception as error:  # noqa: BLE001 - the other experiments go on; what is wrong is written down
             problem = f"failed: {type(error).__name__}: {error}"[:2000] + _where(error)
+        else:
+            if not findings.rows and not findings.timelines:
+                word = "failed" if settings.methods is None else "skipped"  # it may be about other methods
+                problem = f"{word}: nothing was measured: {' '.join(findings.notes)}"
     outcome = Outcome(
         name=experiment.name,
         title=experiment.title,
@@ -74,7 +78,7 @@ def run_experiment(experiment: type[Experiment], settings: Settings, out: Path) 
         place=place,
         versions=_versions(),
         notes=list(findings.notes),
-        known=_known(),
+        known=_method_infos(),
         problem=problem,
     )
     if not problem:
@@ -164,7 +168,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _known() -> dict[str, MethodInfo]:
+def _method_infos() -> dict[str, MethodInfo]:
     """Return what there is to know of every method, those that one experiment has for itself among them."""
     kinds = {kind.name: kind for kind in _kinds(Method) if hasattr(kind, "name")} | METHODS
     return {

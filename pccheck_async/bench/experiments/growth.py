@@ -48,7 +48,7 @@ class Growth(Experiment):
         """Measure all three."""
         findings = Findings()
         if settings.methods is not None and PCcheck.name not in settings.methods:
-            findings.notes.append(f"Nothing was measured: it is about {PCcheck.name}.")
+            findings.notes.append(f"It is about {PCcheck.name}.")
             return findings
         with tempfile.TemporaryDirectory(prefix="pccheck-growth-", dir=settings.folder) as name:
             folder = Path(name)

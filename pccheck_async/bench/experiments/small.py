@@ -80,7 +80,7 @@ class Small(Experiment):
         rounds, pairs = settings.rounds(9), _QUICK_PAIRS if settings.quick else _PAIRS
         findings = Findings()
         if not kinds:
-            findings.notes.append(f"Nothing was measured: it is about {', '.join(kind.name for kind in _KINDS)}.")
+            findings.notes.append(f"It is about {', '.join(kind.name for kind in _KINDS)}.")
             return findings
         with tempfile.TemporaryDirectory(prefix="pccheck-small-", dir=settings.folder) as name:
             direct = survey(Path(name)).direct
