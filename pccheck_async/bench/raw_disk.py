@@ -225,5 +225,7 @@ def _by_ring(fd: int, pieces: list[tuple[int, memoryview]], depth: int, *, write
         while queue.running:
             select.select([queue.fileno()], [], [])
             for token, result, _ in queue.reap():
-                if result < 0 or (not write and result != len(pieces[token][1])):
+                if result < 0:
                     raise OSError(-result, "a raw transfer failed")
+                if not write and result != len(pieces[token][1]):
+                    raise OSError("a raw transfer was short")

@@ -131,7 +131,7 @@ class _Comparing:
         self._listings = listings
         self._payloads = payloads
         self._progress = progress
-        self._known: dict[tuple[TensorEntry, TensorEntry], Difference] = {}
+        self._compared: dict[tuple[TensorEntry, TensorEntry], Difference] = {}
         self._ones, self._others = ({leaf.path: leaf for leaf in listing.leaves} for listing in listings)
         self._total = sum(
             leaf.nbytes
@@ -180,12 +180,12 @@ class _Comparing:
 
     async def _elements(self, one: StoredLeaf, other: StoredLeaf) -> Difference:
         assert one.entry is not None and other.entry is not None  # noqa: PT018
-        known = self._known.get((one.entry, other.entry))
+        known = self._compared.get((one.entry, other.entry))
         if known is None:
             known = Difference()
             if one.extent is not None and other.extent is not None:
                 await self._compare(one.entry, other.entry, one.extent, other.extent, known)
-            self._known[one.entry, other.entry] = known
+            self._compared[one.entry, other.entry] = known
         self.done += one.nbytes
         self._progress(self.done, self._total)
         return known

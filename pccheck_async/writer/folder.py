@@ -48,7 +48,7 @@ class Folder:
     def hold(self) -> None:
         """Stay with this folder from now on, however it may be called."""
         if self._handle is None:
-            self._handle = self._known(lambda: os.open(self.path, _FLAGS))
+            self._handle = self._remembered(lambda: os.open(self.path, _FLAGS))
 
     def names(self) -> list[str]:
         """Return the names of all files, sorted."""
@@ -56,7 +56,7 @@ class Folder:
 
     def open(self, name: str, flags: int) -> int:
         """Open a file that is there. Raises CorruptStoreError for anything but a regular one."""
-        return self._known(lambda: self.open_unknown(name, flags))
+        return self._remembered(lambda: self.open_unknown(name, flags))
 
     def open_unknown(self, name: str, flags: int) -> int:
         """Open a file, making it with ``O_CREAT``, for a moment: whoever asked closes it."""
@@ -65,7 +65,7 @@ class Folder:
     def make(self, name: str, flags: int, nbytes: int) -> int:
         """Make a file with space reserved for ``nbytes``."""
         flags |= os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = self._known(lambda: os.open(self._named(name), flags, _MODE, dir_fd=self._handle))
+        fd = self._remembered(lambda: os.open(self._named(name), flags, _MODE, dir_fd=self._handle))
         try:
             if nbytes:
                 os.posix_fallocate(fd, 0, nbytes)
@@ -119,7 +119,7 @@ class Folder:
     def _named(self, name: str) -> str:
         return name if self._handle is not None else os.fspath(self.path / name)
 
-    def _known(self, opening: Callable[[], int]) -> int:
+    def _remembered(self, opening: Callable[[], int]) -> int:
         with _opening:
             fd = opening()
             self._fds.add(fd)
