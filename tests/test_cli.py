@@ -25,6 +25,7 @@ import pccheck_async
 from pccheck_async import SyncCheckpointEngine, read_tuning
 from pccheck_async.cli import app
 from pccheck_async.cli.compare import compare_losses, compare_states, draw, read_losses
+from pccheck_async.cli.output import dump
 from pccheck_async.cli.show import size
 from pccheck_async.cli.tune import parse_size
 
@@ -62,6 +63,33 @@ def test_ls_json(tmp_path: Path) -> None:
     assert newest["created"].endswith("+00:00")
     assert newest["pinned"] is False
     assert newest["metadata"] == {"loss": "nan", "best": True, "tag": None}
+
+
+@pytest.mark.slow
+def test_json_has_no_constants_of_its_own(tmp_path: Path) -> None:
+    def strictly(text: str) -> Any:
+        return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+    for name, value in (("one", math.inf), ("other", math.nan)):
+        with SyncCheckpointEngine(tmp_path / name) as engine:
+            state = {"x": torch.tensor([value]), "plain": [value, {math.inf: -math.inf}]}
+            engine.checkpoint(state, step=1, metadata={"loss": value}).result(60)
+    one, other = str(tmp_path / "one"), str(tmp_path / "other")
+    for command in (
+        *(["ls", one], ["show", one], ["verify", one], ["diff", one, other], ["watch", one, "--once"]),
+        *(["copy", one, other], ["pin", one, "1"], ["rm", other, "1", "-y", "--force"], ["recover", one]),
+        *(["export", one, f"{one}.pt", "--to=torch"], ["import", f"{one}.pt", other, "--from=torch"]),
+    ):
+        result = runner.invoke(app, [*command, "--json"])
+        assert result.exit_code in (0, 4), result.output
+        strictly(result.stdout)
+
+
+def test_whatever_is_dumped_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """A tuning that measured one point only knows no limit of its noise."""
+    dump({"noise": math.inf, "more": [math.nan, {"deep": (-math.inf, 1.5)}], "big": 10**5000})
+    found = json.loads(capsys.readouterr().out, parse_constant=lambda _: None)
+    assert found == {"noise": "inf", "more": ["nan", {"deep": ["-inf", 1.5]}], "big": hex(10**5000)}
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from pccheck_async.cli.output import (
     as_json,
     console,
     dump,
-    json_value,
     print_table,
     progress_bar,
     refuse,
@@ -84,8 +83,8 @@ def _difference_as_json(each: LeafDifference) -> dict[str, Any]:
         "bits_differ": found.bits,
         "values_differ": found.values,
         "nan_on_one_side": found.nans,
-        "max_absolute": json_value(found.most_absolute),
-        "max_relative": json_value(found.most_relative),
+        "max_absolute": found.most_absolute,
+        "max_relative": found.most_relative,
     }
 
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pccheck_async import CheckpointError, CheckpointInfo, list_checkpoints
-from pccheck_async.cli.output import as_json, console, created, hint, print_table, table
+from pccheck_async.cli.output import as_json, console, created, dump, hint, print_table, table
 from pccheck_async.cli.show import complain, size
 
 __all__ = ["EMPTY", "UNREADABLE", "run"]
@@ -26,7 +26,7 @@ def run(path: Path, *, json: bool) -> int:
         complain(error)
         return UNREADABLE
     if json:
-        print(jsonlib.dumps([as_json(info) for info in infos], indent=2, allow_nan=False))
+        dump([as_json(info) for info in infos])
     elif infos:
         print_table(console(), _table(infos))
     if not infos:

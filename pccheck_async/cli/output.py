@@ -120,10 +120,10 @@ def as_json(info: CheckpointInfo) -> dict[str, Any]:
         "step": info.step,
         "counter": info.counter,
         "nbytes": info.nbytes,
-        "time": json_value(info.time),
+        "time": info.time,
         "created": created(info, iso=True),
         "pinned": info.pinned,
-        "metadata": {key: json_value(value) for key, value in info.metadata.items()},
+        "metadata": dict(info.metadata),
     }
 
 
@@ -136,8 +136,14 @@ def created(info: CheckpointInfo, *, iso: bool = False) -> str | None:
 
 
 def dump(value: Any) -> None:
-    """Print JSON on stdout."""
-    print(jsonlib.dumps(value, indent=2, allow_nan=False))
+    """Print JSON on stdout, with :func:`json_value` of everything in it."""
+    print(jsonlib.dumps(_strict(value), indent=2, allow_nan=False))
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _strict(each) for key, each in value.items()}
+    return [_strict(each) for each in value] if isinstance(value, list | tuple) else json_value(value)
 
 
 def console() -> Console:

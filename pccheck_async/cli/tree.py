@@ -66,7 +66,7 @@ def _leaf_as_json(leaf: StoredLeaf) -> dict[str, Any]:
     if leaf.entry is None:
         value = leaf.value()
         known = value is None or type(value) in (bool, int, float, str)
-        return found | {"value": json_value(value) if known else leaf.text(1 << 16)}
+        return found | {"value": value if known else leaf.text(1 << 16)}
     return found | {
         "dtype": leaf.entry.dtype,
         "shape": list(leaf.entry.shape),
