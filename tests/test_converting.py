@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import json
 import os
@@ -12,6 +13,7 @@ import tempfile
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -41,7 +43,7 @@ from pccheck_async import (
     load_sync,
 )
 from pccheck_async.cli import app
-from pccheck_async.converting import importing, torch_file
+from pccheck_async.converting import importing, target, torch_file
 from pccheck_async.converting.safetensors_file import parts
 from pccheck_async.converting.target import new_file, new_folder
 from pccheck_async.manifest import TensorEntry
@@ -814,12 +816,66 @@ def test_an_export_is_durable_before_it_has_its_name(
         assert sizes[-1:] == [found.st_size], part
 
 
-def test_what_appears_under_the_name_meanwhile_is_not_replaced(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with new_file(tmp_path / "f") as file:
-            await file.write(b"mine")
-            (tmp_path / "f").write_bytes(b"another's")
+@pytest.mark.parametrize("flag", [True, False], ids=["renameat2", "without"])
+@pytest.mark.parametrize("there", ["file", "empty folder", "folder", "link"])
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_appears_under_the_name_meanwhile_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, there: str, flag: bool
+) -> None:
+    """However late: also after the last look at the name, which finds nothing."""
+    monkeypatch.setattr(os.path, "lexists", lambda _: False)
+    if not flag:  # as on NFS
+        monkeypatch.setattr(target, "_rename_new", lambda *_: errno.EINVAL)
+    name = tmp_path / "name"
 
-    with pytest.raises(FileExistsError):
+    def appear() -> None:
+        if there == "file":
+            name.write_bytes(b"another's")
+        elif there == "link":
+            name.symlink_to("nowhere")
+        else:
+            name.mkdir()
+            (name / "part").write_bytes(b"another's") if there == "folder" else None
+
+    async def main() -> None:
+        if kind == "folder":
+            with new_folder(name) as folder:
+                (folder / "part").write_bytes(b"mine")
+                appear()
+        else:
+            async with new_file(name) as file:
+                await file.write(b"mine")
+                appear()
+
+    with pytest.raises(FileExistsError, match="name was made by somebody else meanwhile"):
         asyncio.run(main())
-    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("f", b"another's")]
+    assert os.listdir(tmp_path) == ["name"]
+    if there == "link":
+        assert os.readlink(name) == "nowhere"
+    elif there == "file":
+        assert name.read_bytes() == b"another's"
+    else:
+        assert [path.read_bytes() for path in name.iterdir()] == [b"another's"] * (there == "folder")
+
+
+@pytest.mark.parametrize("flag", [True, False], ids=["renameat2", "without"])
+def test_a_name_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: bool) -> None:
+    """Of several exports to one name that end at once."""
+    if not flag:
+        monkeypatch.setattr(target, "_rename_new", lambda *_: errno.EINVAL)
+    for make in (Path.mkdir, Path.touch):
+        name = tmp_path / make.__name__
+        candidates = [tmp_path / f"{name.name}-{number}" for number in range(8)]
+        for candidate in candidates:
+            make(candidate)
+
+        def publish(candidate: Path, name: Path = name) -> bool:
+            try:
+                target._publish(candidate, name)
+            except FileExistsError:
+                return False
+            return True
+
+        with ThreadPoolExecutor(8) as pool:
+            assert sum(pool.map(publish, candidates)) == 1
+        assert sum(candidate.exists() for candidate in candidates) == 7

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import errno
 import os
 import secrets
 import shutil
@@ -16,6 +18,10 @@ import aiofiles
 from pccheck_async.errors import CheckpointError, write_error
 
 __all__ = ["Sink", "new_file", "new_folder"]
+
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Sink(Protocol):
@@ -75,10 +81,37 @@ def _temporary(path: Path) -> Path:
 
 
 def _publish(temporary: Path, path: Path) -> None:
-    if os.path.lexists(path):
+    """Rename to a name that nothing has: the kernel sees to that, where a look before would leave a gap."""
+    failure = _rename_new(temporary, path)
+    if failure in (errno.EINVAL, errno.ENOSYS):  # NFS, some of FUSE
+        failure = _claim_and_rename(temporary, path)
+    if failure == errno.EEXIST:
         raise FileExistsError(f"{path} was made by somebody else meanwhile; give another name")
-    temporary.rename(path)
+    if failure:
+        raise OSError(failure, os.strerror(failure), os.fspath(path))
     _sync(path.parent)  # the name itself
+
+
+def _rename_new(temporary: Path, path: Path) -> int:
+    """Return 0, or why not: EEXIST where there is something of that name, EINVAL where the filesystem cannot tell."""
+    rename = getattr(_libc, "renameat2", None)
+    if rename is None:
+        return errno.ENOSYS
+    names = (os.fsencode(temporary), os.fsencode(path))
+    return ctypes.get_errno() if rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_NOREPLACE) else 0
+
+
+def _claim_and_rename(temporary: Path, path: Path) -> int:
+    """Do the same by a file or folder of that name, which is empty for a moment: only one process can make it."""
+    try:
+        if temporary.is_dir():
+            path.mkdir()
+        else:
+            path.touch(exist_ok=False)
+        temporary.rename(path)
+    except OSError as error:
+        return errno.EEXIST if error.errno == errno.ENOTEMPTY else error.errno or errno.EIO
+    return 0
 
 
 def _sync(path: Path) -> None:
