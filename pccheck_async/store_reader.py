@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from pccheck_async.config import EngineConfig, decide
 from pccheck_async.errors import CorruptStoreError, NoCheckpointError, ReadError
-from pccheck_async.layout import COMMIT_NAME, IDENTITY_NAME, Entry, Identity, Record, slot_name
+from pccheck_async.layout import COMMIT_NAME, IDENTITY_NAME, Entry, Identity, Record, slot_name, slot_number
 from pccheck_async.loop import EngineLoop
 from pccheck_async.machine import available_cores, available_memory
 from pccheck_async.manifest import MIN_BLOCK, Manifest
@@ -22,7 +22,7 @@ from pccheck_async.session import IO, Session, open_session
 from pccheck_async.writer import File
 from pccheck_async.writer.posix import PosixWriter
 
-__all__ = ["OneLoop", "StoreReader", "no_store", "with_session"]
+__all__ = ["OneLoop", "StoreReader", "no_store", "why_no_store", "with_session"]
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.001
@@ -30,26 +30,37 @@ _LOCK_SECONDS = 30.0
 
 
 def no_store(session: Session, path: str | os.PathLike[str], what: str = "no store") -> NoCheckpointError:
-    """Return what to raise where there is no store: whether the path is wrong, or nothing was saved there."""
-    text = f"{os.fspath(path)} holds {what}"
+    """Return what to raise where there is no store."""
     if isinstance(session.writer, PosixWriter):  # of other writers' folders only they know what and where they are
-        if not os.path.lexists(path):
-            text = f"{os.fspath(path)} does not exist, so it holds {what}; check the path"
-        elif not os.path.isdir(path):
-            text = f"{os.fspath(path)} is no folder, so it holds {what}; give the folder that the engine saved into"
-        elif inside := _stores_in(path):
-            text += f"; there are stores in it: {', '.join(inside)}"
-    return NoCheckpointError(text)
+        return NoCheckpointError(why_no_store(path, what))
+    return NoCheckpointError(f"{os.fspath(path)} holds {what}")
 
 
-def _stores_in(path: str | os.PathLike[str]) -> list[str]:
-    """The names of a few folders in ``path`` that are stores."""
+def why_no_store(path: str | os.PathLike[str], what: str = "no store") -> str:
+    """Say why there is no store: whether the path is wrong, nothing was saved there, or it lost its identity."""
+    text = f"{os.fspath(path)} holds {what}"
+    if not os.path.lexists(path):
+        return f"{os.fspath(path)} does not exist, so it holds {what}; check the path"
+    if not os.path.isdir(path):
+        return f"{os.fspath(path)} is no folder, so it holds {what}; give the folder that the engine saved into"
+    parts, stores = _inside(path)
+    if parts:
+        return (
+            f"{text}, but parts of one without {IDENTITY_NAME}: `pccheck recover {os.fspath(path)}` says what is left"
+        )
+    return f"{text}; there are stores in it: {', '.join(stores)}" if stores else text
+
+
+def _inside(path: str | os.PathLike[str]) -> tuple[bool, list[str]]:
+    """Whether there are files of a store in a folder, and the names of a few folders in it that are stores."""
     try:
         with os.scandir(path) as entries:
-            found = [e.name for e in islice(entries, 1000) if os.path.exists(os.path.join(e.path, IDENTITY_NAME))]
+            found = list(islice(entries, 1000))
     except OSError:
-        return []
-    return [*sorted(found)[:5], *(["..."] if len(found) > 5 else [])]
+        return False, []
+    stores = [each.name for each in found if os.path.exists(os.path.join(each.path, IDENTITY_NAME))]
+    parts = any(each.name == COMMIT_NAME or slot_number(each.name) is not None for each in found)
+    return parts, [*sorted(stores)[:5], *(["..."] if len(stores) > 5 else [])]
 
 
 class OneLoop:

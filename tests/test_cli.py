@@ -113,20 +113,38 @@ def test_ls_of_nothing(tmp_path: Path, options: list[str]) -> None:
     assert os.listdir(tmp_path) == []
 
 
+ON_A_STORE = {
+    "ls": [], "show": [], "verify": [], "watch": ["--once"], "tune": [], "recover": [], "rm": ["1", "--yes"],
+    "pin": ["1"], "unpin": ["1"], "copy": ["other"], "diff": ["@1"], "export": ["other", "--to=torch"],
+}  # fmt: skip
+"""What takes a store, and what else it takes."""
+
+
 @pytest.mark.slow
-def test_what_else_there_is(tmp_path: Path) -> None:
+def test_what_else_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every command says once where there is no store what there is, makes nothing, and ends with status 3."""
+    monkeypatch.chdir(tmp_path)
     for name in ("one", "[two]"):
         save(tmp_path / name, range(1, 2))
-    for command in ("ls", "show", "verify"):
-        result = runner.invoke(app, [command, str(tmp_path)])
-        assert result.exit_code == 3
-        assert "there are stores below it: [two], one" in result.stderr
-        assert "below" not in runner.invoke(app, [command, str(tmp_path / "missing")]).stderr
     (tmp_path / "one" / "store.json").unlink()
-    for command in ("ls", "show", "verify"):
-        result = runner.invoke(app, [command, str(tmp_path / "one")])
-        assert result.exit_code == 3
-        assert f"`pccheck recover {tmp_path / 'one'}`" in result.stderr
+    (tmp_path / "three").mkdir()
+    (tmp_path / "three" / "inside").symlink_to(tmp_path / "[two]")
+    (tmp_path / "file").touch()
+    for command, more in ON_A_STORE.items():
+        for place, says in (
+            ("missing", "missing does not exist, so it holds no store"),
+            ("file", "file is no folder, so it holds no store"),
+            ("three", "three holds no store"),
+            ("three", "there are stores in it: inside"),
+            ("one", "`pccheck recover one`"),
+        ):
+            result = runner.invoke(app, [command, place, *more])
+            if (command, place) == ("recover", "one"):
+                assert result.exit_code == 4
+                continue
+            assert result.exit_code == 3, (command, place, result.output)
+            assert result.stderr.count(says) == 1, (command, place, result.stderr)
+    assert sorted(os.listdir(tmp_path)) == ["[two]", "file", "one", "three"]
 
 
 @pytest.mark.slow

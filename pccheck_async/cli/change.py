@@ -8,7 +8,7 @@ import typer
 from rich.text import Text
 
 from pccheck_async import CheckpointError, NoCheckpointError, list_checkpoints, pin_checkpoint, remove_checkpoints
-from pccheck_async.cli.output import FAILED, as_json, console, dump, refuse
+from pccheck_async.cli.output import FAILED, as_json, console, dump, nothing_in, refuse
 from pccheck_async.cli.show import complain, size
 
 __all__ = ["run_pin", "run_rm"]
@@ -17,7 +17,8 @@ __all__ = ["run_pin", "run_rm"]
 def run_rm(path: Path, steps: list[int], *, yes: bool, force: bool, json: bool) -> int:
     """Drop checkpoints and return the exit status."""
     try:
-        infos = list_checkpoints(path)
+        if not (infos := list_checkpoints(path)):
+            raise NoCheckpointError(nothing_in(path))
         missing = sorted(set(steps) - {info.step for info in infos})
         if missing:
             raise NoCheckpointError(f"{path} holds no checkpoint of step {', '.join(map(str, missing))}")
@@ -29,7 +30,7 @@ def run_rm(path: Path, steps: list[int], *, yes: bool, force: bool, json: bool) 
             return FAILED
         removal = remove_checkpoints(path, steps, force=force)
     except (CheckpointError, OSError, ValueError) as error:
-        return refuse(error, path)
+        return refuse(error)
     if json:
         dump({"removed": [as_json(info) for info in removal.removed], "freed_nbytes": removal.freed_nbytes})
         return 0
@@ -43,7 +44,7 @@ def run_pin(path: Path, step: int, *, pinned: bool, json: bool) -> int:
     try:
         info = pin_checkpoint(path, step, pinned=pinned)
     except (CheckpointError, OSError, ValueError) as error:
-        return refuse(error, path)
+        return refuse(error)
     if json:
         dump(as_json(info))
         return 0

@@ -28,9 +28,7 @@ def run_export(
 ) -> int:
     """Export, say what came out as something else, and return the exit status."""
     format_: Any = to
-    exported, status = _told(
-        path, lambda: export_checkpoint(path, out, to=format_, step=step, keys=keys or None, root=root)
-    )
+    exported, status = _told(lambda: export_checkpoint(path, out, to=format_, step=step, keys=keys or None, root=root))
     if exported is None:
         return status
     if json:
@@ -50,7 +48,7 @@ def run_export(
 def run_import(file: Path, path: Path, *, source: str, step: int | None, root: str | None, json: bool) -> int:
     """Import, say which checkpoint that is, and return the exit status."""
     format_: Any = source
-    info, status = _told(path, lambda: import_checkpoint(file, path, source=format_, step=step, root=root))
+    info, status = _told(lambda: import_checkpoint(file, path, source=format_, step=step, root=root))
     if info is None:
         return status
     if json:
@@ -60,8 +58,8 @@ def run_import(file: Path, path: Path, *, source: str, step: int | None, root: s
     return 0
 
 
-def _told(path: Path, work: Callable[[], T]) -> tuple[T | None, int]:
+def _told(work: Callable[[], T]) -> tuple[T | None, int]:
     try:
         return work(), 0
     except (CheckpointError, ImportError, OSError, ValueError, MemoryError, RecursionError) as error:
-        return None, refuse(error, path)
+        return None, refuse(error)

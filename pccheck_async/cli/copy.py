@@ -23,7 +23,7 @@ def run(source: Path, target: Path, *, step: int | None, pinned: bool | None, js
         seconds = time.perf_counter() - start
         later = [other.step for other in list_checkpoints(target)[1:] if other.step > info.step]
     except (CheckpointError, OSError, ValueError, MemoryError) as error:
-        return refuse(error, source)
+        return refuse(error)
     if json:
         dump(as_json(info))
         return 0

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pccheck_async import CheckpointError, CheckpointInfo, list_checkpoints
-from pccheck_async.cli.output import as_json, console, created, dump, hint, print_table, table
+from pccheck_async.cli.output import as_json, console, created, dump, nothing_in, print_table, table
 from pccheck_async.cli.show import complain, size
 
 __all__ = ["EMPTY", "UNREADABLE", "run"]
@@ -30,8 +30,7 @@ def run(path: Path, *, json: bool) -> int:
     elif infos:
         print_table(console(), _table(infos))
     if not infos:
-        complain(f"no committed checkpoint in {path}")
-        hint(path)
+        complain(f"no committed checkpoint: {nothing_in(path)}")
         return EMPTY
     return 0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json as jsonlib
 import math
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,8 @@ from rich.text import Text
 
 from pccheck_async import CheckpointInfo, NoCheckpointError
 from pccheck_async.cli.show import complain, printable
-from pccheck_async.layout import COMMIT_NAME, IDENTITY_NAME, slot_number
+from pccheck_async.layout import IDENTITY_NAME
+from pccheck_async.store_reader import why_no_store
 
 __all__ = [
     "DIFFERENT",
@@ -30,8 +30,8 @@ __all__ = [
     "console",
     "created",
     "dump",
-    "hint",
     "json_value",
+    "nothing_in",
     "print_table",
     "progress_bar",
     "refuse",
@@ -45,34 +45,22 @@ DIFFERENT = 4
 
 _MOST_JSON_BITS = 4096
 _LONG_WORD = 20
-_MOST_STORES = 8
 
 
-def refuse(error: Exception, path: Path | None = None) -> int:
-    """Print an error, and what ``path`` holds instead of a checkpoint; return the exit status for it.
+def refuse(error: Exception) -> int:
+    """Print an error, and return the exit status for it.
 
     Raises the error where it is that nobody reads the output any more.
     """
     if isinstance(error, BrokenPipeError):
         raise error
     complain(error)
-    if path is not None and isinstance(error, NoCheckpointError):
-        hint(path)
     return NOTHING if isinstance(error, NoCheckpointError) else FAILED
 
 
-def hint(path: Path) -> None:
-    """Say where else to look, in a folder without checkpoints."""
-    try:
-        names = sorted(os.listdir(path))
-        stores = [name for name in names if (path / name / IDENTITY_NAME).is_file()]
-    except OSError:
-        return
-    if IDENTITY_NAME not in names and any(name == COMMIT_NAME or slot_number(name) is not None for name in names):
-        complain(f"there are parts of a store without {IDENTITY_NAME}: `pccheck recover {path}` says what they hold")
-    elif stores:
-        more = f" and {len(stores) - _MOST_STORES} more" if len(stores) > _MOST_STORES else ""
-        complain(f"there are stores below it: {', '.join(stores[:_MOST_STORES])}{more}")
+def nothing_in(path: Path) -> str:
+    """Say why a folder has no committed checkpoint."""
+    return f"{path} holds no checkpoint yet" if (path / IDENTITY_NAME).is_file() else why_no_store(path)
 
 
 def table(*headings: str, right: int = 0) -> Table:

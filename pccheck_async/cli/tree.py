@@ -29,7 +29,7 @@ def run(path: Path, *, step: int | None, json: bool) -> int:
             dump(_as_json(description))
             return 0
     except (CheckpointError, OSError, ValueError) as error:
-        return refuse(error, path)
+        return refuse(error)
     screen = console()
     drawn = TextIOWrapper(BytesIO(), sys.stdout.encoding, errors="backslashreplace")  # of ASCII where that is all
     # As wide as it takes: no line is cut off at the end of the terminal's.

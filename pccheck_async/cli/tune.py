@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pccheck_async import CheckpointError, Measurement, Tuning, list_checkpoints
-from pccheck_async.cli.output import console, dump, print_table
+from pccheck_async.cli.output import console, dump, nothing_in, print_table
 from pccheck_async.cli.show import complain, size
 from pccheck_async.config import EngineConfig
 from pccheck_async.tuner import tune_blocking
@@ -43,7 +44,7 @@ def run(
         config = EngineConfig(keep_last=keep_last, host_memory=host_memory or "auto")
         nbytes = nbytes or next((info.nbytes for info in list_checkpoints(path)), None)
         if nbytes is None:
-            complain(f"no committed checkpoint in {path} to take the size from: say it with --size")
+            complain(f"no committed checkpoint to take the size from, so say it with --size: {nothing_in(path)}")
             return SIZELESS
         columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
         stderr = Console(stderr=True)
@@ -88,7 +89,8 @@ def _print(tuning: Tuning, path: Path, given: Path, written: Path) -> None:
     lines = [
         f"Checkpoints of {size(tuning.nbytes)}{sample}, one durable every {_seconds(tuning.checkpoint_seconds)}.",
         f"The storage takes {size(int(tuning.bandwidth))}/s, a running write {tuning.stream_cpu:.2f} of a core.",
-        f"Differences under {tuning.noise:.0%} are noise. Measured in {tuning.seconds:.0f} s.",
+        (f"Differences under {tuning.noise:.0%} are noise. " if math.isfinite(tuning.noise) else "")
+        + f"Measured in {tuning.seconds:.0f} s.",
     ]
     if tuning.interval is not None:
         lines.insert(

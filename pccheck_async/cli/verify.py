@@ -32,7 +32,7 @@ def run(path: Path, *, step: int | None, every: bool, json: bool) -> int:
         with progress_bar("verifying") as progress:
             found = verify_checkpoints(path, step=step, every=every, progress=progress)
     except (CheckpointError, OSError, ValueError, MemoryError) as error:
-        return refuse(error, path)
+        return refuse(error)
     if json:
         dump(_as_json(found))
     else:

@@ -145,9 +145,19 @@ def _show_once(watch: Watch, *, json: bool) -> int:
     else:
         console = _console(None if sys.stdout.isatty() else 160)
         console.print(_panel(view, console.width))
+    return _status(view)
+
+
+def _status(view: View) -> int:
+    """The exit status for what was seen last; says on stderr why there is nothing."""
     if view.published is not None and view.published.alive:
         return 0
-    return NOT_RUNNING if view.committed or view.published is not None else EMPTY
+    if view.committed or view.published is not None:
+        return NOT_RUNNING
+    from pccheck_async.cli.output import nothing_in  # which imports torch
+
+    complain(nothing_in(view.path))
+    return EMPTY
 
 
 def _show(watch: Watch, interval: float, *, json: bool) -> None:
