@@ -163,15 +163,27 @@ def read_status(path: str | os.PathLike[str]) -> Published | None:
     Raises:
         OSError: the file cannot be read.
     """
+    name = Path(path) / STATUS_NAME
+    while True:
+        try:
+            fd = open_regular(name, os.O_RDONLY)
+        except (FileNotFoundError, NotADirectoryError, CorruptStoreError):
+            return None
+        try:
+            if (status := _read(fd)) is None:
+                return None
+            # An engine that is closed removes its file, and only then lets go of the lock.
+            if (alive := _is_locked(fd, status)) or _leads_to(name, fd):
+                return Published(status, alive)
+        finally:
+            os.close(fd)
+
+
+def _leads_to(name: Path, fd: int) -> bool:
     try:
-        fd = open_regular(Path(path) / STATUS_NAME, os.O_RDONLY)
-    except (FileNotFoundError, NotADirectoryError, CorruptStoreError):
-        return None
-    try:
-        status = _read(fd)
-        return None if status is None else Published(status, _is_locked(fd, status))
-    finally:
-        os.close(fd)
+        return os.path.samestat(name.lstat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False
 
 
 def _read(fd: int) -> Status | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from pccheck_async.errors import CorruptStoreError
 from pccheck_async.fork_lock import ForkLock
 from pccheck_async.info import CheckpointInfo
 from pccheck_async.logs import write
@@ -67,10 +68,14 @@ class Publisher:
     def close(self, timeout: float) -> None:
         """Remove the file and end the thread, or leave that to the thread if it takes longer than ``timeout`` seconds.
 
-        The store is still locked: the file cannot be another engine's.
+        The store is still locked: the file cannot be another engine's. Where nothing was published, a file is that of
+        an engine that died, and would go on to tell of its crash.
         """
         self._end.set()
-        if self._thread is not None and self._thread.ident is not None:
+        if self._thread is None:
+            with suppress(OSError, CorruptStoreError):
+                self._remove_old()
+        elif self._thread.ident is not None:
             self._thread.join(timeout)
 
     def abandon(self) -> None:
@@ -102,17 +107,19 @@ class Publisher:
         os.pwrite(self._fd, data, 0)
 
     def _create(self) -> int:
-        """Make the file anew: what is there may be another process's that died. Raises what says that it is not."""
         with suppress(FileNotFoundError):
-            fd = open_regular(self._path, os.O_RDONLY)
-            try:
-                mine = starts_status(os.pread(fd, 32, 0))
-            finally:
-                os.close(fd)
-            if not mine:
-                raise FileExistsError(f"{self._path} is not a status file of an engine")
-            self._path.unlink()
+            self._remove_old()
         return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
+
+    def _remove_old(self) -> None:
+        """Remove the file of an engine that died. Raises what says that it is something else, or not there."""
+        fd = open_regular(self._path, os.O_RDONLY)
+        try:
+            if not starts_status(os.pread(fd, 32, 0)):
+                raise FileExistsError(f"{self._path} is not a status file of an engine")
+        finally:
+            os.close(fd)
+        self._path.unlink()
 
     def _remove(self) -> None:
         if self._fd >= 0:

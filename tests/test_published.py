@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -201,6 +202,37 @@ def test_what_a_dead_process_left_is_replaced(tmp_path: Path) -> None:
         save(engine, 1)
         assert published(tmp_path, lambda each: each.alive).status.pid == os.getpid()
     assert read_status(tmp_path) is None
+
+
+def test_closing_removes_what_a_dead_process_left(tmp_path: Path) -> None:
+    """The crash is over: an engine was opened after it and closed, also one that had nothing left to save."""
+    with SyncCheckpointEngine(tmp_path) as engine:
+        save(engine, 1)
+    (tmp_path / STATUS_NAME).write_bytes(encode_status(EXAMPLE))
+    with SyncCheckpointEngine(tmp_path) as engine:
+        assert engine.restore({"weights": torch.zeros(1000)}) is not None
+        assert read_status(tmp_path) == Published(EXAMPLE, alive=False)  # opening and restoring write nothing
+    assert read_status(tmp_path) is None
+    (tmp_path / STATUS_NAME).write_text("all is well")  # somebody else's
+    with SyncCheckpointEngine(tmp_path):
+        pass
+    assert (tmp_path / STATUS_NAME).read_text() == "all is well"
+
+
+def test_what_is_closed_while_it_is_read_did_not_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is removed, and then its lock released, between reading it and asking for the lock."""
+    with SyncCheckpointEngine(tmp_path) as engine:
+        save(engine, 1)
+        published(tmp_path, lambda each: each.alive)
+        flock = fcntl.flock
+
+        def closed_first(fd: int, how: int) -> None:
+            monkeypatch.setattr(fcntl, "flock", flock)
+            engine.close()
+            flock(fd, how)
+
+        monkeypatch.setattr(fcntl, "flock", closed_first)
+        assert read_status(tmp_path) is None
 
 
 def test_closing_removes_its_own_and_no_other(tmp_path: Path) -> None:
