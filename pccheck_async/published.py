@@ -3,8 +3,8 @@
 ``<store>/status`` is no part of the store's format: nothing is decided by it, nothing of it is flushed, and any of it
 may be missing. It is one line ``pccheck-status 1 <length> <CRC-32>``, both in eight hexadecimal digits, and a JSON
 document of that length. An engine makes the file when its first checkpoint was admitted, writes over it twice a second,
-keeps ``flock`` on it as long as it lives, and removes it when it is closed. So a file that nobody has locked is what
-was last known of a process that died.
+keeps ``flock`` on it as long as it lives, and removes it when it is closed, as it does with one that it found. So a
+file that nobody has locked is what was last known of a process that died.
 """
 
 from __future__ import annotations

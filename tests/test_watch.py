@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -146,44 +147,98 @@ TRAINER = """
 import sys, torch
 from pccheck_async import SyncCheckpointEngine
 with SyncCheckpointEngine(sys.argv[1]) as engine:
-    engine.checkpoint({"weights": torch.zeros(1000)}, step=41).result()
-    print("saved", flush=True)
-    sys.stdin.read()
+    for step in (41, 42):
+        engine.checkpoint({"weights": torch.zeros(1000)}, step=step).result()
+        print("saved", flush=True)
+        sys.stdin.readline()
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["", "dumb", "xterm"])
-def test_beside_another_process_until_interrupted(tmp_path: Path, kind: str) -> None:
-    terminal = kind == "xterm"
+@contextmanager
+def watched(path: Path, *options: str, kind: str = "") -> Iterator[tuple[Any, Any, int]]:
+    """A trainer that saved step 41, and waits; the command that watches it, and what that writes to."""
     trainer = subprocess.Popen(
-        [sys.executable, "-c", TRAINER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", TRAINER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     master, slave = pty.openpty() if kind else os.pipe()
     watcher = None
     try:
         assert trainer.stdout is not None
         assert trainer.stdout.readline() == "saved\n"
-        published(tmp_path, lambda each: each.status.counts["durable"] == 1)
-        command = [sys.executable, "-m", "pccheck_async", "watch", str(tmp_path), "--interval", "0.1"]
+        published(path, lambda each: each.status.counts["durable"] == 1)
+        command = [sys.executable, "-m", "pccheck_async", "watch", str(path), "--interval", "0.1", *options]
         environment = os.environ | {"TERM": kind or "xterm", "COLUMNS": "120", "LINES": "40"}
         watcher = subprocess.Popen(command, stdout=slave, stderr=slave, env=environment)
         os.close(slave)  # then there is an end to what can be read
-        shown = b""
-        wanted = b"step 41" if terminal else b"durable: step 41; in flight: nothing"
-        while shown.count(wanted) < 3:
-            shown += os.read(master, 1 << 16)
-        watcher.send_signal(signal.SIGINT)
-        with suppress(OSError):  # which is the end of a terminal
-            while data := os.read(master, 1 << 16):
-                shown += data
-        assert watcher.wait() == 0
-        assert b"Traceback" not in shown
-        if terminal:
-            assert f"process {trainer.pid}".encode() in shown
+        yield trainer, watcher, master
     finally:
         for process in (trainer, watcher):
             if process is not None:
                 process.kill()
                 process.communicate()
         os.close(master)
+
+
+def read_until(master: int, wanted: bytes, count: int = 1) -> bytes:
+    shown = b""
+    while shown.count(wanted) < count:
+        shown += os.read(master, 1 << 16)
+    return shown
+
+
+def read_rest(master: int) -> bytes:
+    shown = b""
+    with suppress(OSError):  # which is the end of a terminal
+        while data := os.read(master, 1 << 16):
+            shown += data
+    return shown
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_it_until_interrupted(tmp_path: Path) -> None:
+    with watched(tmp_path, kind="xterm") as (trainer, watcher, master):
+        shown = read_until(master, b"step 41", 3)
+        trainer.communicate("\n\n")
+        shown += read_until(master, b"was closed")
+        watcher.send_signal(signal.SIGINT)
+        shown += read_rest(master)
+        assert watcher.wait() == 0
+        assert b"Traceback" not in shown
+        assert f"process {trainer.pid}".encode() in shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["", "dumb"])
+def test_elsewhere_a_line_for_each_change_until_the_engine_ends(tmp_path: Path, kind: str) -> None:
+    with watched(tmp_path, kind=kind) as (trainer, watcher, master):
+        shown = read_until(master, b"durable: step 41; in flight: nothing")
+        trainer.stdin.write("\n")
+        trainer.stdin.flush()
+        shown += read_until(master, b"durable: step 42; in flight: nothing")
+        trainer.communicate("\n")
+        shown += read_rest(master)
+        assert watcher.wait() == 0
+    lines = shown.decode().splitlines()
+    assert lines[-1].endswith(f" the engine of process {trainer.pid} was closed; durable: step 42")
+    assert len(lines) <= 5, lines  # 41; 42 in flight, in two phases at most; 42; the end
+
+
+@pytest.mark.slow
+def test_elsewhere_objects_until_the_engine_dies(tmp_path: Path) -> None:
+    with watched(tmp_path, "--json") as (trainer, watcher, master):
+        shown = read_until(master, b"\n")
+        trainer.kill()
+        shown += read_rest(master)
+        assert watcher.wait() == 4
+    assert [json.loads(line)["state"] for line in shown.splitlines()] == ["running", "died"]
+
+
+def test_elsewhere_it_ends_where_no_engine_runs(tmp_path: Path) -> None:
+    for path, status in ((tmp_path / "missing", 3), (tmp_path / "store", 4)):
+        if status == 4:
+            with SyncCheckpointEngine(path) as engine:
+                save(engine, 1)
+        result = runner.invoke(app, ["watch", str(path)])
+        assert result.exit_code == status
+        assert len(result.stdout.splitlines()) == 1
+        assert ("missing does not exist" in result.stderr) == (status == 3)

@@ -171,15 +171,17 @@ def run_watch(
     path: Annotated[Path, typer.Argument(parser=parse_path, metavar="PATH", help="Folder of the store.")],
     interval: Annotated[float, typer.Option(min=0.1, max=86_400, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Look once.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each look, one a line.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON objects instead, one a line.")] = False,
 ) -> None:
-    """Watch an engine that saves into a store from another process, without disturbing it, until Ctrl-C.
+    """Watch an engine that saves into a store from another process, without disturbing it.
 
     What it does shows from its first checkpoint on: what is in flight, rates, waiting, what is due next. A terminal
-    gets a live view, anything else a line for each look.
+    gets a live view until Ctrl-C. Anything else, and --json, gets a line for each look that finds a change, until the
+    engine ends; where none runs, one line.
 
-    Exit status: 0 ended by Ctrl-C, or with --once an engine runs there; 1 the store cannot be read; 2 wrong usage; with
-    --once also 3 there is nothing in this folder, 4 no engine runs there (it was closed, died, or has not saved yet).
+    Exit status: 0 ended by Ctrl-C, the engine that was watched was closed, or with --once one runs there; 1 the store
+    cannot be read; 2 wrong usage; 3 there is nothing in this folder; 4 no engine runs there (it died, was closed
+    before, or has not saved yet).
     """
     from pccheck_async.cli.watch import run
 

@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,8 @@ class View:
         path: Folder of the store.
         published: What an engine published, None where there is nothing.
         committed: Durable checkpoints, newest first.
-        before: An earlier status of the same engine, to take rates from; None at first.
+        before: An earlier status of the same engine, to take rates from; None at first. Where nothing is published any
+            more, the last one.
     """
 
     path: Path
@@ -56,9 +57,9 @@ class View:
 
     @property
     def state(self) -> str:
-        """One of "running", "silent" (running and not publishing), "died" and "none"."""
+        """One of "running", "silent" (running and not publishing), "closed" (seen to run before), "died" and "none"."""
         if self.published is None:
-            return "none"
+            return "none" if self.before is None else "closed"
         if not self.published.alive:
             return "died"
         return "silent" if self.age > _SILENT_SECONDS else "running"
@@ -84,6 +85,16 @@ class View:
         if before is None:
             return now.stall_seconds / (now.time - now.started) if now.time > now.started else None
         return (now.stall_seconds - before.stall_seconds) / (now.time - before.time)
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """What is worth another line; clocks, rates and shares change with every look."""
+        status = None if self.published is None else self.published.status
+        committed = [(each.counter, each.pinned) for each in self.committed]
+        if status is None:
+            return self.state, committed
+        in_flight = [(each.counter, each.phase) for each in status.in_flight]
+        return self.state, committed, status.pid, status.step, status.counts, in_flight, status.failure
 
     def _pair(self) -> tuple[Status | None, Status | None]:
         now = None if self.published is None else self.published.status
@@ -111,8 +122,7 @@ class Watch:
     def _before(self, published: Published | None) -> Status | None:
         """The status of some five seconds ago: rates of less than that jump with every chunk."""
         if published is None:
-            self._earlier.clear()
-            return None
+            return self._earlier[-1] if self._earlier else None
         now = published.status
         self._earlier = [each for each in self._earlier if (each.pid, each.started) == (now.pid, now.started)]
         if not self._earlier or self._earlier[-1].time < now.time:
@@ -123,13 +133,18 @@ class Watch:
 
 
 def run(path: Path, *, interval: float, once: bool, json: bool) -> int:
-    """Show what an engine in another process does, until interrupted or once, and return the exit status."""
+    """Show what an engine in another process does, and return the exit status.
+
+    In a terminal until interrupted; elsewhere, where nobody may be there to interrupt it, until no engine runs.
+    """
     watch = Watch(path)
     try:
         if once:
             return _show_once(watch, json=json)
         with suppress(KeyboardInterrupt):
-            _show(watch, interval, json=json)
+            if json or not sys.stdout.isatty() or _console().is_dumb_terminal:
+                return _show_changes(watch, interval, json=json)
+            _show_live(watch, interval)
     except BrokenPipeError:
         raise
     except (CheckpointError, OSError) as error:
@@ -148,9 +163,28 @@ def _show_once(watch: Watch, *, json: bool) -> int:
     return _status(view)
 
 
+def _show_changes(watch: Watch, interval: float, *, json: bool) -> int:
+    shown: object = None
+    while True:
+        view = watch.look()
+        if (facts := view.facts) != shown:
+            shown = facts
+            print(_as_json(view) if json else _line(view), flush=True)
+        if view.state not in ("running", "silent"):
+            return _status(view)
+        time.sleep(interval)
+
+
+def _show_live(watch: Watch, interval: float) -> None:
+    with Live(console=_console(), auto_refresh=False) as live:
+        while True:
+            live.update(_panel(watch.look(), live.console.width), refresh=True)
+            time.sleep(interval)
+
+
 def _status(view: View) -> int:
-    """The exit status for what was seen last; says on stderr why there is nothing."""
-    if view.published is not None and view.published.alive:
+    """Return the exit status for what was seen last; say why where there is nothing."""
+    if view.state in ("running", "silent", "closed"):
         return 0
     if view.committed or view.published is not None:
         return NOT_RUNNING
@@ -158,20 +192,6 @@ def _status(view: View) -> int:
 
     complain(nothing_in(view.path))
     return EMPTY
-
-
-def _show(watch: Watch, interval: float, *, json: bool) -> None:
-    with ExitStack() as stack:
-        live = None
-        if sys.stdout.isatty() and not json and not _console().is_dumb_terminal:
-            live = stack.enter_context(Live(console=_console(), auto_refresh=False))
-        while True:
-            view = watch.look()
-            if live is not None:
-                live.update(_panel(view, live.console.width), refresh=True)
-            else:
-                print(_as_json(view) if json else _line(view), flush=True)
-            time.sleep(interval)
 
 
 def _console(width: int | None = None) -> Console:
@@ -185,6 +205,8 @@ def _line(view: View) -> str:
     clock = time.strftime("%H:%M:%S")
     newest = f"durable: step {view.committed[0].step}" if view.committed else "nothing durable"
     if view.published is None:
+        if view.before is not None:
+            return f"{clock} the engine of process {view.before.pid} was closed; {newest}"
         return f"{clock} no engine has published anything here; {newest}"
     status = view.published.status
     if view.state == "died":
@@ -248,6 +270,10 @@ def _panel(view: View, width: int) -> RenderableType:
 def _headline(view: View) -> Text:
     headline = Text(str(view.path), style="bold")
     if view.published is None:
+        if view.before is not None:
+            return headline.append(
+                f"  process {view.before.pid} on {_plain(view.before.host)}: was closed", style="green"
+            )
         return headline.append("  no engine has published anything here", style="yellow")
     status = view.published.status
     who = f"process {status.pid} on {_plain(status.host)}"
