@@ -7,6 +7,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -48,6 +49,7 @@ from pccheck_async.converting.safetensors_file import parts
 from pccheck_async.converting.target import new_file, new_folder
 from pccheck_async.manifest import TensorEntry
 from pccheck_async.opened import Connection
+from pccheck_async.state import dtypes
 from tests import state_strategies
 from tests.state_strategies import array_bytes, difference
 
@@ -595,6 +597,56 @@ def test_refused_leaves_are_all_named(tmp_path: Path) -> None:
         export_checkpoint(tmp_path / "s", tmp_path / "out", to="torch")
     for path in ("f.x (a frozenset)", "d (a dtype of numpy)", "s (a numpy array of dtype <U1)", "b (bytes", "4 of 5"):
         assert path in str(raised.value)
+
+
+SUB_BYTE = {f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)}
+BITS = {name for name in dtypes.STORABLE if name.startswith("bits")}
+NOT_IN = {
+    "torch": SUB_BYTE,
+    "safetensors": SUB_BYTE | BITS | {"complex32", "complex128", "float4_e2m1fn_x2"},
+    "dcp": SUB_BYTE | BITS,
+}
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("to", ["torch", "safetensors", "dcp"])
+def test_every_dtype_is_exported_or_refused_with_what_to_do(tmp_path: Path, to: Any) -> None:
+    if to == "safetensors":
+        pytest.importorskip("safetensors")
+    state = {name: torch.ones(16, dtype=torch.uint8).view(dtype) for name, dtype in dtypes.STORABLE.items()}
+    save(tmp_path / "s", {"m": state})
+    out, refused = tmp_path / "out", NOT_IN[to] & set(state)
+    with pytest.raises(UnsupportedStateError, match="nothing was written") as raised:
+        export_checkpoint(tmp_path / "s", out, to=to)
+    assert os.listdir(tmp_path) == ["s"]
+    for name in state:
+        others = [other for other in ("torch", "safetensors", "dcp") if name not in NOT_IN[other]]
+        can = f"which {' and '.join(others)} can hold" if others else "which no format can hold; `pccheck copy` can"
+        said = re.search(rf"m\.{name} \([^()]*\b{name}\b[^()]*\), {can}", str(raised.value))
+        assert (said is not None) == (name in refused), name
+    left = sorted(set(state) - refused)
+    export_checkpoint(tmp_path / "s", out, to=to, keys=[f"m.{name}" for name in left])
+    if to == "dcp":
+        back: Any = {"m": {name: torch.zeros(16, dtype=torch.uint8).view(dtypes.STORABLE[name]) for name in left}}
+        load_dcp(back, storage_reader=FileSystemReader(out), no_dist=True)
+    else:
+        import_checkpoint(out, tmp_path / "t", source=to)
+        back = load_sync(tmp_path / "t")
+    assert {name: array_bytes(tensor) for name, tensor in back["m"].items()} == {n: array_bytes(state[n]) for n in left}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_dcp_pickles_may_have_any_dtype_that_torch_pickles(tmp_path: Path) -> None:
+    bits, wide = (torch.arange(4, dtype=torch.uint8).view(dtype) for dtype in (torch.bits8, torch.bits16))
+    save(tmp_path / "s", {"t": (bits, [wide])})
+    export_checkpoint(tmp_path / "s", tmp_path / "d", to="dcp")
+    back: Any = {"t": None}
+    load_dcp(back, storage_reader=FileSystemReader(tmp_path / "d"), no_dist=True)
+    assert not difference(back["t"], (bits, [wide]))
+    save(tmp_path / "u", {"t": ([bits.view(torch.uint3)],)})
+    with pytest.raises(UnsupportedStateError, match=r"t\.0\.0 \(a tensor of dtype uint3, which torch does not save"):
+        export_checkpoint(tmp_path / "u", tmp_path / "e", to="dcp")
 
 
 # -- import

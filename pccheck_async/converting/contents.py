@@ -32,7 +32,7 @@ from pccheck_async.state.select import select
 from pccheck_async.state.values import atom, from_node
 from pccheck_async.state.walk import below, leaves, opened
 
-__all__ = ["Contents", "contents", "contiguous", "native", "torch_name"]
+__all__ = ["Contents", "contents", "contiguous", "native"]
 
 
 _MOST_INT_BYTES: Final = 255
@@ -167,18 +167,6 @@ def _scalar(node: NumpyScalarNode, path: str, found: Contents) -> Node:
         return None
     found.changed.append(f"{path} (a numpy scalar of dtype {node.dtype}, as Python's {type(value).__name__})")
     return atom(value, path)
-
-
-_NUMPY: dict[str, str] = {
-    "|b1": "bool", "|i1": "int8", "|u1": "uint8", "<i2": "int16", "<u2": "uint16", "<i4": "int32", "<u4": "uint32",
-    "<i8": "int64", "<u8": "uint64", "<f2": "float16", "<f4": "float32", "<f8": "float64", "<c8": "complex64",
-    "<c16": "complex128",
-}  # fmt: skip
-
-
-def torch_name(entry: TensorEntry) -> str | None:
-    """Return the name of torch's dtype with the same bits; None where there is none."""
-    return _NUMPY.get(entry.dtype) if entry.kind == "ndarray" else entry.dtype
 
 
 def contiguous(entry: TensorEntry) -> bool:

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from pccheck_async.converting.contents import Contents
+from pccheck_async.converting.formats import refusal
 from pccheck_async.converting.target import new_folder
 from pccheck_async.errors import CheckpointError, UnsupportedStateError
-from pccheck_async.manifest import TensorEntry
 from pccheck_async.opened import Connection, StoredTensor
 from pccheck_async.state import paths
 from pccheck_async.state.nodes import (
@@ -34,7 +34,7 @@ from pccheck_async.state.nodes import (
     OrderedDictNode,
 )
 from pccheck_async.state.rebuild import mapping_keys, rebuild
-from pccheck_async.state.walk import below, opened
+from pccheck_async.state.walk import below, leaves, opened
 
 __all__ = ["write"]
 
@@ -44,9 +44,14 @@ _FILE: Final = 64 << 20
 
 
 def write(found: Contents, connection: Connection, path: Path) -> None:
-    """Write what was found. Raises UnsupportedStateError where two leaves would have one name."""
+    """Write what was found.
+
+    Raises:
+        UnsupportedStateError: that package cannot write a dtype (lists all of that), or two leaves would have one name.
+    """
     planner = _Planner(connection)
     state = planner.tree(found.node, "", found)
+    found.check("a folder of torch.distributed.checkpoint")
     if not isinstance(state, dict):
         raise UnsupportedStateError("a folder of torch.distributed.checkpoint holds a dict; choose another root")
     with new_folder(path) as folder:
@@ -123,7 +128,7 @@ class _Planner(DefaultSavePlanner):
         node = opened(node)
         match node:
             case ArrayNode():
-                stored = StoredTensor(self._connection, self._entry(node), path)
+                stored = self._stored_tensor(node, path, found, pickled=pickled)
                 return _Lazy(stored) if pickled or stored.kind == "ndarray" else self._stand_in(stored)
             case DictNode() | OrderedDictNode() | CounterNode():
                 if not node.values and not pickled:
@@ -137,13 +142,19 @@ class _Planner(DefaultSavePlanner):
             case ListNode():
                 return [self.tree(c, paths.child(path, name), found, pickled=pickled) for name, c in below(node)]
             case _:
-                return rebuild(node, lambda index: _Lazy(StoredTensor(self._connection, self._at(index), path)))
+                stand_ins = {
+                    leaf.index: _Lazy(self._stored_tensor(leaf, name, found, pickled=True))
+                    for name, leaf in leaves(node, path)
+                    if isinstance(leaf, ArrayNode)
+                }
+                return rebuild(node, stand_ins.__getitem__)
 
-    def _entry(self, node: ArrayNode) -> TensorEntry:
-        return self._at(node.index)
-
-    def _at(self, index: int) -> TensorEntry:
-        return self._connection.manifest.tensors[index]
+    def _stored_tensor(self, node: ArrayNode, path: str, found: Contents, *, pickled: bool) -> StoredTensor:
+        entry = self._connection.manifest.tensors[node.index]
+        # What is pickled need not be known to that package, only to torch.
+        if entry.kind != "ndarray" and (trouble := refusal(entry, "torch" if pickled else "dcp")):
+            found.refused.append(f"{path} {trouble}")
+        return StoredTensor(self._connection, entry, path)
 
     def _stand_in(self, stored: StoredTensor) -> torch.Tensor:
         assert isinstance(stored.dtype, torch.dtype)

@@ -62,7 +62,7 @@ def export_checkpoint(
     "torch"
         What ``torch.load(out, weights_only=True)`` reads, mapped or not: the nested state, with views, strides and
         ties. Numpy arrays and scalars become tensors and Python's values. Refused are frozensets, empty bytes, ints of
-        more than 255 bytes, dtypes of numpy, and arrays that no tensor can be.
+        more than 255 bytes, dtypes of numpy, arrays that no tensor can be, and integers of less than a byte.
     "safetensors"
         The tensors under the paths of their leaves, each in full, also where several share memory, and in C order.
         Plain values that JSON can express are in the metadata ``pccheck_async.values``, and all of them, together with
@@ -72,7 +72,8 @@ def export_checkpoint(
         A folder that ``torch.distributed.checkpoint`` loads, also resharded. Tensors of more than 32 MiB are stored in
         parts, and all of them in files of about 64 MiB, since that package's writer keeps the tensors of a file in
         memory until it is complete. Plain values, numpy arrays and tuples are stored as that package stores them:
-        pickled, each as a whole. Tied tensors are stored once each, and empty dicts not at all.
+        pickled, each as a whole. Tied tensors are stored once each, and empty dicts not at all. Refused are tensors of
+        bits and of integers of less than a byte.
 
     For "safetensors" and "dcp", tensors that do not lie contiguous are read in parts of the first dimension, of 32 MiB
     or one item each; that takes as much memory as the part spans in the checkpoint.

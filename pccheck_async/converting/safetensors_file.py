@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from pccheck_async.converting.contents import Contents, contiguous, torch_name
+from pccheck_async.converting.contents import Contents, contiguous
+from pccheck_async.converting.formats import SAFETENSORS, refusal, torch_name
 from pccheck_async.converting.target import new_file
 from pccheck_async.manifest import TensorEntry
 from pccheck_async.opened import Connection
@@ -33,15 +34,7 @@ from pccheck_async.state.nodes import (
 )
 from pccheck_async.state.sources import as_bits
 
-__all__ = ["DTYPES", "STATE", "StoredArray", "StoredStructure", "parts", "write"]
-
-DTYPES: Final = {
-    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "int32": "I32", "uint32": "U32",
-    "int64": "I64", "uint64": "U64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
-    "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
-}  # fmt: skip
-"""Names of torch's dtypes in the format."""
+__all__ = ["STATE", "StoredArray", "StoredStructure", "parts", "write"]
 
 STATE: Final = "pccheck_async.state"
 _VALUES: Final = "pccheck_async.values"
@@ -83,8 +76,8 @@ async def write(found: Contents, connection: Connection, path: Path) -> None:
     """Write what was found; memory is bounded by a few chunks. Raises UnsupportedStateError (lists what is refused)."""
     arrays = found.arrays
     for name, entry in arrays.items():
-        if DTYPES.get(str(torch_name(entry))) is None:
-            found.refused.append(f"{name} (dtype {entry.dtype})")
+        if trouble := refusal(entry, "safetensors"):
+            found.refused.append(f"{name} {trouble}")
         if not name.isascii() and not _encodable(name):
             found.refused.append(f"{name!r} (a name with half a surrogate pair)")
     if "__metadata__" in arrays:
@@ -130,7 +123,7 @@ def _header(
     end = 0
     for path, entry in order:
         start, end = end, end + math.prod(entry.shape) * entry.itemsize
-        dtype = DTYPES[str(torch_name(entry))]
+        dtype = SAFETENSORS[str(torch_name(entry))]
         header[names[path]] = {"dtype": dtype, "shape": list(entry.shape), "data_offsets": [start, end]}
         if not contiguous(entry):
             found.changed.append(f"{path} (strides {entry.stride}, in C order)")

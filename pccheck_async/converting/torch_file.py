@@ -18,7 +18,8 @@ from typing import Any, Final
 
 import torch
 
-from pccheck_async.converting.contents import Contents, native, torch_name
+from pccheck_async.converting.contents import Contents, native
+from pccheck_async.converting.formats import pickled, refusal, torch_name
 from pccheck_async.converting.target import Sink, new_file
 from pccheck_async.manifest import ALIGNMENT, TensorEntry
 from pccheck_async.state import dtypes
@@ -45,9 +46,8 @@ async def write(found: Contents, chunks: VerifiedChunks, path: Path) -> None:
     """
     node = native(found.node, "", found)
     for name, entry in found.arrays.items():
-        trouble = _trouble(entry)
-        if trouble:
-            found.refused.append(f"{name} ({trouble})")
+        if trouble := refusal(entry, "torch"):
+            found.refused.append(f"{name} {trouble}")
         elif entry.kind == "ndarray":
             found.changed.append(f"{name} (a numpy array, as a tensor)")
     found.check("a file of torch.save that is read with weights_only=True")
@@ -60,19 +60,6 @@ async def write(found: Contents, chunks: VerifiedChunks, path: Path) -> None:
             await archive.stream(file, f"data/{storage.key}", storage.nbytes, storage.pieces(chunks))
         await archive.record(file, "version", _VERSION)
         await archive.end(file)
-
-
-def _trouble(entry: TensorEntry) -> str:
-    name = torch_name(entry)
-    if name is None:
-        return f"a numpy array of dtype {entry.dtype}"
-    if any(stride < 0 for stride in entry.stride) or entry.offset % entry.itemsize:
-        return "a numpy array with strides that tensors do not have"
-    try:
-        _reduced(dtypes.torch_dtype(name))
-    except KeyError:
-        return f"a tensor of dtype {name}, which torch does not save either"
-    return ""
 
 
 @dataclass(slots=True, eq=False)
@@ -134,15 +121,6 @@ def _storages(found: Contents) -> dict[int, _Storage]:
     return storages
 
 
-def _reduced(dtype: torch.dtype) -> tuple[Any, Any]:
-    """How this torch saves a tensor of a dtype: the function that makes it again, and its storage's type."""
-    empty = torch.empty(0, dtype=dtypes.carrier(dtype)).view(dtype)
-    function, (storage, *_) = empty.__reduce_ex__(_PROTOCOL)  # type: ignore[no-untyped-call]
-    if isinstance(storage, torch.UntypedStorage):
-        return function, torch.UntypedStorage
-    return function, getattr(torch, storage._pickle_storage_type())
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _StorageName:
     """Stands for a storage in the pickle."""
@@ -178,7 +156,7 @@ def _pickled(node: Node, found: Contents, storages: dict[int, _Storage]) -> byte
     def view(index: int) -> _View:
         entry = tensors[index]
         dtype = dtypes.torch_dtype(str(torch_name(entry)))
-        make, kind = _reduced(dtype)
+        make, kind = pickled(dtype)
         storage = None if entry.storage is None else storages[entry.storage]
         if storage is not None and storage.dtype is None:
             make, kind = torch._utils._rebuild_tensor_v3, torch.UntypedStorage
