@@ -644,7 +644,7 @@ def test_what_dcp_pickles_may_have_any_dtype_that_torch_pickles(tmp_path: Path) 
     back: Any = {"t": None}
     load_dcp(back, storage_reader=FileSystemReader(tmp_path / "d"), no_dist=True)
     assert not difference(back["t"], (bits, [wide]))
-    save(tmp_path / "u", {"t": ([bits.view(torch.uint3)],)})
+    save(tmp_path / "u", {"t": ([bits.view(dtypes.STORABLE["uint3"])],)})
     with pytest.raises(UnsupportedStateError, match=r"t\.0\.0 \(a tensor of dtype uint3, which torch does not save"):
         export_checkpoint(tmp_path / "u", tmp_path / "e", to="dcp")
 
