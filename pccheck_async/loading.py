@@ -42,7 +42,9 @@ async def load(
         path: Folder of a store.
         step: The step to load; by default the newest checkpoint, or the next older one where that is damaged (with a
         warning).
-        keys: Globs over leaf paths (``"model.*"``); only what matches is read.
+        keys: Paths of leaves or of what contains them, as ``pccheck show`` and errors write them, or globs
+            (``"model.*"``); only what matches is read. One to which nothing is written alike may lack the escapes of
+            dots inside keys (:mod:`pccheck_async.state.paths`).
         device: Where the tensors go.
         host_memory: Most staging memory in bytes.
         io: As for :class:`pccheck_async.CheckpointEngine`.
@@ -57,6 +59,7 @@ async def load(
     Raises:
         NoCheckpointError: there is none, or none of ``step``.
         CorruptStoreError: damaged, and nothing older to fall back to (or ``step`` was given).
+        StateMismatchError: one of ``keys`` names nothing, or without its escapes several leaves.
         ReadError: the device failed.
         RuntimeError: torch has no such ``device``.
     """

@@ -389,6 +389,15 @@ def test_names_that_are_alike_keep_their_escapes(tmp_path: Path) -> None:
         export_checkpoint(tmp_path / "s", tmp_path / "p", to="safetensors")
 
 
+def test_the_root_is_what_is_written_like_it(tmp_path: Path) -> None:
+    save(
+        tmp_path / "s", {"a": {"b": {"x": torch.zeros(1)}}, "a.b": {"y": torch.zeros(1)}, "c.d": {"z": torch.zeros(1)}}
+    )
+    for number, (root, name) in enumerate((("a.b", "x"), (r"a\.b", "y"), ("c.d", "z"))):
+        export_checkpoint(tmp_path / "s", tmp_path / str(number), to="torch", root=root)
+        assert list(torch.load(tmp_path / str(number), weights_only=True)) == [name]
+
+
 def test_parts_of_large_arrays() -> None:
     entry = TensorEntry(0, "float32", (10, 6), (1, 10), 40, "parameter", True)
     found = list(parts(entry, 100))

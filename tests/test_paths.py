@@ -62,7 +62,8 @@ def test_no_two_keys_of_a_mapping_are_written_alike(keys: list[Hashable]) -> Non
         ("model", "model.weight", False),
         ("model.*", "model.a.b", True),
         ("*.weight", "model.a.weight", True),
-        ("model.layers.0.weight", r"model.layers\.0\.weight", True),
+        ("model.layers.0.weight", r"model.layers\.0\.weight", False),  # that would be model -> layers -> 0 -> weight
+        ("model.layers.*", r"model.layers\.0\.weight", False),
         (r"model.layers\.0\.weight", r"model.layers\.0\.weight", True),
         ("*.exp_avg", "optimizer.state.0.exp_avg_sq", False),
         ("*.exp_avg?sq", "optimizer.state.0.exp_avg_sq", True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,44 @@ def test_keys_are_checked_before_anything_is_read(tmp_path: Path) -> None:
         engine.checkpoint(state_of(1), step=1)
     with pytest.raises(StateMismatchError, match="nothing"):
         load_sync(tmp_path, keys=["nothing.*"])
+
+
+LOOK_ALIKES = {
+    "a": {"b": {"c": 1, "d": 2}, "e.f": 3},
+    "a.b": {"c": 4},
+    "a.e": {"f": 5},
+    "w": {"0.weight": 6, "1.bias": 7},
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "selected"),
+    [
+        ("a.b.c", {"a": {"b": {"c": 1}}}),
+        ("a.b", {"a": {"b": {"c": 1, "d": 2}}}),
+        ("a.b.*", {"a": {"b": {"c": 1, "d": 2}}}),
+        (r"a\.b.c", {"a.b": {"c": 4}}),
+        (r"a\.b", {"a.b": {"c": 4}}),
+        (["a.b.c", r"a\.b.c"], {"a": {"b": {"c": 1}}, "a.b": {"c": 4}}),
+        ("a.*", {"a": LOOK_ALIKES["a"]}),
+        ("a*", {key: value for key, value in LOOK_ALIKES.items() if key != "w"}),
+        (r"w.0\.weight", {"w": {"0.weight": 6}}),
+        ("w.0.weight", {"w": {"0.weight": 6}}),  # as modules name it: nothing is written like that, so it is clear
+        (["w.0.*", "a.b.c"], {"w": {"0.weight": 6}, "a": {"b": {"c": 1}}}),
+    ],
+)
+def test_keys_name_what_is_written_like_them(tmp_path: Path, keys: Any, selected: Any) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.checkpoint(LOOK_ALIKES, step=1)
+    assert load_sync(tmp_path, keys=keys) == selected
+
+
+def test_keys_without_escapes_that_name_several(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.checkpoint(LOOK_ALIKES, step=1)
+    several = re.escape(r"'a.e.f' is the name of several leaves: a.e\.f, a\.e.f; write it with its escapes")
+    with pytest.raises(StateMismatchError, match=several):
+        load_sync(tmp_path, keys=["a.e.f", "w"])
 
 
 def test_a_checkpoint_dropped_before_its_restore_could_hold_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

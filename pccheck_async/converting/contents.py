@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -85,20 +85,16 @@ def contents(manifest: Manifest, keys: Sequence[str] | None, root: str | None) -
         StateMismatchError: One of ``keys`` selects nothing, or there is no container ``root``.
     """
     node = manifest.skeleton if keys is None else select(manifest.skeleton, keys)
-    waiting = root
-    while waiting:
-        inside = below(node)
-        found = [
-            (name, child) for name, child in inside if _begins(waiting, name) or _begins(waiting, paths.plain(name))
-        ]
-        if not found:
-            there = ", ".join(name for name, _ in inside[:20]) or "nothing"
-            raise StateMismatchError(
-                f"there is no {root!r} to export; at {waiting!r} there are: {there}", missing=[root or ""]
-            )
-        name, node = max(found, key=lambda pair: len(pair[0]))
-        taken = len(name) if _begins(waiting, name) else len(paths.plain(name))
-        waiting = waiting[taken + 1 :]
+    for spelled in (str, paths.plain):  # as paths are written; where there is none, without their escapes
+        part, missing = _descend(node, root or "", spelled)
+        if not missing:
+            break
+    else:
+        there = ", ".join(name for name, _ in below(part)[:20]) or "nothing"
+        raise StateMismatchError(
+            f"there is no {root!r} to export; at {missing!r} there are: {there}", missing=[root or ""]
+        )
+    node = part
     if root and not below(node):
         raise StateMismatchError(f"{root!r} is a leaf; export its container with keys=[{root!r}]", missing=[root])
     node = opened(node)
@@ -109,8 +105,21 @@ def contents(manifest: Manifest, keys: Sequence[str] | None, root: str | None) -
     return chosen
 
 
-def _begins(path: str, name: str) -> bool:
-    return path == name or path.startswith(f"{name}.")
+def _descend(node: Node, path: str, spelled: Callable[[str], str]) -> tuple[Node, str]:
+    """Follow a path as far as there is something; return what is there, and the rest of the path."""
+    while path:
+        found = [
+            (name, child) for name, child in _spelled(node, spelled) if path == name or path.startswith(f"{name}.")
+        ]
+        if not found:
+            break
+        name, node = max(found, key=lambda pair: len(pair[0]))
+        path = path[len(name) + 1 :]
+    return node, path
+
+
+def _spelled(node: Node, spelled: Callable[[str], str]) -> list[tuple[str, Node]]:
+    return [(spelled(name), child) for name, child in below(node)]
 
 
 def native(node: Node, path: str, found: Contents) -> Node:

@@ -52,16 +52,21 @@ def plain(path: str) -> str:
     return _ESCAPED.sub(r"\1", path) if "\\" in path else path
 
 
-def matcher(pattern: str) -> Callable[[str], bool]:
+def matcher(pattern: str, *, unescaped: bool = False) -> Callable[[str], bool]:
     r"""Return whether a path is selected by ``pattern``: the path itself or a shell glob (``*``, ``?``, ``[...]``).
 
-    ``*`` also matches dots. The path may be given with or without its escapes, so ``model.layers.0.weight`` finds
-    ``model.layers\.0\.weight``.
+    ``*`` also matches dots.
+
+    Args:
+        pattern: What is looked for.
+        unescaped: Look for it in the path without its escapes: ``model.layers.0.weight`` then finds
+            ``model.layers\.0\.weight``, and else only what is written so.
     """
     glob = re.compile(fnmatch.translate(pattern)).match
 
     def matches(path: str) -> bool:
-        return any(pattern == form or glob(form) is not None for form in {path, plain(path)})
+        name = plain(path) if unescaped else path
+        return pattern == name or glob(name) is not None
 
     return matches
 

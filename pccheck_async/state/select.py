@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 
 from pccheck_async.errors import StateMismatchError
 from pccheck_async.state import paths
@@ -21,18 +21,29 @@ __all__ = ["select"]
 
 
 def select(skeleton: Node, keys: Sequence[str]) -> Node:
-    """Return ``skeleton`` cut down to what ``keys`` name: paths or globs of leaves or of whole subtrees.
+    r"""Return ``skeleton`` cut down to what ``keys`` name: paths or globs of leaves or of whole subtrees.
+
+    A key is compared with paths as they are written: ``a.b`` is not ``a\.b``. Only one to which nothing is written
+    alike is compared with paths without their escapes.
 
     A mapping keeps the entries under which something was selected. A list or tuple of which only some items were
     selected becomes a dict from their index to them, so that no item changes its place.
 
     Raises:
-        StateMismatchError: One of ``keys`` selects nothing; lists them.
+        StateMismatchError: One of ``keys`` selects nothing; lists them. Or it names several leaves, without escapes.
     """
-    selection = _Selection([keys] if isinstance(keys, str) else list(keys))
+    patterns = [keys] if isinstance(keys, str) else list(keys)
+    selection = _Selection(patterns)
     selected = selection.cut(skeleton, "")
     if selection.unused:
+        selection = _Selection(patterns, unescaped=frozenset(selection.unused))
+        selected = selection.cut(skeleton, "")
+    if selection.unused:
         raise StateMismatchError(_nothing(sorted(selection.unused), skeleton), missing=sorted(selection.unused))
+    for text, several in selection.named.items():
+        if len(several) > 1:
+            listed = f"{', '.join(several[:20])}{', ...' if len(several) > 20 else ''}"
+            raise StateMismatchError(f"{text!r} is the name of several leaves: {listed}; write it with its escapes")
     return selected if selected is not None else DictNode([], [])
 
 
@@ -44,9 +55,10 @@ def _nothing(unused: Sequence[str], skeleton: Node) -> str:
 
 
 class _Selection:
-    def __init__(self, patterns: Sequence[str]) -> None:
-        self._matchers: list[tuple[str, Callable[[str], bool]]] = [(text, paths.matcher(text)) for text in patterns]
+    def __init__(self, patterns: Sequence[str], unescaped: Collection[str] = ()) -> None:
+        self._matchers = {text: paths.matcher(text, unescaped=text in unescaped) for text in patterns}
         self.unused = set(patterns)
+        self.named: dict[str, list[str]] = {}  # what those without escapes are the names of
 
     def cut(self, node: Node, path: str) -> Node | None:
         """The selected part of what is below ``node``; None for nothing (a selected None is kept by :meth:`_each`)."""
@@ -87,8 +99,11 @@ class _Selection:
         return found
 
     def _matches(self, path: str) -> bool:
-        hits = [text for text, matches in self._matchers if matches(path)]
+        hits = [text for text, matches in self._matchers.items() if matches(path)]
         self.unused.difference_update(hits)
+        for text in hits:
+            if text != path and text == paths.plain(path):
+                self.named.setdefault(text, []).append(path)
         return bool(hits)
 
     def _mark(self, node: Node, path: str) -> None:
