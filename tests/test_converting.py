@@ -803,6 +803,35 @@ def test_errors_of_import(tmp_path: Path) -> None:
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_an_import_of_something_else_says_what_it_is(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    save(tmp_path / "store", {"x": torch.ones(3), "step": 7})
+    (tmp_path / "folder").mkdir()
+    for to in ("torch", "safetensors", "dcp"):
+        export_checkpoint(tmp_path / "store", tmp_path / to, to=to)  # type: ignore[arg-type]
+    for name, source, error, says in (
+        (
+            "dcp",
+            "torch",
+            UnsupportedStateError,
+            r"torch\.distributed\.checkpoint.*dcp_to_torch_save\('.*/dcp', 'new\.pt'\)",
+        ),
+        ("dcp", "safetensors", UnsupportedStateError, r"torch\.distributed\.checkpoint.*--from torch"),
+        ("store", "torch", UnsupportedStateError, "is a store of this package.*pccheck copy"),
+        ("folder", "torch", FileNotFoundError, "folder is a folder"),
+        ("none", "torch", FileNotFoundError, "there is no file"),
+        ("torch", "safetensors", UnsupportedStateError, "torch begins like a file of torch.*--from torch"),
+        ("safetensors", "torch", UnsupportedStateError, "begins like a file of safetensors.*--from safetensors"),
+    ):
+        with pytest.raises(error, match=says):
+            import_checkpoint(tmp_path / name, tmp_path / "s", source=source)  # type: ignore[arg-type]
+    assert not (tmp_path / "s").exists()
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "new.pt")  # as the message says
+    import_checkpoint(tmp_path / "new.pt", tmp_path / "s", source="torch")
+    assert not difference(load_sync(tmp_path / "s"), load_sync(tmp_path / "store"))
+
+
 @pytest.mark.parametrize("text", ["", "!", "AAAA", "gaNhYmPA"])
 def test_metadata_that_is_damaged(tmp_path: Path, text: str) -> None:
     save_file = pytest.importorskip("safetensors.torch").save_file

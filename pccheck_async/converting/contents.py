@@ -108,18 +108,13 @@ def contents(manifest: Manifest, keys: Sequence[str] | None, root: str | None) -
 def _descend(node: Node, path: str, spelled: Callable[[str], str]) -> tuple[Node, str]:
     """Follow a path as far as there is something; return what is there, and the rest of the path."""
     while path:
-        found = [
-            (name, child) for name, child in _spelled(node, spelled) if path == name or path.startswith(f"{name}.")
-        ]
+        inside = [(spelled(name), child) for name, child in below(node)]
+        found = [(name, child) for name, child in inside if f"{path}.".startswith(f"{name}.")]
         if not found:
             break
         name, node = max(found, key=lambda pair: len(pair[0]))
         path = path[len(name) + 1 :]
     return node, path
-
-
-def _spelled(node: Node, spelled: Callable[[str], str]) -> list[tuple[str, Node]]:
-    return [(spelled(name), child) for name, child in below(node)]
 
 
 def native(node: Node, path: str, found: Contents) -> Node:

@@ -19,7 +19,7 @@ import torch
 from pccheck_async.converting.safetensors_file import STATE, StoredArray, StoredStructure
 from pccheck_async.errors import CheckpointError, CorruptStoreError, StoreFullError, UnsupportedStateError
 from pccheck_async.info import CheckpointInfo, Metadata, new_step
-from pccheck_async.layout import MOST_ENTRIES, check_metadata
+from pccheck_async.layout import IDENTITY_NAME, MOST_ENTRIES, check_metadata
 from pccheck_async.loading import list_checkpoints
 from pccheck_async.session import IO
 from pccheck_async.state.flatten import flatten
@@ -67,7 +67,8 @@ def import_checkpoint(
 
     Raises:
         FileNotFoundError: there is no such file.
-        UnsupportedStateError: the file holds what cannot be saved, or what cannot be read without running code.
+        UnsupportedStateError: the file holds what cannot be saved, or what cannot be read without running code. Or it
+            is of another format, or a folder of ``torch.distributed.checkpoint``; says what to do.
         CorruptStoreError: the file is damaged.
         StoreLockedError: a trainer writes to the store.
         StoreFullError: there is no space, or the store holds as many checkpoints as it can.
@@ -75,14 +76,13 @@ def import_checkpoint(
         ValueError: there is no such format.
     """
     name = Path(file)
-    if not name.is_file():
-        raise FileNotFoundError(f"there is no file {name}, or it is none that can be mapped")
+    if source not in ("torch", "safetensors"):
+        raise ValueError(f"source is 'torch' or 'safetensors', not {source!r}")
+    _check_what_it_is(name, source)
     if source == "torch":
         found, known, facts = _read_torch(name), None, None
-    elif source == "safetensors":
-        found, known, facts = _read_safetensors(name)
     else:
-        raise ValueError(f"source is 'torch' or 'safetensors', not {source!r}")
+        found, known, facts = _read_safetensors(name)
     state = found if root is None else {root: found}
     if not isinstance(state, Mapping):
         raise UnsupportedStateError(f"{name} holds a {type(state).__name__}; give the name that it shall have as root")
@@ -97,6 +97,30 @@ def import_checkpoint(
             there = engine.checkpoints()
             if _keep(there, path) <= keep:  # else another process committed before this one had the store to itself
                 return engine.checkpoint(state, step=step, metadata=metadata).result()
+
+
+def _check_what_it_is(name: Path, source: str) -> None:
+    """Raise where it is no file, or one of another format: what would fail to read it could not say so."""
+    if (name / ".metadata").is_file():
+        raise UnsupportedStateError(
+            f"{name} is a folder of torch.distributed.checkpoint, not a file. Where you trust it, for it is unpickled, make "
+            f"a file of it: torch.distributed.checkpoint.format_utils.dcp_to_torch_save({str(name)!r}, 'new.pt'); and "
+            "import that (--from torch, source='torch')"
+        )
+    if (name / IDENTITY_NAME).is_file():
+        raise UnsupportedStateError(f"{name} is a store of this package: copy its checkpoint (`pccheck copy`)")
+    if name.is_dir():
+        raise FileNotFoundError(f"{name} is a folder; give a file")
+    if not name.is_file():
+        raise FileNotFoundError(f"there is no file {name}, or it is none that can be mapped")
+    with name.open("rb") as file:
+        head = file.read(9)
+    begins = "torch" if head.startswith(b"PK") else "safetensors" if head[5:] == b"\0\0\0{" else source
+    if begins != source:
+        raise UnsupportedStateError(
+            f"{name} begins like a file of {begins}, not of {source}: import it as such (--from {begins}, "
+            f"source={begins!r})"
+        )
 
 
 def _keep(there: Sequence[CheckpointInfo], path: str | os.PathLike[str]) -> int:
