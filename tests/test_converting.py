@@ -809,7 +809,7 @@ def test_an_import_of_something_else_says_what_it_is(tmp_path: Path) -> None:
     save(tmp_path / "store", {"x": torch.ones(3), "step": 7})
     (tmp_path / "folder").mkdir()
     for to in ("torch", "safetensors", "dcp"):
-        export_checkpoint(tmp_path / "store", tmp_path / to, to=to)  # type: ignore[arg-type]
+        export_checkpoint(tmp_path / "store", tmp_path / to, to=to)
     for name, source, error, says in (
         (
             "dcp",

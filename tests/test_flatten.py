@@ -5,17 +5,20 @@ import dataclasses
 import datetime
 import decimal
 import enum
+import itertools
 import json
 import pathlib
 import random
 import threading
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Iterator
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.state import Stateful
@@ -98,6 +101,11 @@ def test_modules_and_their_metadata() -> None:
     assert flat.leaves[0].kind == "tensor"
 
 
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+
 def test_statefuls_at_any_depth_are_asked_on_this_thread() -> None:
     inner = Thing({"t": torch.ones(1)})
     outer = Thing([1, {"inner": inner}])
@@ -162,6 +170,18 @@ def test_any_mapping_may_be_the_state() -> None:
         (Delegating(torch.nn.Linear(1, 1)), "on its class"),
         (Settings, "code"),
         (slice(1), "state_dict"),
+        (iter(DataLoader([1])), "save the loader, not its iterator: pccheck_async.ResumableLoader"),  # type: ignore[arg-type]
+        (enumerate(DataLoader([1])), "save what it comes from"),  # type: ignore[arg-type]
+        ((x for x in [1]), "save what it comes from"),
+        (torch.nn.Linear(1, 1).parameters(), "save what it comes from"),
+        (itertools.count(), "save what it comes from"),
+        (BatchSampler(RandomSampler([1]), 1, drop_last=False), "ResumableSampler"),
+        (RandomSampler([1]), "ResumableSampler"),
+        (TensorDataset(torch.ones(1)), "leave it out: data is no state"),
+        (Endless(), "leave it out: data is no state"),
+        (random.SystemRandom(), "leave it out"),
+        (np.random.PCG64(0), "save x.state"),
+        (type("Box", (), {"__iter__": lambda self: iter([1])})(), "state_dict"),
         (type("S", (str,), {})("x"), "plain str"),
     ],
 )

@@ -103,7 +103,7 @@ def _check_what_it_is(name: Path, source: str) -> None:
     """Raise where it is no file, or one of another format: what would fail to read it could not say so."""
     if (name / ".metadata").is_file():
         raise UnsupportedStateError(
-            f"{name} is a folder of torch.distributed.checkpoint, not a file. Where you trust it, for it is unpickled, make "
+            f"{name} is a folder of torch.distributed.checkpoint, not a file. If you trust it (it is unpickled), make "
             f"a file of it: torch.distributed.checkpoint.format_utils.dcp_to_torch_save({str(name)!r}, 'new.pt'); and "
             "import that (--from torch, source='torch')"
         )

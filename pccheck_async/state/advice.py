@@ -10,13 +10,14 @@ import enum
 import pathlib
 import random
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
 import numpy as np
 import torch
 import torch.utils.data
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.state import values
@@ -28,9 +29,20 @@ _ADVICE: Final[tuple[tuple[tuple[type, ...], str], ...]] = (
     ((np.ma.MaskedArray,), "save numpy.ma.getdata(x) and numpy.ma.getmaskarray(x)"),
     ((np.ndarray,), "save numpy.asarray(x)"),
     ((torch.utils.data.DataLoader,), "save where it is: with pccheck_async.ResumableLoader in its place"),
+    (
+        (_BaseDataLoaderIter,),
+        "save the loader, not its iterator: pccheck_async.ResumableLoader, or torchdata's StatefulDataLoader",
+    ),
+    ((torch.utils.data.Sampler,), "save where it is: with pccheck_async.ResumableSampler or ResumableLoader"),
+    (
+        (torch.utils.data.Dataset,),
+        "leave it out: data is no state; the position in it is, of a ResumableLoader",
+    ),
     ((torch.Generator,), "save x.get_state()"),
     ((np.random.Generator,), "save x.bit_generator.state"),
     ((np.random.RandomState,), "save x.get_state(legacy=False)"),
+    ((np.random.BitGenerator,), "save x.state"),
+    ((random.SystemRandom,), "leave it out: it has no state"),
     ((random.Random,), "save x.getstate()"),
     ((enum.Enum,), "save its name or its value"),
     ((tuple,), "save tuple(x)"),
@@ -42,6 +54,7 @@ _ADVICE: Final[tuple[tuple[tuple[type, ...], str], ...]] = (
     ((datetime.timedelta,), "save x.total_seconds()"),
     ((memoryview,), "save bytes(x)"),
     ((types.CoroutineType,), "await it, and save what that gives"),
+    ((Iterator,), "save what it comes from (the loader, the module), not an iterator over it, which reading uses up"),
 )
 """What to save instead of a value of these types; the first that fits."""
 
@@ -58,7 +71,7 @@ def _advice(value: Any) -> str:
             return "save dataclasses.asdict(x)"
         if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
             return "define state_dict and load_state_dict on its class, not on the instance"
-    if isinstance(value, Iterable):
+    if isinstance(value, Collection):
         return "save list(x)"
     if callable(value):
         return "leave it out: code is never saved"
