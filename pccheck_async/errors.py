@@ -29,8 +29,23 @@ __all__ = [
 ]
 
 
+_ESCAPES = r" (in a path, \. is a dot inside a key)"
+
+
+def explained(message: str) -> str:
+    r"""Return a message, with what ``\.`` means in the paths that it names."""
+    return message if r"\." not in message or _ESCAPES in message else message + _ESCAPES
+
+
 class CheckpointError(Exception):
     """Root of every error that the package raises on purpose."""
+
+
+class _PathError(CheckpointError):
+    """Names leaves by their paths."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(explained(message))
 
 
 class WriteError(CheckpointError, OSError):
@@ -69,11 +84,11 @@ class StoreFullError(StoreError, OSError):
     """The space that a checkpoint needs could not be reserved; the last checkpoint is untouched."""
 
 
-class UnsupportedStateError(CheckpointError, TypeError):
+class UnsupportedStateError(_PathError, TypeError):
     """A value in the app state cannot be saved; the message names its path."""
 
 
-class StateMismatchError(CheckpointError, ValueError):
+class StateMismatchError(_PathError, ValueError):
     """A checkpoint does not fit the state it should be restored into.
 
     Attributes:
@@ -111,7 +126,7 @@ class StateMismatchError(CheckpointError, ValueError):
         super().__init__(message or "the checkpoint does not fit this state; nothing was restored. " + "; ".join(parts))
 
 
-class TornCaptureError(CheckpointError):
+class TornCaptureError(_PathError):
     """The live state changed while it was captured; nothing of that checkpoint was committed.
 
     Attributes:

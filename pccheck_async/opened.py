@@ -18,7 +18,7 @@ import torch
 from msgspec import structs
 
 from pccheck_async.config import Auto, EngineConfig, decide
-from pccheck_async.errors import ClosedError
+from pccheck_async.errors import ClosedError, explained
 from pccheck_async.info import CheckpointInfo, check_step
 from pccheck_async.layout import Entry
 from pccheck_async.loop import EngineLoop
@@ -324,7 +324,7 @@ class StoredState(Mapping[str, Any]):
     def _find(self, path: str) -> Node:
         exact = path if path in self._nodes else self._unescaped.get(path)
         if exact is None:
-            raise KeyError(self._unknown(path))
+            raise KeyError(explained(self._unknown(path)))
         return self._nodes[exact]
 
     def _unknown(self, path: object) -> str:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Hashable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pccheck_async import (
+    StateMismatchError,
+    SyncCheckpointEngine,
+    TornCaptureError,
+    UnsupportedStateError,
+    open_checkpoint,
+)
 from pccheck_async.state import paths
 from tests import state_strategies
 
@@ -79,3 +89,30 @@ def test_child_and_plain() -> None:
     assert paths.child("", "a") == "a"
     assert paths.child("a", "b") == "a.b"
     assert paths.plain(r"a\.b\\c.d") == r"a.b\c.d"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UnsupportedStateError(r"model.0\.weight: a tensor"),
+        StateMismatchError(missing=[r"a\.b", r"c\.d"]),
+        StateMismatchError(str(StateMismatchError(missing=[r"a.b\.c"])) + "; more"),
+        TornCaptureError(r"model.0\.weight changed"),
+    ],
+)
+def test_errors_say_once_what_an_escape_is(error: Exception) -> None:
+    for each in (error, copy.copy(error), pickle.loads(pickle.dumps(error))):
+        assert str(each).count(r"in a path, \. is a dot inside a key") == 1
+        assert str(each) == str(error)
+
+
+def test_errors_without_escapes_explain_none() -> None:
+    assert str(UnsupportedStateError("a.b: a tensor")) == "a.b: a tensor"
+    assert "dot inside" not in str(StateMismatchError(missing=["a.b"]))
+
+
+def test_what_is_not_there_is_explained_too(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.checkpoint({"a.b": 1})
+    with open_checkpoint(tmp_path) as checkpoint, pytest.raises(KeyError, match="is a dot inside a key"):
+        checkpoint["a.c"]
