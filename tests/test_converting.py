@@ -656,6 +656,12 @@ def test_what_dcp_pickles_may_have_any_dtype_that_torch_pickles(tmp_path: Path) 
     save(tmp_path / "u", {"t": ([bits.view(dtypes.STORABLE["uint3"])],)})
     with pytest.raises(UnsupportedStateError, match=r"t\.0\.0 \(a tensor of dtype uint3, which torch does not save"):
         export_checkpoint(tmp_path / "u", tmp_path / "e", to="dcp")
+    ordered: Any = OrderedDict(x=1)
+    ordered._metadata = {"hidden": bits}
+    for number, state in enumerate(({"o": ordered}, {"o": (ordered,)})):
+        save(tmp_path / f"o{number}", state)
+        with pytest.raises(UnsupportedStateError, match="an array in the _metadata of an OrderedDict"):
+            export_checkpoint(tmp_path / f"o{number}", tmp_path / "e", to="dcp")
 
 
 # -- import

@@ -271,9 +271,8 @@ def _headline(view: View) -> Text:
     headline = Text(str(view.path), style="bold")
     if view.published is None:
         if view.before is not None:
-            return headline.append(
-                f"  process {view.before.pid} on {_plain(view.before.host)}: was closed", style="green"
-            )
+            who = f"process {view.before.pid} on {_plain(view.before.host)}"
+            return headline.append(f"  the engine of {who} was closed", style="green")
         return headline.append("  no engine has published anything here", style="yellow")
     status = view.published.status
     who = f"process {status.pid} on {_plain(status.host)}"

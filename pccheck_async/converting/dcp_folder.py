@@ -147,7 +147,7 @@ class _Planner(DefaultSavePlanner):
                     for name, leaf in leaves(node, path)
                     if isinstance(leaf, ArrayNode)
                 }
-                return rebuild(node, stand_ins.__getitem__)
+                return rebuild(node, stand_ins.get)  # what is no leaf was refused already
 
     def _stored_tensor(self, node: ArrayNode, path: str, found: Contents, *, pickled: bool) -> StoredTensor:
         entry = self._connection.manifest.tensors[node.index]
