@@ -23,6 +23,7 @@ from pccheck_async.ledger import Ledger
 from pccheck_async.lifetime import forget, remember
 from pccheck_async.logs import about
 from pccheck_async.loop import EngineLoop
+from pccheck_async.moment import Moment
 from pccheck_async.overlap import Guard, Overlapped
 from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.pipeline import Pipeline, open_pipeline
@@ -37,7 +38,7 @@ from pccheck_async.session import IO, Session, check_io
 from pccheck_async.stalls import Stalls
 from pccheck_async.state.flatten import flatten
 from pccheck_async.statistics import EngineStatistics
-from pccheck_async.steps import Steps, block_on, run
+from pccheck_async.steps import Steps, Until, block_on, outlast, run
 from pccheck_async.store_path import store_path
 from pccheck_async.tracing import Sink, Span
 from pccheck_async.training import TrainingStep, TrainingSteps
@@ -76,6 +77,7 @@ class EngineCore:
         self.loop: EngineLoop
         self._session: Session | None = None  # known before the store is locked, to let go of it in a forked child
         self._pipeline: Pipeline | None = None
+        self._closed: Moment[Exception | None] = Moment()  # and what kept all of it from being closed
 
     # -- driving
 
@@ -105,10 +107,12 @@ class EngineCore:
         except BaseException:
             self._state = "closed"
             forget(self)
-            if self._pipeline is not None:  # opened, and then the caller was cancelled before it got to know
-                self.loop.call(self._pipeline.close())
-            self.loop.stop()
-            self.reporter.hooks.close(_HOOKS_SECONDS)
+            try:
+                if self._pipeline is not None:  # opened, and then the caller was cancelled before it got to know
+                    yield self._pipeline.close()
+            finally:
+                yield from outlast(self.loop.ask_to_stop())
+            yield Until(self.reporter.hooks.close(), _HOOKS_SECONDS)
             raise
         self._state = "open"
         self.reporter.tell(Opened, checkpoints=checkpoints, step=step, io=io)
@@ -135,39 +139,21 @@ class EngineCore:
 
         With a ``deadline`` in seconds it gives up when that has passed: raises CheckpointError that says what is left
         behind, and threads, buffers and files of those requests stay as they are until the process ends.
+
+        Called again meanwhile it waits until the engine is closed, and raises what keeps it from that, too; of the
+        failures that nobody saw each is raised once, by whoever comes first.
         """
         if os.getpid() != self._pid or self._state in ("new", "closed"):
             return
         if self._state == "opening":
             raise ClosedError(f"the engine of {self.path} is being opened: cancel that, or close it afterwards")
         with self.admissions.lock:
-            first, self._state = self._state != "closing", "closing"
-        if not first:
-            yield from self._closed_by_another(deadline)
-            return
-        left: list[PendingCheckpoint] = []
-        closed = True
-        try:
-            closed, left = yield self.pipeline.close(deadline)
-        finally:
-            self._state = "closed"
-            self.steps.close()
-            forget(self)
-            if closed:
-                self.loop.stop()
-            self._ledger.end()
-            self.reporter.hooks.close(_HOOKS_SECONDS if closed else 0.0)
-        if not closed:
-            steps = ", ".join(str(pending.step) for pending in left)
-            when = "at the deadline of a preemption" if self.preemption.asked else f"after {deadline} s"
-            what = (
-                f"the checkpoints of steps {steps} were still being written"
-                if left
-                else "a restore, a pin or the removal of a slot had not ended"
-            )
-            error = CheckpointError(f"gave up {when}: {what}; left behind")
-            for pending in left:
-                pending.set_failed(error)
+            first, self._state = self._state == "open", "closing"
+        if first:
+            yield from self._close(deadline)
+        elif not (yield Until(self._closed.future(), deadline)):
+            raise CheckpointError(f"gave up after {deadline} s: the engine of {self.path} is still closing")
+        elif (error := self._closed.result()) is not None:
             raise error
         self.admissions.raise_untold()
 
@@ -199,14 +185,40 @@ class EngineCore:
         if self.steps.is_as_it_was(last):
             self.admit(last.state, last.step, last.metadata, last=True)  # closing waits for it, and tells its failure
 
-    def _closed_by_another(self, deadline: float | None) -> Steps:
-        """Wait while another thread or task closes the engine."""
+    def _close(self, deadline: float | None) -> Steps:
+        closed, failure = True, None
         try:
-            yield self.pipeline.wait_closed(deadline)
-        except TimeoutError:
-            raise CheckpointError(f"gave up after {deadline} s: the engine of {self.path} is still closing") from None
-        except ClosedError:  # its loop is over already
-            return
+            closed, left = yield self.pipeline.close(deadline)
+            if not closed:
+                raise self._gave_up(deadline, left)
+        except Exception as error:
+            failure = error
+            raise
+        finally:
+            self.steps.close()
+            forget(self)
+            self._ledger.end()
+            try:
+                if closed:
+                    yield from outlast(self.loop.ask_to_stop())
+            finally:
+                self._state = "closed"
+                self._closed.set_result(failure)
+            yield Until(self.reporter.hooks.close(), _HOOKS_SECONDS if closed else 0.0)
+
+    def _gave_up(self, deadline: float | None, left: list[PendingCheckpoint]) -> CheckpointError:
+        """Return what says what is left behind, and note it as the failure of those checkpoints."""
+        steps = ", ".join(str(pending.step) for pending in left)
+        when = "at the deadline of a preemption" if self.preemption.asked else f"after {deadline} s"
+        what = (
+            f"the checkpoints of steps {steps} were still being written"
+            if left
+            else "a restore, a pin or the removal of a slot had not ended"
+        )
+        error = CheckpointError(f"gave up {when}: {what}; left behind")
+        for pending in left:
+            pending.set_failed(error)
+        return error
 
     def close_at_exit(self) -> str:
         """Drain with a deadline because the interpreter exits; return what to tell the user. Never raises."""
@@ -426,8 +438,9 @@ class EngineCore:
         self.admissions.raise_untold()
         step = check_step(step)
         self.steps.note_restore()
-        for pending in self.admissions.in_flight:
-            yield pending.out_of_reach()  # what is restored would tear its capture
+        while reading := [pending for pending in self.admissions.in_flight if not pending.is_captured]:
+            for pending in reading:
+                yield pending.out_of_reach()  # what is restored would tear its capture
         self.guard.wait()
         restored: Restored | None = yield from pipeline.restorer.restore(state, step, progress, strict=strict)
         if restored is None and step is not None:

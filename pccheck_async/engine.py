@@ -81,10 +81,14 @@ class CheckpointEngine(EngineBase):
     async def close(self, deadline: float | None = None) -> None:
         """Wait until every checkpoint ended, then close; idempotent. Saves nothing more (see ``save_last``).
 
+        Called by several tasks or threads, it returns to each when the engine is closed. What the deadline left behind
+        is raised to all of them, a failure that nobody saw to one.
+
         Args:
             deadline: Seconds after which to give up; what is then still being written is left behind and said.
 
-        Cancellation: aborts what is in flight, waits for its operations, and closes.
+        Cancellation: aborts what is in flight, waits for its operations, and closes. Where another task called it
+        first: only stops the waiting.
 
         Raises:
             CheckpointError: the failure of a checkpoint that nobody saw, or what the deadline left behind.

@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeAlias
 
@@ -34,6 +35,8 @@ class Hooks:
         self._thread: threading.Thread | None = None
         self._raised: list[Hook] = []  # not every object that can be called can be hashed, or likes to be compared
         self._closed = False
+        self._ended: Future[None] = Future()
+        self._ended.set_running_or_notify_cancel()
         self.dropped = 0
 
     def add(self, hook: Hook) -> Callable[[], None]:
@@ -69,12 +72,18 @@ class Hooks:
             with suppress(Exception):  # of a handler of the log; nobody who tells of an event expects it
                 write(logging.WARNING, "event_hook", "events are dropped: %d wait for a slow hook", _MOST_EVENTS)
 
-    def close(self, timeout: float) -> None:
-        """Wait until what was told is delivered, ``timeout`` seconds at most; a hook may take longer, alone."""
+    def close(self) -> Future[None]:
+        """Take no more events. The future is done when those that were told are delivered; a hook may take long.
+
+        It is done already on the thread that delivers them, which must not wait for itself.
+        """
         self._closed = True
         self._queue.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout)
+            return self._ended
+        nothing: Future[None] = Future()
+        nothing.set_result(None)
+        return nothing
 
     def _start(self) -> None:
         with self._lock:
@@ -94,3 +103,4 @@ class Hooks:
                         self._raised.append(hook)
                         with suppress(Exception):  # of a handler of the log
                             write(logging.WARNING, "event_hook", "a hook raised %r at %r; said once", error, event)
+        self._ended.set_result(None)

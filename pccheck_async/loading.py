@@ -63,7 +63,7 @@ async def load(
         ReadError: the device failed.
         RuntimeError: torch has no such ``device``.
     """
-    with OneLoop() as loop:
+    async with OneLoop() as loop:
         state: dict[str, Any] = await loop.run(_load(path, step, keys, device, host_memory, io, progress))
         return state
 

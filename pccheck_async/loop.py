@@ -10,13 +10,19 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from pccheck_async.errors import ClosedError
 from pccheck_async.standard_files import fill_standard_files
 from pccheck_async.tensor_access import exempt_this_thread
+from pccheck_async.uninterrupted import uninterrupted
+
+try:  # here, and not when the first loop is made: on a caller's loop
+    from uvloop import new_event_loop
+except ImportError:
+    from asyncio import new_event_loop  # type: ignore[assignment]
 
 __all__ = ["EngineLoop", "finish", "wait_for"]
 
@@ -28,7 +34,10 @@ class EngineLoop:
 
     def __init__(self, name: str = "pccheck-engine") -> None:
         fill_standard_files()  # before the files of a store are opened
-        self.loop, self.kind = _new_loop()
+        self.loop: asyncio.AbstractEventLoop = new_event_loop()
+        self.kind = new_event_loop.__module__.partition(".")[0]
+        self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._ended.set_running_or_notify_cancel()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._guard = threading.Lock()
@@ -80,7 +89,7 @@ class EngineLoop:
                 self.loop.call_soon_threadsafe(function, *arguments)
             return not self._stopping
 
-    async def end_others(self, spared: Collection[asyncio.Task[Any] | None] = ()) -> None:
+    async def end_others(self, spared: asyncio.Task[Any] | None = None) -> None:
         """Cancel what other threads run on this loop, and wait until it ended. Called on this loop, before stopping.
 
         Args:
@@ -88,7 +97,7 @@ class EngineLoop:
         """
         with self._guard:
             self._stopping = True
-        others = self._tasks - {asyncio.current_task(), *spared}
+        others = self._tasks - {asyncio.current_task(), spared}
         for task in others:
             task.cancel()
         if others:
@@ -121,12 +130,23 @@ class EngineLoop:
 
     def stop(self) -> None:
         """End the loop and its thread. Idempotent; must not be called on the loop's own thread."""
+        self.ask_to_stop()
+        self._thread.join()
+
+    def ask_to_stop(self) -> concurrent.futures.Future[None]:
+        """Do the same without waiting; the future is done when the loop is closed and its thread does nothing more."""
         with self._guard:
             self._stopping = True
         if self._thread.is_alive():
             with suppress(RuntimeError):  # closed meanwhile, by another thread that stops it
                 self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join()
+        elif not self._ended.done():  # in a forked child: the thread lives on in the parent only
+            self._ended.set_result(None)
+        return self._ended
+
+    async def stopped(self) -> None:
+        """Do the same as :meth:`stop`, for coroutines of other loops. Cancellation: raised once it has ended."""
+        await uninterrupted(asyncio.wrap_future(self.ask_to_stop()))
 
     def _refuse_own_thread(self, coroutine: Coroutine[Any, Any, T]) -> None:
         if threading.current_thread() is self._thread:
@@ -143,6 +163,7 @@ class EngineLoop:
                 self.loop.run_until_complete(self.loop.shutdown_default_executor())
         finally:
             self.loop.close()
+            self._ended.set_result(None)
 
 
 async def wait_for(future: concurrent.futures.Future[T]) -> T:
@@ -162,11 +183,3 @@ async def finish(future: concurrent.futures.Future[Any]) -> None:
             continue
     if not waiter.cancelled():
         waiter.exception()  # retrieved
-
-
-def _new_loop() -> tuple[asyncio.AbstractEventLoop, str]:
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop(), "asyncio"
-    return uvloop.new_event_loop(), "uvloop"

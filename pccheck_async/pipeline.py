@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pccheck_async.aborts import Aborts
@@ -70,8 +70,6 @@ class Pipeline:
     aborts: Aborts
     restorer: Restorer
     publisher: Publisher | None
-    _closed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    _closers: set[asyncio.Task[Any] | None] = field(default_factory=set, init=False)
 
     async def close(self, deadline: float | None = None) -> tuple[bool, list[PendingCheckpoint]]:
         """Drain, and close all of it.
@@ -82,14 +80,7 @@ class Pipeline:
 
         Cancellation: aborts what is in flight, waits for its operations, and closes.
         """
-        self._closers.add(asyncio.current_task())
-        try:
-            return await self._close(deadline)
-        finally:
-            self._closed.set()
-
-    async def _close(self, deadline: float | None) -> tuple[bool, list[PendingCheckpoint]]:
-        began, ending = time.monotonic(), None
+        began, ending, closer = time.monotonic(), None, asyncio.current_task()
         try:
             left = await self.scheduler.drain(deadline, last=True)
             if left:
@@ -97,19 +88,19 @@ class Pipeline:
                 self.scheduler.give_up(left)  # what they still had to capture may change from now on
                 return False, left
             rest = None if deadline is None else max(_END_SECONDS, began + deadline - time.monotonic())
-            ending = asyncio.ensure_future(self._end(rest))
+            ending = asyncio.ensure_future(self._end(closer, rest))
             await asyncio.wait((ending,), timeout=rest)
         except asyncio.CancelledError:
-            await uninterrupted(ending or self._end())
+            await uninterrupted(ending or self._end(closer))
             raise
         if ending.done():
             ending.result()
         return ending.done(), []
 
-    async def _end(self, seconds: float | None = None) -> None:
+    async def _end(self, closer: asyncio.Task[Any] | None, seconds: float | None = None) -> None:
         self._stop_publishing(5.0 if seconds is None else min(5.0, seconds))
         await self.scheduler.cancel_all()  # nothing but the removal of slots, unless the drain was cancelled
-        await self.loop.end_others(self._closers)  # restores of other threads
+        await self.loop.end_others(closer)  # restores of other threads
         await self.session.close()
         self.backend.close()
         self.pool.close()
@@ -117,12 +108,6 @@ class Pipeline:
     def _stop_publishing(self, seconds: float) -> None:
         if self.publisher is not None:
             self.publisher.close(seconds)  # while the store is locked
-
-    async def wait_closed(self, timeout: float | None) -> None:
-        """Wait until a :meth:`close` that somebody else runs has ended. Raises TimeoutError after so many seconds."""
-        self._closers.add(asyncio.current_task())
-        async with asyncio.timeout(timeout):
-            await self._closed.wait()
 
 
 async def open_pipeline(

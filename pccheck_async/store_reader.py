@@ -64,14 +64,23 @@ def _inside(path: str | os.PathLike[str]) -> tuple[bool, list[str]]:
 
 
 class OneLoop:
-    """A loop for the length of one call."""
+    """A loop for the length of one call, blocking or awaited."""
+
+    def __init__(self, name: str = "pccheck-read") -> None:
+        self._name = name
 
     def __enter__(self) -> EngineLoop:
-        self._loop = EngineLoop("pccheck-read")
+        self._loop = EngineLoop(self._name)
         return self._loop
 
     def __exit__(self, *_: object) -> None:
         self._loop.stop()
+
+    async def __aenter__(self) -> EngineLoop:
+        return self.__enter__()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._loop.stopped()
 
 
 @dataclass(slots=True)

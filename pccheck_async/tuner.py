@@ -21,7 +21,6 @@ from typing import Any
 from pccheck_async.config import EngineConfig, decide
 from pccheck_async.core import EngineCore
 from pccheck_async.errors import InfeasibleError, NoCheckpointError
-from pccheck_async.loop import EngineLoop
 from pccheck_async.machine import available_cores, available_memory
 from pccheck_async.manifest import MIN_BLOCK
 from pccheck_async.memory import PAGE_BYTES
@@ -31,6 +30,7 @@ from pccheck_async.session import IO, check_io
 from pccheck_async.state.flatten import flatten
 from pccheck_async.state.storages import arrange
 from pccheck_async.store_path import store_path
+from pccheck_async.store_reader import OneLoop
 from pccheck_async.trials import Disk, Sample, Trial, run_trial, saves_of_trial, try_disk
 from pccheck_async.tuned import Measurement, Tuning
 from pccheck_async.tuning import (
@@ -115,11 +115,8 @@ async def tune(
         WriteError: the storage failed.
         ValueError: an argument is out of range.
     """
-    loop = EngineLoop("pccheck-tune")
-    try:
+    async with OneLoop("pccheck-tune") as loop:
         return await loop.run(_tune(path, nbytes, config, io, step_seconds, budget_seconds, progress))
-    finally:
-        loop.stop()
 
 
 def tune_blocking(
@@ -133,11 +130,8 @@ def tune_blocking(
     progress: Progress | None = None,
 ) -> Tuning:
     """Measure and choose, blocking (see :func:`tune`)."""
-    loop = EngineLoop("pccheck-tune")
-    try:
+    with OneLoop("pccheck-tune") as loop:
         return loop.call(_tune(path, nbytes, config, io, step_seconds, budget_seconds, progress))
-    finally:
-        loop.stop()
 
 
 def checkpoint_bytes(core: EngineCore, state: Mapping[str, Any] | None, nbytes: int | None) -> int:

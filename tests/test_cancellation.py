@@ -284,6 +284,57 @@ def test_an_engine_that_is_closed_twice_at_the_same_time(tmp_path: Path) -> None
     assert [info.step for info in list_checkpoints(tmp_path)] == [1]
 
 
+def test_each_who_closes_an_engine_is_told_that_it_was_left_behind(tmp_path: Path) -> None:
+    stuck = Stuck()
+
+    async def main() -> None:
+        engine = await CheckpointEngine(tmp_path, io=stuck).open()
+        stuck.writer.hold("write")
+        await engine.checkpoint(state_of(1), step=1)
+        await asyncio.to_thread(stuck.writer.wait_stuck)
+        closing = [engine.close(deadline=0.01), engine.close(), engine.close()]
+        for error in await asyncio.gather(*closing, return_exceptions=True):
+            assert "the checkpoints of steps 1 were still being written; left behind" in str(error)
+        await engine.close()  # and nobody later
+        stuck.writer.release()
+        await asyncio.to_thread(engine._core.loop.call, engine._core.pipeline.close())
+        await asyncio.to_thread(engine._core.loop.stop)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("cancelled", [0, 1])
+def test_one_of_those_who_close_an_engine_is_cancelled(tmp_path: Path, cancelled: int) -> None:
+    """The first ends what is in flight, and the other one is told of that; any other only waits no more."""
+    stuck = Stuck()
+
+    async def main() -> None:
+        engine = await CheckpointEngine(tmp_path, io=stuck).open()
+        stuck.writer.hold("write")
+        pending = await engine.checkpoint(state_of(1), step=1)
+        await asyncio.to_thread(stuck.writer.wait_stuck)
+        closing = [asyncio.create_task(engine.close()) for _ in range(2)]
+        await asyncio.sleep(0)
+        closing[cancelled].cancel()
+        if cancelled == 1:
+            await asyncio.wait([closing[1]])  # although nothing has ended
+            assert not engine._core.loop.loop.is_closed()
+        stuck.writer.release()
+        with pytest.raises(asyncio.CancelledError):
+            await closing[cancelled]
+        if cancelled == 0:
+            with pytest.raises(CheckpointError, match="step 1 was cancelled; nothing was committed"):
+                await closing[1]
+        else:
+            await closing[0]
+            assert (await pending).step == 1
+        assert not open_files(tmp_path)
+        assert engine._core.loop.loop.is_closed()
+        await engine.close()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(("what", "kind"), [("restore", "read"), ("pin", "flush"), ("surplus", "unlink")])
 def test_a_deadline_holds_whatever_hangs(tmp_path: Path, what: str, kind: str) -> None:
     with SyncCheckpointEngine(tmp_path, keep_last=3) as engine:

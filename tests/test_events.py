@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import CheckpointError, SyncCheckpointEngine, WriteError, list_checkpoints
+from pccheck_async import CheckpointEngine, CheckpointError, SyncCheckpointEngine, WriteError, list_checkpoints
 from pccheck_async.events import (
     Abandoned,
     Admitted,
@@ -167,7 +168,7 @@ def test_a_hook_that_raises_may_be_any_object(caplog: pytest.LogCaptureFixture) 
     hooks.add(seen.append)
     for step in range(3):
         hooks.put(Admitted(step=step, counter=step))
-    hooks.close(60)
+    hooks.close().result(60)
     assert (broken.called, len(seen)) == (3, 3)
     assert len(caplog.records) == 1
 
@@ -193,6 +194,25 @@ def test_a_hook_that_blocks_harms_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     go_on.set()
 
 
+def test_a_hook_that_hangs_at_the_end_holds_up_no_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pccheck_async.core._HOOKS_SECONDS", 5.0)
+    turned: list[bool] = []
+
+    async def main() -> None:
+        loop, go_on = asyncio.get_running_loop(), threading.Event()
+
+        def waits_for_the_loop(event: Event) -> None:
+            if isinstance(event, Closed):
+                loop.call_soon_threadsafe(go_on.set)
+                turned.append(go_on.wait(4))
+
+        async with CheckpointEngine(tmp_path) as engine:
+            engine.on_event(waits_for_the_loop)
+
+    asyncio.run(main())
+    assert turned == [True]
+
+
 def test_events_beyond_the_bound_are_dropped_and_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -213,7 +233,7 @@ def test_events_beyond_the_bound_are_dropped_and_counted(
         hooks.put(Admitted(step=step, counter=step))
     assert hooks.dropped == 4
     go_on.set()
-    hooks.close(60)
+    hooks.close().result(60)
     assert seen == [0, 1, 2, 3]
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
@@ -281,7 +301,7 @@ def test_nor_does_one_that_raises_where_events_are_dropped_or_a_hook_raises(monk
         for step in range(1, 4):
             hooks.put(Admitted(step=step, counter=step))
         go_on.set()
-        hooks.close(60)
+        hooks.close().result(60)
     finally:
         logger.removeHandler(handler)
     assert hooks.dropped == 2
