@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import errno
 import hashlib
+import io
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import threading
 import zipfile
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -975,3 +977,49 @@ def test_a_name_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, f
         with ThreadPoolExecutor(8) as pool:
             assert sum(pool.map(publish, candidates)) == 1
         assert sum(candidate.exists() for candidate in candidates) == 7
+
+
+@pytest.mark.parametrize("call", ["open", "write", "fsync"])
+def test_a_cancelled_export_ends_its_threads_and_leaves_nothing(
+    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        go_on.wait(30)
+
+    class Raw(io.FileIO):
+        def write(self, data: Any, /) -> int:
+            if call == "write":
+                wait()
+            return super().write(data)
+
+    def opens(path: Path, mode: str, *_: Any, **__: Any) -> io.BufferedWriter:
+        if call == "open":
+            wait()
+        return io.BufferedWriter(Raw(path, mode))
+
+    def syncs(fd: int, really: Callable[[int], None] = os.fsync) -> None:
+        if call == "fsync":
+            wait()
+        really(fd)
+
+    async def export() -> None:
+        async with new_file(tmp_path / "out") as file:
+            await file.write(bytes(1 << 20))
+
+    async def main() -> None:
+        monkeypatch.setattr("aiofiles.threadpool.sync_open", opens)
+        monkeypatch.setattr(os, "fsync", syncs)
+        exporting = asyncio.create_task(export())
+        await asyncio.to_thread(begun.wait, 30)
+        exporting.cancel()
+        await asyncio.wait([exporting], timeout=0.05)
+        assert not exporting.done()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await exporting
+
+    asyncio.run(main())
+    assert list(tmp_path.iterdir()) == []

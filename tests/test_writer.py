@@ -8,6 +8,7 @@ import fcntl
 import logging
 import os
 import resource
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -287,6 +288,38 @@ def test_small_files(tmp_path: Path, on_disk: OnDisk) -> None:
         assert await writer.names() == ["store.json"]
         await writer.unlink("store.json")
         assert await writer.names() == []
+
+    on_disk(tmp_path, test)
+
+
+@pytest.mark.parametrize("call", ["open", "fsync"])
+def test_a_cancelled_small_file_is_left_alone(
+    tmp_path: Path, on_disk: OnDisk, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the call returns, no thread of it works on the file any more."""
+    begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    really: Callable[..., Any] = getattr(os, call)
+
+    def slow(*arguments: Any, **named: Any) -> Any:
+        if threading.current_thread() is threading.main_thread() or begun.is_set():
+            return really(*arguments, **named)
+        begun.set()
+        go_on.wait(30)
+        result = really(*arguments, **named)
+        ended.set()
+        return result
+
+    async def test(writer: PosixWriter) -> None:
+        monkeypatch.setattr(os, call, slow)
+        writing = asyncio.create_task(writer.write_small("store.json", b"abc"))
+        await asyncio.to_thread(begun.wait, 30)
+        writing.cancel()
+        await asyncio.wait([writing], timeout=0.05)
+        assert not writing.done()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await writing
+        assert ended.is_set()
 
     on_disk(tmp_path, test)
 

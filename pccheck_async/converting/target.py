@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import aiofiles
 
 from pccheck_async.errors import CheckpointError, write_error
+from pccheck_async.uninterrupted import uninterrupted
 
 __all__ = ["Sink", "new_file", "new_folder"]
 
@@ -31,6 +32,17 @@ class Sink(Protocol):
         """Write all of a bytes-like object."""
 
 
+class _Whole:
+    """Writes of a file that end, cancelled or not, before their callers go on: else what they write might change."""
+
+    def __init__(self, file: Sink) -> None:
+        self._file = file
+
+    async def write(self, data: Any, /) -> Any:
+        """Write all of a bytes-like object."""
+        return await uninterrupted(self._file.write(data))
+
+
 @asynccontextmanager
 async def new_file(path: Path) -> AsyncIterator[Sink]:
     """Give a file to write; at the end of the body it is flushed, and only then gets its name.
@@ -43,11 +55,17 @@ async def new_file(path: Path) -> AsyncIterator[Sink]:
     """
     temporary = _temporary(path)
     try:
-        async with aiofiles.open(temporary, "xb") as file:
-            yield file
-            await file.flush()
-            await asyncio.to_thread(os.fsync, file.fileno())  # a name must not appear before the bytes it stands for
-        await asyncio.to_thread(_publish, temporary, path)
+        opening = asyncio.ensure_future(aiofiles.open(temporary, "xb"))
+        try:
+            file = await uninterrupted(opening)
+            yield _Whole(file)
+            await uninterrupted(file.flush())
+            # A name must not appear before the bytes it stands for.
+            await uninterrupted(asyncio.to_thread(os.fsync, file.fileno()))
+        finally:
+            if opening.exception() is None:
+                await uninterrupted(opening.result().close())
+        await uninterrupted(asyncio.to_thread(_publish, temporary, path))
     except BaseException as error:  # noqa: BLE001 - raised again
         with suppress(OSError):
             temporary.unlink()

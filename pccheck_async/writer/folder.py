@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +15,8 @@ __all__ = ["Folder"]
 
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _MODE = 0o666  # the user's umask decides
+_MOST_SMALL_BYTES = 1 << 20
+"""Of a file that is read as a whole; a store's have some hundreds."""
 _opening = ForkLock()
 
 
@@ -61,6 +64,21 @@ class Folder:
     def open_unknown(self, name: str, flags: int) -> int:
         """Open a file, making it with ``O_CREAT``, for a moment: whoever asked closes it."""
         return open_regular(self.path / name, flags, _MODE, dir_fd=self._handle)
+
+    def read_small(self, name: str) -> bytes:
+        """Return all of a file."""
+        with open(name, "rb", opener=self.open_unknown) as file:
+            data = file.read(_MOST_SMALL_BYTES + 1)
+        if len(data) > _MOST_SMALL_BYTES:
+            raise OSError(errno.EFBIG, "too large for what it is")
+        return data
+
+    def write_small(self, name: str, data: bytes) -> None:
+        """Replace all of a file, durably."""
+        with open(name, "wb", opener=self.open_unknown) as file:
+            file.write(data)
+            file.flush()  # out of Python's buffer first: fsync sees only what the kernel has
+            os.fsync(file.fileno())
 
     def make(self, name: str, flags: int, nbytes: int) -> int:
         """Make a file with space reserved for ``nbytes``."""

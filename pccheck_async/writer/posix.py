@@ -13,8 +13,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-import aiofiles
-
 from pccheck_async.errors import ClosedError, StoreFullError, folder_error, read_error, write_error
 from pccheck_async.logs import write
 from pccheck_async.operations.base import ChainStep, Kind, Operations, Step
@@ -28,8 +26,6 @@ __all__ = ["PosixWriter"]
 
 T = TypeVar("T")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_MOST_SMALL_BYTES = 1 << 20
-"""Of a file that is read as a whole; a store's have some hundreds."""
 _REMOVED = "the file was removed while the store was open; open it again"
 _BUFFERED = "%s: buffered I/O with fdatasync: %s"
 _WRITE, _FLUSH, _UNLOCK, _LINKED = Kind.WRITE, Kind.FLUSH, Kind.UNLOCK, Kind.LINKED
@@ -78,11 +74,7 @@ class PosixWriter(Writer):
 
     async def read_small(self, name: str) -> bytes | None:
         try:
-            async with aiofiles.open(name, "rb", opener=self._folder.open_unknown) as file:
-                data: bytes = await file.read(_MOST_SMALL_BYTES + 1)
-                if len(data) > _MOST_SMALL_BYTES:
-                    raise OSError(errno.EFBIG, "too large for what it is")
-                return data
+            return await self._operations.call(self._folder.read_small, name)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
@@ -90,10 +82,7 @@ class PosixWriter(Writer):
 
     async def write_small(self, name: str, data: bytes) -> None:
         try:
-            async with aiofiles.open(name, "wb", opener=self._folder.open_unknown) as file:
-                await file.write(data)
-                await file.flush()  # out of Python's buffer first: fsync sees only what the kernel has
-                await self._operations.call(os.fsync, file.fileno())
+            await self._operations.call(self._folder.write_small, name, data)
         except OSError as error:
             raise self._mapped(error, name) from error
 
