@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,16 +14,20 @@ from pccheck_async.info import CheckpointInfo, check_step
 from pccheck_async.layout import Entry
 from pccheck_async.machine import available_cores, available_memory
 from pccheck_async.manifest import Manifest
+from pccheck_async.operations.python import OperationsAtOnce
 from pccheck_async.pool import BufferPool
 from pccheck_async.progress import ReadProgress, reading_progress
 from pccheck_async.reading import pool_for
 from pccheck_async.restore import read_payload
-from pccheck_async.session import IO, Session
+from pccheck_async.session import IO, Session, check_io
 from pccheck_async.state.match import allocate
 from pccheck_async.store_reader import OneLoop, StoreReader, no_store, with_session
 from pccheck_async.writer import File
+from pccheck_async.writer.posix import PosixWriter
 
 __all__ = ["list_checkpoints", "load", "load_sync"]
+
+T = TypeVar("T")
 
 
 async def load(
@@ -86,22 +90,41 @@ def load_sync(
 def list_checkpoints(path: str | os.PathLike[str], *, io: IO = "python") -> list[CheckpointInfo]:
     """Return the committed checkpoints, newest first; ``[]`` where there is no (complete) store.
 
-    Reads only the commit record, writes nothing, and works while a writer runs.
+    Reads only the commit record, on this thread, writes nothing, and works while a writer runs.
 
     Raises:
         CorruptStoreError: there is a store, but no valid record.
         ReadError: the device failed.
     """
+    check_io(io)
+    if isinstance(io, str):
+        operations = OperationsAtOnce()
+        return _at_once(_list_and_close(Session(operations, PosixWriter(path, operations), "")))
     with OneLoop() as loop:
-        return loop.call(_list(path, io))
+        return loop.call(with_session(path, io, _list, EngineConfig(writers=1)))
 
 
-async def _list(path: str | os.PathLike[str], io: IO) -> list[CheckpointInfo]:
-    async def work(session: Session) -> list[CheckpointInfo]:
-        reader = await StoreReader.open(session)
-        return [entry.info for entry in (await reader.record()).entries] if reader else []
+async def _list(session: Session) -> list[CheckpointInfo]:
+    reader = await StoreReader.open(session)
+    return [entry.info for entry in (await reader.record()).entries] if reader else []
 
-    return await with_session(path, io, work, EngineConfig(writers=1))
+
+async def _list_and_close(session: Session) -> list[CheckpointInfo]:
+    try:
+        return await _list(session)
+    finally:
+        await session.writer.close()
+
+
+def _at_once(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that awaits only :class:`OperationsAtOnce`, with no loop around it."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    work.close()
+    raise RuntimeError("it waits for something")
 
 
 async def _load(

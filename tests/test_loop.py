@@ -18,11 +18,20 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck_async import CheckpointEngine, StoreLockedError, SyncCheckpointEngine, WriteError, load
+from pccheck_async import (
+    CheckpointEngine,
+    CorruptStoreError,
+    StoreLockedError,
+    SyncCheckpointEngine,
+    WriteError,
+    list_checkpoints,
+    load,
+)
 from pccheck_async.operations.base import Operations
 from pccheck_async.testing import FailingWriter
 from pccheck_async.tuner import tune
 from pccheck_async.writer.posix import PosixWriter
+from tests.processes import open_files
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -237,3 +246,23 @@ def test_nor_does_tuning(tmp_path: Path) -> None:
             await tune(tmp_path, nbytes=1 << 16, budget_seconds=0.05)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("io", [{}, {"io": "auto"}], ids=["default", "auto"])
+def test_listing_takes_no_thread_and_no_loop(
+    tmp_path: Path, io: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.checkpoint(state_of(1), step=1).result()
+
+    def refuse(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr("pccheck_async.loop.new_event_loop", refuse)
+    for path, steps in ((tmp_path, [1]), (tmp_path / "none", [])):
+        assert [info.step for info in list_checkpoints(path, **io)] == steps
+    (tmp_path / "commit").write_bytes(bytes(1 << 20))
+    with pytest.raises(CorruptStoreError):
+        list_checkpoints(tmp_path, **io)
+    assert not open_files(tmp_path)

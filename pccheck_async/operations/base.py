@@ -216,6 +216,20 @@ class Operations(abc.ABC):
         result: T = await self._perform(Call(function, arguments))
         return result
 
+    async def obtain(self, undo: Callable[[T], object], function: Callable[..., T], *arguments: Any) -> T:
+        """Do what :meth:`call` does, for what has to be given back.
+
+        Cancellation: raised once the call has ended and ``undo`` was called with what it returned.
+        """
+        completion = self._begin(Call(function, arguments))
+        try:
+            result: T = await completion
+        except asyncio.CancelledError:
+            if completion.exception() is None:
+                undo(completion.result())
+            raise
+        return result
+
     async def close(self) -> None:
         """Wait until every submitted operation ended, then stop the threads. Idempotent.
 

@@ -10,7 +10,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -32,8 +32,9 @@ from pccheck_async.operations.base import (
 )
 from pccheck_async.operations.threads import WorkerThreads
 
-__all__ = ["PythonOperations"]
+__all__ = ["OperationsAtOnce", "PythonOperations"]
 
+T = TypeVar("T")
 _IO = (Write, Read, Flush, Chain)
 _SEGMENT = struct.Struct("=QQQ")
 _LAST_ADDRESS = ctypes.c_size_t(-1).value
@@ -85,6 +86,36 @@ class PythonOperations(Operations):
     def _shutdown(self) -> None:
         self._io.close()
         self._copy.close()
+
+
+class OperationsAtOnce(Operations):
+    """Operations on the thread that asks for them: no other thread, no loop, and whoever awaits one is not suspended.
+
+    For a few small reads, which take less time than to start threads.
+    """
+
+    name = "python"
+
+    def __init__(self) -> None: ...
+
+    async def obtain(self, undo: Callable[[T], object], function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function that nobody can interrupt (see :class:`Operations`)."""
+        return function(*arguments)
+
+    async def close(self) -> None:
+        """Nothing is running."""
+
+    def gather_at_once(self, segments: bytes, into: memoryview) -> int:
+        """Gather on this thread (see :class:`Operations`)."""
+        return gather(segments, into)
+
+    async def _perform(self, operation: Operation) -> Any:
+        return _perform(operation)
+
+    def _submit(self, batch: Sequence[tuple[int, Operation]]) -> None:
+        raise NotImplementedError
+
+    _cancel = _shutdown = _submit  # type: ignore[assignment]
 
 
 def _perform(operation: Operation) -> Any:

@@ -17,7 +17,6 @@ from pccheck_async.errors import ClosedError, StoreFullError, folder_error, read
 from pccheck_async.logs import write
 from pccheck_async.operations.base import ChainStep, Kind, Operations, Step
 from pccheck_async.statistics import StageClock
-from pccheck_async.uninterrupted import uninterrupted
 from pccheck_async.writer.base import File, FileSystemFacts, Part, Writer, WriterStatistics
 from pccheck_async.writer.filesystem import probe
 from pccheck_async.writer.folder import Folder
@@ -97,14 +96,16 @@ class PosixWriter(Writer):
             await self._change("", self._folder.sync)
 
     async def create(self, name: str, nbytes: int) -> File:
-        making = self._change(name, self._folder.make, name, os.O_RDWR | self._direct_flag, nbytes)
-        return await uninterrupted(self._keep(name, making))
+        try:
+            return await self._obtain(name, self._folder.make, os.O_RDWR | self._direct_flag, nbytes)
+        except OSError as error:
+            raise self._mapped(error, name) from error
 
     async def open(self, name: str, *, writable: bool) -> File:
         path = self._folder.path / name
         flags = (os.O_RDWR if writable else os.O_RDONLY) | self._direct_flag
         try:
-            return await uninterrupted(self._keep(name, self._operations.call(self._folder.open, name, flags)))
+            return await self._obtain(name, self._folder.open, flags)
         except (FileNotFoundError, NotADirectoryError):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path)) from None
         except OSError as error:
@@ -223,8 +224,9 @@ class PosixWriter(Writer):
     def _direct_flag(self) -> int:
         return os.O_DIRECT if self._facts is not None and self._facts.direct else 0
 
-    async def _keep(self, name: str, opening: Awaitable[int]) -> File:
-        fd = await opening  # not interruptible: a descriptor that nobody knows would keep its lock
+    async def _obtain(self, name: str, opening: Callable[..., int], *arguments: int) -> File:
+        # A descriptor that nobody knows would keep its lock.
+        fd = await self._operations.obtain(self._folder.close_file, opening, name, *arguments)
         file = File(name, os.fstat(fd).st_size, fd, direct=bool(self._direct_flag))
         self._files.add(file)
         if self._closed:
