@@ -296,6 +296,7 @@ class EngineCore:
         snapshot = self._snapshots.take(state, pipeline.backend, optimizers, compare=compare, images=pipeline.images)
         self.stalls.state_seconds += time.perf_counter() - start
         pending: PendingCheckpoint | None = None
+        taken = False
         try:
             with self.admissions.lock:
                 self.check_alive()
@@ -316,7 +317,9 @@ class EngineCore:
                     self.guard.watch(job.overlapped)
                     if not snapshot.lazy.any_held:
                         pending.set_held_captured()
-                if not self.loop.post(pipeline.scheduler.start, job):
+                taken = True  # before it is: a buffer that is lost does no harm, one that is given back twice does
+                taken = self.loop.post(pipeline.scheduler.start, job)
+                if not taken:
                     raise ClosedError(f"the engine of {self.path} is closed")
                 if captured:
                     pending.set_captured()
@@ -324,6 +327,11 @@ class EngineCore:
             if pending is not None:
                 pipeline.aborts.take_back(pending)
             raise
+        finally:
+            if not taken:  # skipped after all, or the engine was closed meanwhile
+                if snapshot.image is not None:
+                    pipeline.images.take_back(snapshot.image)
+                snapshot.release()
         return pending, start
 
     @contextmanager
