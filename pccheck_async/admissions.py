@@ -146,8 +146,10 @@ class Admissions:
         if not self._failed:
             return
         with self.lock:
-            untold = [(pending, error) for pending, error in self._failed if not pending.failure_told]
-            self._failed.clear()
+            failed = [each for each in self._failed if not each[0].failure_told]
+            # Whoever waits for one will be told, or be cancelled before that: then it is for the next call.
+            self._failed = [each for each in failed if each[0].awaited]
+            untold = [each for each in failed if each not in self._failed]
         if not untold:
             return
         untold = [(pending, error) for pending, error in untold if not self.warn_of(pending, error)]

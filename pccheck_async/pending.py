@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from pccheck_async.errors import ClosedError
@@ -224,8 +225,13 @@ class PendingCheckpoint:
 
     @property
     def failure_told(self) -> bool:
-        """Whether somebody got to know of the failure, or is waiting and will."""
-        return self._told or bool(self._waiters)
+        """Whether somebody got to know of the failure."""
+        return self._told
+
+    @property
+    def awaited(self) -> bool:
+        """Whether somebody is waiting for it, and will get to know of a failure unless the waiting is cancelled."""
+        return bool(self._waiters)
 
     def set_held_captured(self) -> None:
         """Note that what is not left to the guard is captured."""
@@ -270,8 +276,10 @@ class _Waiter:
             raise ClosedError("this checkpoint is on its way in the parent process; a forked child cannot wait for it")
         pending._waiters.add(self)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         pending = self._pending
-        if self._moment.error is not None:
+        if error is not None and error is self._moment.error:
             pending._told = True
         pending._waiters.discard(self)

@@ -146,6 +146,28 @@ def test_nobody_else_is_told_of_a_checkpoint_while_it_is_aborted() -> None:
                 admissions.raise_untold()
 
 
+@pytest.mark.parametrize("when", ["before it is told", "as it is told"])
+def test_a_failure_whose_waiter_is_cancelled_is_for_the_next_call(when: str) -> None:
+    admissions = Admissions(EngineConfig(), Reporter("store", lambda: 0.0))
+
+    async def main() -> None:
+        pending = admissions.add(1)
+        waiting = asyncio.create_task(pending.captured())
+        await asyncio.sleep(0)
+        admissions.note_end(pending, error := CheckpointError("no"), superseded=False, nbytes=0)
+        admissions.raise_untold()  # somebody waits for it
+        if when == "as it is told":
+            pending.set_failed(error)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert waiting.cancelled()
+        with pytest.raises(CheckpointError, match="no"):
+            admissions.raise_untold()
+        admissions.raise_untold()
+
+    asyncio.run(main())
+
+
 def test_a_failure_that_a_cancelled_waiter_saw_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     gc.collect()  # what earlier tests left says nothing here
 
@@ -261,6 +283,36 @@ def test_skipping_is_decided_for_one_thread_after_another(tmp_path: Path) -> Non
         engine.drain()
         found = engine.statistics()
         assert (found.admitted, found.skipped) == (1, 3)
+
+
+@pytest.mark.parametrize("closing", [False, True])
+def test_what_is_skipped_after_it_was_read_gives_its_buffer_back(tmp_path: Path, closing: bool) -> None:
+    stuck = Stuck()
+    engine = SyncCheckpointEngine(tmp_path, io=stuck, max_in_flight=1, on_busy="skip").open()
+
+    class Busy:
+        """While it is read, the only place is taken, or the engine closed."""
+
+        def state_dict(self) -> dict[str, int]:
+            if closing:
+                engine.close()
+            else:
+                engine.checkpoint({"x": torch.ones(3)}, step=1)
+            return {"a": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+    images = engine._core.pipeline.images
+    engine.checkpoint({"x": torch.ones(3)}, step=0).result(60)
+    free = len(images._free)
+    stuck.writer.hold("flush")
+    if closing:
+        stuck.writer.release()
+    with pytest.raises(ClosedError) if closing else nullcontext():
+        assert engine.checkpoint({"busy": Busy(), "x": torch.ones(3)}, step=2).skipped
+    stuck.writer.release()
+    engine.close()
+    assert len(images._free) == free
 
 
 def test_an_engine_that_is_closed_twice_at_the_same_time(tmp_path: Path) -> None:
