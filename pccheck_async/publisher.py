@@ -53,7 +53,6 @@ class Publisher:
         self._store = store
         self._collect = collect
         self._fd = -1
-        self._locked = False
         self._said = False
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
@@ -98,18 +97,32 @@ class Publisher:
     def _publish(self) -> None:
         data = encode_status(self._collect())
         if self._fd < 0:
-            with _making:
-                self._fd = self._create()
-        if not self._locked:  # a reader may have been quicker, for a moment
-            with suppress(BlockingIOError):
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._locked = True
-        os.pwrite(self._fd, data, 0)
+            self._create(data)
+        else:
+            os.pwrite(self._fd, data, 0)
 
-    def _create(self) -> int:
+    def _create(self, data: bytes) -> None:
+        """Make the file anew: what is there may be another process's that died. Raises what says that it is not.
+
+        It gets its name when it is locked and says something: a reader that found it before could lock it shared, or
+        take this process for dead.
+        """
         with suppress(FileNotFoundError):
             self._remove_old()
-        return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
+        nameless = self._path.with_name(STATUS_NAME + ".tmp")
+        nameless.unlink(missing_ok=True)  # of a process that died, as the store is locked
+        try:
+            with _making:
+                self._fd = os.open(nameless, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
+            with suppress(OSError):  # where the filesystem locks nothing, its age says whether the engine lives
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.pwrite(self._fd, data, 0)
+            nameless.rename(self._path)
+        except BaseException:
+            self.abandon()
+            with suppress(OSError):
+                nameless.unlink(missing_ok=True)
+            raise
 
     def _remove_old(self) -> None:
         """Remove the file of an engine that died. Raises what says that it is something else, or not there."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,29 @@ def test_what_is_closed_while_it_is_read_did_not_die(tmp_path: Path, monkeypatch
 
         monkeypatch.setattr(fcntl, "flock", closed_first)
         assert read_status(tmp_path) is None
+
+
+def test_a_reader_that_is_quicker_than_the_lock_takes_no_engine_for_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is there before the engine has locked its file, a reader opens and locks it."""
+    lock, readers = fcntl.flock, []
+
+    def locked_by_a_reader_first(fd: int, how: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(os.fspath(tmp_path / STATUS_NAME)) and how & fcntl.LOCK_EX:
+            with suppress(FileNotFoundError):
+                readers.append(os.open(tmp_path / STATUS_NAME, os.O_RDONLY))
+                lock(readers[-1], fcntl.LOCK_SH | fcntl.LOCK_NB)
+        lock(fd, how)
+
+    with SyncCheckpointEngine(tmp_path) as engine:
+        monkeypatch.setattr("pccheck_async.publisher.fcntl.flock", locked_by_a_reader_first)
+        save(engine, 1)
+        assert published(tmp_path).alive
+        monkeypatch.undo()
+    for fd in readers:
+        os.close(fd)
+    assert not list(tmp_path.glob("status*"))
 
 
 def test_closing_removes_its_own_and_no_other(tmp_path: Path) -> None:
