@@ -20,6 +20,7 @@ from pccheck_async.errors import CorruptStoreError, ReadError, StoreFullError, W
 from pccheck_async.memory import PAGE_BYTES, map_memory
 from pccheck_async.testing.wrapping import WrappingWriter
 from pccheck_async.writer import File, Part, Writer
+from pccheck_async.writer.filesystem import filesystem_type
 from pccheck_async.writer.posix import PosixWriter
 from tests.conftest import ENGINES
 from tests.planted import PLANTED, planted
@@ -477,6 +478,21 @@ def test_tmpfs_uses_buffered_io_and_says_so(on_disk: OnDisk, caplog: pytest.LogC
             on_disk(folder, test)
     finally:
         folder.rmdir()
+
+
+def test_the_filesystem_is_that_of_the_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Subvolumes of btrfs, and files of an overlay, have devices that are mounted nowhere."""
+    known = filesystem_type(tmp_path)
+    stat = os.stat
+
+    def of_a_subvolume(path: Any, **named: Any) -> os.stat_result:
+        found = stat(path, **named)
+        return os.stat_result((*found[:2], 0x7FFF, *found[3:]))
+
+    assert (filesystem_type("/proc/sys"), filesystem_type("/none")) == ("proc", "unknown")
+    monkeypatch.setattr(os, "stat", of_a_subvolume)
+    assert os.stat(tmp_path).st_dev == 0x7FFF
+    assert filesystem_type(tmp_path) == known != "unknown"
 
 
 def test_descriptors_do_not_leak(tmp_path: Path, on_disk: OnDisk) -> None:

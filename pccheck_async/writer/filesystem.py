@@ -49,16 +49,26 @@ def direct_alignment(fd: int) -> tuple[int, int]:
 def filesystem_type(folder: str | os.PathLike[str]) -> str:
     """Return the name of the filesystem that ``folder`` is on ("ext4"), "unknown" where the kernel does not tell."""
     try:
-        device = os.stat(folder).st_dev
-        wanted = f"{os.major(device)}:{os.minor(device)}"
+        # By the mount, not by the device: that of a btrfs subvolume, or of an overlay, is not the one that is mounted.
+        wanted = _mount(folder)
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
             for line in mounts:
                 fields = line.split()
-                if fields[2] == wanted:
+                if fields[0] == wanted:
                     return fields[fields.index("-") + 1]
     except (OSError, ValueError, IndexError):
         pass
     return "unknown"
+
+
+def _mount(folder: str | os.PathLike[str]) -> str:
+    """Return the kernel's number of the mount that ``folder`` is reached by."""
+    fd = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+    try:
+        lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
+    finally:
+        os.close(fd)
+    return next((line.split()[1] for line in lines if line.startswith("mnt_id:")), "")
 
 
 def probe(folder: Path, create: bool) -> FileSystemFacts:
