@@ -1,46 +1,73 @@
-"""What this process may use of the machine: cores and memory, cgroup limits and affinity included."""
+"""What this process may use of the machine: cores and memory, cgroup limits, resource limits and affinity included."""
 
 from __future__ import annotations
 
 import os
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = ["available_cores", "available_memory"]
 
+_MEMORY = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.high", "memory.current", "inactive_file"),  # beyond it the kernel slows the process down
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Of a cgroup: the limit, what is used of it, and what of that the kernel gives back when it is asked for more."""
+_RLIMITS = ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData"))
 
-def available_cores() -> int:
-    """Cores that this process may run on (affinity and cgroup CPU quota)."""
+
+def available_cores(root: Path = Path("/")) -> int:
+    """Cores that this process may run on (affinity and cgroup CPU quota); ``root`` is where the kernel tells."""
     cores = len(os.sched_getaffinity(0))
-    for folder in _cgroups():
-        quota = _read(folder / "cpu.max").split()
-        if len(quota) == 2 and quota[0].isdigit() and int(quota[1]) > 0:
-            cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
+    for folder in _cgroups(root, "cpu"):
+        two = _read(folder / "cpu.max").split()
+        one = [_read(folder / f"cpu.cfs_{each}_us").strip() for each in ("quota", "period")]
+        for quota, period in (each for each in (two, one) if len(each) == 2):
+            if quota.isdigit() and period.isdigit() and int(period) > 0:  # "max" or -1 where there is none
+                cores = min(cores, int(quota) // int(period))
     return max(1, cores)
 
 
-def available_memory() -> int:
-    """Bytes that this process can still take: free memory of the machine, or what its cgroups leave."""
-    fields = (line.split() for line in _read(Path("/proc/meminfo")).splitlines())
-    free = next((int(f[1]) * 1024 for f in fields if f[0] == "MemAvailable:"), os.sysconf("SC_PAGE_SIZE") * 1024)
-    for folder in _cgroups():
-        for limit, use in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that this process can still take: free memory, what its cgroups leave, or its resource limits.
+
+    What a cgroup holds of files that were read counts as free, as it does for the machine: the kernel drops it first.
+    """
+    free = _fields(root / "proc/meminfo").get("MemAvailable:", os.sysconf("SC_PAGE_SIZE")) * 1024
+    for folder in _cgroups(root, "memory"):
+        for limit, use, cache in _MEMORY:
             most, now = _read(folder / limit).strip(), _read(folder / use).strip()
             if most.isdigit() and now.isdigit():
-                free = min(free, max(0, int(most) - int(now)))
+                used = int(now) - _fields(folder / "memory.stat").get(cache, 0)
+                free = min(free, max(0, int(most) - max(0, used)))
+    mine = _fields(root / "proc/self/status")
+    for number, used_by in _RLIMITS:
+        soft, _ = resource.getrlimit(number)
+        if soft != resource.RLIM_INFINITY:
+            free = min(free, max(0, soft - mine.get(f"{used_by}:", 0) * 1024))
     return free
 
 
-def _cgroups() -> list[Path]:
-    """This process's cgroup folders, its own first, then the ancestors; version 1's memory controller too."""
-    folders: list[Path] = []
-    for line in _read(Path("/proc/self/cgroup")).splitlines():
+def _cgroups(root: Path, controller: str) -> Iterator[Path]:
+    """This process's cgroup folders for a controller, its own first, then the ancestors; of version 2 and of 1.
+
+    In a container the path may be the one outside of it; what is mounted there is then the container's own cgroup.
+    """
+    for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
+        if controllers and controller not in controllers.split(","):
             continue
-        root = Path("/sys/fs/cgroup") / controllers
-        own = root / path.lstrip("/")
-        folders += [folder for folder in (own, *own.parents) if folder == root or root in folder.parents]
-    return folders
+        top = root / "sys/fs/cgroup" / (controller if controllers else "")
+        own = top / path.lstrip("/")
+        yield from (folder for folder in (own, *own.parents) if folder == top or top in folder.parents)
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Names and numbers of a file of the kernel's that has one of each in a line."""
+    lines = (line.split() for line in _read(path).splitlines())
+    return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}
 
 
 def _read(path: Path) -> str:
