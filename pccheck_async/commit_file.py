@@ -26,7 +26,7 @@ from pccheck_async.layout import (
     region_offsets,
     slot_number,
 )
-from pccheck_async.lifetime import count_open
+from pccheck_async.lifetime import made_here
 from pccheck_async.memory import PAGE_BYTES, aligned_buffer
 from pccheck_async.published import read_status
 from pccheck_async.records import read_identity
@@ -99,7 +99,7 @@ async def open_commit(writer: Writer, path: str | os.PathLike[str], lock_timeout
         WriteError: the folder cannot be written.
     """
     facts = await writer.prepare(create=True)
-    file = await lock_commit(writer, lambda: _open(writer), lock_timeout)
+    file = await lock_commit(writer, lambda: _open(writer), lock_timeout, lambda: _refuse_own(path))
     if file is None:
         raise StoreLockedError(
             f"another writer has held {os.fspath(path)} for {lock_timeout} s{_holder(path)}: close it first, or use "
@@ -114,18 +114,29 @@ async def open_commit(writer: Writer, path: str | os.PathLike[str], lock_timeout
 
 def _holder(path: str | os.PathLike[str]) -> str:
     """Who it probably is, for a message."""
-    if count_open(os.fspath(path)) > 1:  # besides the one that is told
-        return " (an engine of this process that nobody closed)"
     with suppress(OSError):
         if (published := read_status(path)) is not None and published.alive:
             return f" (process {published.status.pid} on {published.status.host!r})"
     return ""
 
 
-async def lock_commit(writer: Writer, opening: Callable[[], Awaitable[File]], timeout: float) -> File | None:
+def _refuse_own(path: str | os.PathLike[str]) -> None:
+    """Raise StoreLockedError where an engine of this process has the store open: it does not die, and may never end."""
+    if made_at := made_here(path):
+        raise StoreLockedError(
+            f"an engine of this process has {os.fspath(path)} open, made at {made_at}: close it first (where no name "
+            "leads to it any more, as after a cell of a notebook ran again, restart the process), or use another "
+            "folder (reading with load or list_checkpoints works meanwhile)"
+        )
+
+
+async def lock_commit(
+    writer: Writer, opening: Callable[[], Awaitable[File]], timeout: float, refused: Callable[[], None] = lambda: None
+) -> File | None:
     """Open the file and lock it against other writers; None where one held it for ``timeout`` seconds.
 
     Whoever held it may have put another one in its place, as recovering does: then it is that one which is locked.
+    ``refused`` is called each time that somebody else holds it, and may end the waiting with an error.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout
@@ -134,6 +145,8 @@ async def lock_commit(writer: Writer, opening: Callable[[], Awaitable[File]], ti
         locked = await writer.try_lock(file)
         if locked and await writer.in_place(file):
             return file
+        if not locked:
+            refused()
         if loop.time() >= deadline:
             return None
         if locked:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -62,6 +64,7 @@ class EngineCore:
         self.config = config
         self.io = io
         self._pid = os.getpid()
+        self.made_at = _caller()
         self._state = "new"
         self.reporter = Reporter(self.path, lambda: self.stalls.seconds)
         self.trace: Sink | None = None
@@ -78,6 +81,11 @@ class EngineCore:
         self._session: Session | None = None  # known before the store is locked, to let go of it in a forked child
         self._pipeline: Pipeline | None = None
         self._closed: Moment[Exception | None] = Moment()  # and what kept all of it from being closed
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is, and nobody is closing it."""
+        return self._state == "open"
 
     # -- driving
 
@@ -458,3 +466,11 @@ class EngineCore:
     def statistics(self) -> EngineStatistics:
         """Return a snapshot of everything counted so far."""
         return self._ledger.statistics(self.pipeline)
+
+
+def _caller() -> str:
+    """Return file and line of the code that makes an engine: what is outside of this package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "pccheck_async":
+        frame = frame.f_back
+    return "an unknown place" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -7,11 +7,15 @@ import os
 import sys
 from typing import Protocol
 
-__all__ = ["count_open", "forget", "remember"]
+__all__ = ["forget", "made_here", "remember"]
 
 
 class _Open(Protocol):
     path: str
+    made_at: str
+
+    @property
+    def is_open(self) -> bool: ...
 
     def abandon(self) -> None: ...
 
@@ -31,9 +35,11 @@ def forget(engine: _Open) -> None:
     _open.pop(id(engine), None)
 
 
-def count_open(path: str) -> int:
-    """Return how many engines of this process have a store open, or are about to."""
-    return sum(engine.path == path for engine in list(_open.values()))
+def made_here(path: str | os.PathLike[str]) -> str:
+    """Return where the engine of this process was made that has a store open; "" where none has, or it is closing."""
+    wanted = os.path.realpath(path)
+    found = (each.made_at for each in list(_open.values()) if each.is_open and os.path.realpath(each.path) == wanted)
+    return next(found, "")
 
 
 def _drain_at_exit() -> None:

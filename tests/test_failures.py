@@ -38,6 +38,7 @@ from pccheck_async import (
     describe_checkpoint,
     list_checkpoints,
     load_sync,
+    pin_checkpoint,
 )
 from pccheck_async.layout import (
     COMMIT_NBYTES,
@@ -51,7 +52,7 @@ from pccheck_async.layout import (
 from pccheck_async.memory import PAGE_BYTES
 from pccheck_async.operations.base import Operations
 from pccheck_async.published import read_status
-from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter
+from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, StuckWriter
 from pccheck_async.writer import Writer
 from pccheck_async.writer.posix import PosixWriter
 from tests.children import in_child
@@ -406,21 +407,38 @@ def test_a_writer_of_another_process_is_named(tmp_path: Path) -> None:
 
 def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path) as engine:
-        held = rf"{re.escape(str(tmp_path))} for 0 s \(an engine of this process that nobody closed\): close it first"
-        with pytest.raises(StoreLockedError, match=held), SyncCheckpointEngine(tmp_path, lock_timeout=0):
-            pass
+        line = sys._getframe().f_lineno - 1
+        held = f"{re.escape(str(tmp_path))} open, made at {re.escape(__file__)}:{line}: close it first"
+        (tmp_path.parent / "link").symlink_to(tmp_path)
+        for path in (tmp_path, tmp_path.parent / "link"):  # at once: whoever holds it does not die
+            with pytest.raises(StoreLockedError, match="made at"), SyncCheckpointEngine(path, lock_timeout=3600):
+                pass
+        with pytest.raises(StoreLockedError, match=held):
+            pin_checkpoint(tmp_path, 1)
         assert engine.checkpoint(state_of(1), step=1).result(60).step == 1
     save(tmp_path, 2)
 
 
-def test_a_dying_writer_is_waited_for(tmp_path: Path) -> None:
+def test_a_writer_that_is_being_closed_is_waited_for(tmp_path: Path) -> None:
+    def stuck(path: str, operations: Operations) -> StuckWriter:
+        writers.append(StuckWriter(PosixWriter(path, operations), kinds=()))
+        return writers[0]
+
     async def main() -> None:
-        first = await CheckpointEngine(tmp_path).open()
+        first = await CheckpointEngine(tmp_path, io=stuck).open()
+        writers[0].hold("flush")
+        await first.checkpoint(state_of(1), step=1)
+        await asyncio.to_thread(writers[0].wait_stuck)
+        closing = asyncio.create_task(first.close())
+        await asyncio.sleep(0)
         second = asyncio.create_task(CheckpointEngine(tmp_path, lock_timeout=60).open())
         await asyncio.sleep(0.05)
         assert not second.done()
-        await first.close()
+        writers[0].release()
+        await closing
         await (await second).close()
+
+    writers: list[StuckWriter] = []
 
     asyncio.run(main())
 
