@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -23,7 +25,7 @@ from pccheck_async.info import CheckpointInfo, Metadata, Restored, check_step, n
 from pccheck_async.layout import check_metadata
 from pccheck_async.ledger import Ledger
 from pccheck_async.lifetime import forget, remember
-from pccheck_async.logs import about
+from pccheck_async.logs import about, write
 from pccheck_async.loop import EngineLoop
 from pccheck_async.moment import Moment
 from pccheck_async.overlap import Guard, Overlapped
@@ -80,6 +82,7 @@ class EngineCore:
         self.loop: EngineLoop
         self._session: Session | None = None  # known before the store is locked, to let go of it in a forked child
         self._pipeline: Pipeline | None = None
+        self.unawaited: dict[object, str] = {}  # calls of the facade's coroutine methods that have not begun
         self._closed: Moment[Exception | None] = Moment()  # and what kept all of it from being closed
 
     @property
@@ -193,6 +196,15 @@ class EngineCore:
         if self.steps.is_as_it_was(last):
             self.admit(last.state, last.step, last.metadata, last=True)  # closing waits for it, and tells its failure
 
+    def _say_unawaited(self) -> None:
+        """Tell of calls that did nothing: a coroutine that nobody awaits does not even begin."""
+        calls = Counter(self.unawaited.values())
+        self.unawaited.clear()
+        if calls:
+            text = "calls that nobody awaited did nothing: %s; write 'await engine.%s(...)'"
+            said = ", ".join(f"{count} of {name}()" for name, count in calls.items())
+            write(logging.WARNING, "unawaited", text, said, next(iter(calls)), store=self.path)
+
     def _close(self, deadline: float | None) -> Steps:
         closed, failure = True, None
         try:
@@ -203,6 +215,7 @@ class EngineCore:
             failure = error
             raise
         finally:
+            self._say_unawaited()
             self.steps.close()
             forget(self)
             self._ledger.end()

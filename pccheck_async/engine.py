@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
+from functools import partial, wraps
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar, cast
 
 from pccheck_async.engine_base import EngineBase
 from pccheck_async.info import CheckpointInfo, Metadata, Restored
@@ -18,6 +19,30 @@ from pccheck_async.tuned import Tuning
 from pccheck_async.tuner import Progress, checkpoint_bytes, tune
 
 __all__ = ["CheckpointEngine"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _noted(
+    method: Callable[Concatenate[CheckpointEngine, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[CheckpointEngine, P], Coroutine[Any, Any, T]]:
+    """Let closing the engine tell of calls that nobody awaited: Python's own warning of them is easily lost."""
+
+    async def begin(call: object, work: Callable[[], Coroutine[Any, Any, T]], self: CheckpointEngine) -> T:
+        self._core.unawaited.pop(call, None)
+        return await work()
+
+    @wraps(method)
+    def called(self: CheckpointEngine, *arguments: P.args, **named: P.kwargs) -> Coroutine[Any, Any, T]:
+        method(self, *arguments, **named).close()  # wrong arguments are refused here, and not where it is awaited
+        call = object()
+        self._core.unawaited[call] = method.__name__
+        coroutine: Any = begin(call, partial(method, self, *arguments, **named), self)
+        coroutine.__qualname__ = method.__qualname__  # of Python's own warning
+        return cast("Coroutine[Any, Any, T]", coroutine)
+
+    return cast("Callable[Concatenate[CheckpointEngine, P], Coroutine[Any, Any, T]]", called)
 
 
 class CheckpointEngine(EngineBase):
@@ -82,7 +107,7 @@ class CheckpointEngine(EngineBase):
         """Wait until every checkpoint ended, then close; idempotent. Saves nothing more (see ``save_last``).
 
         Called by several tasks or threads, it returns to each when the engine is closed. What the deadline left behind
-        is raised to all of them, a failure that nobody saw to one.
+        is raised to all of them, a failure that nobody saw to one. The log tells of calls that nobody awaited.
 
         Args:
             deadline: Seconds after which to give up; what is then still being written is left behind and said.
@@ -151,6 +176,7 @@ class CheckpointEngine(EngineBase):
             await self._core.run(self._core.last(this))
             await self._let_cancel()
 
+    @_noted
     async def checkpoint(
         self,
         state: Mapping[str, Any],
@@ -204,6 +230,7 @@ class CheckpointEngine(EngineBase):
             self._core.stalls.note_call(pending, start)
         return pending
 
+    @_noted
     async def restore(
         self,
         state: Mapping[str, Any],
@@ -248,6 +275,7 @@ class CheckpointEngine(EngineBase):
         restored: Restored | None = await self._core.run(self._core.restore(state, step, progress, strict=strict))
         return restored
 
+    @_noted
     async def pin(self, step: int) -> CheckpointInfo:
         """Keep the newest checkpoint of ``step`` until :meth:`unpin`, whatever ``keep_last`` and its like say.
 
@@ -263,11 +291,13 @@ class CheckpointEngine(EngineBase):
         self._core.check_alive()
         return await self._core.loop.run(self._core.pin(step, True))
 
+    @_noted
     async def unpin(self, step: int) -> CheckpointInfo:
         """End :meth:`pin`: the next commit drops it where no rule keeps it."""
         self._core.check_alive()
         return await self._core.loop.run(self._core.pin(step, False))
 
+    @_noted
     async def drain(self) -> None:
         """Wait until every checkpoint admitted so far ended.
 
@@ -280,6 +310,7 @@ class CheckpointEngine(EngineBase):
         await self._core.loop.run(self._core.drain())
         self._core.admissions.raise_untold()
 
+    @_noted
     async def tune(
         self,
         state: Mapping[str, Any] | None = None,

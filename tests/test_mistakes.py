@@ -7,6 +7,7 @@ import copy
 import os
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -221,3 +222,35 @@ def test_a_wrapped_model_and_a_plain_one(tmp_path: Path, wrap: Callable[[nn.Modu
             with pytest.raises(StateMismatchError, match=rf"a model {where} is wrapped by .*\({inside}\)$") as raised:
                 engine.restore({"net": live})
             assert "strict" not in str(raised.value)
+
+
+@pytest.mark.filterwarnings("ignore:coroutine 'CheckpointEngine:RuntimeWarning")
+@pytest.mark.parametrize("ends", ["closed", "left by an error"])
+def test_calls_that_nobody_awaited_are_told_when_the_engine_closes(
+    tmp_path: Path, ends: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with CheckpointEngine(tmp_path) as engine:
+            engine.restore(STATE)  # type: ignore[unused-coroutine]
+            for step in range(3):
+                engine.checkpoint(STATE, step=step)  # type: ignore[unused-coroutine]
+            begun = asyncio.create_task(engine.checkpoint(STATE, step=3))
+            await engine.checkpoint(STATE, step=4)
+            await begun
+            with pytest.raises(TypeError):
+                engine.checkpoint()  # type: ignore[call-arg,unused-coroutine]
+            if ends != "closed":
+                raise ZeroDivisionError
+
+    with nullcontext() if ends == "closed" else pytest.raises(ZeroDivisionError):
+        asyncio.run(main())
+    (said,) = [record.getMessage() for record in caplog.records if record.__dict__.get("event") == "unawaited"]
+    assert said == (
+        "calls that nobody awaited did nothing: 1 of restore(), 3 of checkpoint(); write 'await engine.restore(...)'"
+    )
+    assert [info.step for info in list_checkpoints(tmp_path)] == [3]  # the task began last
+
+
+def test_a_call_that_nobody_awaited_has_the_name_of_its_method(tmp_path: Path) -> None:
+    with pytest.warns(RuntimeWarning, match=r"coroutine 'CheckpointEngine\.checkpoint' was never awaited"):
+        CheckpointEngine(tmp_path).checkpoint(STATE)  # type: ignore[unused-coroutine]
