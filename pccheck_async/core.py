@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -159,7 +159,8 @@ class EngineCore:
         if self._state == "opening":
             raise ClosedError(f"the engine of {self.path} is being opened: cancel that, or close it afterwards")
         with self.admissions.lock:
-            first, self._state = self._state == "open", "closing"
+            if first := self._state == "open":
+                self._state = "closing"
         if first:
             yield from self._close(deadline)
         elif not (yield Until(self._closed.future(), deadline)):
@@ -203,7 +204,8 @@ class EngineCore:
         if calls:
             text = "calls that nobody awaited did nothing: %s; write 'await engine.%s(...)'"
             said = ", ".join(f"{count} of {name}()" for name, count in calls.items())
-            write(logging.WARNING, "unawaited", text, said, next(iter(calls)), store=self.path)
+            with suppress(Exception):  # of a handler of the log: the engine closes all the same
+                write(logging.WARNING, "unawaited", text, said, next(iter(calls)), store=self.path)
 
     def _close(self, deadline: float | None) -> Steps:
         closed, failure = True, None

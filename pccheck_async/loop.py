@@ -162,8 +162,10 @@ class EngineLoop:
             with suppress(RuntimeError):  # no thread can be started while the interpreter exits, and none is left
                 self.loop.run_until_complete(self.loop.shutdown_default_executor())
         finally:
-            self.loop.close()
-            self._ended.set_result(None)
+            try:
+                self.loop.close()
+            finally:
+                self._ended.set_result(None)
 
 
 async def wait_for(future: concurrent.futures.Future[T]) -> T:

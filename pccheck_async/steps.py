@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections.abc import Callable, Coroutine, Generator
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -52,9 +53,9 @@ def outlast(future: concurrent.futures.Future[Any]) -> Steps:
         raise cancelled
 
 
-def block_on(loop: Callable[[], EngineLoop], steps: Steps) -> Any:
-    """Drive ``steps`` from this thread, blocking it while the engine's loop works."""
-    work: Callable[[], _Work] = lambda: next(steps)  # noqa: E731
+def block_on(loop: Callable[[], EngineLoop], steps: Steps, work: Callable[[], _Work] | None = None) -> Any:
+    """Drive ``steps`` from this thread, blocking it while the engine's loop works; ``work`` is how to go on."""
+    work = work or partial(next, steps)
     try:
         while True:
             step = work()
@@ -76,6 +77,10 @@ async def run(loop: Callable[[], EngineLoop], steps: Steps) -> Any:
             step = work()
             try:
                 result = await (step.wait() if isinstance(step, Until) else loop().run(step))
+            except GeneratorExit:  # the coroutine was thrown away, and cannot await anything any more
+                with suppress(asyncio.CancelledError):
+                    block_on(loop, steps, partial(steps.throw, asyncio.CancelledError()))
+                raise
             except BaseException as error:  # noqa: BLE001 - the steps decide what it means
                 work = partial(steps.throw, error)
             else:

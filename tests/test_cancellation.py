@@ -285,6 +285,22 @@ def test_skipping_is_decided_for_one_thread_after_another(tmp_path: Path) -> Non
         assert (found.admitted, found.skipped) == (1, 3)
 
 
+@pytest.mark.parametrize("when", ["opening", "closing"])
+def test_a_coroutine_that_is_thrown_away_half_way_leaves_no_engine(tmp_path: Path, when: str) -> None:
+    async def main() -> None:
+        engine = CheckpointEngine(tmp_path)
+        if when == "closing":
+            await engine.open()
+        thrown_away = engine.open() if when == "opening" else engine.close()
+        thrown_away.send(None)
+        thrown_away.close()
+        async with CheckpointEngine(tmp_path, lock_timeout=0):
+            pass
+
+    asyncio.run(main())
+    assert not open_files(tmp_path)
+
+
 @pytest.mark.parametrize("closing", [False, True])
 def test_what_is_skipped_after_it_was_read_gives_its_buffer_back(tmp_path: Path, closing: bool) -> None:
     stuck = Stuck()

@@ -112,8 +112,8 @@ class OperationsAtOnce(Operations):
     async def _perform(self, operation: Operation) -> Any:
         return _perform(operation)
 
-    def _submit(self, batch: Sequence[tuple[int, Operation]]) -> None:
-        raise NotImplementedError
+    def _submit(self, batch: object) -> None:
+        raise AssertionError("nothing is ever in flight here")
 
     _cancel = _shutdown = _submit  # type: ignore[assignment]
 
