@@ -34,6 +34,7 @@ dropping            WARNING  the store holds checkpoints that no rule of this en
 crowded_out         WARNING  ``keep_every`` keeps more than a record names
 last_not_saved      WARNING  leaving the context did not save the last step, because the state is not that of its end
 no_step             WARNING  a checkpoint is due and no attached optimizer has made a step for 256 brackets; once
+unawaited           WARNING  coroutine methods of the engine were called and never awaited; when it closes
 unused_gradients    WARNING  brackets in a row ended with gradients that no step used, which are ignored now
 captured_eagerly    WARNING  what keeps being torn beside training is captured before ``engine.step`` ends from then on
 unseen_optimizer    WARNING  an optimizer in the state has no hooks, so that its windows of accumulation are not seen
