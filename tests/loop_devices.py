@@ -19,6 +19,7 @@ MAKE = {
     "ext4 of 1 KiB blocks": ["mkfs.ext4", "-q", "-m", "0", "-b", "1024"],
     "xfs": ["mkfs.xfs", "-q", "-f"],
     "btrfs": ["mkfs.btrfs", "-q", "-f"],
+    "ext2": ["mkfs.ext2", "-q", "-m", "0"],
     "tmpfs": [],
     "overlay": ["mkfs.ext4", "-q", "-m", "0"],
 }

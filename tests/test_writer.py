@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from pccheck_async.errors import CorruptStoreError, ReadError, StoreFullError, WriteError
+from pccheck_async.layout import COMMIT_NAME
 from pccheck_async.memory import PAGE_BYTES, map_memory
 from pccheck_async.testing.wrapping import WrappingWriter
 from pccheck_async.writer import File, Part, Writer
@@ -586,3 +587,67 @@ def test_what_is_synced_is_in_the_kernel_by_then(
         assert [inode for inode, _ in synced] == [_inode(store)]
 
     on_disk(store, test)
+
+
+def test_a_device_that_fails_to_read_does_not_refuse_direct_io(
+    tmp_path: Path, io: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first block of the file that is tried may be a bad one."""
+
+    def fail(*_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    async def main() -> None:
+        async with opened(tmp_path, io) as writer:
+            await writer.create(COMMIT_NAME, PAGE_BYTES)
+            if not writer.statistics().direct:
+                pytest.skip("no direct I/O on this filesystem")
+            monkeypatch.setattr(os, "preadv", fail)
+            assert (await writer.prepare(create=False)).direct
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_zeros_are_written_where_space_cannot_be_reserved(
+    tmp_path: Path, io: str, error: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(error, os.strerror(error))
+
+    async def main() -> None:
+        async with opened(tmp_path, io) as writer:
+            monkeypatch.setattr(os, "posix_fallocate", refuse)
+            assert "zeros" not in writer.statistics().why
+            nbytes = (5 << 20) + PAGE_BYTES
+            for name in ("slot-000", "slot-001"):
+                file = await writer.create(name, nbytes)
+                assert file.nbytes == nbytes
+                found = (tmp_path / name).stat()
+                assert found.st_size == nbytes <= found.st_blocks * 512  # no holes
+            await writer.write(file, PAGE_BYTES, block(b"hello"))
+            await writer.flush(file)
+            assert (tmp_path / "slot-001").read_bytes() == bytes(PAGE_BYTES) + bytes(block(b"hello")) + bytes(
+                nbytes - 2 * PAGE_BYTES
+            )
+            assert f"zeros ({os.strerror(error)})" in writer.statistics().why
+
+    with caplog.at_level(logging.INFO, "pccheck_async"):
+        asyncio.run(main())
+    assert [record.event for record in caplog.records].count("zeros") == 1  # type: ignore[attr-defined]
+
+
+def test_a_reservation_that_fails_for_want_of_space_writes_no_zeros(
+    tmp_path: Path, io: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def main() -> None:
+        async with opened(tmp_path, io) as writer:
+            monkeypatch.setattr(os, "posix_fallocate", refuse)
+            with pytest.raises(StoreFullError):
+                await writer.create("slot-000", PAGE_BYTES)
+            assert await writer.names() == []
+
+    asyncio.run(main())

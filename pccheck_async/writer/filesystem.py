@@ -88,7 +88,7 @@ def probe(folder: Path, create: bool) -> FileSystemFacts:
             if writable:
                 os.pwrite(fd, view, 0)
             else:
-                os.preadv(fd, [view], 0)
+                _try_to_read(fd, view)
     except OSError as error:
         return _buffered(f"O_DIRECT is refused at the first transfer ({error.strerror})")
     finally:
@@ -100,6 +100,15 @@ def probe(folder: Path, create: bool) -> FileSystemFacts:
         direct=True,
         why=f"O_DIRECT works on this {kind} in blocks of {block} bytes{reservation}",
     )
+
+
+def _try_to_read(fd: int, view: memoryview) -> None:
+    """Read a block directly; a device that fails to has taken the transfer."""
+    try:
+        os.preadv(fd, [view], 0)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
 
 
 def _open_probe(folder: Path, create: bool) -> tuple[int, bool]:

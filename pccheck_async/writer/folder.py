@@ -8,7 +8,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from pccheck_async.errors import CorruptStoreError
 from pccheck_async.fork_lock import ForkLock
+from pccheck_async.memory import map_memory
 from pccheck_async.regular_file import open_regular
 
 __all__ = ["Folder"]
@@ -17,6 +19,9 @@ _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _MODE = 0o666  # the user's umask decides
 _MOST_SMALL_BYTES = 1 << 20
 """Of a file that is read as a whole; a store's have some hundreds."""
+_NO_RESERVATION = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+"""The first is the C library's: it writes single bytes instead, which direct I/O refuses."""
+_ZEROS_NBYTES = 4 << 20
 _opening = ForkLock()
 
 
@@ -31,10 +36,12 @@ class Folder:
 
     Attributes:
         path: Where it was.
+        zeros: Why space is reserved by writing zeros; empty as long as the filesystem reserves it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
+        self.zeros = ""
         self._handle: int | None = None
         self._fds: set[int] = set()
 
@@ -70,7 +77,7 @@ class Folder:
         with open(name, "rb", opener=self.open_unknown) as file:
             data = file.read(_MOST_SMALL_BYTES + 1)
         if len(data) > _MOST_SMALL_BYTES:
-            raise OSError(errno.EFBIG, "too large for what it is")
+            raise CorruptStoreError(f"{self.path / name} is too large for what it is")
         return data
 
     def write_small(self, name: str, data: bytes) -> None:
@@ -86,12 +93,24 @@ class Folder:
         fd = self._remembered(lambda: os.open(self._named(name), flags, _MODE, dir_fd=self._handle))
         try:
             if nbytes:
-                os.posix_fallocate(fd, 0, nbytes)
+                self._reserve(fd, nbytes)
         except BaseException:
             self.close_file(fd)
             self.unlink(name)
             raise
         return fd
+
+    def _reserve(self, fd: int, nbytes: int) -> None:
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+        except OSError as error:
+            if error.errno not in _NO_RESERVATION:
+                raise
+            self.zeros = error.strerror or str(error)
+            with map_memory(_ZEROS_NBYTES) as memory, memoryview(memory) as zeros:
+                done = 0
+                while done < nbytes:
+                    done += os.pwrite(fd, zeros[: min(len(zeros), nbytes - done)], done)
 
     def leads_to(self, name: str, fd: int) -> bool:
         """Whether a name is that of the file which is open as ``fd``."""

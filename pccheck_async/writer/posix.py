@@ -26,6 +26,7 @@ __all__ = ["PosixWriter"]
 T = TypeVar("T")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REMOVED = "the file was removed while the store was open; open it again"
+_ZEROS = "the filesystem reserves no space, which is taken by writing zeros (%s)"
 _BUFFERED = "%s: buffered I/O with fdatasync: %s"
 _WRITE, _FLUSH, _UNLOCK, _LINKED = Kind.WRITE, Kind.FLUSH, Kind.UNLOCK, Kind.LINKED
 _writers: weakref.WeakSet[PosixWriter] = weakref.WeakSet()
@@ -96,10 +97,15 @@ class PosixWriter(Writer):
             await self._change("", self._folder.sync)
 
     async def create(self, name: str, nbytes: int) -> File:
+        reserved = not self._folder.zeros
         try:
-            return await self._obtain(name, self._folder.make, os.O_RDWR | self._direct_flag, nbytes)
+            file = await self._obtain(name, self._folder.make, os.O_RDWR | self._direct_flag, nbytes)
         except OSError as error:
             raise self._mapped(error, name) from error
+        if reserved and self._folder.zeros:
+            with suppress(Exception):  # of a handler of the log: nobody would know of the file
+                write(logging.INFO, "zeros", "%s: %s", self._folder.path, _ZEROS % self._folder.zeros)
+        return file
 
     async def open(self, name: str, *, writable: bool) -> File:
         path = self._folder.path / name
@@ -213,6 +219,8 @@ class PosixWriter(Writer):
 
     def statistics(self) -> WriterStatistics:
         why = self._facts.why if self._facts else "not opened yet"
+        if self._folder.zeros:
+            why += f"; {_ZEROS % self._folder.zeros}"
         return WriterStatistics(
             engine=self._operations.name,
             direct=self._facts is not None and self._facts.direct,
