@@ -45,11 +45,13 @@ class CommitFile:
     Attributes:
         file: The file.
         identity: What ``store.json`` beside it says.
+        is_new: Whether this process made it, and flushed what is in it.
     """
 
-    def __init__(self, file: File, identity: Identity) -> None:
+    def __init__(self, file: File, identity: Identity, *, is_new: bool) -> None:
         self.file = file
         self.identity = identity
+        self.is_new = is_new
         self._id_bytes = identity.id_bytes
         self._buffer = aligned_buffer(REGION_NBYTES)
 
@@ -62,30 +64,31 @@ class CommitFile:
         view[:] = data
         return self.file, [(offset, view) for offset in region_offsets(record.generation)]
 
-    async def unsettled(self, writer: Writer, record: Record) -> Part | None:
-        """Return what has to be written before any crash falls back to ``record``; None: nothing.
+    async def unsettled(self, writer: Writer, record: Record) -> Part:
+        """Return what has to be written before any crash falls back to ``record``.
 
-        Zeros over the remains of a torn record, where the next one goes. And one copy of ``record`` where it is written
-        through the page cache: after a flush that failed, that may show a record that the disk does not have, and that
-        no later flush writes.
+        Zeros over the remains of a torn record, where the next one goes, and over what cannot be read there. And one
+        copy of ``record``: a page cache shows one that the disk does not have where a flush failed, and a filesystem
+        may have nothing to flush of a file that only a process wrote which is dead. The other copy stays, whatever
+        happens: so it is the one that is not this record, or cannot be read, where there is such a one.
         """
         view = aligned_buffer(COMMIT_NBYTES)
-        await writer.read(self.file, 0, view)
+        await writer.read_around(self.file, 0, view)
 
-        def is_record(start: int) -> bool:
-            return decode_record(view[start : start + REGION_NBYTES], self.identity.id_bytes) is not None
+        def found(start: int) -> Record | None:
+            return decode_record(view[start : start + REGION_NBYTES], self.identity.id_bytes)
 
         pieces = []
         for start in region_offsets(record.generation + 1):
-            if not is_record(start) and bytes(view[start : start + REGION_NBYTES]).strip(b"\0"):
+            if found(start) is None and bytes(view[start : start + REGION_NBYTES]).strip(b"\0"):
                 pieces.append((start, aligned_buffer(REGION_NBYTES)))
-        if not self.file.direct:
-            data = encode_record(record, self.identity.id_bytes, self.identity.block_bytes)
-            copy = aligned_buffer(len(data))
-            copy[:] = data
-            first, second = region_offsets(record.generation)
-            pieces.append((second if is_record(first) else first, copy))  # the other one stays, whatever happens
-        return (self.file, pieces) if pieces else None
+        data = encode_record(record, self.identity.id_bytes, self.identity.block_bytes)
+        copy = aligned_buffer(len(data))
+        copy[:] = data
+        first, second = region_offsets(record.generation)
+        held = found(first)
+        pieces.append((second if held and held.generation == record.generation else first, copy))
+        return self.file, pieces
 
 
 async def open_commit(writer: Writer, path: str | os.PathLike[str], lock_timeout: float) -> CommitFile:
@@ -106,10 +109,9 @@ async def open_commit(writer: Writer, path: str | os.PathLike[str], lock_timeout
             "another folder (reading with load or list_checkpoints works meanwhile)"
         )
     # Only now that nobody else, not even a dying writer's last request, can change it, is anything read.
-    identity = await read_identity(writer)
-    if identity is None:
-        identity = await _create(writer, file, max(facts.block_bytes, PAGE_BYTES))
-    return CommitFile(file, identity)
+    found = await read_identity(writer)
+    identity = found or await _create(writer, file, max(facts.block_bytes, PAGE_BYTES))
+    return CommitFile(file, identity, is_new=found is None)
 
 
 def _holder(path: str | os.PathLike[str]) -> str:

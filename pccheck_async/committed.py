@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
-from pccheck_async.layout import MOST_ENTRIES, Entry, Record
+from pccheck_async.layout import MOST_ENTRIES, Entry, Record, superseded
 from pccheck_async.logs import write
 from pccheck_async.retention import Retention
 
@@ -21,18 +22,22 @@ class Committed:
     Attributes:
         record: The newest durable one.
         retention: The rules.
+        adopted: Superseded ones that were fallen back to: the next record may name them, and must not be written where
+            the only one is that does.
     """
 
     def __init__(self, record: Record, retention: Retention) -> None:
         self.record = record
+        self.adopted: tuple[Entry, ...] = ()
         self.retention = retention
         self._damaged: set[int] = set()
         self._without_metric = False
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """Committed checkpoints, newest first, those known to be damaged left out."""
-        return tuple(entry for entry in self.record.entries if entry.counter not in self._damaged)
+        """Committed and adopted checkpoints, newest first, those known to be damaged left out."""
+        known = sorted((*self.record.entries, *self.adopted), key=lambda entry: -entry.counter)
+        return tuple(entry for entry in known if entry.counter not in self._damaged)
 
     @property
     def largest_counter(self) -> int:
@@ -43,9 +48,25 @@ class Committed:
         """Leave a checkpoint whose bytes are not what was written out of the next record."""
         self._damaged.add(counter)
 
+    def adopt(self, entry: Entry) -> None:
+        """Take a superseded checkpoint, all of which was found whole, for a committed one."""
+        self.adopted = (*self.adopted, entry)
+
+    def follow(self, entries: Iterable[Entry]) -> Record:
+        """Return the record that comes next.
+
+        It goes where the one before the newest is. Where that alone names what was adopted, a crash must not tear it:
+        then it goes where the newest is, of which nothing newer was whole.
+        """
+        named, before = tuple(entries), self.record
+        if self.adopted:
+            return Record(before.generation + 2, named, superseded(named, before.superseded))
+        return Record(before.generation + 1, named, superseded(named, before.entries))
+
     def publish(self, record: Record) -> None:
         """Take note that ``record`` is durable."""
         self.record = record
+        self.adopted = ()
         self._damaged.intersection_update(entry.counter for entry in record.entries)
 
     def check_rules(self) -> None:
@@ -61,7 +82,7 @@ class Committed:
 
     def retain(self, new: Entry) -> list[Entry]:
         """Return what the next record names; ``new`` is not among it where it is superseded (I6)."""
-        kept = self.retention.retain(self.record.entries, new, self._damaged)
+        kept = self.retention.retain((*self.record.entries, *self.adopted), new, self._damaged)
         for entry in kept.crowded_out:
             text = "the checkpoint of step %d is dropped although keep_every keeps it: a record names %d"
             write(logging.WARNING, "crowded_out", text, entry.step, MOST_ENTRIES)

@@ -268,7 +268,8 @@ class CheckpointEngine(EngineBase):
                 what fits below them: what they raise comes after other things were changed.
             UnsupportedStateError: ``state`` is no mapping from names, or has the ``state_dict()`` of an object in its
                 place, so that it would get nothing; names its path. Or as for :meth:`checkpoint`.
-            CorruptStoreError: no checkpoint is whole; ``state`` may hold a mixture.
+            DamagedError: no checkpoint is whole; ``state`` may hold a mixture.
+            CorruptStoreError: this version, or this torch, does not understand it; nothing is dropped.
             Exception: what a ``load_state_dict`` raised, with a note that names the object.
             NoCheckpointError: there is none of ``step``.
         """

@@ -14,6 +14,7 @@ __all__ = [
     "CheckpointError",
     "ClosedError",
     "CorruptStoreError",
+    "DamagedError",
     "InfeasibleError",
     "InvalidTuningError",
     "NoCheckpointError",
@@ -61,7 +62,11 @@ class StoreError(CheckpointError):
 
 
 class CorruptStoreError(StoreError):
-    """Bytes on storage are not what was written: a checksum, length or schema does not hold."""
+    """Bytes on storage are not what was written, or not what this version understands."""
+
+
+class DamagedError(CorruptStoreError):
+    """Bytes of a checkpoint fail their checksum, or are gone: an older one takes its place, and it is not kept."""
 
 
 class NoCheckpointError(StoreError):
@@ -171,6 +176,16 @@ def folder_error(error: OSError, path: str | os.PathLike[str]) -> WriteError:
         why = f"{at}: {why}"
     text = f"the store's folder cannot be made or opened ({why}); use a folder that this process may write"
     return WriteError(error.errno or _errno.EIO, text, folder)
+
+
+def is_exhausted(error: BaseException) -> bool:
+    """Whether a file could not be opened because this process, or the system, has no more descriptors or memory."""
+    return isinstance(error, OSError) and error.errno in (_errno.EMFILE, _errno.ENFILE, _errno.ENOMEM)
+
+
+def is_forbidden(error: BaseException) -> bool:
+    """Whether a file could not be opened because this process may not."""
+    return isinstance(error, OSError) and error.errno in (_errno.EACCES, _errno.EPERM)
 
 
 def read_error(error: OSError, path: str | os.PathLike[str]) -> ReadError:

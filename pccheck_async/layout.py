@@ -16,7 +16,8 @@ offset bytes field (little-endian)
 8      4     format version (u32)
 12     4     length of the body in bytes (u32)
 16     16    store id
-32     8     generation (u64), growing by one with every record
+32     8     generation (u64), growing with every record: by one; by two after falling back to what only the
+             older record names, so that this stays whole
 40     4     CRC-32 of bytes 0..40 followed by the body (u32)
 44     20    zeros
 64     ...   body: MessagePack array of entries, newest first, at most 64; zeros up to a block
@@ -33,7 +34,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -65,9 +66,12 @@ __all__ = [
     "encode_record",
     "names_checkpoints",
     "newest_record",
+    "rebuild_identity",
     "region_offsets",
     "slot_name",
     "slot_number",
+    "superseded",
+    "superseded_in",
 ]
 
 FORMAT_VERSION = 1
@@ -86,6 +90,8 @@ MOST_SLOT = 999_999_999
 MOST_METADATA_NBYTES = 512
 """Of one checkpoint, encoded: 64 entries of this size fit into a region."""
 
+_BLOCKS = [REGION_NBYTES >> shift for shift in range(8)]
+"""Sizes that a block may have, the largest first; the last is 512 bytes."""
 _LARGEST = 1 << 62
 _TIMES = (-62_135_596_800, 253_402_300_799)
 """Seconds since the epoch of the years 1 and 9999, between which ``datetime`` knows its way."""
@@ -139,10 +145,18 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Record(msgspec.Struct, frozen=True):
-    """A validated commit record: which checkpoints exist, newest first."""
+    """A validated commit record.
+
+    Attributes:
+        generation: Of the record.
+        entries: Which checkpoints exist, newest first.
+        superseded: What the record of the other parity named and this one does not: as long as nobody wrote over them
+            they are there, too. None of it is in the record's bytes.
+    """
 
     generation: int
     entries: tuple[Entry, ...]
+    superseded: tuple[Entry, ...] = ()
 
 
 _entries_decoder = msgspec.msgpack.Decoder(tuple[Entry, ...])
@@ -188,7 +202,7 @@ def decode_identity(data: bytes) -> Identity:
         kind = NewerFormatError if identity.format > FORMAT_VERSION else CorruptStoreError
         raise kind(f"{IDENTITY_NAME} says format {identity.format}; this version reads format {FORMAT_VERSION}")
     if identity.checksum != checksum.NAME:
-        raise CorruptStoreError(f"{IDENTITY_NAME} names checksum {identity.checksum!r}; known: {checksum.NAME!r}")
+        raise NewerFormatError(f"{IDENTITY_NAME} names checksum {identity.checksum!r}; known: {checksum.NAME!r}")
     block = identity.block_bytes
     if id_nbytes != 16 or not 512 <= block <= REGION_NBYTES or block & (block - 1):
         raise CorruptStoreError(f"{IDENTITY_NAME} is damaged: id of {id_nbytes} bytes, blocks of {block} bytes")
@@ -270,6 +284,46 @@ def newest_record(commit: bytes | bytearray | memoryview, store_id: bytes) -> Re
         for start in range(0, COMMIT_NBYTES, REGION_NBYTES)
     )
     return max((r for r in found if r is not None), key=lambda record: record.generation, default=None)
+
+
+def superseded(entries: Sequence[Entry], before: Sequence[Entry]) -> tuple[Entry, ...]:
+    """Return what a record that names ``entries`` superseded of ``before``, which the record before it named.
+
+    Not what is newer than all of ``entries``: that was dropped on purpose.
+    """
+    newest = max((entry.counter for entry in entries), default=-1)
+    slots = {entry.slot for entry in entries}
+    return tuple(entry for entry in before if entry.slot not in slots and entry.counter < newest)
+
+
+def superseded_in(commit: bytes | bytearray | memoryview, store_id: bytes, newest: Record) -> tuple[Entry, ...]:
+    """Return what the newest record of a commit file superseded, as far as the record of the other parity tells."""
+    regions = (commit[start : start + REGION_NBYTES] for start in region_offsets(newest.generation + 1))
+    others = [record for region in regions if (record := decode_record(region, store_id)) is not None]
+    before = max(others, key=lambda record: record.generation, default=None)
+    return superseded(newest.entries, before.entries) if before else ()
+
+
+def rebuild_identity(commit: bytes | bytearray | memoryview) -> tuple[Identity, Record] | None:
+    """Return what ``store.json`` said, as far as a commit file tells, and the newest record; None where none is valid.
+
+    Every offset in the store is a multiple of the block size, which no record names: the largest is returned for which
+    that holds, so that whatever is written with it is aligned to the true one, too.
+    """
+    found: dict[bytes, list[Record]] = {}
+    for start in range(0, min(len(commit), COMMIT_NBYTES) - HEADER.size, REGION_NBYTES):
+        store_id: bytes = HEADER.unpack_from(commit, start)[3]
+        if (record := decode_record(commit[start : start + REGION_NBYTES], store_id)) is not None:
+            found.setdefault(store_id, []).append(record)
+    if not found:
+        return None
+    store_id, records = max(found.items(), key=lambda one: max(record.generation for record in one[1]))
+    offsets = [entry.manifest_offset for record in records for entry in record.entries]
+    block_bytes = next(block for block in _BLOCKS if not any(offset % block for offset in offsets) or block == 512)
+    newest = max(records, key=lambda record: record.generation)
+    return Identity(
+        format=FORMAT_VERSION, store_id=store_id.hex(), checksum=checksum.NAME, block_bytes=block_bytes
+    ), newest
 
 
 def names_checkpoints(commit: bytes | bytearray | memoryview) -> bool:

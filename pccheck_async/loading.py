@@ -62,7 +62,8 @@ async def load(
 
     Raises:
         NoCheckpointError: there is none, or none of ``step``.
-        CorruptStoreError: damaged, and nothing older to fall back to (or ``step`` was given).
+        DamagedError: damaged, and nothing older to fall back to (or ``step`` was given).
+        CorruptStoreError: this version, or this torch, does not understand it.
         StateMismatchError: one of ``keys`` names nothing, or without its escapes several leaves.
         ReadError: the device failed.
         RuntimeError: torch has no such ``device``.

@@ -39,9 +39,12 @@ unused_gradients    WARNING  brackets in a row ended with gradients that no step
 captured_eagerly    WARNING  what keeps being torn beside training is captured before ``engine.step`` ends from then on
 unseen_optimizer    WARNING  an optimizer in the state has no hooks, so that its windows of accumulation are not seen
 no_metric           WARNING  a checkpoint has no number of the name that ``keep_best`` goes by; once
+identity            WARNING  ``store.json`` cannot be read, and its content was taken from the records: error
+unusable_slot       WARNING  a slot's file cannot be opened, and is left alone: error
 readers             WARNING  a checkpoint waits for readers of other processes
 surplus             WARNING  a slot that is not needed any more could not be removed
 buffered            INFO     the filesystem takes no direct I/O; once, when a store is opened
+zeros               INFO     the filesystem reserves no space, so that zeros are written to new files; once
 direct_refused      WARNING  it took the flag, and then refused a transfer: buffered from then on
 no_cupy             WARNING  CuPy is missing, and torch copies tensors of devices; once
 no_kernel           WARNING  the kernel that gathers small tensors cannot be compiled; once

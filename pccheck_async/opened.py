@@ -68,7 +68,8 @@ def open_checkpoint(
 
     Raises:
         NoCheckpointError: there is none, or none of ``step``.
-        CorruptStoreError: damaged, and nothing older to fall back to (or ``step`` was given).
+        DamagedError: damaged, and nothing older to fall back to (or ``step`` was given).
+        CorruptStoreError: this version, or this torch, does not understand it.
         ReadError: the device failed.
         RuntimeError: torch has no such ``device``.
     """

@@ -17,15 +17,16 @@ class DroppedMeanwhileError(NoCheckpointError):
 class ReadLease:
     """Keeps a slot while it is read; given back once, also where nobody got to know that it was taken."""
 
-    def __init__(self, store: Store, entry: Entry) -> None:
+    def __init__(self, store: Store, entry: Entry, *, superseded: bool) -> None:
         self._store = store
         self._entry = entry
+        self._superseded = superseded
         self._taken = False
 
     async def take(self) -> File:
         """Hold the slot and return its file. Runs on the engine's loop, as :meth:`give_back` does."""
         try:
-            file = self._store.start_reading(self._entry)
+            file = await self._store.start_reading(self._entry, superseded=self._superseded)
         except NoCheckpointError as error:
             raise DroppedMeanwhileError(str(error)) from None
         self._taken = True

@@ -14,8 +14,15 @@ from pccheck_async.pool import BufferPool
 __all__ = ["choose", "pool_for", "warn_damaged"]
 
 
-def choose(entries: Sequence[Entry], step: int | None, unreadable: Collection[int] = ()) -> Entry | None:
-    """Return the checkpoint to read: the newest, or the newest of ``step``, without those found ``unreadable``."""
+def choose(
+    entries: Sequence[Entry], step: int | None, unreadable: Collection[int] = (), superseded: Sequence[Entry] = ()
+) -> Entry | None:
+    """Return the checkpoint to read: the newest, or the newest of ``step``, without those found ``unreadable``.
+
+    Those that were ``superseded`` are read only where all newer ones are unreadable, and never by their step.
+    """
+    if superseded and step is None:
+        entries = sorted((*entries, *superseded), key=lambda entry: -entry.counter)
     wanted = (entry for entry in entries if step is None or entry.step == step)
     return next((entry for entry in wanted if entry.counter not in unreadable), None)
 

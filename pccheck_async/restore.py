@@ -14,7 +14,7 @@ from typing import Any
 
 from pccheck_async.checksum import crc32
 from pccheck_async.copying import CopyBackend
-from pccheck_async.errors import CorruptStoreError
+from pccheck_async.errors import CorruptStoreError, DamagedError
 from pccheck_async.failures import first_failure
 from pccheck_async.layout import Entry, align
 from pccheck_async.manifest import ChunkEntry, Manifest, decode
@@ -25,7 +25,7 @@ from pccheck_async.segments import Segments
 from pccheck_async.state.targets import Targets
 from pccheck_async.writer import File, Writer
 
-__all__ = ["chunks_between", "read_chunk", "read_manifest", "read_payload"]
+__all__ = ["chunks_between", "read_chunk", "read_manifest", "read_payload", "verify_payload"]
 
 _MOST_CHUNKS = 8
 """Read and verified at a time. They keep a disk busy; more would only be memory that nothing has touched yet, which a
@@ -33,20 +33,31 @@ restart pays for at the wrong moment: on ours a cold restore took half as long a
 
 
 async def read_manifest(writer: Writer, file: File, entry: Entry, block_bytes: int) -> Manifest:
-    """Read and validate the manifest that a commit record names. Raises CorruptStoreError, ReadError."""
+    """Read and validate the manifest that a commit record names.
+
+    Raises:
+        DamagedError: its checksum does not hold, or the file ends too early.
+        CorruptStoreError: it is what was written, and this version does not understand it.
+        ReadError: the device failed.
+    """
     end = entry.manifest_offset + entry.manifest_nbytes
     if entry.manifest_offset % block_bytes or end > file.nbytes:
-        raise CorruptStoreError(
+        raise DamagedError(
             f"{file.name} has {file.nbytes} bytes; the manifest of checkpoint {entry.counter} is said to end at {end}"
         )
     view = aligned_buffer(align(entry.manifest_nbytes, block_bytes))
     got = await writer.read(file, entry.manifest_offset, view)
     data = bytes(view[: min(got, entry.manifest_nbytes)])
     if len(data) != entry.manifest_nbytes or crc32(data) != entry.manifest_checksum:
+        raise DamagedError(f"{file.name}: the manifest of checkpoint {entry.counter} (step {entry.step}) is damaged")
+    try:
+        manifest = decode(data)
+    except CorruptStoreError as error:
         raise CorruptStoreError(
-            f"{file.name}: the manifest of checkpoint {entry.counter} (step {entry.step}) is damaged"
-        )
-    manifest = decode(data)
+            f"{file.name}: the manifest of checkpoint {entry.counter} (step {entry.step}) is what was written, and not "
+            f"understood ({error}); load it with the version of this package, and of torch, that saved it, or give the "
+            "step of another one"
+        ) from error
     if manifest.counter != entry.counter or manifest.payload_nbytes > entry.manifest_offset:
         raise CorruptStoreError(f"{file.name}: the manifest is not that of checkpoint {entry.counter}")
     return manifest
@@ -68,8 +79,10 @@ async def read_payload(
     targets: Targets,
     admission: Any = None,
     advance: Callable[[int], None] = lambda _: None,
+    *,
+    every: bool = False,
 ) -> None:
-    """Fill ``targets`` from the chunks that hold them; no other chunk is read.
+    """Fill ``targets`` from the chunks that hold them; no other chunk is read, unless ``every`` one is to be verified.
 
     The pool's buffers hold at least the manifest's largest chunk. Targets on a device are filled behind what the
     backend admitted there, and are whole when this returns, for any stream. ``advance`` is called with the bytes of
@@ -78,7 +91,7 @@ async def read_payload(
     Cancellation: ends once every read and copy ended. The targets are then partly filled.
 
     Raises:
-        CorruptStoreError: a checksum does not hold; earlier chunks may have been copied already.
+        DamagedError: a checksum does not hold; earlier chunks may have been copied already.
         ReadError: the device failed.
     """
     if admission:
@@ -97,8 +110,8 @@ async def read_payload(
         async with asyncio.TaskGroup() as group:
             near = chunks_between(manifest, *targets.span)
             for index, chunk in enumerate(manifest.chunks):
-                segments = scatter_segments(chunk.offset, chunk.nbytes, targets) if index in near else None
-                if not segments:
+                segments = scatter_segments(chunk.offset, chunk.nbytes, targets) if index in near else Segments()
+                if not segments and not every:
                     advance(chunk.nbytes)
                 else:
                     await turns.acquire()
@@ -109,6 +122,13 @@ async def read_payload(
     except BaseExceptionGroup as errors:
         failure = first_failure(errors)
         raise failure from failure.__cause__
+
+
+async def verify_payload(
+    writer: Writer, backend: CopyBackend, pool: BufferPool, file: File, manifest: Manifest
+) -> None:
+    """Read every chunk, and copy nothing. Raises DamagedError, ReadError."""
+    await read_payload(writer, backend, pool, file, manifest, Targets(), every=True)
 
 
 async def read_chunk(
@@ -124,7 +144,7 @@ async def read_chunk(
     """Read a chunk into a staging buffer, verify it, and only then copy segments of it to their places.
 
     Raises:
-        CorruptStoreError: the checksum does not hold, or the file ends too early.
+        DamagedError: the checksum does not hold, or the file ends too early.
         ReadError: the device failed.
     """
     view = buffer[: chunk.nbytes]
@@ -135,7 +155,7 @@ async def read_chunk(
     except OSError as error:
         if error.errno != errno.EBADMSG:
             raise
-        raise CorruptStoreError(
+        raise DamagedError(
             f"{file.name}: chunk {index} (bytes {chunk.offset} to {chunk.offset + chunk.nbytes}) of the checkpoint is "
             f"damaged: {error.strerror}"
         ) from None

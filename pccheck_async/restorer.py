@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from pccheck_async import events
 from pccheck_async.copying import CopyBackend
-from pccheck_async.errors import CorruptStoreError, ReadError, StateMismatchError
+from pccheck_async.errors import DamagedError, ReadError, StateMismatchError
 from pccheck_async.info import Restored
 from pccheck_async.layout import Entry
 from pccheck_async.logs import write
@@ -19,7 +19,7 @@ from pccheck_async.progress import ReadProgress, reading_progress
 from pccheck_async.read_lease import DroppedMeanwhileError, ReadLease
 from pccheck_async.reading import choose, pool_for, warn_damaged
 from pccheck_async.reporter import Reporter
-from pccheck_async.restore import read_manifest, read_payload
+from pccheck_async.restore import read_manifest, read_payload, verify_payload
 from pccheck_async.state.match import Restoration, match
 from pccheck_async.statistics import StageClock
 from pccheck_async.steps import Steps
@@ -80,30 +80,50 @@ class Restorer:
         start = time.perf_counter()
         unreadable: set[int] = set()
         begun: list[str] = []
-        while (entry := choose(self._store.committed.entries, step, unreadable)) is not None:
+        failure: tuple[Entry, Exception] | None = None
+        while (chosen := self._choose(step, unreadable)) is not None:
+            entry, superseded = chosen
             try:
-                restored: Restored = yield from self._restore(state, entry, progress, strict, begun)
+                restored: Restored = yield from self._restore(state, entry, progress, strict, begun, superseded)
             except DroppedMeanwhileError:
                 continue  # newer ones were committed
-            except (CorruptStoreError, ReadError) as error:
-                if isinstance(error, CorruptStoreError):
+            except (DamagedError, ReadError) as error:
+                if isinstance(error, DamagedError) and not superseded:  # else it may be read the next time
                     self._post(self._store.committed.mark_damaged, entry.counter)
                 unreadable.add(entry.counter)
-                older = choose(self._store.committed.entries, step, unreadable)
+                if failure is None or not superseded:
+                    failure = entry, error
+                older = self._choose(step, unreadable)
                 if step is not None or older is None:
-                    raise
-                warn_damaged(entry, older, error)
+                    raise failure[1] from None
+                if older[0].counter < entry.counter and not older[1]:  # else only where that one is whole
+                    warn_damaged(failure[0], older[0], failure[1])
             except StateMismatchError as error:
                 if unreadable:
                     error.add_note("a newer, damaged checkpoint was tried before: the state may hold parts of it")
                 raise
             else:
+                if superseded:
+                    newer, why = failure or (self._store.committed.record.entries[0], DamagedError("found before"))
+                    warn_damaged(newer, entry, why)
                 seconds = time.perf_counter() - start
                 self._reporter.tell(
                     events.Restored, step=entry.step, counter=entry.counter, nbytes=entry.nbytes, seconds=seconds
                 )
                 return restored
         return None
+
+    def _choose(self, step: int | None, unreadable: Collection[int]) -> tuple[Entry, bool] | None:
+        """Choose among what may be whole, and only then among what is known to be damaged, for its error.
+
+        Returns:
+            The checkpoint, and whether it was superseded.
+        """
+        entries, record = self._store.committed.entries, self._store.committed.record
+        if (entry := choose(entries, step, unreadable, record.superseded)) is not None:
+            return entry, entry not in entries
+        damaged = choose(record.entries, step, unreadable)
+        return None if damaged is None else (damaged, False)
 
     def _restore(
         self,
@@ -112,17 +132,21 @@ class Restorer:
         progress: ReadProgress | None,
         strict: bool,
         begun: list[str],
+        superseded: bool,
     ) -> Steps:
         """Restore one checkpoint; to ``begun`` go the paths of live arrays that it may fill before it fails."""
-        lease = ReadLease(self._store, entry)
+        lease = ReadLease(self._store, entry, superseded=superseded)
         try:
             file = yield lease.take()
             manifest: Manifest = yield read_manifest(self._writer, file, entry, self._store.block_bytes)
+            pool = pool_for(manifest, self._pool)
+            if superseded:
+                yield verify_payload(self._writer, self._backend, pool, file, manifest)
+                yield self._store.adopt(entry)
             restoration: Restoration = match(state, manifest, lambda: self._backend.by_address, strict=strict)
             _refuse_parts(entry, restoration, begun)
             begun += restoration.filled
             admission = self._backend.admit(restoration.targets.devices)
-            pool = pool_for(manifest, self._pool)
             advance = reading_progress(progress, sum(chunk.nbytes for chunk in manifest.chunks))
             with self._clock.timed("restore", manifest.payload_nbytes):
                 yield read_payload(

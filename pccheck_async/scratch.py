@@ -31,7 +31,7 @@ def slot_bytes(folder: Path) -> int:
     nbytes = 0
     for entry in os.scandir(folder):
         if slot_number(entry.name) is not None:
-            with suppress(FileNotFoundError):  # an engine may remove it meanwhile
+            with suppress(OSError):  # an engine may remove it meanwhile, and a bad one has no size
                 nbytes += entry.stat().st_size
     return nbytes
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from pccheck_async.errors import CorruptStoreError, StoreFullError
-from pccheck_async.layout import slot_name, slot_number
+from pccheck_async.errors import CorruptStoreError, DamagedError, ReadError, StoreFullError, is_exhausted
+from pccheck_async.layout import Record, slot_name, slot_number
 from pccheck_async.logs import write
 from pccheck_async.slots import Create, Replace, Reuse, SlotTable, Wait
 from pccheck_async.uninterrupted import uninterrupted
@@ -33,24 +33,34 @@ class SlotLease:
     nbytes: int
 
 
-async def open_slots(writer: Writer, named: Iterable[int], *, in_flight: int, kept: int, flush: Flush) -> SlotFiles:
-    """Open the slots that a folder has.
+async def open_slots(writer: Writer, record: Record, *, in_flight: int, kept: int, flush: Flush) -> SlotFiles:
+    """Open the slots that a folder has; one that cannot be opened is left alone, and costs what it holds.
 
     Args:
         writer: The folder's files.
-        named: Slots that the newest record names.
+        record: The newest one.
         in_flight: Most checkpoints that are written at a time.
         kept: Checkpoints for which there is always room.
         flush: See :data:`Flush`.
     """
-    files = {}
+    files: dict[int, File] = {}
+    unusable: dict[int, Exception] = {}
     for name in await writer.names():
         number = slot_number(name)
-        if number is not None:
+        if number is None:
+            continue
+        try:
             files[number] = await writer.open(name, writable=True)
+        except (CorruptStoreError, OSError) as error:
+            if is_exhausted(error):
+                raise
+            unusable[number] = error
+            write(logging.WARNING, "unusable_slot", "%s cannot be used: %s", name, error, error=str(error))
     sizes = {number: file.nbytes for number, file in files.items()}
-    table = SlotTable(sizes, list(named), in_flight=in_flight, kept=kept)
-    return SlotFiles(writer, files, table, flush)
+    named = [entry.slot for entry in record.entries]
+    table = SlotTable(sizes, named, unusable, in_flight=in_flight, kept=kept)
+    table.committed(named, [entry.slot for entry in record.superseded])
+    return SlotFiles(writer, files, unusable, table, flush)
 
 
 class SlotFiles:
@@ -61,11 +71,14 @@ class SlotFiles:
         reader_waits: Times that a checkpoint waited for other processes' readers.
     """
 
-    def __init__(self, writer: Writer, files: dict[int, File], table: SlotTable, flush: Flush) -> None:
+    def __init__(
+        self, writer: Writer, files: dict[int, File], unusable: Mapping[int, Exception], table: SlotTable, flush: Flush
+    ) -> None:
         self.lock = asyncio.Lock()
         self.reader_waits = 0
         self._writer = writer
         self._files = files
+        self._unusable = unusable
         self._table = table
         self._flush = flush
         self._reserved = False
@@ -97,16 +110,44 @@ class SlotFiles:
         """Give back a slot that was unlocked before, and that no record will name."""
         self._table.release(lease.slot)
 
-    def committed(self, slots: Iterable[int]) -> None:
-        """Take note that a durable record names exactly these slots: all others that nobody leases are free (I3)."""
-        self._table.committed(slots)
+    def committed(self, slots: Iterable[int], superseded: Iterable[int] = ()) -> None:
+        """Take note that a durable record names exactly these slots: all others that nobody leases are free (I3).
+
+        Those that it ``superseded`` are written over last.
+        """
+        self._table.committed(slots, superseded)
 
     def start_reading(self, slot: int) -> File:
-        """Keep a slot from being reused until :meth:`stop_reading`. Raises CorruptStoreError where it is missing."""
+        """Keep a slot from being reused until :meth:`stop_reading`.
+
+        Raises:
+            DamagedError: it is missing, or no file.
+            ReadError: its file could not be opened.
+        """
+        error = self._unusable.get(slot)
+        if isinstance(error, OSError):
+            raise ReadError(error.errno, error.strerror, error.filename) from error
+        if error is not None:
+            raise DamagedError(str(error)) from error
         if slot not in self._files:
-            raise CorruptStoreError(f"{slot_name(slot)}, which the newest record names, is missing")
+            raise DamagedError(f"{slot_name(slot)}, which the newest record names, is missing")
         self._table.start_reading(slot)
         return self._files[slot]
+
+    async def start_reading_free(self, slot: int) -> File:
+        """Do so with a slot that no record names. Raises DamagedError also where it is being written."""
+        if slot in self._table.leased:
+            raise DamagedError(f"{slot_name(slot)} is being written over")
+        file = self.start_reading(slot)
+        try:
+            # The last requests of a predecessor that was killed hold the lock until they landed; no more come.
+            if not await self._writer.try_lock(file, shared=True):
+                raise DamagedError(f"{slot_name(slot)} is being written over")
+            await self._writer.unlock(file)
+        except BaseException:
+            self.stop_reading(slot)
+            raise
+        return file
 
     def stop_reading(self, slot: int) -> None:
         """End :meth:`start_reading`."""
@@ -119,7 +160,7 @@ class SlotFiles:
         async with self.lock:
             for slot in self._table.surplus():
                 try:
-                    if await self._writer.try_lock(self._files[slot]):
+                    if await self._lock_free(slot):
                         await uninterrupted(self._remove_slot(slot))
                 except OSError as error:
                     write(logging.WARNING, "surplus", "%s could not be removed: %s", slot_name(slot), error)
@@ -145,13 +186,13 @@ class SlotFiles:
             match decision:
                 case Reuse(slot):
                     # Held by a reader, or by the requests of a predecessor that was killed: never wait for those.
-                    if await self._writer.try_lock(self._files[slot]):
+                    if await self._lock_free(slot):
                         return slot
                     passed_over.add(slot)
                 case Create(slot):
                     await uninterrupted(self._create_slot(slot, nbytes))
                 case Replace(old, slot):
-                    if not await self._writer.try_lock(self._files[old]):
+                    if not await self._lock_free(old):
                         passed_over.add(old)
                         continue
                     await uninterrupted(self._remove_slot(old))
@@ -162,6 +203,15 @@ class SlotFiles:
                     write(logging.WARNING, "readers", text, readers)
                     await self._wait_for_readers(passed_over)
                     passed_over.clear()
+
+    async def _lock_free(self, slot: int) -> bool:
+        """Lock a free slot; False where a reader has it: of another process, or of this one by now."""
+        if not await self._writer.try_lock(self._files[slot]):
+            return False
+        if slot in self._table.free():
+            return True
+        await self._writer.unlock(self._files[slot])
+        return False
 
     async def _wait_for_readers(self, slots: set[int]) -> None:
         while True:

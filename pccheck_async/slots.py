@@ -54,18 +54,29 @@ class SlotTable:
     Args:
         sizes: Slots found on storage: number to bytes.
         committed: Slots that the newest durable record names.
+        unusable: Slots whose files cannot be opened: their numbers are taken.
         in_flight: Most checkpoints that are written at a time.
         kept: Checkpoints for which there is always room; pinned ones and the like come on top (I10).
     """
 
-    def __init__(self, sizes: Mapping[int, int], committed: Collection[int], *, in_flight: int, kept: int) -> None:
+    def __init__(
+        self,
+        sizes: Mapping[int, int],
+        committed: Collection[int],
+        unusable: Collection[int] = (),
+        *,
+        in_flight: int,
+        kept: int,
+    ) -> None:
         self._in_flight = in_flight
         self._kept = kept
         self._sizes = dict(sizes)
         self._committed = set(committed)
+        self._superseded: frozenset[int] = frozenset()
         self._leased: set[int] = set()
         self._read: Counter[int] = Counter()
-        self._next = max([*self._sizes, *self._committed], default=-1) + 1
+        self._unusable = frozenset(unusable)
+        self._next = max([*self._sizes, *self._committed, *self._unusable], default=-1) + 1
 
     @property
     def most(self) -> int:
@@ -104,14 +115,18 @@ class SlotTable:
         free = [slot for slot in self.free() if slot not in passed_over]
         fitting = [slot for slot in free if self._sizes[slot] >= nbytes]
         if fitting:
-            return Reuse(min(fitting, key=lambda slot: (self._sizes[slot], slot)))
+            return Reuse(min(fitting, key=self._rank))
         if free and self.count >= self.most:
-            return Replace(min(free, key=lambda slot: (self._sizes[slot], slot)), self._fresh()[0])
+            return Replace(min(free, key=self._rank), self._fresh()[0])
         # A restore of this engine may need the buffers that a waiting checkpoint holds: never wait for one.
         extra = len(self._read.keys() - self._committed) + (1 if passed_over else 0)
         if self.count < self.most + extra:
             return Create(self._fresh()[0])
         return Wait(readers=len(passed_over))
+
+    def _rank(self, slot: int) -> tuple[bool, int, int]:
+        """Return what is smaller for a slot to write first: what was superseded may be needed once more."""
+        return slot in self._superseded, self._sizes[slot], slot
 
     def missing(self) -> list[int]:
         """Numbers of the slots to create so that every checkpoint in flight finds one."""
@@ -120,7 +135,8 @@ class SlotTable:
     def _fresh(self, number: int = 1) -> list[int]:
         """Numbers that no slot has; none is given twice as long as there are any that never were."""
         beyond = range(self._next, MOST_SLOT + 1)
-        gaps = (slot for slot in count() if slot not in self._sizes and slot not in self._committed)
+        taken = self._sizes.keys() | self._committed | self._unusable
+        gaps = (slot for slot in count() if slot not in taken)
         return list(islice(chain(beyond, gaps), number))
 
     def created(self, slot: int, nbytes: int) -> None:
@@ -146,15 +162,19 @@ class SlotTable:
         """Take a slot back from a checkpoint that will not commit; nothing writes to it any more."""
         self._leased.remove(slot)
 
-    def committed(self, slots: Iterable[int]) -> None:
-        """Note the slots that the record which just became durable names; all others it freed."""
+    def committed(self, slots: Iterable[int], superseded: Iterable[int] = ()) -> None:
+        """Note the slots that the record which just became durable names; all others it freed.
+
+        Of the free ones, those that it ``superseded`` are written last.
+        """
         self._committed = set(slots)
+        self._superseded = frozenset(superseded)
         self._leased -= self._committed
 
     def start_reading(self, slot: int) -> None:
-        """Keep a committed slot from being reused until :meth:`stop_reading`, whatever is committed meanwhile."""
-        if slot not in self._committed:
-            raise ValueError(f"slot {slot} is not committed")
+        """Keep a slot from being reused until :meth:`stop_reading`, whatever is committed meanwhile."""
+        if slot not in self._sizes or slot in self._leased:
+            raise ValueError(f"slot {slot} is being written, or gone")
         self._read[slot] += 1
 
     def stop_reading(self, slot: int) -> None:

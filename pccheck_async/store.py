@@ -24,7 +24,7 @@ from pccheck_async.commit_file import CommitFile, open_commit
 from pccheck_async.committed import Committed
 from pccheck_async.errors import NoCheckpointError
 from pccheck_async.latch import Latch
-from pccheck_async.layout import Entry, Record, align
+from pccheck_async.layout import MOST_ENTRIES, Entry, Record, align
 from pccheck_async.memory import aligned_buffer
 from pccheck_async.records import read_record
 from pccheck_async.retention import Retention
@@ -77,12 +77,11 @@ async def open_store(
     """
     commit = await open_commit(writer, path, lock_timeout)
     record = await read_record(writer, commit.file, commit.identity)
-    unsettled = await commit.unsettled(writer, record)
+    unsettled = None if commit.is_new else await commit.unsettled(writer, record)
     committed = Committed(record, retention)
     committed.check_rules()
     latch = Latch()
-    named = [entry.slot for entry in committed.record.entries]
-    slots = await open_slots(writer, named, in_flight=max_in_flight, kept=retention.reserved, flush=latch.flush)
+    slots = await open_slots(writer, record, in_flight=max_in_flight, kept=retention.reserved, flush=latch.flush)
     return Store(writer, commit, committed, slots, latch, unsettled)
 
 
@@ -130,16 +129,37 @@ class Store:
         """What latched the store, None while it takes commits."""
         return self._latch.failure
 
-    def start_reading(self, entry: Entry) -> File:
+    async def start_reading(self, entry: Entry, *, superseded: bool = False) -> File:
         """Keep a checkpoint's slot from being reused until :meth:`stop_reading`, and return its file.
+
+        Args:
+            entry: Which one the newest record names, or, with ``superseded``, has superseded.
+            superseded: See above.
 
         Raises:
             NoCheckpointError: it was dropped meanwhile.
-            CorruptStoreError: its slot is missing.
+            DamagedError: its slot is missing, no file, or, where it was superseded, being written over.
+            ReadError: the file of its slot could not be opened.
         """
-        if entry not in self.committed.record.entries:
-            raise NoCheckpointError(f"checkpoint {entry.counter} (step {entry.step}) is not kept any more")
-        return self._slots.start_reading(entry.slot)
+        committed = self.committed
+        if entry in committed.record.entries or entry in committed.adopted:
+            return self._slots.start_reading(entry.slot)
+        if superseded and entry in committed.record.superseded:
+            return await self._slots.start_reading_free(entry.slot)
+        raise NoCheckpointError(f"checkpoint {entry.counter} (step {entry.step}) is not kept any more")
+
+    async def adopt(self, entry: Entry) -> None:
+        """Take a superseded checkpoint for a committed one again, while its slot is read and all of it is whole.
+
+        Until a record that names what comes after it is durable its slot is not free, and the record that still names
+        it is not written over. Nothing is done where a newer one was committed meanwhile.
+        """
+        async with self._commit_lock:
+            known = self.committed.entries
+            if entry in self.committed.record.superseded and entry not in known and len(known) < MOST_ENTRIES:
+                self.committed.adopt(entry)
+                kept = (*self.committed.record.entries, *self.committed.adopted)
+                self._slots.committed([one.slot for one in kept], ())
 
     def stop_reading(self, entry: Entry) -> None:
         """End :meth:`start_reading`."""
@@ -157,6 +177,8 @@ class Store:
             StoreFailedError: an earlier flush or record failed.
         """
         nbytes = align(nbytes, self.block_bytes)
+        if self.committed.adopted:
+            await self.amend(lambda entries: entries)  # frees the slots of the damaged ones: no further one is needed
         async with self._slots.lock:
             self._latch.check()
             if not self._took_over:
@@ -195,8 +217,9 @@ class Store:
         Erase what a predecessor tore. Crash: its first sectors and the last ones of this writer's record, torn in turn,
         may be the whole record that nobody found, of the same generation, which names overwritten slots.
 
-        Write the record once more where a page cache may show what no disk has, because a predecessor's flush failed.
-        Crash: the older record comes back here, too.
+        Write one copy of the record once more, where that flush may have found nothing to do: a page cache shows what
+        no disk has after a predecessor's flush failed, and to some filesystems a file is clean that this process did
+        not write. Crash: the older record comes back here, too.
         """
         await self._latch.flush(partial(self._writer.flush, self._commit.file))
         await self._latch.flush(self._writer.sync_folder)
@@ -292,7 +315,7 @@ class Store:
         return True
 
     async def _replace_record(self, entries: Iterable[Entry], slot: Sequence[Part] = ()) -> None:
-        record = Record(self.committed.record.generation + 1, tuple(entries))
+        record = self.committed.follow(entries)
         try:
             # Crash: acknowledged, the old slot reused, this in flight (I3).
             await self._persist_record(record, slot)
@@ -303,7 +326,7 @@ class Store:
             raise
         self.committed.publish(record)
         self._commits += 1
-        self._slots.committed(entry.slot for entry in record.entries)
+        self._slots.committed([entry.slot for entry in record.entries], [entry.slot for entry in record.superseded])
 
     async def amend(self, change: Callable[[tuple[Entry, ...]], Iterable[Entry]]) -> None:
         """Change what is known of committed checkpoints, or drop some; in one record.
@@ -317,16 +340,17 @@ class Store:
         Raises:
             StoreFailedError: a flush or the record failed, now or before.
         """
-        if not self._took_over:  # else whoever holds the lock may wait for readers, who take their time
-            async with self._slots.lock:
-                self._latch.check()
-                if not self._took_over:
-                    await self._take_over()  # crash: this record overwrites the last durable one
         async with self._commit_lock:
             self._latch.check()
             entries = tuple(change(self.committed.entries))
-            if entries != self.committed.record.entries:
-                await uninterrupted(self._replace_record(entries))  # a record half written would latch the store
+            if entries == self.committed.record.entries:
+                return
+            if not self._took_over:  # else whoever holds the lock may wait for readers, who take their time
+                async with self._slots.lock:
+                    self._latch.check()
+                    if not self._took_over:
+                        await self._take_over()  # crash: this record overwrites the last durable one
+            await uninterrupted(self._replace_record(entries))  # a record half written would latch the store
 
     async def pin(self, step: int, pinned: bool) -> Entry:
         """Keep the newest checkpoint of ``step`` whatever the rules say, or leave all of that step to them.

@@ -10,14 +10,16 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from pccheck_async.config import EngineConfig, decide
-from pccheck_async.errors import CorruptStoreError, NoCheckpointError, ReadError
+from pccheck_async.copying import HostCopy
+from pccheck_async.errors import CorruptStoreError, DamagedError, NoCheckpointError, ReadError, is_exhausted
 from pccheck_async.layout import COMMIT_NAME, IDENTITY_NAME, Entry, Identity, Record, slot_name, slot_number
 from pccheck_async.loop import EngineLoop
 from pccheck_async.machine import available_cores, available_memory
 from pccheck_async.manifest import MIN_BLOCK, Manifest
+from pccheck_async.pool import BufferPool
 from pccheck_async.reading import choose, warn_damaged
 from pccheck_async.records import read_identity, read_record
-from pccheck_async.restore import read_manifest
+from pccheck_async.restore import read_manifest, verify_payload
 from pccheck_async.session import IO, Session, open_session
 from pccheck_async.writer import File
 from pccheck_async.writer.posix import PosixWriter
@@ -115,8 +117,12 @@ class StoreReader:
         """Return the newest record as it is now. Raises CorruptStoreError where there is none."""
         return await read_record(self.session.writer, self.commit, self.identity)
 
-    async def lock(self, pick: Callable[[Record], Entry | None]) -> tuple[Entry, File | None] | None:
-        """Lock the picked checkpoint's slot against reuse; no file where there is none, None where nothing is picked.
+    async def lock(
+        self, pick: Callable[[Record], Entry | None]
+    ) -> tuple[Entry, File | DamagedError | ReadError] | None:
+        """Lock the picked checkpoint's slot against reuse, and return its file, or why there is none to be read.
+
+        None where nothing is picked. One that was superseded (:attr:`Record.superseded`) may be written over by then.
 
         A slot that is locked shared, and that a record read *after* locking still names, keeps its bytes: writers take
         only free slots, and pass over locked ones. Otherwise the record has moved on: start over.
@@ -125,18 +131,25 @@ class StoreReader:
         deadline = clock() + _LOCK_SECONDS
         writer = self.session.writer
         while True:
-            entry = pick(await self.record())
+            record = await self.record()
+            entry = pick(record)
             if entry is None:
                 return None
+            superseded = entry in record.superseded
             try:
                 file = await writer.open(slot_name(entry.slot), writable=False)
-            except (FileNotFoundError, CorruptStoreError):  # something else of that name is none of its files
-                if _names(await self.record(), entry):
-                    return entry, None
+            except (FileNotFoundError, CorruptStoreError, ReadError) as error:
+                if is_exhausted(error):
+                    raise
+                if _names(await self.record(), entry, superseded):
+                    return entry, error if isinstance(error, ReadError) else _damaged(entry, error)
             else:
-                if await writer.try_lock(file, shared=True) and _names(await self.record(), entry):
+                locked = await writer.try_lock(file, shared=True)
+                if locked and _names(await self.record(), entry, superseded):
                     return entry, file
                 await writer.close_file(file)
+                if superseded and not locked:
+                    return entry, DamagedError(f"{file.name} is being written over")
             if clock() > deadline:
                 raise ReadError(f"the checkpoints change faster than they can be locked ({_LOCK_SECONDS} s)")
             await asyncio.sleep(_POLL_SECONDS)
@@ -151,6 +164,8 @@ class StoreReader:
     ) -> T:
         """Lock the newest checkpoint (or that of ``step``) and use it; the next older one where it is damaged.
 
+        Also one that the newest record superseded, where all of it is whole.
+
         Args:
             path: Folder of the store, for messages.
             step: The user's step; then damage raises.
@@ -159,36 +174,56 @@ class StoreReader:
 
         Raises:
             NoCheckpointError: there is none, or none of ``step``.
-            CorruptStoreError: damaged, and nothing older to fall back to.
+            DamagedError: damaged, and nothing older to fall back to.
+            CorruptStoreError: this version does not understand it.
             ReadError: the device failed, and nothing older to fall back to.
         """
         unreadable: set[int] = set()
+        failure: tuple[Entry, Exception] | None = None
+        record: Record
+
+        def pick(found: Record) -> Entry | None:
+            nonlocal record
+            record = found
+            return choose(record.entries, step, unreadable, record.superseded)
+
         while True:
-            locked = await self.lock(lambda record: choose(record.entries, step, unreadable))
+            locked = await self.lock(pick)
             if locked is None:
                 raise NoCheckpointError(
                     f"{os.fspath(path)} holds no checkpoint" + ("" if step is None else f" of step {step}")
                 )
             entry, file = locked
-            used = False
+            superseded, used = entry in record.superseded, False
             try:
-                if file is None:
-                    raise CorruptStoreError(
-                        f"{slot_name(entry.slot)}, which the newest record names, is missing, or no file"
-                    )
+                if not isinstance(file, File):
+                    raise file
                 manifest = await read_manifest(self.session.writer, file, entry, self.identity.block_bytes)
+                if superseded:
+                    await self._verify(file, manifest)
                 result = await use(entry, file, manifest)
+                if superseded and failure is not None:
+                    warn_damaged(failure[0], entry, failure[1])
                 used = True
                 return result
-            except (CorruptStoreError, ReadError) as error:
+            except (DamagedError, ReadError) as error:
                 unreadable.add(entry.counter)
-                older = choose((await self.record()).entries, step, unreadable)
+                if failure is None or not superseded:
+                    failure = entry, error
+                older = pick(await self.record())
                 if step is not None or older is None:
-                    raise
-                warn_damaged(entry, older, error)
+                    raise failure[1] from None
+                if older in record.entries:
+                    warn_damaged(failure[0], older, failure[1])
             finally:
-                if file is not None and not (used and keep):
+                if isinstance(file, File) and not (used and keep):
                     await self.session.writer.close_file(file)
+
+    async def _verify(self, file: File, manifest: Manifest) -> None:
+        session = self.session
+        largest = max((chunk.nbytes for chunk in manifest.chunks), default=MIN_BLOCK)
+        pool = BufferPool(2 * largest, largest)
+        await verify_payload(session.writer, HostCopy(session.operations), pool, file, manifest)
 
 
 async def with_session(
@@ -203,6 +238,12 @@ async def with_session(
         await session.close()
 
 
-def _names(record: Record, entry: Entry) -> bool:
-    """Whether a record still names this checkpoint; its metadata may hold NaN, which equals nothing."""
-    return any((found.counter, found.slot) == (entry.counter, entry.slot) for found in record.entries)
+def _damaged(entry: Entry, error: Exception) -> DamagedError:
+    missing = f"{slot_name(entry.slot)}, which the newest record names, is missing"
+    return DamagedError(missing if isinstance(error, FileNotFoundError) else str(error))
+
+
+def _names(record: Record, entry: Entry, superseded: bool) -> bool:
+    """Whether a record still names (or superseded) a checkpoint; its metadata may hold NaN, which equals nothing."""
+    entries = record.superseded if superseded else record.entries
+    return any((found.counter, found.slot) == (entry.counter, entry.slot) for found in entries)

@@ -24,12 +24,13 @@ from pccheck_async import (
     CheckpointInfo,
     CorruptStoreError,
     NoCheckpointError,
+    SyncCheckpointEngine,
     list_checkpoints,
     load,
     load_sync,
 )
 from pccheck_async.errors import WriteError
-from pccheck_async.layout import COMMIT_NAME
+from pccheck_async.layout import COMMIT_NAME, IDENTITY_NAME, decode_identity, newest_record, slot_name
 from pccheck_async.memory import PAGE_BYTES
 from pccheck_async.testing import (
     Access,
@@ -263,6 +264,16 @@ class Recovered:
         if not is_state_of(self.state, step):
             return f"the state of step {step} differs from what was saved"
         return None
+
+
+def loaded(image: Image) -> Recovered:
+    """Let a reader find what it may in an image whose newest checkpoint is damaged."""
+    try:
+        state = load_sync("image", io=ImageWriter(image), host_memory=1 << 20)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is what the exploration looks for
+        return Recovered(error=f"recovery fails: {error!r}")
+    step = state["step"]
+    return Recovered(CheckpointInfo(step=step, counter=step, nbytes=0, time=0.0, metadata=metadata_of(step)), state)
 
 
 def recover(image: Image) -> Recovered:
@@ -511,6 +522,71 @@ def explore_damage(keep_last: int, *, images: int, seed: int = 0) -> Findings:
             step = state.get("step")
             if not isinstance(step, int) or step < 0 or not is_state_of(state, step):
                 findings.violations.append(f"the state of step {step} differs from what was saved")
+    return findings
+
+
+def explore_falling_back(seed: int, at: str = "", images: int = 6) -> Findings:
+    """Damage the only checkpoint, fall back to the one that it superseded, train on, fail the power everywhere, die.
+
+    Args:
+        seed: Decides everything but the pace of the engine's threads.
+        at: The power fails at the boundaries that begin so.
+        images: Power losses drawn at each.
+    """
+    alike = [step for step in range(12) if _FLOATS[step % len(_FLOATS)] == _FLOATS[3]]
+    findings, rng = Findings(), random.Random(seed)
+    disk = CrashDisk(block_bytes=BLOCK)
+
+    def engine() -> SyncCheckpointEngine:
+        writer = CrashWriter(disk, seed=rng.randrange(1 << 30))
+        return SyncCheckpointEngine("memory", io=writer, max_in_flight=1, chunk_bytes=2 * BLOCK)
+
+    with engine() as before:
+        for step in alike[:2]:
+            before.checkpoint(state_of(step), step=step, metadata=metadata_of(step)).result(30)
+    files = dict(disk.contents())
+    record = newest_record(files[COMMIT_NAME], decode_identity(files[IDENTITY_NAME]).id_bytes)
+    assert record is not None
+    slot = slot_name(record.entries[0].slot)
+    disk = CrashDisk.from_image(Image.of(files | {slot: bytes(BLOCK) + files[slot][BLOCK:]}), block_bytes=BLOCK)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for _ in range(3):
+            history: list[Snapshot] = []
+            disk.observer = history.append
+            with engine() as training:
+                live = {
+                    name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else -1
+                    for name, value in state_of(alike[0]).items()
+                }
+                try:
+                    restored = training.restore(live)
+                    found = Recovered(restored, live)
+                except CheckpointError as error:
+                    found = Recovered(error=f"restoring fails: {error!r}")
+                if (trouble := found.trouble(alike[0], set())) is not None:
+                    findings.violations.append(f"after a process death: {trouble}")
+                    return findings
+                assert restored is not None
+                disk.acknowledge(alike[0])
+                if rng.random() < 0.5:
+                    with suppress(NoCheckpointError):  # where it is not kept: that is what is to be found then
+                        training.pin(restored.step)
+                        training.unpin(restored.step)
+                for step in alike[2:]:
+                    training.checkpoint(state_of(step), step=step, metadata=metadata_of(step)).result(30)
+                    disk.acknowledge(step)
+            for snapshot in history:
+                wanted = images if snapshot.boundary.startswith(at) else 0
+                for image in power_loss_images(snapshot, limit=wanted, rng=rng, sector=SECTORS[0]):
+                    findings.images += 1
+                    if image.digest not in findings.states:
+                        findings.states.add(image.digest)
+                        if (trouble := loaded(image).trouble(snapshot.acknowledged or alike[0], set())) is not None:
+                            findings.violations.append(f"power loss at {snapshot.boundary!r}: {trouble}")
+                            return findings
+            early = [snapshot for snapshot in history if snapshot.acknowledged in (None, alike[0])]
+            disk = CrashDisk.after_process_death(rng.choice(early), rng=rng, lingering=rng.choice((0, 12)))
     return findings
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +14,11 @@ import numpy as np
 import torch
 
 from pccheck_async import CheckpointError, SyncCheckpointEngine, load_sync
+from pccheck_async.errors import ReadError, WriteError
 from pccheck_async.layout import COMMIT_NAME, IDENTITY_NAME
 from pccheck_async.memory import PAGE_BYTES
-from pccheck_async.testing import CrashDisk, CrashWriter, Image, ImageWriter
+from pccheck_async.testing import CrashDisk, CrashWriter, Image, ImageWriter, WrappingWriter
+from pccheck_async.writer import File, Writer
 
 Damaged = tuple[str, Image]
 """What was done to a store, and what is left of it."""
@@ -85,6 +89,46 @@ class WholeStore:
             state = load_sync("image", io=CrashWriter(disk, turns=0, read_only=True))
         assert state["step"] == 99
         return "saved"
+
+
+class BadBlocks(WrappingWriter):
+    """A device some of whose blocks cannot be read, until they are written: then it takes others in their place.
+
+    Args:
+        inner: The writer in front of it.
+        bad: Numbers of the bad blocks by file; of a file that is read as a whole, any number.
+        stubborn: Writing them fails as well.
+    """
+
+    def __init__(self, inner: Writer, bad: Mapping[str, set[int]], *, stubborn: bool = False) -> None:
+        super().__init__(inner)
+        self.persists_at_once = inner.persists_at_once
+        self.bad = {name: set(blocks) for name, blocks in bad.items()}
+        self._stubborn = stubborn
+
+    def _hit(self, name: str, offset: int, nbytes: int) -> set[int]:
+        return self.bad.get(name, set()) & {*range(offset // PAGE_BYTES, -(-(offset + nbytes) // PAGE_BYTES))}
+
+    async def read(self, file: File, offset: int, into: memoryview) -> int:
+        if self._hit(file.name, offset, len(into)):
+            raise ReadError(errno.EIO, os.strerror(errno.EIO), file.name)
+        return await super().read(file, offset, into)
+
+    async def read_small(self, name: str) -> bytes | None:
+        if self.bad.get(name):
+            raise ReadError(errno.EIO, os.strerror(errno.EIO), name)
+        return await super().read_small(name)
+
+    async def write(self, file: File, offset: int, data: memoryview) -> None:
+        if hit := self._hit(file.name, offset, len(data)):
+            if self._stubborn:
+                raise WriteError(errno.EIO, os.strerror(errno.EIO), file.name)
+            self.bad[file.name] -= hit
+        await super().write(file, offset, data)
+
+    async def rename(self, name: str, to: str) -> None:
+        self.bad[to] = self.bad.pop(name, set())
+        await super().rename(name, to)
 
 
 def changed(image: Image, name: str, change: Callable[[bytearray], object]) -> Image:

@@ -10,7 +10,7 @@ import pytest
 
 from pccheck_async import CheckpointEngine, SyncCheckpointEngine, load_sync
 from pccheck_async.testing import CrashDisk, CrashWriter, ImageWriter, Snapshot, power_loss_images
-from tests.crash_harness import Findings, Scenario, explore, explore_damage
+from tests.crash_harness import Findings, Scenario, explore, explore_damage, explore_falling_back
 from tests.test_at_once import FOLDER
 
 STATES = 900
@@ -123,3 +123,11 @@ def test_a_slot_that_a_dead_writer_made_is_durable_before_a_record_names_it() ->
             if snapshot.acknowledged is not None:
                 step = load_sync(FOLDER, io=ImageWriter(image))["step"]
                 assert step >= snapshot.acknowledged, snapshot.boundary
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_crash_after_falling_back_to_what_was_superseded(seed: int) -> None:
+    """Nothing is lost: neither that, until something newer is durable, nor what is newer."""
+    findings = explore_falling_back(seed)
+    assert not findings.violations, findings.violations[:5]
+    assert len(findings.states) > 50

@@ -10,10 +10,30 @@ from collections.abc import Iterable
 from itertools import chain
 
 import pytest
+import torch
 
-from pccheck_async.layout import COMMIT_NAME, COMMIT_NBYTES, decode_identity, newest_record
-from pccheck_async.testing import Image
-from tests.damage import Damaged, WholeStore, exchanges, flipped, garbage, pieces, truncations
+from pccheck_async import (
+    ReadError,
+    StoreFailedError,
+    SyncCheckpointEngine,
+    list_checkpoints,
+    load_sync,
+    recover_store,
+    verify_checkpoints,
+)
+from pccheck_async.layout import (
+    COMMIT_NAME,
+    COMMIT_NBYTES,
+    IDENTITY_NAME,
+    REGION_NBYTES,
+    decode_identity,
+    newest_record,
+    region_offsets,
+    slot_name,
+)
+from pccheck_async.memory import PAGE_BYTES
+from pccheck_async.testing import CrashDisk, CrashWriter, Image, ImageWriter
+from tests.damage import BadBlocks, Damaged, WholeStore, exchanges, flipped, garbage, pieces, truncations
 
 pytestmark = pytest.mark.slow
 
@@ -109,3 +129,100 @@ def test_random_damage_of_a_larger_store(seed: int) -> None:
     )
     counts = judge(store, others, rng)
     print(f"\nflips {dict(flipped_bytes)}, other damage {dict(counts)} in {time.perf_counter() - start:.0f} s")
+
+
+# -- blocks that cannot be read
+
+
+def blocks(*starts: int, nbytes: int = REGION_NBYTES) -> set[int]:
+    return {block for start in starts for block in range(start // PAGE_BYTES, (start + nbytes) // PAGE_BYTES)}
+
+
+def newest(store: WholeStore) -> int:
+    identity = decode_identity(store.image.files[IDENTITY_NAME])
+    record = newest_record(store.image.files[COMMIT_NAME], identity.id_bytes)
+    assert record is not None
+    return record.generation
+
+
+def steps(image: Image, bad: dict[str, set[int]]) -> list[int]:
+    return [info.step for info in list_checkpoints("x", io=BadBlocks(ImageWriter(image), bad))]
+
+
+def test_any_block_of_the_commit_file_may_be_unreadable() -> None:
+    store = WholeStore.make(elements=300)
+    first = {block for start in region_offsets(0) + region_offsets(1) for block in blocks(start, nbytes=PAGE_BYTES)}
+    for block in range(COMMIT_NBYTES // PAGE_BYTES):
+        bad = {COMMIT_NAME: {block}}
+        assert steps(store.image, bad) == [3, 2]
+        if block not in first:
+            continue
+        assert load_sync("x", io=BadBlocks(ImageWriter(store.image), bad))["step"] == 3
+        found = recover_store("x", io=BadBlocks(ImageWriter(store.image), bad))
+        assert (found.record, [info.step for info in found.named], found.needed) == ("valid", [3, 2], False)
+        device = BadBlocks(CrashWriter(CrashDisk.from_image(store.image), turns=0), bad)
+        with SyncCheckpointEngine("x", io=device, keep_last=3) as engine:
+            engine.checkpoint({"x": torch.ones(3)}, step=9).result()
+        assert not device.bad[COMMIT_NAME]  # written over: the device took another block
+
+
+def test_verify_names_the_copies_that_cannot_be_read() -> None:
+    store = WholeStore.make(elements=300)
+    found = verify_checkpoints("x", io=BadBlocks(ImageWriter(store.image), {COMMIT_NAME: {0, 31}}))
+    assert [copy.state for copy in found.records] == ["damaged", "damaged", "valid", "valid"]
+    assert not found.whole
+    assert not found.checkpoints[0].damage
+
+
+def test_both_copies_of_the_newest_record_unreadable() -> None:
+    store = WholeStore.make(elements=300)
+    assert steps(store.image, {COMMIT_NAME: blocks(*region_offsets(newest(store)))}) == [2, 1]
+
+
+def test_no_readable_record_is_the_devices_error() -> None:
+    store = WholeStore.make(elements=300)
+    bad = {COMMIT_NAME: blocks(0, nbytes=COMMIT_NBYTES)}
+    with pytest.raises(ReadError, match="Input/output error"):
+        steps(store.image, bad)
+    assert [info.step for info in recover_store("x", io=BadBlocks(ImageWriter(store.image), bad)).named][:2] == [3, 2]
+
+
+def test_a_block_that_cannot_be_written_either_latches_the_store() -> None:
+    store = WholeStore.make(elements=300)
+    device = BadBlocks(
+        CrashWriter(CrashDisk.from_image(store.image), turns=0), {COMMIT_NAME: {region_offsets(1)[0] // PAGE_BYTES}},
+        stubborn=True,
+    )  # fmt: skip
+    with SyncCheckpointEngine("x", io=device) as engine, pytest.raises(StoreFailedError):
+        engine.checkpoint({"x": torch.ones(3)}, step=9).result()
+
+
+def test_an_unreadable_identity_is_rebuilt_from_the_records() -> None:
+    store = WholeStore.make(elements=300)
+    disk = CrashDisk.from_image(store.image)
+    bad = {IDENTITY_NAME: {0}}
+    assert steps(store.image, bad) == [3, 2]
+    with SyncCheckpointEngine("x", io=BadBlocks(CrashWriter(disk, turns=0), bad), keep_last=2) as engine:
+        engine.checkpoint({"x": torch.ones(3), "step": 9}, step=9).result()
+    assert load_sync("x", io=CrashWriter(disk, turns=0, read_only=True))["step"] == 9  # with the old identity
+    dry = recover_store("x", io=BadBlocks(CrashWriter(disk, turns=0, read_only=True), bad))
+    assert (dry.identity, dry.record, [info.step for info in dry.named]) == ("damaged", "valid", [9, 3])
+    assert recover_store("x", write=True, io=BadBlocks(CrashWriter(disk, turns=0), bad)).written == (IDENTITY_NAME,)
+    assert not recover_store("x", io=CrashWriter(disk, turns=0, read_only=True)).needed
+    with pytest.raises(ReadError):  # no record tells what it was
+        steps(Image({**store.image.files, COMMIT_NAME: bytes(COMMIT_NBYTES)}, b""), bad)
+
+
+def test_what_is_recovered_has_no_unreadable_block_in_its_manifest() -> None:
+    """A long plain value would decode all the same."""
+    disk = CrashDisk()
+    with SyncCheckpointEngine("x", io=CrashWriter(disk, turns=0)) as engine:
+        engine.checkpoint({"x": torch.ones(3), "blob": bytes(range(256)) * 64}, step=1).result()
+    files = {**disk.contents(), COMMIT_NAME: bytes(COMMIT_NBYTES)}
+    identity = decode_identity(files[IDENTITY_NAME])
+    record = newest_record(disk.contents()[COMMIT_NAME], identity.id_bytes)
+    assert record is not None
+    (entry,) = record.entries
+    bad = {slot_name(entry.slot): {entry.manifest_offset // PAGE_BYTES + 2}}
+    assert [info.step for info in recover_store("x", io=ImageWriter(Image(files, b""))).named] == [1]
+    assert recover_store("x", io=BadBlocks(ImageWriter(Image(files, b"")), bad)).named == ()

@@ -94,7 +94,7 @@ def test_superseded_failed_and_skipped() -> None:
     assert (skipped.step, skipped.counter, skipped.in_flight) == (2, first.counter, 1)
 
     events.clear()
-    with SyncCheckpointEngine("store", io=FailingWriter(CrashWriter(disk), fail_at=1, kinds=("write",))) as engine:
+    with SyncCheckpointEngine("store", io=FailingWriter(CrashWriter(disk), fail_at=2, kinds=("write",))) as engine:
         engine.on_event(events.append)
         with pytest.raises(WriteError) as told:
             engine.checkpoint(state(), step=3).result()
@@ -106,7 +106,7 @@ def test_superseded_failed_and_skipped() -> None:
     stuck = StuckWriter(CrashWriter(disk), kinds=())
     with SyncCheckpointEngine("store", io=stuck) as engine:
         engine.on_event(events.append)
-        stuck.hold("write")
+        stuck.hold("write", after=1)  # the first is the record's, again
         older = engine.checkpoint(state(), step=4)
         stuck.wait_stuck()
         stuck.hold()

@@ -39,7 +39,10 @@ from pccheck_async import (
     list_checkpoints,
     load_sync,
     pin_checkpoint,
+    recover_store,
+    verify_checkpoints,
 )
+from pccheck_async.errors import read_error, write_error
 from pccheck_async.layout import (
     COMMIT_NBYTES,
     REGION_NBYTES,
@@ -52,8 +55,8 @@ from pccheck_async.layout import (
 from pccheck_async.memory import PAGE_BYTES
 from pccheck_async.operations.base import Operations
 from pccheck_async.published import read_status
-from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, StuckWriter
-from pccheck_async.writer import Writer
+from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, StuckWriter, WrappingWriter
+from pccheck_async.writer import File, Writer
 from pccheck_async.writer.posix import PosixWriter
 from tests.children import in_child
 from tests.devices import Device
@@ -604,6 +607,81 @@ def test_the_only_checkpoint_damaged(tmp_path: Path) -> None:
         load_sync(tmp_path)
     with SyncCheckpointEngine(tmp_path) as engine, pytest.raises(CorruptStoreError, match="chunk 0"):
         engine.restore(state_of(9))
+
+
+# -- slots that cannot be opened
+
+
+class BadInode(WrappingWriter):
+    """Fails to open some files."""
+
+    def __init__(self, inner: Writer, names: set[str], error: int) -> None:
+        super().__init__(inner)
+        self.persists_at_once = inner.persists_at_once
+        self.names_of_bad, self.error = names, error
+
+    async def open(self, name: str, *, writable: bool) -> File:
+        if name in self.names_of_bad:
+            error = OSError(self.error, os.strerror(self.error))
+            raise (write_error if writable else read_error)(error, name)
+        return await super().open(name, writable=writable)
+
+
+@pytest.mark.parametrize(
+    ("which", "bad"),
+    [("free", errno.EIO), ("free", "folder"), ("older", errno.ESTALE), ("older", "symlink"), ("newest", errno.EIO),
+     ("newest", errno.EACCES), ("newest", "folder")],
+)  # fmt: skip
+def test_a_slot_that_cannot_be_opened_costs_what_it_holds(tmp_path: Path, which: str, bad: int | str) -> None:
+    save(tmp_path, 0, 1, keep_last=2)
+    held = {step: slot_of(tmp_path, step).name for step in (0, 1)}
+    name = {"newest": held[1], "older": held[0]}.get(which) or min(
+        path.name for path in tmp_path.glob("slot-*") if path.name not in held.values()
+    )
+    if isinstance(bad, str):
+        (tmp_path / name).rename(tmp_path / "aside")
+        (tmp_path / name).mkdir() if bad == "folder" else (tmp_path / name).symlink_to(tmp_path / "aside")
+    before = (tmp_path / ("aside" if isinstance(bad, str) else name)).read_bytes()
+
+    def io(path: str, operations: Operations) -> Writer:
+        return BadInode(PosixWriter(path, operations), set() if isinstance(bad, str) else {name}, bad)  # type: ignore[arg-type]
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert loaded_step(tmp_path, io=io) == (0 if which == "newest" else 1)
+        with SyncCheckpointEngine(tmp_path, keep_last=2, io=io) as engine:
+            restored = engine.restore(state_of(9))
+            assert restored is not None
+            assert restored.step == (0 if which == "newest" else 1)
+            for step in (2, 3, 4):
+                engine.checkpoint(state_of(step), step=step).result(60)
+    assert len(warned) == (2 if which == "newest" else 0)
+    assert verify_checkpoints(tmp_path, io=io, every=True).whole  # what it held was superseded
+    assert [info.step for info in list_checkpoints(tmp_path)] == [4, 3]
+    assert (tmp_path / ("aside" if isinstance(bad, str) else name)).read_bytes() == before
+    if bad == errno.EACCES:  # what may be whole is not left out
+        with pytest.raises(ReadError):
+            recover_store(tmp_path, io=io, search=True)
+    else:
+        assert [info.step for info in recover_store(tmp_path, io=io, search=True).named][:2] == [4, 3]
+
+
+@pytest.mark.parametrize("bad", [errno.EMFILE, errno.ENFILE])
+def test_a_process_without_descriptors_takes_no_slot_for_a_bad_one(tmp_path: Path, bad: int) -> None:
+    save(tmp_path, 0)
+    name = slot_of(tmp_path, 0).name
+    io: Any = lambda path, operations: BadInode(PosixWriter(path, operations), {name}, bad)  # noqa: E731
+    with pytest.raises(WriteError), SyncCheckpointEngine(tmp_path, io=io):
+        pass
+
+
+def test_verify_tells_of_a_slot_that_cannot_be_opened(tmp_path: Path) -> None:
+    save(tmp_path, 0, 1)
+    name = slot_of(tmp_path, 1).name
+    io: Any = lambda path, operations: BadInode(PosixWriter(path, operations), {name}, errno.EIO)  # noqa: E731
+    damages = [damage for one in verify_checkpoints(tmp_path, io=io, every=True).checkpoints for damage in one.damage]
+    assert [(damage.file, damage.what) for damage in damages] == [(name, "slot")]
+    assert "Input/output error" in damages[0].reason
 
 
 # -- places in flight

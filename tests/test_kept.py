@@ -34,7 +34,14 @@ from pccheck_async import (
     open_checkpoint,
 )
 from pccheck_async.commit_file import open_commit
-from pccheck_async.layout import COMMIT_NAME, MOST_ENTRIES, REGION_NBYTES, region_offsets
+from pccheck_async.layout import (
+    COMMIT_NAME,
+    MOST_ENTRIES,
+    REGION_NBYTES,
+    Record,
+    encode_record,
+    region_offsets,
+)
 from pccheck_async.memory import aligned_buffer
 from pccheck_async.records import read_record
 from pccheck_async.testing import (
@@ -632,19 +639,29 @@ def test_of_two_that_make_a_store_neither_takes_it_for_remains() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("damaged", [0, 1])
-def test_a_record_that_a_page_cache_shows_is_not_written_over_its_only_copy(damaged: int) -> None:
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("lost", ["damaged", "older"])
+@pytest.mark.parametrize("copy", [0, 1])
+def test_the_record_that_a_new_writer_found_is_written_again_and_not_over_its_only_copy(
+    copy: int, lost: str, direct: bool
+) -> None:
     async def main() -> None:
         disk = CrashDisk()
         writer = CrashWriter(disk)
         commit = await open_commit(writer, FOLDER, 0)
+        if lost == "older":  # as a death between the two writes leaves it
+            for generation in (1, 2):
+                await writer.persist([commit.part(Record(generation, ()))], lambda _: None)
         record = await read_record(writer, commit.file, commit.identity)
-        at = region_offsets(record.generation)[damaged]
-        await writer.write(commit.file, at, aligned_buffer(REGION_NBYTES))
-        commit.file.direct = False
-        unsettled = await commit.unsettled(writer, record)
-        assert unsettled is not None
-        assert [offset for offset, _ in unsettled[1]] == [at]
+        at = region_offsets(record.generation)[copy]
+        other = aligned_buffer(REGION_NBYTES)
+        if lost == "older":
+            older = encode_record(Record(0, ()), commit.identity.id_bytes, commit.identity.block_bytes)
+            other[: len(older)] = older
+        await writer.write(commit.file, at, other)
+        commit.file.direct = direct
+        _, pieces = await commit.unsettled(writer, record)
+        assert [offset for offset, _ in pieces] == [at]
         await writer.close()
 
     asyncio.run(main())
@@ -657,14 +674,15 @@ def test_remains_of_either_copy_of_a_torn_record_are_erased(torn: int) -> None:
         writer = CrashWriter(disk)
         commit = await open_commit(writer, FOLDER, 0)
         record = await read_record(writer, commit.file, commit.identity)
-        assert await commit.unsettled(writer, record) is None
+        _, (again,) = await commit.unsettled(writer, record)
+        assert again[0] in region_offsets(record.generation)
         at = region_offsets(record.generation + 1)[torn]
         remains = aligned_buffer(4096)
         remains[:] = b"x" * 4096
         await writer.write(commit.file, at, remains)
-        unsettled = await commit.unsettled(writer, record)
-        assert unsettled is not None
-        assert [(offset, bytes(data).strip(b"\0")) for offset, data in unsettled[1]] == [(at, b"")]
+        _, (zeros, copy) = await commit.unsettled(writer, record)
+        assert (zeros[0], bytes(zeros[1]).strip(b"\0")) == (at, b"")
+        assert (copy[0], bytes(copy[1])) == (again[0], bytes(again[1]))
         await writer.close()
 
     asyncio.run(main())

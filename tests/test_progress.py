@@ -50,7 +50,7 @@ def test_how_it_ended() -> None:
     assert failed.progress.phase == "failed"
     stuck = StuckWriter(CrashWriter(disk), kinds=())
     with SyncCheckpointEngine("store", io=stuck, max_in_flight=2, on_busy="skip") as engine:
-        stuck.hold("write")
+        stuck.hold("write", after=1)  # the first is the record's, again
         older = engine.checkpoint(state(), step=2)
         stuck.wait_stuck()
         stuck.hold()

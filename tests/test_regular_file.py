@@ -33,6 +33,12 @@ def train(path: Path) -> None:
         engine.checkpoint({"step": NEWEST}, step=NEWEST).result(60)
 
 
+def restored(path: Path) -> None:
+    """Where a slot is no file, a writer begins all the same."""
+    with SyncCheckpointEngine(path, keep_last=2) as engine:
+        engine.restore({"step": 0}, step=NEWEST)
+
+
 def newest_slot(path: Path) -> str:
     return verify_checkpoints(path).checkpoints[0].slot
 
@@ -47,8 +53,8 @@ def test_in_place_of_a_file_of_a_store(tmp_path: Path, kind: str, name: str) -> 
     path.rename(victim)
     before = victim.read_bytes()
     with planted(path, kind, victim):
-        error = ended(lambda: SyncCheckpointEngine(store).open(), path)
-        assert isinstance(error, CorruptStoreError), "a writer does not begin on such ground"
+        error = ended(lambda: restored(store), path)
+        assert isinstance(error, CorruptStoreError), "a writer leaves it alone"
         assert f"{path} is a" in str(error)
         for read in (list_checkpoints, lambda path: load_sync(path, step=NEWEST), recover_store):
             error = ended(lambda read=read: read(store), path)  # type: ignore[misc]

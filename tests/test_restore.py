@@ -9,22 +9,41 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from msgspec import structs
 
 from pccheck_async import (
+    CorruptStoreError,
+    DamagedError,
+    NoCheckpointError,
+    ReadError,
     StateMismatchError,
     SyncCheckpointEngine,
+    describe_checkpoint,
     list_checkpoints,
     load_sync,
     open_checkpoint,
+    remove_checkpoints,
     restorer,
+    verify_checkpoints,
 )
+from pccheck_async.checksum import crc32
+from pccheck_async.layout import Record, decode_identity, encode_record, newest_record, region_offsets, slot_name
 from pccheck_async.operations.base import Operations
 from pccheck_async.reading import choose
-from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter
+from pccheck_async.testing import (
+    CrashDisk,
+    CrashWriter,
+    FailingWriter,
+    Image,
+    ImageWriter,
+    StuckWriter,
+)
 from pccheck_async.writer import File, Writer
 from pccheck_async.writer.posix import PosixWriter
+from tests.damage import BadBlocks
 from tests.test_at_once import FOLDER, small
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -254,3 +273,186 @@ def test_a_reader_that_started_over_holds_one_slot() -> None:
         with open_checkpoint(FOLDER, io=reader) as opened:
             assert opened.info.step == 3
             assert len([file for file in reader._inodes if file.name.startswith("slot-")]) == 1
+
+
+@pytest.mark.parametrize("unknown", ["dtype", "format", "node"])
+def test_what_this_version_does_not_understand_raises_and_stays(tmp_path: Path, unknown: str) -> None:
+    """Its bytes are what was written: another version, or another torch, reads it."""
+    with SyncCheckpointEngine(tmp_path, keep_last=2) as engine:
+        for step in range(2):
+            engine.checkpoint(state_of(step), step=step).result(60)
+        engine.pin(1)
+    replace_manifest(tmp_path, unknown)
+    before = list_checkpoints(tmp_path)
+    for read in (load_sync, open_checkpoint, verify_checkpoints, describe_checkpoint):
+        with pytest.raises(
+            CorruptStoreError, match=r"of checkpoint 1 .* is what was written, and not understood"
+        ) as told:
+            read(tmp_path)
+        assert not isinstance(told.value, DamagedError)
+    with SyncCheckpointEngine(tmp_path, keep_last=2) as engine:
+        for _ in range(2):
+            with pytest.raises(CorruptStoreError, match="not understood"):
+                engine.restore(state_of(9))
+        restored = engine.restore(state_of(9), step=0)
+        assert restored is not None
+        engine.checkpoint(state_of(2), step=2).result(60)
+    after = list_checkpoints(tmp_path)
+    assert [info.step for info in after] == [2, 1]
+    assert after[1] == before[0]
+
+
+def replace_manifest(folder: Path, unknown: str) -> None:
+    """Let the newest checkpoint say something of another version, with all checksums right."""
+    identity = decode_identity((folder / "store.json").read_bytes())
+    commit = bytearray((folder / "commit").read_bytes())
+    record = newest_record(commit, identity.id_bytes)
+    assert record is not None
+    entry = record.entries[0]
+    slot = folder / slot_name(entry.slot)
+    content = bytearray(slot.read_bytes())
+    tree = msgspec.msgpack.decode(content[entry.manifest_offset : entry.manifest_offset + entry.manifest_nbytes])
+    match unknown:
+        case "dtype":
+            tree["tensors"][0][1] = "float1"
+        case "format":
+            tree["version"] = 2
+            tree["more"] = None
+        case _:
+            tree["skeleton"] = ["sparse", tree["skeleton"]]
+    data = msgspec.msgpack.encode(tree)
+    content[entry.manifest_offset :] = data.ljust(len(content) - entry.manifest_offset, b"\0")
+    slot.write_bytes(content)
+    changed = structs.replace(entry, manifest_nbytes=len(data), manifest_checksum=crc32(data))
+    named = Record(record.generation, (changed, *record.entries[1:]))
+    copy = encode_record(named, identity.id_bytes, identity.block_bytes)
+    for start in region_offsets(record.generation):
+        commit[start : start + len(copy)] = copy
+    (folder / "commit").write_bytes(commit)
+
+
+# -- what the newest one superseded
+
+
+def damage(folder: Path, step: int, how: str) -> None:
+    slot = folder / describe_checkpoint(folder, step=step).slot
+    data = bytearray(slot.read_bytes())
+    match how:
+        case "chunk":
+            data[9000] ^= 1
+        case "manifest":
+            data[describe_checkpoint(folder, step=step).manifest_offset + 30] ^= 1
+        case "gone":
+            slot.unlink()
+            return
+    slot.write_bytes(data)
+
+
+def saved_twice(folder: Path, how: str, **settings: Any) -> None:
+    with SyncCheckpointEngine(folder, max_in_flight=1, chunk_bytes=4096) as engine:
+        for step in range(2):
+            engine.checkpoint(state_of(step), step=step).result(60)
+    damage(folder, 1, how)
+
+
+@pytest.mark.parametrize("how", ["chunk", "manifest", "gone"])
+def test_the_one_that_the_newest_superseded_takes_its_place_while_it_is_whole(tmp_path: Path, how: str) -> None:
+    saved_twice(tmp_path, how)
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("[sc][lo]*")}
+    for _ in range(2):
+        with pytest.warns(RuntimeWarning, match=r"step 1 cannot be read .*; falling back to step 0") as warned:
+            assert load_sync(tmp_path)["step"] == 0
+        assert len(warned) == 1
+    if how != "chunk":  # of a chunk that is not read nobody hears
+        with pytest.warns(RuntimeWarning, match="falling back to step 0"), open_checkpoint(tmp_path) as opened:
+            assert opened.info.step == 0
+    assert [info.step for info in list_checkpoints(tmp_path)] == [1]
+    for step, error in ((1, DamagedError), (0, NoCheckpointError)):
+        with pytest.raises(error):
+            load_sync(tmp_path, step=step)
+    with SyncCheckpointEngine(tmp_path, max_in_flight=1, chunk_bytes=4096) as engine:
+        live = state_of(9)
+        with pytest.warns(RuntimeWarning, match="falling back to step 0"):
+            restored = engine.restore(live)
+        assert restored is not None
+        assert torch.equal(live["tensor"], state_of(0)["tensor"])
+        assert [info.step for info in engine.checkpoints()] == [0]
+        again = engine.restore(state_of(9))  # it is the newest now: nothing is left to warn of
+        assert again is not None
+        assert again.step == 0
+        assert {path.name: path.read_bytes() for path in tmp_path.glob("[sc][lo]*")} == before
+        engine.checkpoint(state_of(2), step=2).result(60)
+        assert [info.step for info in engine.checkpoints()] == [2]
+        assert len(list(tmp_path.glob("slot-*"))) == 2  # no more than there were
+        engine.checkpoint(state_of(3), step=3).result(60)
+    assert [info.step for info in list_checkpoints(tmp_path)] == [3]
+    assert load_sync(tmp_path)["step"] == 3
+    assert len(list(tmp_path.glob("slot-*"))) == 2
+
+
+def test_what_was_written_over_takes_no_place(tmp_path: Path) -> None:
+    """And the error is that of the newest; each time, not only once."""
+    saved_twice(tmp_path, "chunk")
+    newest = tmp_path / describe_checkpoint(tmp_path).slot
+    other = next(path for path in tmp_path.glob("slot-*") if path != newest)
+    content = bytearray(other.read_bytes())
+    content[4096:8192] = bytes(4096)
+    other.write_bytes(content)
+    with pytest.raises(DamagedError, match=newest.name):
+        load_sync(tmp_path)
+    with SyncCheckpointEngine(tmp_path, max_in_flight=1) as engine:
+        for _ in range(3):
+            with pytest.raises(DamagedError, match=newest.name):
+                engine.restore(state_of(9))
+        engine.checkpoint(state_of(2), step=2).result(60)
+    assert load_sync(tmp_path)["step"] == 2
+
+
+def test_a_pinned_one_that_is_older_comes_after_the_one_that_was_superseded(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path, max_in_flight=1, chunk_bytes=4096) as engine:
+        for step in range(3):
+            engine.checkpoint(state_of(step), step=step).result(60)
+            if step == 0:
+                engine.pin(0)
+    damage(tmp_path, 2, "chunk")
+    with pytest.warns(RuntimeWarning, match="falling back to step 1"):
+        assert load_sync(tmp_path)["step"] == 1
+    with SyncCheckpointEngine(tmp_path, max_in_flight=1, chunk_bytes=4096) as engine:
+        with pytest.warns(RuntimeWarning, match="falling back to step 1"):
+            engine.restore(state_of(9))
+        engine.unpin(0)
+        engine.pin(1)
+    assert [(info.step, info.pinned) for info in list_checkpoints(tmp_path)] == [(1, True), (0, False)]
+    slot = next(path for path in tmp_path.glob("slot-*") if path.read_bytes()[:8] == b"\1" + bytes(7))
+    slot.write_bytes(bytes(4096) + slot.read_bytes()[4096:])
+    with pytest.warns(RuntimeWarning, match="falling back to step 0"):
+        assert load_sync(tmp_path)["step"] == 0
+
+
+def test_a_removed_one_does_not_come_back(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path, keep_last=2, chunk_bytes=4096) as engine:
+        for step in range(2):
+            engine.checkpoint(state_of(step), step=step).result(60)
+    remove_checkpoints(tmp_path, [1])
+    damage(tmp_path, 0, "chunk")
+    with pytest.raises(DamagedError):
+        load_sync(tmp_path)
+
+
+def test_a_superseded_one_that_is_being_written_over_is_not_waited_for() -> None:
+    disk = CrashDisk()
+    stuck = StuckWriter(CrashWriter(disk, turns=0), kinds=())
+    with SyncCheckpointEngine(FOLDER, io=stuck, max_in_flight=1, chunk_bytes=4096) as engine:
+        for step in range(2):
+            engine.checkpoint(state_of(step), step=step).result(30)
+        bad = {slot_name(engine._core.pipeline.store.committed.record.entries[0].slot): {0}}
+        stuck.hold("write", after=1)
+        pending = engine.checkpoint(state_of(2), step=2)
+        stuck.wait_stuck()
+        with pytest.raises(ReadError):
+            load_sync(FOLDER, io=BadBlocks(CrashWriter(disk, turns=0, read_only=True), bad))
+        damaged = dict(disk.contents()) | {next(iter(bad)): bytes(8192)}
+        with pytest.raises(DamagedError):
+            load_sync(FOLDER, io=ImageWriter(Image.of(damaged)))
+        stuck.release()
+        pending.result(30)

@@ -20,6 +20,17 @@ def test_the_smallest_fitting_slot_is_reused() -> None:
     assert table.decide(150) == Reuse(2)
 
 
+def test_what_was_superseded_last_is_written_over_last() -> None:
+    """It takes the newest one's place where that is damaged."""
+    table = SlotTable({0: 100, 1: 100, 2: 200}, (), in_flight=2, kept=1)
+    table.committed([0], [1])
+    assert table.decide(100) == Reuse(2)
+    assert table.decide(100, passed_over=[2]) == Reuse(1)
+    assert table.decide(300) == Replace(2, 3)
+    table.committed([2], [0])
+    assert table.decide(100) == Reuse(1)
+
+
 def test_a_small_slot_is_replaced_under_a_new_number() -> None:
     table = SlotTable({0: 100, 1: 100}, (1,), in_flight=1, kept=1)
     assert table.decide(150) == Replace(0, 2)

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from pccheck_async.errors import CorruptStoreError, NoCheckpointError
-from pccheck_async.layout import Entry, Record, slot_name
+from pccheck_async.errors import DamagedError, NoCheckpointError, ReadError
+from pccheck_async.layout import Entry, Record
 from pccheck_async.manifest import Manifest
 from pccheck_async.reading import choose
 from pccheck_async.restore import read_manifest
@@ -53,7 +53,8 @@ async def hold(reader: StoreReader, path: str | os.PathLike[str], step: int | No
 
     Raises:
         NoCheckpointError: there is none.
-        CorruptStoreError: its slot is missing, or its manifest damaged.
+        DamagedError: its slot is missing, or its manifest damaged.
+        CorruptStoreError: this version does not understand it.
         ReadError: the device failed.
     """
     async with hold_slot(reader, lambda record: choose(record.entries, step)) as held:
@@ -62,8 +63,8 @@ async def hold(reader: StoreReader, path: str | os.PathLike[str], step: int | No
                 f"{os.fspath(path)} holds no checkpoint" + ("" if step is None else f" of step {step}")
             )
         entry, file = held
-        if file is None:
-            raise CorruptStoreError(f"{slot_name(entry.slot)}, which the newest record names, is missing, or no file")
+        if not isinstance(file, File):
+            raise file
         manifest = await read_manifest(reader.session.writer, file, entry, reader.identity.block_bytes)
         yield Held(reader, entry, file, manifest)
 
@@ -71,11 +72,11 @@ async def hold(reader: StoreReader, path: str | os.PathLike[str], step: int | No
 @asynccontextmanager
 async def hold_slot(
     reader: StoreReader, pick: Callable[[Record], Entry | None]
-) -> AsyncIterator[tuple[Entry, File | None] | None]:
+) -> AsyncIterator[tuple[Entry, File | DamagedError | ReadError] | None]:
     """Hold the slot of the picked checkpoint (see :meth:`StoreReader.lock`) until the context is left."""
     held = await reader.lock(pick)
     try:
         yield held
     finally:
-        if held is not None and held[1] is not None:
+        if held is not None and isinstance(held[1], File):
             await reader.session.writer.close_file(held[1])

@@ -11,30 +11,36 @@ from typing import Literal
 from pccheck_async import checksum
 from pccheck_async.commit_file import lock_commit
 from pccheck_async.config import EngineConfig
-from pccheck_async.errors import CorruptStoreError, NoCheckpointError, StoreError, StoreLockedError
+from pccheck_async.errors import (
+    CorruptStoreError,
+    NoCheckpointError,
+    ReadError,
+    StoreError,
+    StoreLockedError,
+    is_exhausted,
+    is_forbidden,
+)
 from pccheck_async.info import CheckpointInfo
 from pccheck_async.layout import (
     COMMIT_NAME,
     COMMIT_NBYTES,
     FORMAT_VERSION,
-    HEADER,
     IDENTITY_NAME,
-    REGION_NBYTES,
     Entry,
     Identity,
     NewerFormatError,
     Record,
-    decode_record,
     encode_identity,
     encode_record,
     newest_record,
+    rebuild_identity,
     region_offsets,
     slot_name,
     slot_number,
 )
 from pccheck_async.manifest import MIN_BLOCK
 from pccheck_async.memory import PAGE_BYTES, aligned_buffer
-from pccheck_async.records import read_identity
+from pccheck_async.records import read_commit, stored_identity
 from pccheck_async.session import IO, Session
 from pccheck_async.store_reader import OneLoop, no_store, with_session
 from pccheck_async.upkeep.chunks import Progress
@@ -141,7 +147,7 @@ async def _recover(
         raise no_store(session, path, "no store, nor parts of one")
     facts = await writer.prepare(create=False)
     identity_state, identity = await _identity(writer)
-    commit = await _commit_bytes(writer) if COMMIT_NAME in names else None
+    commit = await read_commit(writer)
     record, store_id = _record(commit, identity)
     record_state: FileState = "valid" if record else "missing" if commit is None else "damaged"
     found: list[FoundCheckpoint] = []
@@ -192,20 +198,16 @@ async def _lock(writer: Writer, path: str | os.PathLike[str]) -> None:
 
 async def _identity(writer: Writer) -> tuple[FileState, Identity | None]:
     try:
-        identity = await read_identity(writer)
+        identity = await stored_identity(writer)
     except NewerFormatError as error:
         raise NewerFormatError(f"{error}: nothing was written; recover it with the version that made it") from None
     except CorruptStoreError:
         return "damaged", None
+    except ReadError as error:
+        if is_exhausted(error) or is_forbidden(error):
+            raise
+        return "damaged", None
     return ("missing", None) if identity is None else ("valid", identity)
-
-
-async def _commit_bytes(writer: Writer) -> memoryview:
-    file = await writer.open(COMMIT_NAME, writable=False)
-    view = aligned_buffer(COMMIT_NBYTES)
-    got = await writer.read(file, 0, view)
-    await writer.close_file(file)
-    return view[:got]
 
 
 def _record(commit: memoryview | None, identity: Identity | None) -> tuple[Record | None, str | None]:
@@ -214,13 +216,8 @@ def _record(commit: memoryview | None, identity: Identity | None) -> tuple[Recor
         return None, None
     if identity is not None:
         return newest_record(commit, identity.id_bytes), identity.store_id
-    found: list[tuple[Record, str]] = []
-    for start in range(0, len(commit) - HEADER.size, REGION_NBYTES):
-        store_id = HEADER.unpack_from(commit, start)[3]
-        record = decode_record(commit[start : start + REGION_NBYTES], store_id)
-        if record is not None:
-            found.append((record, store_id.hex()))
-    return max(found, key=lambda one: one[0].generation, default=(None, None))
+    rebuilt = rebuild_identity(commit)
+    return (rebuilt[1], rebuilt[0].store_id) if rebuilt else (None, None)
 
 
 async def _search(
@@ -233,7 +230,9 @@ async def _search(
     name = slot_name(number)
     try:
         file = await session.writer.open(name, writable=alone)  # flock over NFS asks for that
-    except CorruptStoreError as error:
+    except (CorruptStoreError, OSError) as error:
+        if is_exhausted(error) or is_forbidden(error):
+            raise  # what it holds may be whole, and would not be named
         return FoundCheckpoint(number, name, None, 0, (), None, str(error))
     try:
         if not await session.writer.try_lock(file, shared=not alone):

@@ -10,7 +10,7 @@ from pccheck_async.errors import CorruptStoreError, ReadError, UnsupportedStateE
 from pccheck_async.info import CheckpointInfo, Metadata
 from pccheck_async.layout import MOST_ENTRIES, Entry, check_metadata, slot_number
 from pccheck_async.manifest import Manifest
-from pccheck_async.memory import aligned_buffer
+from pccheck_async.memory import PAGE_BYTES, aligned_buffer
 from pccheck_async.session import Session
 from pccheck_async.state.listing import Listing, list_leaves
 from pccheck_async.upkeep.candidates import find_signatures, manifest_at
@@ -30,8 +30,6 @@ _MOST_LOOKS = 4
 may consist of such beginnings."""
 _FEW_BYTES = 64 << 20
 """That much is always read there, however small the slot is."""
-_PIECE_BYTES = 4096
-"""What is given up around a device's error."""
 _BASE = 64 * 1024
 """A multiple of every block size: reads begin at one, so that direct I/O works where the block size is not known."""
 
@@ -73,12 +71,13 @@ async def search_slot(session: Session, file: File, block_bytes: int, progress: 
     one with the latest time is described, and what is damaged of it.
     """
     best: FoundCheckpoint | None = None
-    tried = 0
+    tried, trouble = 0, ""
     looks = _Looks(_MOST_LOOKS * file.nbytes + _FEW_BYTES)
     async for offset in _signatures(session, file, block_bytes, progress):
         try:
             candidate = await _read_candidate(session, file, offset, looks)
-        except (CorruptStoreError, ReadError):
+        except (CorruptStoreError, ReadError) as error:
+            trouble = trouble or str(error)
             if looks.left <= 0:
                 break
             continue
@@ -90,7 +89,7 @@ async def search_slot(session: Session, file: File, block_bytes: int, progress: 
             return found
         if best is None or best.info is None or (found.info and found.info.time > best.info.time):
             best = found
-    return best or FoundCheckpoint(_number(file), file.name, None, 0, (), None, "no manifest")
+    return best or FoundCheckpoint(_number(file), file.name, None, 0, (), None, trouble or "no manifest")
 
 
 def arrange(found: Sequence[FoundCheckpoint]) -> tuple[list[Entry], dict[int, str]]:
@@ -122,25 +121,10 @@ async def _signatures(session: Session, file: File, step: int, progress: Progres
     """Yield the offsets at which a manifest may begin, the last one first."""
     buffer = aligned_buffer(_WINDOW_BYTES)
     for start in range((file.nbytes - 1) // _WINDOW_BYTES * _WINDOW_BYTES, -1, -_WINDOW_BYTES):
-        got = await _read_what_can_be(session, file, start, buffer)
+        got, _ = await session.writer.read_around(file, start, buffer)
         for offset in await session.operations.call(find_signatures, buffer[: got // step * step], step):
             yield start + offset
         progress(file.nbytes - start, file.nbytes)
-
-
-async def _read_what_can_be(session: Session, file: File, start: int, into: memoryview) -> int:
-    """Fill a window, with zeros where the device has errors; return its length."""
-    try:
-        return await session.writer.read(file, start, into)
-    except ReadError:
-        nbytes = min(len(into), file.nbytes - start)
-        for offset in range(0, nbytes, _PIECE_BYTES):
-            piece = into[offset : offset + _PIECE_BYTES]
-            try:
-                await session.writer.read(file, start + offset, piece)
-            except ReadError:
-                piece[:] = bytes(len(piece))
-        return nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,12 +150,14 @@ async def _read_candidate(session: Session, file: File, offset: int, looks: _Loo
     size = _FIRST_LOOK_BYTES
     while True:
         buffer = aligned_buffer(size)
-        got = await _read_what_can_be(session, file, base, buffer)
+        got, lost = await session.writer.read_around(file, base, buffer)
         looks.left -= got
         data = buffer[offset - base : got]
         found = await session.operations.call(manifest_at, data, offset)
         if found is not None:
             manifest, length = found
+            if end := next((at for at in lost if offset - base - PAGE_BYTES < at < offset - base + length), None):
+                raise CorruptStoreError(f"no manifest: its bytes from {base + end} on cannot be read")
             return _Candidate(offset, length, crc32(data[:length]), manifest, list_leaves(manifest))
         if size >= most or looks.left <= 0:
             raise CorruptStoreError("no manifest: it does not end inside the slot")

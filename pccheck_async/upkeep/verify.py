@@ -6,12 +6,12 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pccheck_async.config import EngineConfig
-from pccheck_async.errors import CorruptStoreError, NoCheckpointError, ReadError
+from pccheck_async.errors import DamagedError, NoCheckpointError, ReadError
 from pccheck_async.info import CheckpointInfo, check_step
-from pccheck_async.layout import COMMIT_NBYTES, Entry, Record, newest_record, slot_name
+from pccheck_async.layout import COMMIT_NBYTES, REGION_NBYTES, Entry, Record, newest_record, slot_name
 from pccheck_async.manifest import Manifest
 from pccheck_async.memory import aligned_buffer
 from pccheck_async.reading import choose
@@ -116,7 +116,8 @@ def verify_checkpoints(
 
     Raises:
         NoCheckpointError: there is none to check.
-        CorruptStoreError: ``store.json`` is damaged, or no record is valid: see :func:`recover_store`.
+        CorruptStoreError: ``store.json`` is damaged, or no record is valid: see :func:`recover_store`. Or this version
+            does not understand what is whole in a checkpoint.
         ReadError: the device failed where the records lie.
     """
     step = check_step(step)
@@ -157,8 +158,12 @@ async def _records(reader: StoreReader) -> tuple[tuple[RecordCopy, ...], Record]
     view = aligned_buffer(COMMIT_NBYTES)
     last, same = b"", 0
     for _ in range(10 * _LOOKS):
-        image = view[: await reader.session.writer.read(reader.commit, 0, view)]
-        copies = examine(image, reader.identity.id_bytes)
+        got, lost = await reader.session.writer.read_around(reader.commit, 0, view)
+        image, bad = view[:got], {offset // REGION_NBYTES * REGION_NBYTES for offset in lost}
+        copies = tuple(
+            replace(copy, state="damaged") if copy.offset in bad else copy
+            for copy in examine(image, reader.identity.id_bytes)
+        )
         same, last = same + 1 if last == bytes(image) else 0, bytes(image)
         if all(copy.state != "damaged" for copy in copies) or same >= _LOOKS:
             break
@@ -186,13 +191,14 @@ async def _check(
             return None
         found, file = held
         name = slot_name(found.slot)
-        if file is None:
-            missing = Damage(name, "slot", 0, found.manifest_offset + found.manifest_nbytes, "there is no such file")
+        if not isinstance(file, File):
+            why = str(file) if isinstance(file, ReadError) else "there is no such file"
+            missing = Damage(name, "slot", 0, found.manifest_offset + found.manifest_nbytes, why)
             return CheckedCheckpoint(found.info, name, 0, 0, (missing,))
         try:
             manifest = await read_manifest(reader.session.writer, file, found, reader.identity.block_bytes)
             listing = list_leaves(manifest)
-        except (CorruptStoreError, ReadError) as error:
+        except (DamagedError, ReadError) as error:
             damage = Damage(name, "manifest", found.manifest_offset, found.manifest_nbytes, str(error))
             count.add(found.manifest_nbytes)
             return CheckedCheckpoint(found.info, name, 0, found.manifest_nbytes, (damage,))

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from pccheck_async.errors import ReadError
+from pccheck_async.memory import PAGE_BYTES
 from pccheck_async.statistics import Stage
 from pccheck_async.uninterrupted import to_its_end, uninterrupted
 
@@ -107,7 +109,7 @@ class Writer(abc.ABC):
 
     @abc.abstractmethod
     async def read_small(self, name: str) -> bytes | None:
-        """All of a small metadata file, None where it does not exist."""
+        """All of a small metadata file, None where it does not exist. Raises CorruptStoreError where it is large."""
 
     @abc.abstractmethod
     async def write_small(self, name: str, data: bytes) -> None:
@@ -156,6 +158,27 @@ class Writer(abc.ABC):
     @abc.abstractmethod
     async def read(self, file: File, offset: int, into: memoryview) -> int:
         """Fill ``into``; return the bytes read, short only at the end of the file."""
+
+    async def read_around(self, file: File, offset: int, into: memoryview) -> tuple[int, dict[int, ReadError]]:
+        """Do what :meth:`read` does, and where the device fails, block by block: a bad sector costs one block.
+
+        Returns:
+            The bytes read, and by their offsets in ``into`` the blocks that cannot be read, and why. Those hold ones
+            (0xff): neither a record, nor a manifest, nor what was never written looks like that.
+        """
+        try:
+            return await self.read(file, offset, into), {}
+        except ReadError:
+            nbytes = max(0, min(len(into), file.nbytes - offset))
+        lost = {}
+        for start in range(0, nbytes, PAGE_BYTES):
+            block = into[start : start + PAGE_BYTES]
+            try:
+                await self.read(file, offset + start, block)
+            except ReadError as error:
+                lost[start] = error
+                block[:] = b"\xff" * len(block)
+        return nbytes, lost
 
     @abc.abstractmethod
     async def flush(self, file: File) -> None:
