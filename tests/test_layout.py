@@ -247,3 +247,44 @@ def test_any_copy_of_a_record_tells_that_there_are_checkpoints(copy: int) -> Non
     for region in set(range(4)) - {copy}:
         image[region * REGION_NBYTES : (region + 1) * REGION_NBYTES] = bytes(REGION_NBYTES)
     assert layout.names_checkpoints(bytes(image))
+
+
+@given(st.sampled_from([512, 4096, 65536]), st.lists(st.integers(0, 40), max_size=4))
+def test_what_is_written_with_a_rebuilt_identity_fits_the_true_one(block: int, ends: list[int]) -> None:
+    entries = [
+        msgspec.structs.replace(entry(9 - number, slot=number), manifest_offset=end * block)
+        for number, end in enumerate(ends)
+    ]
+    image = commit_file(Record(4, tuple(entries[1:])), Record(5, tuple(entries)))
+    rebuilt = layout.rebuild_identity(image)
+    assert rebuilt is not None
+    identity, record = rebuilt
+    assert layout.decode_identity(layout.encode_identity(identity)) == identity
+    assert (identity.id_bytes, record.generation) == (STORE, 5)
+    assert identity.block_bytes % block == 0
+    assert not any(one.manifest_offset % identity.block_bytes for one in entries)
+
+
+def test_nothing_is_rebuilt_without_a_record() -> None:
+    assert layout.rebuild_identity(bytes(COMMIT_NBYTES)) is None
+    assert layout.rebuild_identity(b"") is None
+
+
+@pytest.mark.parametrize(
+    ("named", "before", "superseded"),
+    [
+        ([(5, 0)], [(4, 1)], [4]),
+        ([(5, 0)], [(4, 0)], []),  # written over
+        ([(5, 0), (3, 2)], [(4, 1), (3, 2)], [4]),
+        ([(3, 2)], [(4, 1), (3, 2)], []),  # removed, and newer than what was kept
+        ([], [(4, 1)], []),
+    ],
+)
+def test_what_a_record_superseded(
+    named: list[tuple[int, int]], before: list[tuple[int, int]], superseded: list[int]
+) -> None:
+    older, newer = ([entry(counter, slot=slot) for counter, slot in pairs] for pairs in (before, named))
+    image = commit_file(Record(4, tuple(older)), Record(5, tuple(newer)))
+    newest = layout.newest_record(image, STORE)
+    assert newest is not None
+    assert [one.counter for one in layout.superseded_in(image, STORE, newest)] == superseded
