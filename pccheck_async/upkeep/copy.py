@@ -10,7 +10,7 @@ from msgspec import structs
 
 from pccheck_async.checksum import crc32
 from pccheck_async.config import EngineConfig
-from pccheck_async.errors import CorruptStoreError, StoreFullError
+from pccheck_async.errors import DamagedError, StoreFullError
 from pccheck_async.info import CheckpointInfo, check_step
 from pccheck_async.layout import MOST_ENTRIES, align
 from pccheck_async.manifest import encode
@@ -58,7 +58,7 @@ def copy_checkpoint(
     Raises:
         ValueError: both are one folder, or ``target`` is a URL or begins with ``~``.
         NoCheckpointError: there is none to copy.
-        CorruptStoreError: it is damaged, or ``target`` is.
+        CorruptStoreError: it is damaged (DamagedError), or ``target`` is.
         StoreLockedError: a trainer has ``target`` open.
         StoreFullError: there is no space for it, or a commit record has no room for it.
         ReadError, WriteError: a device failed.
@@ -124,7 +124,7 @@ async def _copy_payload(held: Held, session: Session, lease: SlotLease, progress
 
     def damaged(index: int, reason: str) -> None:
         chunk = manifest.chunks[index]
-        raise CorruptStoreError(
+        raise DamagedError(
             f"{held.file.name}: chunk {index} (bytes {chunk.offset} to {chunk.offset + chunk.nbytes}) of the "
             f"checkpoint of step {held.entry.step} is damaged ({reason}); nothing was copied"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_right
 
-from pccheck_async.errors import CorruptStoreError
+from pccheck_async.errors import DamagedError
 from pccheck_async.memory import aligned_buffer
 from pccheck_async.state.listing import Listing
 from pccheck_async.upkeep.held import Held
@@ -27,7 +27,7 @@ class VerifiedPayload:
         self.read_nbytes = 0
 
     async def read(self, low: int, high: int) -> memoryview:
-        """Return payload bytes ``[low, high)``. Raises CorruptStoreError where they are damaged, ReadError."""
+        """Return payload bytes ``[low, high)``. Raises DamagedError where they are damaged, ReadError."""
         first, last = bisect_right(self._starts, low) - 1, bisect_right(self._starts, high - 1) - 1
         if first == last:
             start = self._starts[first]
@@ -68,7 +68,7 @@ class VerifiedPayload:
         self.read_nbytes += chunk.nbytes
         if got != chunk.nbytes or await session.operations.checksum(view) != chunk.checksum:
             leaves = self._listing.within(chunk.offset, chunk.offset + chunk.nbytes)
-            raise CorruptStoreError(
+            raise DamagedError(
                 f"{file.name}: chunk {index} of the checkpoint of step {self._held.entry.step} is damaged; it holds "
                 f"{', '.join(leaves[:5])}{', ...' if len(leaves) > 5 else ''}; `pccheck verify` names all damage"
             )
