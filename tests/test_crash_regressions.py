@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from msgspec import structs
 
 from pccheck_async import checksum, layout, store_reader
-from pccheck_async.committed import Committed
 from pccheck_async.errors import CorruptStoreError
 from pccheck_async.layout import Entry, Identity, Record, slot_number
 from pccheck_async.manifest import decode
@@ -276,15 +275,6 @@ def test_first_flush_of_a_new_writer_left_out(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Store, "_take_over", trust_the_predecessor)
     found(dataclasses.replace(SCENARIO, bursts=1, deaths=8, images=16, dying=dying_with_the_record_in_flight))
-
-
-def test_a_record_over_the_only_one_that_names_what_was_fallen_back_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    def next_generation(committed: Committed, entries: Iterable[Entry]) -> Record:
-        return Record(committed.record.generation + 1, tuple(entries))
-
-    monkeypatch.setattr(Committed, "follow", next_generation)
-    at = f"flush {layout.COMMIT_NAME} submitted"
-    assert any(explore_falling_back(seed, at, images=80).violations for seed in range(SEEDS))
 
 
 def test_what_was_fallen_back_to_is_written_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,13 +71,12 @@ async def search_slot(session: Session, file: File, block_bytes: int, progress: 
     one with the latest time is described, and what is damaged of it.
     """
     best: FoundCheckpoint | None = None
-    tried, trouble = 0, ""
+    tried = 0
     looks = _Looks(_MOST_LOOKS * file.nbytes + _FEW_BYTES)
     async for offset in _signatures(session, file, block_bytes, progress):
         try:
             candidate = await _read_candidate(session, file, offset, looks)
-        except (CorruptStoreError, ReadError) as error:
-            trouble = trouble or str(error)
+        except (CorruptStoreError, ReadError):
             if looks.left <= 0:
                 break
             continue
@@ -89,7 +88,7 @@ async def search_slot(session: Session, file: File, block_bytes: int, progress: 
             return found
         if best is None or best.info is None or (found.info and found.info.time > best.info.time):
             best = found
-    return best or FoundCheckpoint(_number(file), file.name, None, 0, (), None, trouble or "no manifest")
+    return best or FoundCheckpoint(_number(file), file.name, None, 0, (), None, "no manifest")
 
 
 def arrange(found: Sequence[FoundCheckpoint]) -> tuple[list[Entry], dict[int, str]]:

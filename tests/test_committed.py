@@ -1,0 +1,29 @@
+"""What the next record names, and where it goes."""
+
+from __future__ import annotations
+
+from pccheck_async.committed import Committed
+from pccheck_async.layout import Entry, Record, region_offsets
+from pccheck_async.retention import Retention
+
+
+def entry(counter: int, slot: int) -> Entry:
+    return Entry(counter, 10 * counter, 1.5, 4096, slot, 4096, 100, 7, False, {})
+
+
+def test_records_take_turns_but_for_the_one_that_alone_names_what_was_adopted() -> None:
+    """A crash must not tear that: both copies of a record may be half written at once."""
+    damaged, older = entry(4, 0), entry(3, 1)
+    committed = Committed(Record(9, (damaged,), (older,)), Retention(keep_last=2))
+    assert region_offsets(committed.follow([damaged]).generation) != region_offsets(9)
+    committed.mark_damaged(4)
+    committed.adopt(older)
+    assert committed.entries == (older,)
+    new = entry(5, 2)
+    assert committed.retain(new) == [new, older]
+    record = committed.follow(committed.entries)
+    assert record == Record(11, (older,))
+    assert region_offsets(record.generation) == region_offsets(9)
+    assert committed.follow([new]).superseded == (older,)
+    committed.publish(record)
+    assert committed.follow([new]) == Record(12, (new,), (older,))
