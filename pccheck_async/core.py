@@ -173,7 +173,7 @@ class EngineCore:
         """Save the last finished step if no checkpoint holds it, unless an error ends the context; then close."""
         try:
             if well or self.preemption.pending:
-                yield from self._save_last()
+                yield from self._save_last(well=well)
         except BaseException as error:
             if not isinstance(error, Exception):  # cancelled: as in closing, what is in flight is not waited for
                 yield self.pipeline.scheduler.cancel_all()
@@ -184,7 +184,7 @@ class EngineCore:
             raise
         yield from self.close()
 
-    def _save_last(self) -> Steps:
+    def _save_last(self, *, well: bool) -> Steps:
         if os.getpid() != self._pid or self._state != "open":
             return
         last, newest = self.steps.last_finished, self.admissions.newest
@@ -194,7 +194,7 @@ class EngineCore:
             yield self.pipeline.scheduler.drain(last=True)
             if not newest.failed:
                 return
-        if self.steps.is_as_it_was(last):
+        if self.steps.is_as_it_was(last, well=well):
             self.admit(last.state, last.step, last.metadata, last=True)  # closing waits for it, and tells its failure
 
     def _say_unawaited(self) -> None:

@@ -20,6 +20,7 @@ from pccheck_async.pending import PendingCheckpoint
 from pccheck_async.policy import Decision, Policy, StepReport
 from pccheck_async.state.flatten import check_outermost
 from pccheck_async.step_hooks import unwrapped
+from pccheck_async.tensor_access import notify, stop_notifying, storage_address
 from pccheck_async.windows import Mark, Windows
 
 __all__ = ["AsyncBracket", "Bracket", "TrainingStep", "TrainingSteps"]
@@ -114,6 +115,7 @@ class TrainingSteps:
         self._store = store
         self._save_last = save_last
         self._last_finished: TrainingStep | None = None
+        self._reached: set[int] = set()  # storages, since it ended
         self._policy = policy
         self._admissions = admissions
         self._guard = guard
@@ -148,8 +150,22 @@ class TrainingSteps:
         if self._last_finished is not None:
             self._last_finished.mark = None
 
-    def is_as_it_was(self, this: TrainingStep) -> bool:
-        """Whether the state is still that of the end of this step, as far as can be told; else say what happened."""
+    def watch_access(self) -> None:
+        """Note from now on who gets at memory past torch's counters between two steps."""
+        notify(self._note_access)
+
+    def _note_access(self, owner: object) -> None:
+        if self._last_finished is not None:
+            self._reached.add(storage_address(owner))
+
+    def is_as_it_was(self, this: TrainingStep, *, well: bool) -> bool:
+        """Whether the state is still that of the end of this step, as far as can be told; else say what happened.
+
+        Args:
+            this: The step.
+            well: No error ends the run. One may come out of an evaluation with other weights in the parameters' memory;
+                else who got there, to write a file, say, is taken for somebody who read.
+        """
         if not this.whole:
             why = "a window of gradient accumulation is open, and gradients are not saved; let the last one end"
         elif this.mark is None or not self._windows.is_at(this.mark):
@@ -157,6 +173,8 @@ class TrainingSteps:
                 "parameters of its optimizers have changed since, or a checkpoint was restored; leave the context "
                 "before that, or call engine.checkpoint before it"
             )
+        elif not well and not self._reached.isdisjoint(map(storage_address, this.mark.parameters)):
+            why = "an error ends the run, and code got at the memory of its parameters since, as evaluations may"
         else:
             return True
         text = "the last step, %d, is not saved on leaving: %s"
@@ -172,12 +190,14 @@ class TrainingSteps:
     def close(self) -> None:
         """Let go of all optimizers."""
         self._last_finished = None
+        stop_notifying(self._note_access)
         self._guard.close()
         self._windows.close()
 
     def begin(self, this: TrainingStep, stall: float) -> None:
         """Note the beginning of a step; ``stall`` is the engine's so far."""
         self._last_finished = None
+        self._reached.clear()
         this.counter = self._admissions.counter
         this.window = self._windows.begin(this.state)
         this.stall_then = stall

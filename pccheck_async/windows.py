@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Collection, Iterator, Mapping
 from itertools import islice
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,8 +34,15 @@ from pccheck_async.step_hooks import StepHooks, hooks_of, unwrapped
 
 __all__ = ["Mark", "Windows"]
 
-Mark: TypeAlias = tuple[int, list[torch.Tensor], list[int], list[int]]
-"""Steps made by optimizers, and their parameters with versions and addresses."""
+
+class Mark(NamedTuple):
+    """Steps made by optimizers, and their parameters with versions and addresses."""
+
+    steps: int
+    parameters: list[torch.Tensor]
+    versions: list[int]
+    addresses: list[int]
+
 
 _PATIENCE = 64
 """Brackets in a row whose only fault are unused gradients, until those are ignored."""
@@ -149,12 +156,11 @@ class Windows:
         """Return what :meth:`is_at` compares with: the watched optimizers and their parameters as they are now."""
         groups = [group for optimizer in list(self._watched) for group in optimizer.param_groups]
         parameters = [parameter for group in groups for parameter in group["params"]]
-        return self._steps, parameters, *_seen(parameters)
+        return Mark(self._steps, parameters, *_seen(parameters))
 
     def is_at(self, mark: Mark) -> bool:
         """Whether no watched optimizer has made a step since, nor the parameters changed as far as torch counts it."""
-        steps, parameters, versions, addresses = mark
-        return (self._steps, *_seen(parameters)) == (steps, versions, addresses)
+        return mark == Mark(self._steps, mark.parameters, *_seen(mark.parameters))
 
     def close(self) -> None:
         """Let go of all optimizers."""

@@ -801,6 +801,32 @@ def test_of_several_deadlines_the_first_counts(tmp_path: Path) -> None:
             signal.signal(signal.SIGUSR1, before)
 
 
+@pytest.mark.parametrize("how", ["data", "versions"])
+@pytest.mark.parametrize("back", [True, False])
+def test_weights_of_an_evaluation_that_a_preemption_ends_are_not_saved(tmp_path: Path, how: str, back: bool) -> None:
+    """It comes when other weights are in the parameters, or when these are back but nobody can tell that they are."""
+
+    def body(_: Tell) -> None:
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        kept = [parameter.detach().clone() for parameter in model.parameters()]
+        with SyncCheckpointEngine(tmp_path / "store", interval=NEVER) as engine:
+            engine.on_preemption(deadline=60.0)
+            with engine.step({"model": model, "optimizer": optimizer}, 0):
+                model(torch.ones(4)).sum().backward()
+                optimizer.step()
+            for weights in [[torch.zeros(4, 4), torch.zeros(4)], kept][: 1 + back]:
+                for parameter, other in zip(model.parameters(), weights, strict=True):
+                    with torch.no_grad():
+                        (parameter.data if how == "data" else parameter).copy_(other)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert engine.preempted
+            raise RuntimeError("DataLoader worker exited unexpectedly")
+
+    assert Trainer(tmp_path, body).wait() == 1
+    assert steps_of(tmp_path / "store") == []
+
+
 @pytest.mark.parametrize("why", ["break", "exit", "worker", "in a step"])
 def test_a_preempted_run_that_ends_between_two_steps_has_saved_the_last(tmp_path: Path, why: str) -> None:
     def body(_: Tell) -> None:
