@@ -7,6 +7,7 @@ not wait for one; when they go on, everything that no wait holds up happens befo
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import threading
 import weakref
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pccheck_async import (
     CheckpointError,
@@ -349,3 +351,33 @@ def test_what_is_set_aside_on_a_device_keeps_what_it_came_from(monkeypatch: pyte
     copied.release()
     gc.collect()
     assert alive() is None
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch would launch on a device: views are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_small_tensors_of_a_device_are_set_aside_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are: an operation takes some microseconds of the training thread, and of the device."""
+
+    def flat(address: int, nbytes: int, *_: Any) -> torch.Tensor:
+        return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+
+    monkeypatch.setattr(aside, "device_bytes", flat)
+    tensors = [torch.arange(length, dtype=torch.uint8) for length in (1, 4, 15, 16, 17, 64, 100)]
+    sources = Sources([RawSource(each.data_ptr(), each.nbytes, each, 0) for each in tensors])
+    with Operations() as seen:
+        copied, _ = aside.set_aside(sources, np.ones(len(tensors), np.bool_))
+    assert len(seen.names) == 2, seen.names
+    for tensor, address in zip(tensors, copied.addresses.tolist(), strict=True):
+        assert address % 16 == copied.addresses[0] % 16
+        assert torch.equal(flat(address, tensor.nbytes), tensor)

@@ -65,12 +65,15 @@ def _copied(sources: Sources, index: npt.NDArray[np.intp]) -> Sources:
 def _copied_there(sources: Sources, index: npt.NDArray[np.intp]) -> Sources:
     """In one piece, on the device's current stream: later work on it comes after."""
     parts, originals = [], []
+    padding: torch.Tensor | None = None
     for number in index.tolist():
         source = sources[number]
         assert not isinstance(source, PackedSource)
         originals.append(source.owner)
         parts.append(device_bytes(*source))
-        parts.append(parts[-1].new_zeros(-source.nbytes % _ALIGNMENT))
+        if padding is None:
+            padding = parts[-1].new_zeros(_ALIGNMENT)
+        parts.append(padding[: -source.nbytes % _ALIGNMENT])
     memory = torch.cat(parts)
     ends = np.cumsum(-(-sources.lengths[index] // _ALIGNMENT) * _ALIGNMENT)
     addresses = memory.data_ptr() + np.concatenate(([0], ends[:-1]))
