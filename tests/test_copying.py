@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from hypothesis import strategies as st
 from pccheck_async import SyncCheckpointEngine, WriteError, load_sync
 from pccheck_async.capture import Capture, Snapshot
 from pccheck_async.checksum import crc32
-from pccheck_async.copying import CopyBackend, CudaCopy, HostCopy
+from pccheck_async.copying import CopyBackend, CudaCopy, HostCopy, lanes
 from pccheck_async.copying.devices import Device
 from pccheck_async.copying.kernel import MOVE_SOURCE
 from pccheck_async.copying.lanes import Lane
@@ -604,6 +605,50 @@ def test_where_memory_is_short_the_state_is_streamed(devices: list[PretendDevice
             assert saving.stored() == [data for _, data in owners + more]
             assert saving.captured_after is not None
             assert "no memory" in it.backend.statistics().reason
+
+    run(test)
+
+
+def test_a_snapshot_that_found_no_memory_is_tried_less_and_less_often(
+    devices: list[PretendDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each try makes torch's allocator give back all that it has cached."""
+    now = 1000.0
+    monkeypatch.setattr(lanes, "time", SimpleNamespace(monotonic=lambda: now))
+    claimed = devices[0].memory()
+    monkeypatch.setattr(devices[0], "memory", lambda: claimed)
+    asked: list[float] = []
+    allocate = devices[0].allocate
+
+    def count(nbytes: int) -> Any:
+        if nbytes > 1 * MIB:
+            asked.append(now)
+        return allocate(nbytes)
+
+    async def test() -> None:
+        nonlocal now
+        async with pretending(devices, "snapshot") as it:
+            monkeypatch.setattr(devices[0], "allocate", count)
+            sources, _ = leaves_on(it.places[1], 20)
+
+            async def begin() -> None:
+                await it.backend.begin(it.backend.admit({0}), sources)
+
+            devices[0].capacity = 1 * MIB
+            for _ in range(40):
+                await begin()
+                now += 1
+            assert asked == [1000, 1001, 1003, 1007, 1015, 1031]
+            assert "asked again in 24 s" in it.backend.statistics().reason
+            devices[0].capacity, now = 64 * MIB, 2000.0
+            for _ in range(2):
+                await begin()
+            assert it.backend.statistics().snapshots == 2
+            devices[0].capacity = 1 * MIB
+            for _ in range(2):
+                await begin()
+                now += 1
+            assert asked[-2:] == [2000, 2001]
 
     run(test)
 

@@ -32,8 +32,8 @@ _SMALL_MOVE: Final = 16 << 10
 _LARGE_MOVE: Final = 256 << 10
 """The same for a snapshot, which has more bytes and so fewer rows."""
 
-_REFUSED_SECONDS: Final = 1.0
-"""For so long a lane asks for no scratch image again after there was no memory for one."""
+_REFUSED_SECONDS: Final = 1.0, 600.0
+"""Nobody asks for memory again for so long after there was none: at first, and at most; twice as long each time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,6 +64,7 @@ class Copier:
         self.device = device
         self.account = Account()
         self.pace = Pace()
+        self._memory = _Memory(self.account)
         self._guard = threading.Lock()
         self._lanes: list[Lane] = []
         self._turn = 0
@@ -86,12 +87,10 @@ class Copier:
     def snapshot(self, addresses: Table, lengths: npt.NDArray[np.int64], after: Any) -> Snapshot:
         """Start to copy sources within the device, behind ``after``. Raises MemoryError."""
         offsets, nbytes = compacted(addresses, lengths)
-        memory = self.device.allocate(nbytes)
-        self.account.take(nbytes)
-        weakref.finalize(memory, self.account.give_back, nbytes).atexit = False
-        places = offsets + np.uint64(memory.address)
         with self._guard:
             self._own = stream = self._own or self.device.stream()
+            memory = self._memory.allocate(self.device, nbytes)
+            places = offsets + np.uint64(memory.address)
             with _whole(stream):
                 stream.wait(after)
                 stream.wait(memory.ready)
@@ -116,11 +115,10 @@ class Lane:
 
     def __init__(self, device: Device, account: Account) -> None:
         self._device = device
-        self._account = account
+        self._memory = _Memory(account)
         self._stream = device.stream()
         self._guard = threading.Lock()
         self._scratch: Block | None = None
-        self._refused_until = 0.0
 
     def wait(self, event: Any) -> None:
         """Let later copies wait for an event."""
@@ -173,27 +171,50 @@ class Lane:
         if not len(found.small):
             return found, 0
         try:
-            if time.monotonic() < self._refused_until:
-                return split(table, foreign, large=0), 0
             return found, self._image(nbytes)
-        except MemoryError:
-            # Whoever has no memory first gives back all that is cached: not once per chunk.
-            self._refused_until = time.monotonic() + _REFUSED_SECONDS
-            text = "device %d has no memory for a scratch image of %d bytes"
-            write(logging.DEBUG, "no_scratch", text, self._device.index, nbytes)
+        except MemoryError as error:
+            text = "device %d has no memory for a scratch image of %d bytes: %s"
+            write(logging.DEBUG, "no_scratch", text, self._device.index, nbytes, error)
             return split(table, foreign, large=0), 0
 
     def _image(self, nbytes: int) -> int:
         """Return the address of a scratch image of ``nbytes``."""
         if self._scratch is None or self._scratch.nbytes < nbytes:
-            scratch = self._device.allocate(nbytes)
-            self._account.take(nbytes)
-            weakref.finalize(scratch, self._account.give_back, nbytes).atexit = False
+            scratch = self._memory.allocate(self._device, nbytes)
             self._stream.wait(scratch.ready)
             if self._scratch is not None:
                 self._stream.keep(self._scratch)
             self._scratch = scratch
         return self._scratch.address
+
+
+class _Memory:
+    """Takes device memory for one purpose; where there was none, it is asked for less and less often.
+
+    Whoever has none first gives back all that is cached, and training has to get its memory from the driver again.
+    """
+
+    def __init__(self, account: Account) -> None:
+        self._account = account
+        self._pause = 0.0
+        self._until = 0.0
+
+    def allocate(self, device: Device, nbytes: int) -> Block:
+        """Take memory; it counts as held until it is let go. Raises MemoryError."""
+        now = time.monotonic()
+        if now < self._until:
+            raise MemoryError(f"there was none; asked again in {self._until - now:.0f} s")
+        try:
+            block = device.allocate(nbytes)
+        except MemoryError:
+            shortest, longest = _REFUSED_SECONDS
+            self._pause = min(max(2 * self._pause, shortest), longest)
+            self._until = time.monotonic() + self._pause
+            raise
+        self._pause = 0.0
+        self._account.take(nbytes)
+        weakref.finalize(block, self._account.give_back, nbytes).atexit = False
+        return block
 
 
 @contextmanager
