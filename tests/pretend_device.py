@@ -1,10 +1,10 @@
 """A device in host memory that does nothing until somebody waits for it: a missing wait shows as missing bytes.
 
 Stands for a GPU where there is none. Work is queued and performed only by :meth:`PretendEvent.synchronize` and
-:meth:`PretendStream.synchronize`, and then at the worst time that the waits allow: what the last owner of fresh memory
-still writes to it late in the stream that somebody waits for, and the trainer's kernels behind its end. Freed memory is
-full of rubbish. While it is paused, nothing is performed at all. What a real device would punish (an address that is
-not its own, memory freed while work on it is queued) is noted in ``faults``.
+:meth:`PretendStream.synchronize`, and then at the worst time that the waits allow: the trainer's kernels behind the end
+of the stream that somebody waits for. Memory belongs to the stream that took it: its last owner there still writes to
+it. Freed memory is full of rubbish. While it is paused, nothing is performed at all. What a real device would punish
+(an address that is not its own, memory freed while work on it is queued) is noted in ``faults``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ class PretendDevice:
         self.faults: list[str] = []
         self.streams: list[PretendStream] = []
         self.training = PretendStream(self)  # the trainer's
-        self.default = PretendStream(self)  # the one whose memory is given out again
         self._spaces: dict[int, np.ndarray[Any, Any]] = {}
 
     # -- what CudaCopy asks for
@@ -64,11 +63,6 @@ class PretendDevice:
     def stream(self) -> PretendStream:
         self.streams.append(PretendStream(self))
         return self.streams[-1]
-
-    def allocate(self, nbytes: int) -> PretendBlock:
-        if self.allocated + nbytes > self.capacity:
-            raise MemoryError(f"{nbytes} bytes")
-        return PretendBlock(self, nbytes)
 
     def memory(self) -> DeviceMemory:
         return DeviceMemory(self.capacity, self.capacity - self.allocated, self.allocated, self.peak)
@@ -86,6 +80,11 @@ class PretendDevice:
         del self.registered[address]
 
     # -- what tests ask for
+
+    def allocate(self, stream: PretendStream, nbytes: int) -> PretendBlock:
+        if self.allocated + nbytes > self.capacity:
+            raise MemoryError(f"{nbytes} bytes")
+        return PretendBlock(stream, nbytes)
 
     def pause(self) -> None:
         self.moves.clear()
@@ -128,13 +127,12 @@ class PretendDevice:
 
 
 class PretendBlock:
-    def __init__(self, device: PretendDevice, nbytes: int) -> None:
+    def __init__(self, stream: PretendStream, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._device = device
+        self._device = device = stream.device
         self._memory = device.space(nbytes + 16)
         self.address = (device.address(self._memory) + 15) // 16 * 16
-        device.default.later(partial(self._memory.fill, 0xEE))  # whoever had the memory before is not done with it
-        self.ready = PretendEvent(device.default)
+        stream.later(partial(self._memory.fill, 0xEE))  # whoever had the memory before on it is not done with that
         device.allocated += nbytes
         device.peak = max(device.peak, device.allocated)
 
@@ -163,6 +161,9 @@ class PretendStream:
         self.later(lambda: ctypes.memmove(into, source, nbytes), (into, nbytes), (source, nbytes))
         if not all(sides) and not device.locked(source if sides[0] else into, nbytes):
             self.synchronize()  # such memory is copied while the caller waits
+
+    def allocate(self, nbytes: int) -> PretendBlock:
+        return self.device.allocate(self, nbytes)
 
     def zero(self, address: int, nbytes: int) -> None:
         self._check(address, nbytes)
@@ -212,8 +213,6 @@ class PretendEvent:
     def synchronize(self) -> None:
         self._stream.device.moves.wait()
         with _machine:
-            self.perform(but=1)
-            self._stream.device.default.synchronize()
             self.perform()
             self._stream.device.training.synchronize()
 
@@ -249,7 +248,7 @@ def keep_on(monkeypatch: pytest.MonkeyPatch, devices: Sequence[PretendDevice], p
         return replace(layout, sources=placed), last
 
     def make(operations: Operations, mode: DeviceMode) -> CopyBackend:
-        return CudaCopy(operations, lambda: devices.__getitem__, mode)
+        return CudaCopy(operations, devices.__getitem__, mode)
 
     def match_on_devices(*arguments: Any, **options: Any) -> Restoration:
         found = match(*arguments, **options)

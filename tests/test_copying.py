@@ -8,6 +8,7 @@ import errno
 import random
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -26,9 +27,8 @@ from hypothesis import strategies as st
 from pccheck_async import SyncCheckpointEngine, WriteError, load_sync
 from pccheck_async.capture import Capture, Snapshot
 from pccheck_async.checksum import crc32
-from pccheck_async.copying import CopyBackend, CudaCopy, HostCopy, lanes
-from pccheck_async.copying.devices import Device
-from pccheck_async.copying.kernel import MOVE_SOURCE
+from pccheck_async.copying import CopyBackend, CudaCopy, HostCopy, kernel, lanes, make_backend
+from pccheck_async.copying.cuda_device import CudaDevice
 from pccheck_async.copying.lanes import Lane
 from pccheck_async.copying.snapshot import Account, DeviceMemory, DeviceMode, Pace, decide, spare
 from pccheck_async.copying.tables import compacted, gaps, joined, merged, moves, split
@@ -46,7 +46,7 @@ from pccheck_async.testing import FailingWriter
 from pccheck_async.writer import Writer
 from pccheck_async.writer.posix import PosixWriter
 from tests.conftest import ENGINES
-from tests.pretend_device import PretendDevice, keep_on
+from tests.pretend_device import PretendDevice, PretendStream, keep_on
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -152,9 +152,9 @@ def bench(request: pytest.FixtureRequest, io: str) -> MakeBench:
         if kind == "host":
             backend = HostCopy(operations)
         elif kind == "pretend":
-            backend = CudaCopy(operations, lambda: pretended.__getitem__, mode)
+            backend = CudaCopy(operations, pretended.__getitem__, mode)
         else:
-            backend = CudaCopy(operations, cupy_devices, mode)
+            backend = CudaCopy(operations, CudaDevice, mode)
             places += map(CudaPlace, range(torch.cuda.device_count()))
         pool = BufferPool(buffers * buffer_bytes, buffer_bytes, getattr(backend, "pinning", None))
         try:
@@ -166,12 +166,6 @@ def bench(request: pytest.FixtureRequest, io: str) -> MakeBench:
             assert not any(device.registered for device in pretended)
 
     return make
-
-
-def cupy_devices() -> Callable[[int], Device]:
-    from pccheck_async.copying.cupy_device import CupyDevice
-
-    return CupyDevice
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -477,7 +471,7 @@ def devices() -> Iterator[list[PretendDevice]]:
 @asynccontextmanager
 async def pretending(devices: list[PretendDevice], mode: DeviceMode) -> AsyncIterator[Bench]:
     operations = PythonOperations(io_threads=1, copy_threads=1)
-    backend = CudaCopy(operations, lambda: devices.__getitem__, mode)
+    backend = CudaCopy(operations, devices.__getitem__, mode)
     pool = BufferPool(4 * MIB, 1 * MIB, backend.pinning)
     try:
         yield Bench(operations, backend, [Place(), *map(PretendPlace, devices)], pool)
@@ -511,6 +505,26 @@ def test_a_snapshot_is_out_of_reach(devices: list[PretendDevice]) -> None:
             assert found.device_peak_bytes >= held.device_bytes
             assert "asked for" in found.reason
             assert devices[0].allocated == found.device_bytes
+
+    run(test)
+
+
+def test_a_snapshot_waits_for_what_was_admitted_and_nothing_later(devices: list[PretendDevice]) -> None:
+    """Training goes on on its stream meanwhile; memory that is taken there would come after that."""
+
+    async def test() -> None:
+        async with pretending(devices, "snapshot") as it:
+            sources, owners = leaves_on(it.places[1], 9)
+            for owner, data in owners:
+                owner[:] = 0
+                it.places[1].write_later(owner, data)
+            saving = Saving(it, sources)
+            for owner, data in owners:
+                it.places[1].write_later(owner, bytes(len(data)))
+            await saving.capture.begin()
+            await saving.all()
+            assert it.backend.statistics().snapshots == 1
+            assert saving.stored() == [data for _, data in owners]
 
     run(test)
 
@@ -567,10 +581,10 @@ def test_a_lane_without_memory_does_not_ask_again_at_once(devices: list[PretendD
         asked = []
         allocate = devices[0].allocate
 
-        def refuse(nbytes: int) -> Any:
+        def refuse(stream: PretendStream, nbytes: int) -> Any:
             asked.append(nbytes)
             devices[0].capacity = 0
-            return allocate(nbytes)
+            return allocate(stream, nbytes)
 
         devices[0].allocate = refuse  # type: ignore[method-assign]
         async with pretending(devices, "stream") as it:
@@ -586,6 +600,7 @@ def test_a_lane_without_memory_does_not_ask_again_at_once(devices: list[PretendD
 
 def test_where_memory_is_short_the_state_is_streamed(devices: list[PretendDevice]) -> None:
     """One device has room, the other says so and then has not: only that one's part stays within reach."""
+    claimed = devices[1].memory()
 
     async def test() -> None:
         async with pretending(devices, "snapshot") as it:
@@ -593,7 +608,6 @@ def test_where_memory_is_short_the_state_is_streamed(devices: list[PretendDevice
             others, more = leaves_on(it.places[2], 8)
             for address, nbytes, owner, device in others:  # type: ignore[misc]
                 sources.add_device(address, nbytes, owner, device)
-            claimed = devices[1].memory()
             devices[1].memory = lambda: claimed  # type: ignore[method-assign]
             devices[1].capacity = 1 * MIB
             saving = Saving(it, sources)
@@ -620,10 +634,10 @@ def test_a_snapshot_that_found_no_memory_is_tried_less_and_less_often(
     asked: list[float] = []
     allocate = devices[0].allocate
 
-    def count(nbytes: int) -> Any:
+    def count(stream: PretendStream, nbytes: int) -> Any:
         if nbytes > 1 * MIB:
             asked.append(now)
-        return allocate(nbytes)
+        return allocate(stream, nbytes)
 
     async def test() -> None:
         nonlocal now
@@ -758,26 +772,29 @@ def test_an_error_of_the_device_is_a_checkpoint_error(devices: list[PretendDevic
     run(test)
 
 
-def test_without_cupy_torch_copies(caplog: pytest.LogCaptureFixture) -> None:
-    def load() -> Callable[[int], Device]:
-        raise ImportError("No module named 'cupy'")
+def test_devices_need_no_cupy(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Where there are any they are copied by address, and captured beside training; only the kernel is missing."""
+    operations = PythonOperations.__new__(PythonOperations)  # copies nothing
 
     async def test() -> None:
-        operations = PythonOperations(io_threads=1, copy_threads=1)
-        backend = CudaCopy(operations, load)
-        assert backend.statistics().reason == "no tensors of a device were saved yet"
-        assert backend.admit(()) == {}
-        assert not caplog.records
-        assert not backend.by_address
-        assert not backend.by_address
-        assert [record.getMessage() for record in caplog.records if "pccheck-async[cuda12]" in record.getMessage()] == [
-            caplog.records[0].getMessage()
-        ]
-        assert "No module named 'cupy'" in backend.statistics().reason
-        await operations.close()
+        assert make_backend(operations, "auto").statistics().reason == "this build of torch has no CUDA"
+        monkeypatch.setattr(torch.version, "cuda", "12.8")
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+        assert make_backend(operations, "auto").statistics().reason == "there is no CUDA device"
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setitem(sys.modules, "cupy", None)
+        kernel.load.cache_clear()
+        backend = make_backend(operations, "auto")
+        assert backend.name == "cuda"
+        assert backend.by_address
+        for _ in range(2):
+            assert kernel.compiled() is None
+        (record,) = caplog.records
+        assert "pccheck-async[cuda12]" in record.getMessage()
         backend.close()
 
     run(test)
+    kernel.load.cache_clear()
 
 
 def test_device_memory_without_its_backend_is_packed() -> None:
@@ -875,7 +892,9 @@ void launch(const unsigned long long *table, unsigned blocks, unsigned threads)
 def test_the_kernel_moves_every_byte_whatever_the_alignment(tmp_path: Path) -> None:
     """Its threads do not talk to each other, so a host can play them one after the other."""
     source = tmp_path / "move.c"
-    source.write_text(HARNESS.format(source=MOVE_SOURCE.replace('extern "C"', "").replace("#pragma unroll 4", "")))
+    source.write_text(
+        HARNESS.format(source=kernel.MOVE_SOURCE.replace('extern "C"', "").replace("#pragma unroll 4", ""))
+    )
     flags = ("-std=gnu11", "-O1", "-fPIC", "-fsanitize=alignment")
     subprocess.run([str(CC), *flags, "-c", source, "-o", tmp_path / "move.o"], check=True)
     subprocess.run([str(CC), "-shared", tmp_path / "move.o", "-o", tmp_path / "move.so"], check=True)

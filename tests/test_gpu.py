@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from pccheck_async import CheckpointEngine, CheckpointError, SyncCheckpointEngine, copying, list_checkpoints, load_sync
-from pccheck_async.copying.devices import Device
+from pccheck_async import CheckpointEngine, CheckpointError, SyncCheckpointEngine, list_checkpoints, load_sync
+from pccheck_async.copying import cuda_device, kernel
 from pccheck_async.copying.snapshot import DeviceMode
 from pccheck_async.state import allocation, dtypes
 from pccheck_async.state.sources import as_bits
@@ -363,27 +362,23 @@ def test_a_stream_that_is_recorded_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("broken", ["registration", "compiler", "cupy", "scratch", "table"])
 def test_without(tmp_path: Path, mode: DeviceMode, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every way around works to the bit."""
-    from pccheck_async.copying import cupy_device
 
     def refuse(*_: Any) -> Any:
         raise OSError("the limit of locked memory")
-
-    def missing() -> Callable[[int], Device]:
-        raise ImportError("No module named 'cupy'")
 
     def full(*_: Any) -> Any:
         raise MemoryError("out of memory")
 
     if broken == "registration":
-        monkeypatch.setattr(cupy_device.CupyDevice, "register", refuse)
+        monkeypatch.setattr(cuda_device.CudaDevice, "register", refuse)
     elif broken == "compiler":
-        monkeypatch.setattr(cupy_device, "_compile", lambda: False)
+        monkeypatch.setattr(cuda_device, "compiled", lambda: None)
     elif broken == "table":
-        monkeypatch.setattr(cupy_device._Stream, "_table_of", full)
+        monkeypatch.setattr(cuda_device._Stream, "_table_of", full)
     elif broken == "cupy":
-        monkeypatch.setattr(copying, "_load_cupy", missing)
+        monkeypatch.setattr(kernel, "load", lambda: None)
     else:
-        monkeypatch.setattr(cupy_device.CupyDevice, "allocate", full)
+        monkeypatch.setattr(cuda_device._Stream, "allocate", full)
     state = {"large": torch.rand(5 * MIB, device="cuda")} | {
         str(n): torch.rand(n + 1, device="cuda") for n in range(300)
     }
@@ -395,7 +390,7 @@ def test_without(tmp_path: Path, mode: DeviceMode, broken: str, monkeypatch: pyt
             tensor.zero_()
         engine.restore(state)
         assert not difference(expected, on_host(state))
-        assert (engine.statistics().snapshots > 0) is (broken not in ("cupy", "scratch") and mode != "stream")
+        assert (engine.statistics().snapshots > 0) is (broken != "scratch" and mode != "stream")
 
 
 def test_chunks_of_another_size_than_the_stores(tmp_path: Path) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from pccheck_async.copying.base import CopyBackend, CopyStatistics
 from pccheck_async.copying.cuda import CudaCopy
-from pccheck_async.copying.devices import Device
+from pccheck_async.copying.cuda_device import CudaDevice
 from pccheck_async.copying.fence import Fence, Fenced
 from pccheck_async.copying.host import HostCopy
 from pccheck_async.copying.snapshot import DeviceMode
@@ -27,11 +25,9 @@ __all__ = [
 
 
 def make_backend(operations: Operations, mode: DeviceMode) -> CopyBackend:
-    """Make the backend for this build of torch. Called on the engine's loop; imports no CuPy and touches no device."""
-    return HostCopy(operations) if torch.version.cuda is None else CudaCopy(operations, _load_cupy, mode)
-
-
-def _load_cupy() -> Callable[[int], Device]:
-    from pccheck_async.copying.cupy_device import CupyDevice
-
-    return CupyDevice
+    """Make the backend for this machine and build of torch. Called on the engine's loop; touches no device."""
+    if torch.version.cuda is None:
+        return HostCopy(operations)
+    if not torch.cuda.device_count():  # asks NVML: children that are forked later may still use CUDA
+        return HostCopy(operations, "there is no CUDA device")
+    return CudaCopy(operations, CudaDevice, mode)

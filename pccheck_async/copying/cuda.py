@@ -45,7 +45,7 @@ from pccheck_async.operations.base import Operations
 from pccheck_async.segments import Segments, Table
 from pccheck_async.state.sources import HOST, Sources
 
-__all__ = ["CudaCopy", "Load"]
+__all__ = ["CudaCopy"]
 
 
 _WAITERS: Final = 4
@@ -53,9 +53,6 @@ _WAITERS: Final = 4
 
 _SMALL_HOST: Final = 1 << 20
 """Most bytes of host tensors (step counts of an optimizer) that are copied aside together with a snapshot."""
-
-Load: TypeAlias = Callable[[], Callable[[int], Device]]
-"""Imports what it takes to open devices by index, or raises ImportError. Opening one does not touch it yet."""
 
 _Admission: TypeAlias = Mapping[int, Any]
 
@@ -65,54 +62,37 @@ class CudaCopy:
 
     Args:
         operations: Copies host memory and computes checksums.
-        load: Called when the first tensor of a device is met. Where that fails, torch copies them piece by piece.
+        open_device: Makes a device by index, and does not touch it yet.
         mode: When states are first copied on their device.
     """
 
     name = "cuda"
+    by_address = True
 
-    def __init__(self, operations: Operations, load: Load, mode: DeviceMode = "auto") -> None:
+    def __init__(
+        self,
+        operations: Operations,
+        open_device: Callable[[int], Device],
+        mode: DeviceMode = "auto",
+    ) -> None:
         self.pinning = Pinning()
         self._operations = operations
         self._host = HostCopy(operations)
         self._mode: DeviceMode = mode
-        self._loop = asyncio.get_running_loop()
         self._guard = threading.Lock()
-        self._load = load
-        self._open: Callable[[int], Device] | None = None
-        self._missing = False
+        self._open = open_device
         self._copiers: dict[int, Copier] = {}
+        self._loop = asyncio.get_running_loop()
         self._waiting: Waiting
         self._registering: Waiting  # not behind chunks that wait for training: those of later buffers wait for this
         self._pace = Pace()
         self._reason = "no tensors of a device were saved yet"
         self._snapshots = 0
 
-    @property
-    def by_address(self) -> bool:
-        """Whether CuPy is there; found out when it is first asked, which is when there is a tensor of a device."""
-        with self._guard:
-            if self._open is None and not self._missing:
-                try:
-                    self._open = self._load()
-                except Exception as error:  # noqa: BLE001 - built for another NumPy or driver, it says so in many ways
-                    self._missing = True
-                    self._reason = f"copied by torch, piece by piece: {error}"
-                    text = (
-                        "CuPy cannot be used (%s): tensors of CUDA devices are copied by torch, slower; install "
-                        "pccheck-async[cuda12] or pccheck-async[cuda13]"
-                    )
-                    write(logging.WARNING, "no_cupy", text, error)
-            return not self._missing
-
     def admit(self, devices: Collection[int]) -> _Admission:
         """Record events on the current streams (see :class:`CopyBackend`)."""
         if not devices:
             return {}
-        if not self.by_address:
-            self._host.admit(devices)
-            return {}
-        assert self._open is not None
         with self._guard:
             for index in devices:
                 if index not in self._copiers:

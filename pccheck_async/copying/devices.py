@@ -29,19 +29,21 @@ class Block(Protocol):
     Attributes:
         address: Where it is, aligned to 16 bytes.
         nbytes: Its size.
-        ready: What a stream has to wait for before it uses the memory.
     """
 
     address: int
     nbytes: int
-    ready: Any
 
 
 class Stream(Protocol):
     """Work that a device does in order, beside other streams. Called on the engine's threads, by one at a time."""
 
     def wait(self, event: Any) -> None:
-        """Let later work wait for an event of :meth:`Device.current` or of a block."""
+        """Let later work wait for an event of :meth:`Device.current`."""
+        ...
+
+    def allocate(self, nbytes: int) -> Block:
+        """Take device memory that later work of this stream may use: that needs no wait. Raises MemoryError."""
         ...
 
     def copy(self, into: int, source: int, nbytes: int) -> None:
@@ -99,10 +101,6 @@ class Device(Protocol):
 
     def stream(self) -> Stream:
         """Make a stream."""
-        ...
-
-    def allocate(self, nbytes: int) -> Block:
-        """Take memory. Raises MemoryError."""
         ...
 
     def memory(self) -> DeviceMemory:

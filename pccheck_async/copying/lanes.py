@@ -89,11 +89,10 @@ class Copier:
         offsets, nbytes = compacted(addresses, lengths)
         with self._guard:
             self._own = stream = self._own or self.device.stream()
-            memory = self._memory.allocate(self.device, nbytes)
+            memory = self._memory.allocate(stream, nbytes)
             places = offsets + np.uint64(memory.address)
             with _whole(stream):
                 stream.wait(after)
-                stream.wait(memory.ready)
                 rows = stream.prepare(moves(places, addresses, lengths.astype(np.uint64), _LARGE_MOVE))
                 started = stream.record(timed=True)  # what the host needed before is no part of how fast the device is
                 stream.move(rows)
@@ -180,8 +179,7 @@ class Lane:
     def _image(self, nbytes: int) -> int:
         """Return the address of a scratch image of ``nbytes``."""
         if self._scratch is None or self._scratch.nbytes < nbytes:
-            scratch = self._memory.allocate(self._device, nbytes)
-            self._stream.wait(scratch.ready)
+            scratch = self._memory.allocate(self._stream, nbytes)
             if self._scratch is not None:
                 self._stream.keep(self._scratch)
             self._scratch = scratch
@@ -199,13 +197,13 @@ class _Memory:
         self._pause = 0.0
         self._until = 0.0
 
-    def allocate(self, device: Device, nbytes: int) -> Block:
-        """Take memory; it counts as held until it is let go. Raises MemoryError."""
+    def allocate(self, stream: Stream, nbytes: int) -> Block:
+        """Take memory for a stream; it counts as held until it is let go. Raises MemoryError."""
         now = time.monotonic()
         if now < self._until:
             raise MemoryError(f"there was none; asked again in {self._until - now:.0f} s")
         try:
-            block = device.allocate(nbytes)
+            block = stream.allocate(nbytes)
         except MemoryError:
             shortest, longest = _REFUSED_SECONDS
             self._pause = min(max(2 * self._pause, shortest), longest)
