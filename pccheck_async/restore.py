@@ -95,7 +95,7 @@ async def read_payload(
         ReadError: the device failed.
     """
     if admission:
-        backend.settle(admission)
+        await backend.settle(admission)
     turns = asyncio.Semaphore(_MOST_CHUNKS)
 
     def end(lease: BufferLease) -> None:

@@ -4,14 +4,17 @@ Stands for a GPU where there is none. Work is queued and performed only by :meth
 :meth:`PretendStream.synchronize`, and then at the worst time that the waits allow: the trainer's kernels behind the end
 of the stream that somebody waits for. Memory belongs to the stream that took it: its last owner there still writes to
 it. Freed memory is full of rubbish. While it is paused, nothing is performed at all. What a real device would punish
-(an address that is not its own, memory freed while work on it is queued) is noted in ``faults``.
+(an address that is not its own, memory freed while work on it is queued, an event loop that launches work, which may
+block) is noted in ``faults``.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -65,6 +68,7 @@ class PretendDevice:
         return self.streams[-1]
 
     def memory(self) -> DeviceMemory:
+        self.refuse_loops("asks for memory")
         return DeviceMemory(self.capacity, self.capacity - self.allocated, self.allocated, self.peak)
 
     def register(self, address: int, nbytes: int) -> None:
@@ -107,6 +111,11 @@ class PretendDevice:
     def adopt(self, address: int, nbytes: int) -> None:
         """Take memory of the host for its own, as long as nobody frees it."""
         self._spaces[address] = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+
+    def refuse_loops(self, what: str) -> None:
+        with suppress(RuntimeError):
+            asyncio.get_running_loop()
+            self.faults.append(f"an event loop {what}")
 
     def idle(self) -> bool:
         return not any(touched for stream in self.streams for _, touched in stream.queue)
@@ -191,6 +200,8 @@ class PretendStream:
                 self.perform_one()
 
     def later(self, work: Callable[[], Any], *touched: tuple[int, int]) -> None:
+        if self in self.device.streams:  # and not a trainer's
+            self.device.refuse_loops("launches work")
         with _machine:
             self.queue.append((work, list(touched)))
 

@@ -24,7 +24,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pccheck_async import SyncCheckpointEngine, WriteError, load_sync
+from pccheck_async import SyncCheckpointEngine, WriteError, load_sync, pipeline
 from pccheck_async.capture import Capture, Snapshot
 from pccheck_async.checksum import crc32
 from pccheck_async.copying import CopyBackend, CudaCopy, HostCopy, kernel, lanes, make_backend
@@ -233,7 +233,7 @@ def test_gather(
     async def test() -> None:
         async with bench(refuse=refuse) as it:
             layout = Layout(it, seed, nbytes, sizes, every=not only)
-            it.backend.settle(it.backend.admit(layout.devices))
+            await it.backend.settle(it.backend.admit(layout.devices))
             lease = await it.pool.lease()
             lease.view[:] = b"\xee" * len(lease.view)
             into = lease.view[:nbytes]
@@ -256,7 +256,7 @@ def test_scatter(bench: MakeBench, seed: int, nbytes: int, sizes: tuple[int, ...
             layout = Layout(it, seed, nbytes, sizes)
             for place, owner, _, length in layout.owners:
                 place.write_later(owner, bytes(length))
-            it.backend.settle(it.backend.admit(layout.devices))
+            await it.backend.settle(it.backend.admit(layout.devices))
             lease = await it.pool.lease()
             source = lease.view[:nbytes]
             source[:] = layout.expected
@@ -267,7 +267,7 @@ def test_scatter(bench: MakeBench, seed: int, nbytes: int, sizes: tuple[int, ...
             assert all(place.get(owner) != layout.expected[o : o + n] for place, owner, o, n in layout.owners if n > 8)
             for place, owner, _, length in layout.owners:
                 place.write_later(owner, b"z" * length)
-            it.backend.settle(it.backend.admit(layout.devices))
+            await it.backend.settle(it.backend.admit(layout.devices))
             await it.backend.scatter(source, crc32(source), table, layout.sources)
             assert all(place.get(owner) == layout.expected[o : o + n] for place, owner, o, n in layout.owners)
             it.check()
@@ -285,7 +285,7 @@ def test_scatter_of_what_is_wanted_twice(bench: MakeBench) -> None:
             owners = [place.put(bytes(length), offset % 16) for offset, length in ranges]
             table = np.array([(address, *one) for (address, _), one in zip(owners, ranges, strict=True)], np.uint64)
             there = Segments(table.tobytes()) if place.device == HOST else Segments(devices={place.device: table})
-            it.backend.settle(it.backend.admit(set(there.devices)))
+            await it.backend.settle(it.backend.admit(set(there.devices)))
             await it.backend.scatter(lease.view, crc32(lease.view), there, owners)
             for (_, owner), (offset, length) in zip(owners, ranges, strict=True):
                 assert place.get(owner) == lease.view[offset : offset + length]
@@ -302,7 +302,7 @@ def test_ten_thousand_small_segments(bench: MakeBench) -> None:
             count = np.arange(10_000)
             table = np.stack((address + 64 * count[::-1], 100 * count, np.full(10_000, 60)), axis=1).astype(np.uint64)
             there = Segments(table.tobytes()) if place.device == HOST else Segments(devices={place.device: table})
-            it.backend.settle(it.backend.admit(set(there.devices)))
+            await it.backend.settle(it.backend.admit(set(there.devices)))
             into = (await it.pool.lease()).view
             assert await it.backend.gather(there, into, owner) == crc32(into)
             expected = np.zeros(len(into), np.uint8)
@@ -320,7 +320,7 @@ def test_chunks_beside_each_other(bench: MakeBench) -> None:
     async def test() -> None:
         async with bench(buffers=20, buffer_bytes=512 * KIB) as it:
             layouts = [Layout(it, seed, 512 * KIB, (3, 100, 9000, 300_000), every=seed % 2 == 0) for seed in range(20)]
-            it.backend.settle(it.backend.admit({device for layout in layouts for device in layout.devices}))
+            await it.backend.settle(it.backend.admit({device for layout in layouts for device in layout.devices}))
             leases = [await it.pool.lease() for _ in layouts]
             async with asyncio.TaskGroup() as group:
                 for lease, layout in zip(leases, layouts, strict=True):
@@ -360,7 +360,7 @@ def test_cancelled_copies_have_ended(bench: MakeBench, refuse: bool) -> None:
             layout = Layout(it, 5, 1 * MIB, (300_000, 1000))
             for place, owner, _, length in layout.owners:
                 place.write_later(owner, b"z" * length)  # takes a while
-            it.backend.settle(it.backend.admit(layout.devices))
+            await it.backend.settle(it.backend.admit(layout.devices))
             lease = await it.pool.lease()
             table = layout.segments._replace(packed=())
             for turns in range(1, 5):
@@ -1155,6 +1155,31 @@ def test_an_engine_whose_state_changes_as_soon_as_it_may(
         engine_on.training.synchronize()
         assert all(torch.equal(live["t"][name], tensor) for name, tensor in state_of(1)["t"].items())
     assert engine_on.allocated == engine.statistics().device_bytes == 0
+
+
+@pytest.mark.usefixtures("nothing_left_behind")
+def test_what_takes_a_while_is_done_when_the_engine_opens(
+    tmp_path: Path, devices: list[PretendDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the trainer's first step nor a loop waits for it, and closing does."""
+    importing, imported = threading.Event(), threading.Event()
+    names: list[str] = []
+
+    def prepare() -> None:
+        importing.wait(5)
+        names.append(threading.current_thread().name)
+        imported.set()
+
+    def make(operations: Operations, mode: DeviceMode) -> CopyBackend:
+        return CudaCopy(operations, devices.__getitem__, mode, prepare)
+
+    monkeypatch.setattr(pipeline, "make_backend", make)
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.checkpoint({"n": 1, "t": torch.rand(1000)}, step=0).result(60)
+        assert not names
+        importing.set()
+    assert imported.is_set()
+    assert [name.rstrip("0123456789") for name in names] == ["pccheck-device-"]
 
 
 @pytest.mark.usefixtures("nothing_left_behind")

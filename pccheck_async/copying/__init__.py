@@ -9,6 +9,7 @@ from pccheck_async.copying.cuda import CudaCopy
 from pccheck_async.copying.cuda_device import CudaDevice
 from pccheck_async.copying.fence import Fence, Fenced
 from pccheck_async.copying.host import HostCopy
+from pccheck_async.copying.kernel import load
 from pccheck_async.copying.snapshot import DeviceMode
 from pccheck_async.operations.base import Operations
 
@@ -30,4 +31,6 @@ def make_backend(operations: Operations, mode: DeviceMode) -> CopyBackend:
         return HostCopy(operations)
     if not torch.cuda.device_count():  # asks NVML: children that are forked later may still use CUDA
         return HostCopy(operations, "there is no CUDA device")
-    return CudaCopy(operations, CudaDevice, mode)
+    # Importing CuPy may initialise CUDA. Where nobody did, children that are forked may still use it: then not yet.
+    prepare = load if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    return CudaCopy(operations, CudaDevice, mode, prepare)

@@ -71,7 +71,7 @@ class CopyBackend(Protocol):
         """
         ...
 
-    def settle(self, admission: Any) -> None:
+    async def settle(self, admission: Any) -> None:
         """Order all later copies behind what was admitted."""
         ...
 

@@ -64,6 +64,7 @@ class CudaCopy:
         operations: Copies host memory and computes checksums.
         open_device: Makes a device by index, and does not touch it yet.
         mode: When states are first copied on their device.
+        prepare: Does what takes a while and needs no device; called at once, on the thread that will launch copies.
     """
 
     name = "cuda"
@@ -74,6 +75,7 @@ class CudaCopy:
         operations: Operations,
         open_device: Callable[[int], Device],
         mode: DeviceMode = "auto",
+        prepare: Callable[[], object] | None = None,
     ) -> None:
         self.pinning = Pinning()
         self._operations = operations
@@ -82,12 +84,15 @@ class CudaCopy:
         self._guard = threading.Lock()
         self._open = open_device
         self._copiers: dict[int, Copier] = {}
-        self._loop = asyncio.get_running_loop()
-        self._waiting: Waiting
-        self._registering: Waiting  # not behind chunks that wait for training: those of later buffers wait for this
+        loop = asyncio.get_running_loop()
+        self._launching = Waiting(loop, 1)  # not the loop: a device that has much to do lets whoever gives it more wait
+        self._waiting = Waiting(loop, _WAITERS)
+        self._registering = Waiting(loop, 1)  # not behind chunks that wait for training: later ones wait for this
         self._pace = Pace()
         self._reason = "no tensors of a device were saved yet"
         self._snapshots = 0
+        if prepare is not None:
+            self._launching.start(prepare)
 
     def admit(self, devices: Collection[int]) -> _Admission:
         """Record events on the current streams (see :class:`CopyBackend`)."""
@@ -98,8 +103,6 @@ class CudaCopy:
                 if index not in self._copiers:
                     copier = Copier(self._open(index))
                     if not self._copiers:
-                        self._waiting = Waiting(self._loop, _WAITERS)
-                        self._registering = Waiting(self._loop, 1)
                         self.pinning.activate(copier.device, self._registering)
                     self._copiers[index] = copier
         with _device_errors():
@@ -110,27 +113,27 @@ class CudaCopy:
         if not admission:
             return sources
         with _device_errors():
-            chosen = self._choose(sources)
+            chosen = await self._launching.call(self._choose, sources)
             taken: set[int] = set()
             before = sources
             if chosen:
                 sources, taken = await self._waiting.call(self._take, admission, sources, chosen, fenced)
             if taken == before.devices:
                 sources = await self._take_host(sources)
-            rest = {index: event for index, event in admission.items() if index not in taken}
-            if self.pinning.active:
-                self.settle(rest)
-            else:  # a lane may be in a copy that blocks until training gets there
-                await self._waiting.call(self.settle, rest)
+            await self.settle({index: event for index, event in admission.items() if index not in taken})
             if sources.packed_devices:  # torch copies these on streams of its own choice
                 await self._waiting.call(_synchronize, [admission[index] for index in sources.packed_devices])
         return sources
 
-    def settle(self, admission: _Admission) -> None:
+    async def settle(self, admission: _Admission) -> None:
         """Let the lanes wait (see :class:`CopyBackend`)."""
-        with _device_errors():
+
+        def settle() -> None:
             for index, event in admission.items():
                 self._copiers[index].settle(event)
+
+        with _device_errors():
+            await self._launching.call(settle)
 
     async def gather(
         self, segments: Segments, into: memoryview, keepalive: Any = None, fenced: Fenced | None = None
@@ -173,9 +176,8 @@ class CudaCopy:
         """End the threads, let device memory go (see :class:`CopyBackend`). The pool unregisters its buffers."""
         for copier in self._copiers.values():
             copier.close()
-        if self._copiers:
-            self._waiting.close()
-            self._registering.close()
+        for threads in (self._launching, self._waiting, self._registering):
+            threads.close()
 
     async def _fill(self, devices: Mapping[int, Table], base: int, nbytes: int, fenced: Fenced | None) -> Ranges:
         """Let devices write what is theirs into a buffer. Returns what was written, in order."""
@@ -221,7 +223,7 @@ class CudaCopy:
                 return
             ends: list[Event] = []
             try:
-                start(ends)  # at once, so that the device always has work
+                await self._launching.call(start, ends)  # whatever others wait for: the device always has work
                 if queued is not None:
                     queued()
             finally:

@@ -43,7 +43,7 @@ class HostCopy:
         """Return ``sources`` (see :class:`CopyBackend`)."""
         return sources
 
-    def settle(self, admission: None) -> None:
+    async def settle(self, admission: None) -> None:
         """Do nothing: what was admitted is over (see :class:`CopyBackend`)."""
 
     async def gather(

@@ -33,11 +33,8 @@ class Waiting:
 
         Cancellation: raised once the function has been called and has returned (I9): a device does not stop.
         """
-        future: asyncio.Future[None] = self._loop.create_future()
-        token = next(self._tokens)
         result: list[T] = []  # may be device memory: neither the thread nor whoever keeps a cancellation shall keep it
-        self._calls[token] = future
-        self._threads.submit([(token, lambda: result.append(function(*arguments)), ())])
+        future = self.start(lambda: result.append(function(*arguments)))
         try:
             await asyncio.shield(future)
         except asyncio.CancelledError:
@@ -51,8 +48,15 @@ class Waiting:
             raise
         return result.pop()
 
+    def start(self, function: Callable[[], object]) -> asyncio.Future[None]:
+        """Call ``function`` on a thread, behind what was called before."""
+        token, future = next(self._tokens), self._loop.create_future()
+        self._calls[token] = future
+        self._threads.submit([(token, function, ())])
+        return future
+
     def close(self) -> None:
-        """End the threads; no call is running."""
+        """End the threads, once all that was called returned."""
         self._threads.close()
 
     def _end(self, token: int, _: Any, error: BaseException | None) -> None:

@@ -94,7 +94,7 @@ class Copies:
         for lease in leases:
             free.put_nowait(lease.view)
         start = time.perf_counter()
-        self.backend.settle(self.backend.admit(targets.devices))
+        await self.backend.settle(self.backend.admit(targets.devices))
 
         async def one(offset: int, nbytes: int) -> None:
             view = await free.get()
