@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,9 +11,12 @@ from pccheck_async.memory import aligned_buffer
 
 __all__ = ["BufferLease", "BufferPool", "Pinning", "PoolStatistics"]
 
+_LARGEST_SLAB = 1 << 30
+"""Bytes that are pinned at a time: who waits for one of its buffers waits for all, some tenths of a second."""
+
 
 class Pinning(Protocol):
-    """What is done to each buffer before its first use, so that devices may copy from and to it directly.
+    """What is done to staging memory before its first use, so that devices may copy from and to it directly.
 
     Attributes:
         active: Whether there is anything to be done; buffers leased before are done at their next lease.
@@ -36,7 +40,7 @@ class PoolStatistics:
     Attributes:
         buffer_bytes: Size of one buffer.
         buffers: Buffers the pool may have.
-        touched: Buffers that were ever used: what the pool takes of physical memory, in buffers.
+        touched: Buffers that were ever used or pinned: what the pool takes of physical memory, in buffers.
         in_use: Buffers leased now.
         peak: Most buffers leased at a time.
         waited: Leases that had to wait for a buffer.
@@ -78,7 +82,7 @@ class BufferPool:
     Args:
         nbytes: Most staging memory.
         buffer_bytes: Size of a buffer.
-        pinning: What to do to buffers before their first use; undone by :meth:`close`.
+        pinning: What to do to buffers before their first use, several at a time; undone by :meth:`close`.
     """
 
     def __init__(self, nbytes: int, buffer_bytes: int, pinning: Pinning | None = None) -> None:
@@ -92,7 +96,8 @@ class BufferPool:
         self._free = list(range(count - 1, -1, -1))
         self._touched = 0
         self._pinning = pinning
-        self._pinned: set[int] = set()
+        self._pinned = 0  # buffers, from the first one on
+        self._turn = asyncio.Lock()
 
     @property
     def available(self) -> int:
@@ -106,10 +111,9 @@ class BufferPool:
         self._touched = max(self._touched, index + 1)
         start = index * self.buffer_bytes
         lease = BufferLease(self, permit, index, self._view[start : start + self.buffer_bytes])
-        if self._pinning is not None and self._pinning.active and index not in self._pinned:
-            self._pinned.add(index)
+        if self._pinning is not None and self._pinning.active and index >= self._pinned:
             try:
-                await self._pinning.pin(lease.view)
+                await self._pin(self._pinning, index)
             except BaseException:
                 lease.release()
                 raise
@@ -125,6 +129,18 @@ class BufferPool:
         """Return the current use."""
         use = self._limiter.statistics()
         return PoolStatistics(self.buffer_bytes, use.permits, self._touched, use.in_use, use.peak, use.waited)
+
+    async def _pin(self, pinning: Pinning, index: int) -> None:
+        """Pin slabs, each as large as all before it, until a buffer is in one."""
+        async with self._turn:
+            while pinning.active and index >= self._pinned:
+                low, most = self._pinned, max(1, _LARGEST_SLAB // self.buffer_bytes)
+                high = min(low + max(1, min(low, most)), self.nbytes // self.buffer_bytes)
+                try:
+                    await pinning.pin(self._view[low * self.buffer_bytes : high * self.buffer_bytes])
+                finally:
+                    self._pinned = high  # where it was cancelled or refused, too: it is not tried again
+                self._touched = max(self._touched, high)
 
     def _take_back(self, index: int) -> None:
         self._free.append(index)

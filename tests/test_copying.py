@@ -828,6 +828,30 @@ def test_buffers_are_registered_once_and_unregistered_at_the_end(devices: list[P
     run(test)
 
 
+def test_buffers_are_registered_in_slabs_that_double(devices: list[PretendDevice]) -> None:
+    """A call for each takes its time; all at once would take memory that a small state never needs."""
+
+    async def lease(pool: BufferPool) -> None:
+        view = (await pool.lease()).view
+        assert devices[0].locked(address_of(view), view.nbytes)
+
+    async def test() -> None:
+        async with pretending(devices, "stream") as it:
+            pool = BufferPool(20 * 4 * KIB, 4 * KIB, it.backend.pinning)  # type: ignore[attr-defined]
+            before = [await pool.lease() for _ in range(3)]
+            assert not devices[0].registered
+            it.backend.admit({0})
+            for each in before:
+                each.release()
+            async with asyncio.TaskGroup() as group:
+                for _ in range(20):
+                    group.create_task(lease(pool))
+            assert [nbytes // (4 * KIB) for nbytes in devices[0].registered.values()] == [1, 1, 2, 4, 8, 4]
+            assert pool.statistics().touched == 20
+
+    run(test)
+
+
 def test_a_lease_cancelled_while_its_buffer_is_registered_is_given_back(devices: list[PretendDevice]) -> None:
     async def test() -> None:
         async with pretending(devices, "stream") as it:

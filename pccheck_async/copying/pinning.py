@@ -13,19 +13,19 @@ __all__ = ["Pinning"]
 
 
 class Pinning:
-    """Registers buffers when they are first leased (see :class:`pccheck_async.pool.Pinning`).
+    """Registers staging memory before its first use (see :class:`pccheck_async.pool.Pinning`).
 
     Where that is refused, buffers stay as they are, and copies take the way through the driver's own buffers.
 
     Attributes:
-        active: Whether there is a device to register buffers with.
+        active: Whether there is a device to register memory with.
     """
 
     def __init__(self) -> None:
         self.active = False
         self._device: Device
         self._waiting: Waiting
-        self._addresses: set[int] = set()
+        self._slabs: list[range] = []
 
     def activate(self, device: Device, waiting: Waiting) -> None:
         """Register from now on with ``device``, which stands for all of them."""
@@ -34,21 +34,21 @@ class Pinning:
 
     def holds(self, address: int) -> bool:
         """Whether the buffer that begins at ``address`` is registered."""
-        return address in self._addresses
+        return any(address in slab for slab in self._slabs)
 
     async def pin(self, view: memoryview) -> None:
-        """Register a buffer. Cancellation: raised once that has ended."""
+        """Register buffers. Cancellation: raised once that has ended."""
         await self._waiting.call(self._register, address_of(view), view.nbytes)
 
     def unpin_all(self) -> None:
         """Undo all of it; no device copies any more."""
-        addresses, self._addresses = self._addresses, set()
+        slabs, self._slabs = self._slabs, []
         self.active = False
-        for address in addresses:
+        for slab in slabs:
             try:
-                self._device.unregister(address)
+                self._device.unregister(slab.start)
             except OSError as error:
-                write(logging.WARNING, "still_pinned", "a staging buffer stays registered with CUDA: %s", error)
+                write(logging.WARNING, "still_pinned", "staging memory stays registered with CUDA: %s", error)
 
     def _register(self, address: int, nbytes: int) -> None:
         try:
@@ -62,4 +62,4 @@ class Pinning:
                 )
                 write(logging.WARNING, "not_pinned", text, error)
         else:
-            self._addresses.add(address)
+            self._slabs.append(range(address, address + nbytes))
