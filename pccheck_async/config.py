@@ -15,7 +15,11 @@ __all__ = ["Auto", "Decisions", "EngineConfig", "decide"]
 
 Auto = Literal["auto"]
 
-_CHUNK_BYTES = 16 * 1024 * 1024
+_CHUNK_BYTES = {
+    False: (16 << 20, "16 MiB: measured to saturate a local disk with four writers, with half the wake-ups of 8 MiB"),
+    True: (32 << 20, "32 MiB, as there is a GPU: PCIe 5 moves 16 MiB in a third of a millisecond; half as many copies"),
+}
+"""Bytes of a chunk where memory is not scarce, and why, by whether there is a GPU."""
 _WRITERS = 4
 _COPIERS = 4
 """On two cores, two shorten the capture by a fifth to a quarter, and take a few percent longer until it is durable."""
@@ -91,7 +95,7 @@ class Decisions:
     reasons: dict[str, str] = field(default_factory=dict)
 
 
-def decide(config: EngineConfig, *, block_bytes: int, cores: int, memory: int) -> Decisions:
+def decide(config: EngineConfig, *, block_bytes: int, cores: int, memory: int, cuda: bool = False) -> Decisions:
     """Turn every "auto" into a number.
 
     Args:
@@ -99,6 +103,7 @@ def decide(config: EngineConfig, *, block_bytes: int, cores: int, memory: int) -
         block_bytes: Block size of the store; chunks are whole blocks.
         cores: Cores this process may use.
         memory: Bytes of memory this process can still take.
+        cuda: Whether there is a CUDA device.
     """
     reasons: dict[str, str] = {}
     if config.host_memory == "auto":
@@ -108,12 +113,11 @@ def decide(config: EngineConfig, *, block_bytes: int, cores: int, memory: int) -
         host_memory = config.host_memory
         reasons["host_memory"] = "given"
     if config.chunk_bytes == "auto":
-        chunk_bytes = max(block_bytes, min(_CHUNK_BYTES, host_memory // _BUFFERS) // block_bytes * block_bytes)
-        reasons["chunk_bytes"] = (
-            "16 MiB: measured to saturate a local disk with four writers, with half the wake-ups of 8 MiB"
-            if chunk_bytes == _CHUNK_BYTES
-            else f"host_memory of {host_memory} bytes holds {_BUFFERS} of them"
-        )
+        most, reason = _CHUNK_BYTES[cuda]
+        chunk_bytes = max(block_bytes, min(most, host_memory // _BUFFERS) // block_bytes * block_bytes)
+        if chunk_bytes != most:
+            reason = f"host_memory of {host_memory} bytes holds {_BUFFERS} of them"
+        reasons["chunk_bytes"] = reason
     else:
         chunk_bytes = align(config.chunk_bytes, block_bytes)
         reasons["chunk_bytes"] = "given" if chunk_bytes == config.chunk_bytes else f"given, in blocks of {block_bytes}"

@@ -143,15 +143,17 @@ async def open_pipeline(
     first = decide(config, block_bytes=MIN_BLOCK, cores=cores, memory=memory)
     session = await open_session(path, io, writers=first.writers, copiers=first.copiers)
     began(session)
+    backend: CopyBackend | None = None
     try:
         in_flight, writer = config.max_in_flight, session.writer
         store = await open_store(
             writer, path=path, retention=config.retention, max_in_flight=in_flight, lock_timeout=config.lock_timeout
         )
-        decisions = decide(config, block_bytes=store.block_bytes, cores=cores, memory=memory)
-        decisions.reasons["io"] = session.reason
         backend = make_backend(session.operations, config.device)
         pinning = backend.pinning if isinstance(backend, CudaCopy) else None
+        block_bytes, cuda = store.block_bytes, pinning is not None
+        decisions = decide(config, block_bytes=block_bytes, cores=cores, memory=memory, cuda=cuda)
+        decisions.reasons["io"] = session.reason
         pool = BufferPool(decisions.host_memory, decisions.chunk_bytes, pinning)
         planner = Planner(decisions.chunk_bytes, store.block_bytes)
         images = Images(session.operations, planner, min(_AT_ONCE, decisions.chunk_bytes))
@@ -191,4 +193,6 @@ async def open_pipeline(
         )
     except BaseException:
         await session.close()
+        if backend is not None:
+            backend.close()
         raise

@@ -1224,6 +1224,22 @@ def test_a_failed_checkpoint_keeps_no_device_memory(tmp_path: Path, engine_on: P
         assert failure.value.__traceback__ is not None  # which holds the frames that the snapshot passed through
 
 
+@pytest.mark.parametrize(
+    ("settings", "chunk_bytes", "reason"),
+    [
+        ({"host_memory": 512 * MIB}, 32 * MIB, "32 MiB, as there is a GPU"),
+        ({"host_memory": 64 * MIB}, 8 * MIB, "holds 8 of them"),
+        ({"host_memory": 512 * MIB, "chunk_bytes": 16 * MIB}, 16 * MIB, "given"),
+    ],
+)
+@pytest.mark.usefixtures("engine_on")
+def test_chunks_for_devices_are_larger(tmp_path: Path, settings: dict[str, Any], chunk_bytes: int, reason: str) -> None:
+    with SyncCheckpointEngine(tmp_path, **settings) as engine:
+        decisions = engine.statistics().decisions
+        assert decisions.chunk_bytes == chunk_bytes
+        assert reason in decisions.reasons["chunk_bytes"]
+
+
 def test_modes_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'snapshot' or 'stream', not 'gpu'"):
         SyncCheckpointEngine(tmp_path, device="gpu")  # type: ignore[arg-type]
