@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from pccheck_async import SyncCheckpointEngine, WriteError, load_sync, pipeline
 from pccheck_async.capture import Capture, Snapshot
 from pccheck_async.checksum import crc32
-from pccheck_async.copying import CopyBackend, CudaCopy, HostCopy, kernel, lanes, make_backend
+from pccheck_async.copying import CopyBackend, CudaCopy, HostCopy, cuda_device, kernel, lanes, make_backend
 from pccheck_async.copying.cuda_device import CudaDevice
 from pccheck_async.copying.lanes import Lane
 from pccheck_async.copying.snapshot import Account, DeviceMemory, DeviceMode, Pace, decide, spare
@@ -946,6 +946,149 @@ def test_the_kernel_moves_every_byte_whatever_the_alignment(tmp_path: Path) -> N
         launch(ctypes.c_void_p(table.ctypes.data), len(rows), threads)
         assert not misaligned.value
         assert (into == expected).all()
+
+
+# -- the driver
+
+DRIVER = """
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+enum { STREAMS = 1000 };
+static char streams[STREAMS];  /* their addresses have more than 32 bits */
+static int made, pinned;
+static int is_stream(const void *s) { return (const char *)s >= streams && (const char *)s < streams + made; }
+int cuDeviceGet(int *device, int index) { *device = index; return 0; }
+int cuDevicePrimaryCtxRetain(void **context, int device) { *context = streams + STREAMS - 1 - device; return 0; }
+int cuCtxSetCurrent(void *context) { return context != streams + STREAMS - 1; }
+int cuStreamCreate(void **stream, unsigned flags) { *stream = streams + made++; return flags != 1; }
+int cuThreadExchangeStreamCaptureMode(int *mode) { return *mode != 2; }
+int cuMemHostRegister_v2(void *address, size_t n, unsigned flags) { pinned++; return !address || !n || flags != 1; }
+int cuMemHostUnregister(void *address) { pinned--; return !address; }
+int cuGetErrorString(int error, const char **text) { *text = error == 1 ? "played" : 0; return 0; }
+int cuMemcpyAsync(void *into, const void *from, size_t n, void *stream)
+{
+    memmove(into, from, n);
+    return !is_stream(stream);
+}
+int cuMemsetD8Async(void *into, unsigned char value, size_t n, void *stream)
+{
+    memset(into, value, n);
+    return !is_stream(stream);
+}
+int cuLaunchKernel(void *kernel, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned ty, unsigned tz,
+                   unsigned shared, void *stream, void **arguments, void **extra)
+{
+    const uint64_t *table = *(const uint64_t *const *)arguments[0];
+    for (unsigned i = 0; i < x; i++, table += 3)
+        memmove((void *)table[0], (const void *)table[1], table[2]);
+    return kernel != streams || y * z * ty * tz != 1 || threads != 256 || shared || extra || !is_stream(stream);
+}
+int left(void) { return pinned; }
+void *kernel(void) { return streams; }
+"""
+
+
+class PlayedStream:
+    """A stream on which everything has happened."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, handle: int, device: int) -> None: ...
+
+    def wait_event(self, event: object) -> None:
+        assert isinstance(event, PlayedEvent)
+
+    def synchronize(self) -> None: ...
+
+
+class PlayedEvent:
+    def __init__(self, enable_timing: bool, blocking: bool) -> None:
+        assert blocking
+
+    def record(self, stream: PlayedStream) -> None:
+        assert isinstance(stream, PlayedStream)
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, later: object) -> float:
+        return 1.0
+
+
+@pytest.mark.skipif(CC is None, reason="no C compiler on PATH")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_device_says_to_the_driver_what_that_expects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    """The host plays the driver, in C, so that every argument goes the way that it goes to a real one."""
+    (tmp_path / "driver.c").write_text(DRIVER)
+    flags = ("-std=gnu11", "-O1", "-fPIC", "-shared")
+    subprocess.run([str(CC), *flags, tmp_path / "driver.c", "-o", tmp_path / "driver.so"], check=True)
+    library = ctypes.CDLL(str(tmp_path / "driver.so"))
+    library.kernel.restype = ctypes.c_void_p
+    played: dict[str, Any] = {
+        "device": lambda _: nullcontext(),
+        "stream": lambda _: nullcontext(),
+        "set_device": lambda _: None,
+        "is_current_stream_capturing": lambda: False,
+        "current_stream": lambda _: PlayedStream(0, 0),
+        "mem_get_info": lambda _: (64 * MIB, 64 * MIB),
+        "memory_reserved": lambda _: 0,
+        "max_memory_allocated": lambda _: 0,
+        "ExternalStream": PlayedStream,
+        "Event": PlayedEvent,
+    }
+    for name, instead in played.items():
+        monkeypatch.setattr(torch.cuda, name, instead)
+    empty = torch.empty
+
+    def unpinned(*size: int, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", unpinned)
+    monkeypatch.setattr(cuda_device, "compiled", lambda: SimpleNamespace(ptr=library.kernel()) if compiled else None)
+    monkeypatch.setattr(cuda_device, "_contexts", {})
+    monkeypatch.setattr(cuda_device, "_idle", {})
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
+    cuda_device._driver.cache_clear()
+
+    async def test() -> None:
+        place = Place()
+        place.device = 0
+        for _ in range(2):
+            operations = PythonOperations(io_threads=1, copy_threads=1)
+            backend = CudaCopy(operations, CudaDevice, "snapshot")
+            pool = BufferPool(4 * MIB, 1 * MIB, backend.pinning)
+            it = Bench(operations, backend, [Place(), place], pool)
+            sources, owners = leaves_on(place, 20)
+            saving = Saving(it, sources)
+            await saving.capture.begin()
+            await saving.all()
+            assert saving.stored() == [data for _, data in owners]
+            assert backend.statistics().snapshots == 1
+            layout = Layout(it, 3, 1 * MIB, (4, 1000, 300 * KIB), every=False)
+            await backend.settle(backend.admit(layout.devices))
+            source = (await pool.lease()).view
+            source[:] = layout.expected
+            for _, owner, _, _ in layout.owners:
+                owner[:] = 0
+            await backend.scatter(source, crc32(source), layout.segments, layout.sources)
+            assert all(owner.tobytes() == layout.expected[o : o + n] for _, owner, o, n in layout.owners)
+            source[:] = bytes(len(source))
+            assert await backend.gather(layout.segments, source, layout.sources) == crc32(layout.expected)
+            assert library.left() > 0
+            await operations.close()
+            backend.close()
+            pool.close()
+            assert library.left() == 0
+            del it, saving, backend, pool
+        assert len(cuda_device._idle[0]) == 3  # two lanes, and snapshots: the second one had those of the first
+        with pytest.raises(OSError, match="cuMemHostRegister_v2: played"):
+            CudaDevice(0).register(0, 0)
+        assert CudaDevice(0).hold_up([CudaDevice(0).current()])
+
+    run(test)
+    cuda_device._driver.cache_clear()
 
 
 # -- tables
