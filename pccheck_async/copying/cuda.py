@@ -5,6 +5,8 @@ admitted, and the copies wait for them. Work on other streams has to be joined f
 of a tensor in torch (``torch.cuda.current_stream().wait_stream(side)``). The tensors' storages are held until all
 copies from them ended.
 
+Many small tensors are gathered by a kernel, which CuPy compiles; without it they are copied one by one, slower.
+
 Where GPU memory is spare and that is faster than to wait for the host, the state is first copied on its device:
 ``device="stream"`` of an engine prevents that, ``device="snapshot"`` asks for it wherever there is memory. Its
 statistics show how much GPU memory that took (``device_peak_bytes``), and why (``decisions.reasons["device"]``).

@@ -89,14 +89,14 @@ class Copier:
         offsets, nbytes = compacted(addresses, lengths)
         with self._guard:
             self._own = stream = self._own or self.device.stream()
-            memory = self._memory.allocate(stream, nbytes)
-            places = offsets + np.uint64(memory.address)
-            with _whole(stream):
-                stream.wait(after)
-                rows = stream.prepare(moves(places, addresses, lengths.astype(np.uint64), _LARGE_MOVE))
-                started = stream.record(timed=True)  # what the host needed before is no part of how fast the device is
-                stream.move(rows)
-                return Snapshot(places, memory, stream.record(timed=True), started)
+        memory = self._memory.allocate(stream, nbytes)  # may wait for all work of the device; the lanes must not
+        places = offsets + np.uint64(memory.address)
+        with self._guard, _whole(stream):
+            stream.wait(after)
+            rows = stream.prepare(moves(places, addresses, lengths.astype(np.uint64), _LARGE_MOVE))
+            started = stream.record(timed=True)  # what the host needed before is no part of how fast the device is
+            stream.move(rows)
+            return Snapshot(places, memory, stream.record(timed=True), started)
 
     def close(self) -> None:
         """Let go of streams and scratch images; nothing is being copied any more."""

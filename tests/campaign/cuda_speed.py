@@ -1,6 +1,6 @@
 """What the copies between a GPU and staging memory reach, against plain copies of one pinned buffer in the same run.
 
-Run: ``python -m tests.campaign.cuda_speed [--folder DIR] [--gib 10] [--rounds 9] [--chunk-mib 8]``. Each round measures
+Run: ``python -m tests.campaign.cuda_speed [--folder DIR] [--gib 10] [--rounds 9] [--chunk-mib 32]``. Each round measures
 everything once, in turn; medians and ranges are printed.
 """
 
@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--folder", default=None)
     parser.add_argument("--gib", type=float, default=10.0)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--chunk-mib", type=int, default=8)
+    parser.add_argument("--chunk-mib", type=int, default=32)
     parser.add_argument("--no-engine", action="store_true", help="the copies alone: nothing is written to storage")
     args = parser.parse_args()
     nbytes, chunk_bytes = int(args.gib * GIB), args.chunk_mib * MIB
