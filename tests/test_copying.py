@@ -1015,12 +1015,11 @@ class PlayedEvent:
         return 1.0
 
 
-@pytest.mark.skipif(CC is None, reason="no C compiler on PATH")
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_device_says_to_the_driver_what_that_expects(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool
-) -> None:
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The host plays the driver, in C, so that every argument goes the way that it goes to a real one."""
+    if CC is None:
+        pytest.skip("no C compiler on PATH")
     (tmp_path / "driver.c").write_text(DRIVER)
     flags = ("-std=gnu11", "-O1", "-fPIC", "-shared")
     subprocess.run([str(CC), *flags, tmp_path / "driver.c", "-o", tmp_path / "driver.so"], check=True)
@@ -1046,11 +1045,21 @@ def test_a_device_says_to_the_driver_what_that_expects(
         return empty(*size, **options)
 
     monkeypatch.setattr(torch, "empty", unpinned)
-    monkeypatch.setattr(cuda_device, "compiled", lambda: SimpleNamespace(ptr=library.kernel()) if compiled else None)
+    monkeypatch.setattr(cuda_device, "compiled", lambda: SimpleNamespace(ptr=library.kernel()))
     monkeypatch.setattr(cuda_device, "_contexts", {})
     monkeypatch.setattr(cuda_device, "_idle", {})
     monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
     cuda_device._driver.cache_clear()
+    yield library
+    cuda_device._driver.cache_clear()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_device_says_to_the_driver_what_that_expects(
+    driver: Any, monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(cuda_device, "compiled", lambda: None)
 
     async def test() -> None:
         place = Place()
@@ -1076,11 +1085,11 @@ def test_a_device_says_to_the_driver_what_that_expects(
             assert all(owner.tobytes() == layout.expected[o : o + n] for _, owner, o, n in layout.owners)
             source[:] = bytes(len(source))
             assert await backend.gather(layout.segments, source, layout.sources) == crc32(layout.expected)
-            assert library.left() > 0
+            assert driver.left() > 0
             await operations.close()
             backend.close()
             pool.close()
-            assert library.left() == 0
+            assert driver.left() == 0
             del it, saving, backend, pool
         assert len(cuda_device._idle[0]) == 3  # two lanes, and snapshots: the second one had those of the first
         with pytest.raises(OSError, match="cuMemHostRegister_v2: played"):
@@ -1088,7 +1097,23 @@ def test_a_device_says_to_the_driver_what_that_expects(
         assert CudaDevice(0).hold_up([CudaDevice(0).current()])
 
     run(test)
-    cuda_device._driver.cache_clear()
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_stream_without_memory_for_a_table_does_not_ask_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def full(stream: object, nbytes: int) -> Any:
+        asked.append(nbytes)
+        raise MemoryError("out of memory")
+
+    monkeypatch.setattr(cuda_device, "_Block", full)
+    stream = CudaDevice(0).stream()
+    source, into = Place().put(b"a" * 1000), Place().put(bytes(1000))
+    for _ in range(3):
+        stream.move(stream.prepare(np.array([(into[0], source[0], 1000)], np.uint64)))
+        assert into[1].tobytes() == b"a" * 1000
+    assert asked == [64 * KIB]
 
 
 # -- tables
@@ -1365,6 +1390,16 @@ def test_a_failed_checkpoint_keeps_no_device_memory(tmp_path: Path, engine_on: P
             pending.result(60)
         assert engine.statistics().device_bytes <= 2 * 256 * KIB
         assert failure.value.__traceback__ is not None  # which holds the frames that the snapshot passed through
+
+
+@pytest.mark.usefixtures("nothing_left_behind", "engine_on")
+def test_an_engine_that_does_not_open_leaves_no_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise MemoryError("no staging memory")
+
+    monkeypatch.setattr(pipeline, "BufferPool", fail)
+    with pytest.raises(MemoryError, match="staging"):
+        SyncCheckpointEngine(tmp_path).open()
 
 
 @pytest.mark.parametrize(

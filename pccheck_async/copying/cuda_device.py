@@ -14,7 +14,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
+from pccheck_async.copying.devices import Block
 from pccheck_async.copying.kernel import Kernel, compiled
+from pccheck_async.copying.lanes import Memory
 from pccheck_async.copying.snapshot import DeviceMemory
 from pccheck_async.copying.tables import joined
 from pccheck_async.logs import write
@@ -193,7 +195,7 @@ class _Rows(NamedTuple):
     """Rows of (destination, source, length), and the block in which the kernel finds them; else they go one by one."""
 
     rows: Table
-    table: _Block | None
+    table: Block | None
 
 
 class _Stream:
@@ -204,7 +206,8 @@ class _Stream:
         self._kernel = kernel
         self._handle = _stream(index)
         self._stream = torch.cuda.ExternalStream(self._handle, device=index)  # type: ignore[no-untyped-call]
-        self._table: _Block | None = None
+        self._table: Block | None = None
+        self._memory = Memory()
         self._kept: list[Any] = []  # what the work that is queued needs, apart from what it copies
         weakref.finalize(self, _idle[index].append, self._handle).atexit = False
 
@@ -267,9 +270,9 @@ class _Stream:
         self._stream.synchronize()
         self._kept = []
 
-    def _table_of(self, nbytes: int) -> _Block:
+    def _table_of(self, nbytes: int) -> Block:
         if self._table is None or self._table.nbytes < nbytes:
-            table = self.allocate(max(1 << (nbytes - 1).bit_length(), _SMALLEST_TABLE))
+            table = self._memory.allocate(self, max(1 << (nbytes - 1).bit_length(), _SMALLEST_TABLE))
             if self._table is not None:
                 self.keep(self._table)
             self._table = table

@@ -20,7 +20,7 @@ from pccheck_async.copying.tables import LARGE, Ranges, Split, compacted, moves,
 from pccheck_async.logs import write
 from pccheck_async.segments import Table
 
-__all__ = ["Copier", "Lane", "Snapshot"]
+__all__ = ["Copier", "Lane", "Memory", "Snapshot"]
 
 
 _LANES: Final = 2
@@ -64,7 +64,7 @@ class Copier:
         self.device = device
         self.account = Account()
         self.pace = Pace()
-        self._memory = _Memory(self.account)
+        self._memory = Memory(self.account)
         self._guard = threading.Lock()
         self._lanes: list[Lane] = []
         self._turn = 0
@@ -114,7 +114,7 @@ class Lane:
 
     def __init__(self, device: Device, account: Account) -> None:
         self._device = device
-        self._memory = _Memory(account)
+        self._memory = Memory(account)
         self._stream = device.stream()
         self._guard = threading.Lock()
         self._scratch: Block | None = None
@@ -186,19 +186,22 @@ class Lane:
         return self._scratch.address
 
 
-class _Memory:
+class Memory:
     """Takes device memory for one purpose; where there was none, it is asked for less and less often.
 
     Whoever has none first gives back all that is cached, and training has to get its memory from the driver again.
+
+    Args:
+        account: Where it counts as held; None where that is too little to count.
     """
 
-    def __init__(self, account: Account) -> None:
+    def __init__(self, account: Account | None = None) -> None:
         self._account = account
         self._pause = 0.0
         self._until = 0.0
 
     def allocate(self, stream: Stream, nbytes: int) -> Block:
-        """Take memory for a stream; it counts as held until it is let go. Raises MemoryError."""
+        """Take memory for a stream. Raises MemoryError."""
         now = time.monotonic()
         if now < self._until:
             raise MemoryError(f"there was none; asked again in {self._until - now:.0f} s")
@@ -210,8 +213,9 @@ class _Memory:
             self._until = time.monotonic() + self._pause
             raise
         self._pause = 0.0
-        self._account.take(nbytes)
-        weakref.finalize(block, self._account.give_back, nbytes).atexit = False
+        if self._account is not None:
+            self._account.take(nbytes)
+            weakref.finalize(block, self._account.give_back, nbytes).atexit = False
         return block
 
 

@@ -1,7 +1,7 @@
 """What the copies between a GPU and staging memory reach, against plain copies of one pinned buffer in the same run.
 
-Run: ``python -m tests.campaign.cuda_speed [--folder DIR] [--gib 10] [--rounds 9] [--chunk-mib 32]``. Each round measures
-everything once, in turn; medians and ranges are printed.
+Run: ``python -m tests.campaign.cuda_speed [--folder DIR] [--gib 10] [--rounds 9] [--chunk-mib 32]``. Each round
+measures everything once, in turn; medians and ranges are printed.
 """
 
 from __future__ import annotations
