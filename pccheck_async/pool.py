@@ -11,8 +11,8 @@ from pccheck_async.memory import aligned_buffer
 
 __all__ = ["BufferLease", "BufferPool", "Pinning", "PoolStatistics"]
 
-_LARGEST_SLAB = 1 << 30
-"""Bytes that are pinned at a time: who waits for one of its buffers waits for all, some tenths of a second."""
+_LARGEST_SLAB = 256 << 20
+"""Bytes that are pinned at a time, at most: whoever waits for one buffer of a slab waits for all."""
 
 
 class Pinning(Protocol):

@@ -25,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pccheck_async import SyncCheckpointEngine, WriteError, load_sync, pipeline
+from pccheck_async import pool as pool_module
 from pccheck_async.capture import Capture, Snapshot
 from pccheck_async.checksum import crc32
 from pccheck_async.copying import CopyBackend, CudaCopy, HostCopy, cuda_device, kernel, lanes, make_backend
@@ -828,8 +829,13 @@ def test_buffers_are_registered_once_and_unregistered_at_the_end(devices: list[P
     run(test)
 
 
-def test_buffers_are_registered_in_slabs_that_double(devices: list[PretendDevice]) -> None:
+@pytest.mark.parametrize(("most", "slabs"), [(32, [1, 1, 2, 4, 8, 4]), (4, [1, 1, 2, 4, 4, 4, 4])])
+def test_buffers_are_registered_in_slabs_that_double(
+    devices: list[PretendDevice], monkeypatch: pytest.MonkeyPatch, most: int, slabs: list[int]
+) -> None:
     """A call for each takes its time; all at once would take memory that a small state never needs."""
+
+    monkeypatch.setattr(pool_module, "_LARGEST_SLAB", most * 4 * KIB)
 
     async def lease(pool: BufferPool) -> None:
         view = (await pool.lease()).view
@@ -846,7 +852,7 @@ def test_buffers_are_registered_in_slabs_that_double(devices: list[PretendDevice
             async with asyncio.TaskGroup() as group:
                 for _ in range(20):
                     group.create_task(lease(pool))
-            assert [nbytes // (4 * KIB) for nbytes in devices[0].registered.values()] == [1, 1, 2, 4, 8, 4]
+            assert [nbytes // (4 * KIB) for nbytes in devices[0].registered.values()] == slabs
             assert pool.statistics().touched == 20
 
     run(test)

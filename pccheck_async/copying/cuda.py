@@ -60,7 +60,7 @@ _Admission: TypeAlias = Mapping[int, Any]
 
 
 class CudaCopy:
-    """Copies device memory by address (see :class:`CopyBackend`). Made on the engine's loop; costs nothing until used.
+    """Copies device memory by address (see :class:`CopyBackend`). Made on the engine's loop; touches no device yet.
 
     Args:
         operations: Copies host memory and computes checksums.

@@ -1,4 +1,4 @@
-"""Threads that wait for devices, so that those of the operations engine stay free for the store."""
+"""Threads that give devices work and wait for them: the loop and those of the operations engine stay free."""
 
 from __future__ import annotations
 
