@@ -46,7 +46,8 @@ surplus             WARNING  a slot that is not needed any more could not be rem
 buffered            INFO     the filesystem takes no direct I/O; once, when a store is opened
 zeros               INFO     the filesystem reserves no space, so that zeros are written to new files; once
 direct_refused      WARNING  it took the flag, and then refused a transfer: buffered from then on
-no_kernel           WARNING  the kernel that gathers small tensors cannot be compiled, or CuPy is missing; once
+no_cupy             WARNING  CuPy is missing, and torch's streams copy; slower for many small tensors; once
+no_kernel           WARNING  the kernel that gathers small tensors cannot be compiled; once for each device
 not_pinned          WARNING  CUDA does not take the staging memory as pinned; once
 still_pinned        WARNING  CUDA does not give staging memory back
 no_snapshot         INFO     a device has no memory for a snapshot, and is copied from piece by piece

@@ -162,14 +162,11 @@ class PretendStream:
     def wait(self, event: PretendEvent) -> None:
         self.later(event.perform)
 
-    def copy(self, into: int, source: int, nbytes: int) -> None:
-        device = self.device
-        sides = [device.holds(address, nbytes) for address in (into, source)]
-        if not any(sides):
-            device.faults.append(f"a copy of {nbytes} bytes does not touch the device")
-        self.later(lambda: ctypes.memmove(into, source, nbytes), (into, nbytes), (source, nbytes))
-        if not all(sides) and not device.locked(source if sides[0] else into, nbytes):
-            self.synchronize()  # such memory is copied while the caller waits
+    def to_host(self, into: int, source: int, nbytes: int) -> None:
+        self._copy(into, source, nbytes, there=source, here=into)
+
+    def to_device(self, into: int, source: int, nbytes: int) -> None:
+        self._copy(into, source, nbytes, there=into, here=source)
 
     def allocate(self, nbytes: int) -> PretendBlock:
         return self.device.allocate(self, nbytes)
@@ -208,6 +205,12 @@ class PretendStream:
     def perform_one(self) -> None:
         self.queue.pop(0)[0]()
         self.done += 1
+
+    def _copy(self, into: int, source: int, nbytes: int, *, there: int, here: int) -> None:
+        self._check(there, nbytes)
+        self.later(partial(ctypes.memmove, into, source, nbytes), (into, nbytes), (source, nbytes))
+        if not self.device.locked(here, nbytes):
+            self.synchronize()  # such memory is copied while the caller waits
 
     def _check(self, address: int, nbytes: int) -> None:
         if not self.device.holds(address, nbytes):

@@ -284,7 +284,7 @@ def test_a_capture_that_fails_before_all_is_queued_has_no_fence(
     with training(tmp_path, monkeypatch) as it:
         it.engine.checkpoint(it.state, step=0).result(60)
         with monkeypatch.context() as broken:
-            broken.setattr(it.devices[0].streams[1], "copy", fail)  # one lane of two
+            broken.setattr(it.devices[0].streams[1], "to_host", fail)  # one lane of two
             pending, _ = it.checkpoint(1)
             it.optimizer.step()
             assert pending.is_captured

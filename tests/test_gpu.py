@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import pytest
 import torch
 
 from pccheck_async import CheckpointEngine, CheckpointError, SyncCheckpointEngine, list_checkpoints, load_sync
-from pccheck_async.copying import cuda_device, kernel
+from pccheck_async.copying import cuda_device
+from pccheck_async.copying.runtime import load
 from pccheck_async.copying.snapshot import DeviceMode
 from pccheck_async.state import allocation, dtypes
 from pccheck_async.state.sources import as_bits
+from tests.played_cuda import using
 from tests.state_strategies import difference, tensor_of
 
 pytestmark = pytest.mark.gpu
@@ -44,6 +47,12 @@ def bits_of(tensors: list[torch.Tensor]) -> list[bytes]:
 
 def on_gpu(tensor: torch.Tensor) -> torch.Tensor:
     return as_bits(tensor).cuda().view(tensor.dtype)  # torch has no kernels for some dtypes
+
+
+@pytest.fixture(params=["cupy", "torch"], autouse=True)
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with using(request.param, monkeypatch):
+        yield
 
 
 @pytest.fixture(params=MODES)
@@ -328,6 +337,7 @@ def test_cancelled(tmp_path: Path, mode: DeviceMode) -> None:
 
 def test_a_graph_is_recorded_beside_a_capture(tmp_path: Path, mode: DeviceMode) -> None:
     """Recording forbids other threads to register memory and the like, unless they know better."""
+    pytest.importorskip("cuda.bindings")
     state = {"t": torch.rand(64 * MIB // 4, device="cuda")}
     parameter = torch.nn.Parameter(state["t"])
     optimizer = torch.optim.SGD([parameter], lr=1.0)
@@ -359,7 +369,7 @@ def test_a_stream_that_is_recorded_is_refused(tmp_path: Path) -> None:
     assert [info.step for info in list_checkpoints(tmp_path)] == [1]
 
 
-@pytest.mark.parametrize("broken", ["registration", "compiler", "cupy", "scratch", "table"])
+@pytest.mark.parametrize("broken", ["registration", "compiler", "scratch", "table"])
 def test_without(tmp_path: Path, mode: DeviceMode, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every way around works to the bit."""
 
@@ -372,11 +382,9 @@ def test_without(tmp_path: Path, mode: DeviceMode, broken: str, monkeypatch: pyt
     if broken == "registration":
         monkeypatch.setattr(cuda_device.CudaDevice, "register", refuse)
     elif broken == "compiler":
-        monkeypatch.setattr(cuda_device, "compiled", lambda: None)
+        monkeypatch.setattr(type(load()), "kernel", lambda *_: None)
     elif broken == "table":
         monkeypatch.setattr(cuda_device._Stream, "_table_of", full)
-    elif broken == "cupy":
-        monkeypatch.setattr(kernel, "load", lambda: None)
     else:
         monkeypatch.setattr(cuda_device._Stream, "allocate", full)
     state = {"large": torch.rand(5 * MIB, device="cuda")} | {

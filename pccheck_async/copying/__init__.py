@@ -9,7 +9,7 @@ from pccheck_async.copying.cuda import CudaCopy
 from pccheck_async.copying.cuda_device import CudaDevice
 from pccheck_async.copying.fence import Fence, Fenced
 from pccheck_async.copying.host import HostCopy
-from pccheck_async.copying.kernel import load
+from pccheck_async.copying.runtime import load
 from pccheck_async.copying.snapshot import DeviceMode
 from pccheck_async.operations.base import Operations
 

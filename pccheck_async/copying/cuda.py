@@ -5,7 +5,8 @@ admitted, and the copies wait for them. Work on other streams has to be joined f
 of a tensor in torch (``torch.cuda.current_stream().wait_stream(side)``). The tensors' storages are held until all
 copies from them ended.
 
-Many small tensors are gathered by a kernel, which CuPy compiles; without it they are copied one by one, slower.
+Copies run on streams of CuPy, or of torch where CuPy is missing. CuPy compiles a kernel, too, that gathers many small
+tensors; without it they are copied one by one, slower.
 
 Where GPU memory is spare and that is faster than to wait for the host, the state is first copied on its device:
 ``device="stream"`` of an engine prevents that, ``device="snapshot"`` asks for it wherever there is memory. Its
@@ -16,8 +17,9 @@ copies are queued there: ``optimizer.step()`` returns, and what it queues runs b
 counts that). Step counts on the host are copied before ``checkpoint()`` returns. The host has to wait, at most
 ``max_stall``, where staging memory does not hold the whole state, where it could not be registered, for larger
 parameters on the host, and while a step is recorded as a CUDA graph: then captures go on, but none may begin on the
-stream that is recorded. Work on streams that are not ordered behind the step needs ``engine.wait_captured()`` first,
-which waits on the host.
+stream that is recorded. A recording beside a capture takes ``cuda-bindings`` (torch brings it from 2.11 on), or
+``capture_error_mode="thread_local"``; else CUDA ends the recording with an error. Work on streams that are not ordered
+behind the step needs ``engine.wait_captured()`` first, which waits on the host.
 """
 
 from __future__ import annotations

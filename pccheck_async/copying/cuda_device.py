@@ -1,22 +1,19 @@
-"""A CUDA device: memory, events and the trainer's streams by torch, the rest by the driver's own functions."""
+"""A CUDA device: memory, events and the trainer's streams by torch, streams and copies of its own by CuPy or torch."""
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 import weakref
 from collections.abc import Sequence
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
-from functools import cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 
 from pccheck_async.copying.devices import Block
-from pccheck_async.copying.kernel import Kernel, compiled
 from pccheck_async.copying.lanes import Memory
+from pccheck_async.copying.runtime import Runtime, load, relax
 from pccheck_async.copying.snapshot import DeviceMemory
 from pccheck_async.copying.tables import joined
 from pccheck_async.logs import write
@@ -24,30 +21,7 @@ from pccheck_async.segments import Table
 
 __all__ = ["CudaDevice"]
 
-_THREADS: Final = 256
-"""Of one block of the kernel."""
 _SMALLEST_TABLE: Final = 64 << 10
-_NON_BLOCKING: Final = 1
-"""CU_STREAM_NON_BLOCKING: does not wait for the default stream."""
-_PORTABLE: Final = 1
-"""CU_MEMHOSTREGISTER_PORTABLE: locked for every device."""
-_RELAXED: Final = 2
-"""CU_STREAM_CAPTURE_MODE_RELAXED."""
-
-_FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
-    "cuDeviceGet": (POINTER(c_int), c_int),
-    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
-    "cuCtxSetCurrent": (c_void_p,),
-    "cuStreamCreate": (POINTER(c_void_p), c_uint),
-    "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
-    "cuMemsetD8Async": (c_uint64, c_ubyte, c_size_t, c_void_p),
-    "cuLaunchKernel": (c_void_p, *7 * (c_uint,), c_void_p, POINTER(c_void_p), c_void_p),
-    "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
-    "cuMemHostUnregister": (c_void_p,),
-    "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
-    "cuGetErrorString": (c_int, POINTER(c_char_p)),
-}
-"""Arguments of the driver's functions; all return an error code."""
 
 
 class CudaDevice:
@@ -60,8 +34,6 @@ class CudaDevice:
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self._kernel: Kernel | None = None
-        self._compiled = False
 
     def current(self) -> _Event:
         """Record an event on the calling thread's current stream of this device. Raises RuntimeError."""
@@ -86,11 +58,7 @@ class CudaDevice:
 
     def stream(self) -> _Stream:
         """Make a stream that does not wait for the default stream."""
-        _use(self.index)
-        if not self._compiled:
-            self._kernel = compiled()
-            self._compiled = True
-        return _Stream(self.index, self._kernel)
+        return _Stream(self.index)
 
     def memory(self) -> DeviceMemory:
         """Ask the driver and torch's allocator."""
@@ -103,59 +71,36 @@ class CudaDevice:
     def register(self, address: int, nbytes: int) -> None:
         """Lock host memory. Raises OSError."""
         try:
-            _use(self.index)
-            _call("cuMemHostRegister_v2", address, nbytes, _PORTABLE)
+            _use(self.index).register(address, nbytes)
         except RuntimeError as error:
             raise OSError(str(error)) from error
 
     def unregister(self, address: int) -> None:
         """Unlock host memory. Raises OSError."""
         try:
-            _use(self.index)
-            _call("cuMemHostUnregister", address)
+            _use(self.index).unregister(address)
         except RuntimeError as error:
             raise OSError(str(error)) from error
 
 
 _thread = threading.local()
-_contexts: dict[int, c_void_p] = {}
-_idle: dict[int, list[int]] = {}
+_idle: dict[tuple[Runtime, int], list[torch.cuda.Stream]] = {}
 """Streams of engines that were closed, for the next ones. None is ever destroyed: torch's allocator keeps memory for
 each, and waits for the stream before it gives that back to the driver."""
 
 
-@cache
-def _driver() -> ctypes.CDLL:
-    driver = ctypes.CDLL("libcuda.so.1")
-    for name, arguments in _FUNCTIONS.items():
-        getattr(driver, name).argtypes = arguments
-    return driver
-
-
-def _call(name: str, *arguments: Any) -> None:
-    """Call a function of the driver, without the GIL. Raises RuntimeError."""
-    if error := getattr(_driver(), name)(*arguments):
-        text = c_char_p()
-        _driver().cuGetErrorString(error, byref(text))
-        raise RuntimeError(f"{name}: {(text.value or b'').decode() or f'error {error}'}")
-
-
-def _use(index: int) -> None:
+def _use(index: int) -> Runtime:
     """Make a device the current one of the calling thread, which is the engine's.
 
     While a thread records a CUDA graph, which training may do at any time, others must not register memory or allocate
     any: that fails, and the recording with it. Those that record nothing themselves may say so, and then they may.
     """
-    torch.cuda.set_device(index)
-    if index not in _contexts:
-        device, context = c_int(), c_void_p()
-        _call("cuDeviceGet", byref(device), index)
-        _call("cuDevicePrimaryCtxRetain", byref(context), device)  # torch's, too
-        _contexts[index] = context
-    _call("cuCtxSetCurrent", _contexts[index])  # torch sets none where the device is the one that a thread begins with
+    runtime = load()
+    runtime.use(index)
     if not getattr(_thread, "relaxed", False):
         _thread.relaxed = True
-        _call("cuThreadExchangeStreamCaptureMode", byref(c_int(_RELAXED)))
+        relax()
+    return runtime
 
 
 class _Event:
@@ -180,11 +125,10 @@ class _Event:
 class _Block:
     """Device memory of torch's allocator, in which others see it, and may use it again once it gave back its cache."""
 
-    def __init__(self, stream: torch.cuda.Stream, nbytes: int) -> None:
+    def __init__(self, device: torch.device, nbytes: int) -> None:
         try:
-            # For this stream: memory for the default one comes after whatever training has queued there by now.
-            with torch.cuda.stream(stream):
-                self._tensor = torch.empty(nbytes, dtype=torch.uint8, device=stream.device)
+            # For the current stream, which is ours: memory for the default one comes after what training queued there.
+            self._tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
         except torch.cuda.OutOfMemoryError as error:
             raise MemoryError(str(error)) from error
         self.address = self._tensor.data_ptr()
@@ -201,36 +145,36 @@ class _Rows(NamedTuple):
 class _Stream:
     """A stream, and the device memory for the tables of its kernels."""
 
-    def __init__(self, index: int, kernel: Kernel | None) -> None:
+    def __init__(self, index: int) -> None:
+        self._runtime = runtime = _use(index)
+        idle = _idle.setdefault((runtime, index), [])
         self._index = index
-        self._kernel = kernel
-        self._handle = _stream(index)
-        self._stream = torch.cuda.ExternalStream(self._handle, device=index)  # type: ignore[no-untyped-call]
+        self._gather = runtime.kernel(index)
+        self._stream = idle.pop() if idle else runtime.stream(index)
         self._table: Block | None = None
         self._memory = Memory()
         self._kept: list[Any] = []  # what the work that is queued needs, apart from what it copies
-        weakref.finalize(self, _idle[index].append, self._handle).atexit = False
+        weakref.finalize(self, idle.append, self._stream).atexit = False
 
     def wait(self, event: _Event) -> None:
-        _use(self._index)
-        self._stream.wait_event(event.event)
+        self._current().wait_event(event.event)
 
     def allocate(self, nbytes: int) -> _Block:
-        _use(self._index)
-        return _Block(self._stream, nbytes)
+        return _Block(self._current().device, nbytes)
 
-    def copy(self, into: int, source: int, nbytes: int) -> None:
-        _use(self._index)
-        _call("cuMemcpyAsync", into, source, nbytes, self._handle)
+    def to_host(self, into: int, source: int, nbytes: int) -> None:
+        self._runtime.copy(self._current(), into, source, nbytes, "into")
+
+    def to_device(self, into: int, source: int, nbytes: int) -> None:
+        self._runtime.copy(self._current(), into, source, nbytes, "source")
 
     def zero(self, address: int, nbytes: int) -> None:
-        _use(self._index)
-        _call("cuMemsetD8Async", address, 0, nbytes, self._handle)
+        self._runtime.zero(self._current(), address, nbytes)
 
     def prepare(self, rows: Table) -> _Rows:
-        if self._kernel is None or not len(rows):
+        if self._gather is None or not len(rows):
             return _Rows(joined(rows), None)
-        _use(self._index)
+        self._current()
         try:
             # Torch keeps such memory, in powers of two, and gives it out again once it is let go of.
             pinned = torch.empty(rows.nbytes, dtype=torch.uint8, pin_memory=True)
@@ -241,34 +185,39 @@ class _Stream:
             return _Rows(joined(rows), None)
         self.keep(pinned)
         pinned.numpy().view(np.uint64)[:] = rows.ravel()
-        self.copy(table.address, pinned.data_ptr(), rows.nbytes)
+        self.to_device(table.address, pinned.data_ptr(), rows.nbytes)
         return _Rows(rows, table)
 
     def move(self, prepared: _Rows) -> None:
         rows, table = prepared
-        _use(self._index)
-        if table is not None:
-            assert self._kernel is not None
-            address = c_uint64(table.address)
-            arguments = (c_void_p * 1)(ctypes.addressof(address))
-            grid, block = (len(rows), 1, 1), (_THREADS, 1, 1)
-            _call("cuLaunchKernel", self._kernel.ptr, *grid, *block, 0, self._handle, arguments, None)
+        stream = self._current()
+        if self._gather is not None and table is not None:
+            self._gather(stream, table.address, len(rows))
             return
         for into, source, nbytes in rows.tolist():
-            _call("cuMemcpyAsync", into, source, nbytes, self._handle)
+            self._runtime.copy(stream, into, source, nbytes)
 
     def keep(self, memory: Any) -> None:
         self._kept.append(memory)
 
     def record(self, *, timed: bool = False) -> _Event:
-        _use(self._index)
+        stream = self._current()
         kept, self._kept = self._kept, []
-        return _Event(self._index, self._stream, timed, kept)
+        return _Event(self._index, stream, timed, kept)
 
     def synchronize(self) -> None:
         _use(self._index)
         self._stream.synchronize()
         self._kept = []
+
+    def _current(self) -> torch.cuda.Stream:
+        """Make the stream the current one of the calling thread, which is the engine's, and leave it so."""
+        _use(self._index)
+        torch.cuda.set_stream(self._stream)
+        if torch.cuda.is_current_stream_capturing():  # one of torch's: our copies would become part of that graph
+            text = "torch gave one stream to the engine and to a CUDA graph that is being recorded; CuPy prevents that"
+            raise RuntimeError(text)
+        return self._stream
 
     def _table_of(self, nbytes: int) -> Block:
         if self._table is None or self._table.nbytes < nbytes:
@@ -277,14 +226,3 @@ class _Stream:
                 self.keep(self._table)
             self._table = table
         return self._table
-
-
-def _stream(index: int) -> int:
-    """Return a stream that nobody else has; torch hands its own out in turn, and one may be recorded as a graph."""
-    idle = _idle.setdefault(index, [])
-    if idle:
-        return idle.pop()
-    stream = c_void_p()
-    _call("cuStreamCreate", byref(stream), _NON_BLOCKING)
-    assert stream.value is not None
-    return stream.value

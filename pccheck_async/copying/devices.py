@@ -46,12 +46,12 @@ class Stream(Protocol):
         """Take device memory that later work of this stream may use: that needs no wait. Raises MemoryError."""
         ...
 
-    def copy(self, into: int, source: int, nbytes: int) -> None:
-        """Copy between the device and host memory that was registered, or within the device.
+    def to_host(self, into: int, source: int, nbytes: int) -> None:
+        """Copy to host memory; where that was not registered, this returns when the copy ended."""
+        ...
 
-        Where the host memory was not registered, this returns when the copy ended, or when nothing more is read from
-        the host.
-        """
+    def to_device(self, into: int, source: int, nbytes: int) -> None:
+        """Copy from host memory; where that was not registered, this returns when nothing more is read from there."""
         ...
 
     def zero(self, address: int, nbytes: int) -> None:

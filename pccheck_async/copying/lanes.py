@@ -145,9 +145,9 @@ class Lane:
                 rows = moves(small[:, 1] + np.uint64(scratch), small[:, 0], small[:, 2], _SMALL_MOVE)
                 stream.move(stream.prepare(rows))
                 for low, high in found.runs.tolist():
-                    stream.copy(base + low, scratch + low, high - low)
+                    stream.to_host(base + low, scratch + low, high - low)
             for address, offset, length in found.large.tolist():
-                stream.copy(base + offset, address, length)
+                stream.to_host(base + offset, address, length)
             return stream.record(), found.filled
 
     def scatter(self, table: Table, base: int, nbytes: int) -> Event:
@@ -156,12 +156,12 @@ class Lane:
             found, scratch = self._split(table, None, nbytes)
             if scratch:
                 for low, high in found.runs.tolist():
-                    stream.copy(scratch + low, base + low, high - low)
+                    stream.to_device(scratch + low, base + low, high - low)
                 small = found.small
                 rows = moves(small[:, 0], small[:, 1] + np.uint64(scratch), small[:, 2], _SMALL_MOVE)
                 stream.move(stream.prepare(rows))
             for address, offset, length in found.large.tolist():
-                stream.copy(address, base + offset, length)
+                stream.to_device(address, base + offset, length)
             return stream.record()
 
     def _split(self, table: Table, foreign: Table | None, nbytes: int) -> tuple[Split, int]:
