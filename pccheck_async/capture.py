@@ -168,6 +168,7 @@ class Snapshots:
         if flat.objects and (changing := self._tables.among(flat.objects, flat.outline)):
             owned = sharing_nothing(owned, changing)
         sources = layout.sources
+        addresses = sources.addresses  # the very table that it was where nothing moved
         later = self._lazy_sources.among(sources, values, owned)
         if torn := self._tears.sources(paths, layout.source_of):
             later = later.copy()
@@ -189,7 +190,7 @@ class Snapshots:
             if sources.owned is not None:
                 later = later & ~sources.owned
         part = self._part
-        if part is None or not (part.later is later or np.array_equal(part.later, later)):
+        if part is None or part.source_of is not layout.source_of or not np.array_equal(part.later, later):
             part = self._part = _Part(later, layout.source_of)
         tensors: list[Any] = values
         if part.members is not None:
@@ -203,8 +204,8 @@ class Snapshots:
             counting = [number for number, each in enumerate(tensors) if isinstance(each, torch.Tensor)]
             versions = Versions([paths[n] for n in counting], [tensors[n] for n in counting])
         else:
-            versions = Versions(paths, tensors, part.memory)
-            part.memory = versions.memory  # the same for as long as it is this part: then nothing moved
+            versions = Versions(paths, tensors, part.memory if part.addresses is addresses else None)
+            part.addresses, part.memory = addresses, versions.memory
         lazy = Lazy(held, any_held, versions, reference, constants, self._constants.learn)
         return layout if sources is layout.sources else layout.filled(sources), lazy
 
@@ -218,10 +219,11 @@ class _Part:
     """
 
     def __init__(self, later: npt.NDArray[np.bool_], source_of: Sequence[int]) -> None:
-        self.later = later
+        self.later, self.source_of = later, source_of
         lazy = [*later.tolist(), False]  # the last one stands for leaves without a source
         members = [number for number, source in enumerate(source_of) if lazy[source]]
         self.members = members if len(members) < len(source_of) else None
+        self.addresses: npt.NDArray[np.uint64] | None = None  # when the storages' memory was where it is told here
         self.memory: StorageMemory | None = None
 
 

@@ -194,8 +194,11 @@ class Guard:
         The thread blocks only until all copies that are left are queued there. A capture stays watched until it ended:
         another step may use other streams.
         """
+        self._hold_up(self._captures)
+
+    def _hold_up(self, captures: Iterable[Overlapped]) -> None:
         deadline = self._deadline()
-        for capture in self._captures:
+        for capture in captures:
             self._block(capture, deadline, for_fence=True)
             if capture.running:
                 if capture.hold_up():
@@ -235,15 +238,11 @@ class Guard:
         self._others = None
 
     def before_access(self, owner: Any) -> None:
-        """Block who reaches for memory that is being captured (``owner`` is a tensor or storage) until it was."""
+        """Hold up who reaches for memory that is being captured (``owner`` is a tensor or storage)."""
         running = [capture for capture in self._captures if capture.running]
         if not running or os.getpid() != self._pid or not (address := storage_address(owner)):
             return
-        deadline = self._deadline()
-        for capture in running:
-            if address in capture.storages:
-                self._block(capture, deadline, for_fence=False)
-                self._settle(capture)
+        self._hold_up([capture for capture in running if address in capture.storages])
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Hold up a step of an attached optimizer."""

@@ -74,7 +74,7 @@ class Training:
         self.folder, self.devices, self.place = folder, devices, place
         knobs: dict[str, Any] = {"device": "stream", "keep_last": 9} | WHOLE | settings
         self.engine = SyncCheckpointEngine(folder, **knobs).open()
-        self.weights = [torch.rand(size) for size in (300_000, 70_000, 200_000)]
+        self.weights = [torch.rand(size).requires_grad_() for size in (300_000, 70_000, 200_000)]
         self.optimizer = LaterOptimizer(self.weights, self.queue)
         self.state: dict[str, Any] = {"weights": self.weights, "optimizer": self.optimizer, "step": 0}
         self.engine.attach(self.optimizer)
@@ -103,7 +103,7 @@ class Training:
 
     def checkpoint(self, step: int) -> tuple[Any, dict[str, torch.Tensor]]:
         """Start to capture; return the checkpoint, and what it has to hold."""
-        want = {name: tensor.clone() for name, tensor in self.tensors()}
+        want = {name: tensor.detach().clone() for name, tensor in self.tensors()}
         return self.engine.checkpoint(self.state, step=step, overlap=True), want
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -258,7 +258,7 @@ def test_whoever_waits_for_captures_waits_for_their_end(tmp_path: Path, monkeypa
         it.engine.wait_captured()
         assert pending.is_captured
         for weight in it.weights:
-            weight.zero_()
+            weight.detach().zero_()
         pending.result(60)
         it.check(0, want)
 
@@ -267,7 +267,7 @@ def test_what_changed_before_the_step_is_still_found_out(tmp_path: Path, monkeyp
     with training(tmp_path, monkeypatch) as it:
         it.pause()
         pending, _ = it.checkpoint(0)
-        it.weights[1].add_(1.0)
+        it.weights[1].detach().add_(1.0)
         it.optimizer.step()
         it.resume()
         with pytest.raises(TornCaptureError, match=r"weights\.1 changed before its capture was waited for"):
