@@ -354,6 +354,14 @@ def test_no_sequence_of_reports_breaks_a_policy(kind: str, data: st.DataObject) 
         assert decision.interval is None or decision.interval >= 1
 
 
+def test_checkpoints_that_took_no_time_may_take_some_later() -> None:
+    policy = PCcheckInterval()
+    for step in range(200):
+        if policy.due(report(step, now=float(step))):
+            policy.saved(SaveReport(step, float(step), 0.0 if step < 100 else 20.0, 0.0, 0.0, 10**9))
+    assert (policy.decision().interval or 0) > 1
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_place_that_was_not_free_is_asked_for_again(kind: str) -> None:
     policy = KINDS[kind]()

@@ -162,7 +162,7 @@ class PCcheckInterval:
         """Keep up with checkpoints that take longer, and with steps that take another time."""
         now = self._saves.median
         if self._saves.sure and self._f_star(now) > (self._interval or 0):
-            self._seconds = min(now, self._seconds * LEAP)
+            self._seconds = min(now, max(self._seconds, self._step_seconds) * LEAP)
             # They wait for each other: this is all that the storage does now.
             self._bandwidth = min(self._bandwidth, self._nbytes * self._places / self._seconds)
             self._settle(report, "they take longer now", now)  # if they stop waiting for each other, find out
