@@ -168,7 +168,6 @@ class Snapshots:
         if flat.objects and (changing := self._tables.among(flat.objects, flat.outline)):
             owned = sharing_nothing(owned, changing)
         sources = layout.sources
-        addresses = sources.addresses  # the very table that it was where nothing moved
         later = self._lazy_sources.among(sources, values, owned)
         if torn := self._tears.sources(paths, layout.source_of):
             later = later.copy()
@@ -190,8 +189,8 @@ class Snapshots:
             if sources.owned is not None:
                 later = later & ~sources.owned
         part = self._part
-        if part is None or part.source_of is not layout.source_of or not np.array_equal(part.later, later):
-            part = self._part = _Part(later, layout.source_of)
+        if part is None or not part.is_of(later, layout):
+            part = self._part = _Part(later, layout)
         tensors: list[Any] = values
         if part.members is not None:
             tensors, paths = [values[n] for n in part.members], [paths[n] for n in part.members]
@@ -204,27 +203,33 @@ class Snapshots:
             counting = [number for number, each in enumerate(tensors) if isinstance(each, torch.Tensor)]
             versions = Versions([paths[n] for n in counting], [tensors[n] for n in counting])
         else:
-            versions = Versions(paths, tensors, part.memory if part.addresses is addresses else None)
-            part.addresses, part.memory = addresses, versions.memory
+            versions = Versions(paths, tensors, part.memory)
+            part.memory = versions.memory  # the same for as long as it is this part: then nothing moved
         lazy = Lazy(held, any_held, versions, reference, constants, self._constants.learn)
         return layout if sources is layout.sources else layout.filled(sources), lazy
 
 
 class _Part:
-    """The leaves that are left to captures: remembered while these sources are.
+    """The leaves that are left to captures: remembered while these sources are, and lie where they did.
 
     Args:
         later: Which sources are.
-        source_of: Of each leaf.
+        layout: Of the state.
     """
 
-    def __init__(self, later: npt.NDArray[np.bool_], source_of: Sequence[int]) -> None:
-        self.later, self.source_of = later, source_of
+    def __init__(self, later: npt.NDArray[np.bool_], layout: Layout) -> None:
+        self._later = later
+        self._addresses = layout.sources.addresses
         lazy = [*later.tolist(), False]  # the last one stands for leaves without a source
-        members = [number for number, source in enumerate(source_of) if lazy[source]]
-        self.members = members if len(members) < len(source_of) else None
-        self.addresses: npt.NDArray[np.uint64] | None = None  # when the storages' memory was where it is told here
+        members = [number for number, source in enumerate(layout.source_of) if lazy[source]]
+        self.members = members if len(members) < len(layout.source_of) else None
         self.memory: StorageMemory | None = None
+
+    def is_of(self, later: npt.NDArray[np.bool_], layout: Layout) -> bool:
+        """Whether this is what is left of a layout: an arrangement has one table of addresses while nothing moves."""
+        return self._addresses is layout.sources.addresses and (
+            self._later is later or np.array_equal(self._later, later)
+        )
 
 
 class Capture:

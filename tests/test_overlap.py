@@ -8,7 +8,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -702,6 +702,38 @@ def test_changes_without_a_step_are_found_out(tmp_path: Path) -> None:
         with pytest.raises(TornCaptureError, match=r"model\.second\\\.weight changed before.*wait_captured"):
             it.pending.result()
     assert list_checkpoints(tmp_path) == []
+
+
+def replaced(model: Net, state: dict[str, Any]) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+BETWEEN: dict[str, Callable[[Net, dict[str, Any]], object]] = {
+    "other memory": replaced,
+    "an alias": lambda model, state: state.update(alias=model.second.weight),
+    "no bytes": lambda model, state: state.update(nothing=torch.empty(0)),
+}
+
+
+@pytest.mark.parametrize("what", BETWEEN)
+def test_changes_between_checkpoints_are_none_and_those_after_them_are_found_out(tmp_path: Path, what: str) -> None:
+    with held(tmp_path) as it:
+        it.io.writer.release()
+        it.state = {"model": it.model.second}  # all of it is left to the capture
+        it.engine.checkpoint(it.state, step=1, overlap=True).result()
+        BETWEEN[what](it.model, it.state)
+        for torn in (False, True):
+            it.want = snapshot(it.state)
+            it.io.writer.hold("write")
+            pending = it.engine.checkpoint(it.state, step=2, overlap=True)
+            it.io.writer.wait_stuck()
+            if torn:
+                clamp(it)
+            it.io.writer.release()
+            with pytest.raises(TornCaptureError, match="weight changed") if torn else nullcontext():
+                pending.result()
+                assert equal(saved(tmp_path), it.want)
 
 
 def test_changes_after_waiting_are_none(tmp_path: Path) -> None:
