@@ -30,6 +30,7 @@ import torch
 
 from pccheck_async.logs import write
 from pccheck_async.overlap import Guard
+from pccheck_async.state.ambient import no_functions
 from pccheck_async.step_hooks import StepHooks, hooks_of, unwrapped
 
 __all__ = ["Mark", "Windows"]
@@ -228,10 +229,11 @@ def _version(tensor: torch.Tensor) -> int:
 
 def _seen(tensors: list[torch.Tensor]) -> tuple[list[int], list[int]]:
     """Versions and addresses."""
-    try:
-        return [*map(_version_of, tensors)], [*map(torch.Tensor.data_ptr, tensors)]
-    except RuntimeError:  # made in inference mode, or wrappers of others
-        return [*map(_version, tensors)], []
+    with no_functions():  # lazy parameters, and classes of users, refuse what they do not know
+        try:
+            return [*map(_version_of, tensors)], [*map(torch.Tensor.data_ptr, tensors)]
+        except RuntimeError:  # made in inference mode, or wrappers of others
+            return [*map(_version, tensors)], []
 
 
 def _gradients(optimizer: torch.optim.Optimizer, most: int | None = None) -> Iterator[torch.Tensor]:

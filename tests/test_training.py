@@ -330,6 +330,25 @@ def test_what_comes_after_the_last_step(
     assert all(text.startswith(f"the last step, {2 if 'window' in after else 1}, is not saved") for text in said)
 
 
+class Strict(nn.Parameter):
+    """Knows no function by which it is asked where it is."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.data_ptr:
+            return NotImplemented
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("kind", ["lazy", "strict"])
+def test_a_step_ends_well_whatever_its_parameters_refuse(tmp_path: Path, kind: str) -> None:
+    parameter = nn.LazyLinear(3).weight if kind == "lazy" else Strict(torch.ones(3))
+    state = {"optimizer": torch.optim.SGD([parameter], lr=0.1)}
+    with SyncCheckpointEngine(tmp_path, interval=100) as engine, engine.step(state, 0):
+        pass
+    assert [info.step for info in list_checkpoints(tmp_path)] == [0]
+
+
 @pytest.mark.parametrize(("by_hand", "saved"), [(0, [1, 0]), (1, [1]), (5, [5]), (None, [2])])
 def test_a_checkpoint_by_hand_of_that_step_or_a_later_one_holds_it(
     tmp_path: Path, by_hand: int | None, saved: list[int]
