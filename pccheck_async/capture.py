@@ -125,6 +125,10 @@ class Snapshots:
             self._last = flat.outline, arrangement
             return self._see(flat, layout, backend, optimizers, compare=compare, images=images)
 
+    def note_access(self, owner: Any) -> None:
+        """Note that code reaches for the memory of a tensor or storage, past torch's counters."""
+        self._constants.note_access(owner)
+
     def note_end(self, constants: Choice | None, error: Exception | None) -> None:
         """Note how a checkpoint ended: what keeps tearing its captures is captured eagerly from then on."""
         if error is None or isinstance(error, TornCaptureError):

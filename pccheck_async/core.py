@@ -72,12 +72,12 @@ class EngineCore:
         self.trace: Sink | None = None
         self.stalls = Stalls(self.reporter, lambda: self.trace)
         self.admissions = Admissions(config, self.reporter)
-        self.guard = Guard(config.max_stall, self._abandon, self.stalls.note_step)
+        self._snapshots = Snapshots()
+        self.guard = Guard(config.max_stall, self._abandon, self.stalls.note_step, self._snapshots.note_access)
         policy = make_policy(config.interval, config.max_in_flight)
         self.steps = TrainingSteps(policy, self.admissions, self.guard, self.path, save_last=config.save_last)
         self._ledger = Ledger(self.admissions, self.stalls, self.guard, self.steps, self.reporter)
         self.preemption = Preemption(self)
-        self._snapshots = Snapshots()
         self._state_seen = False
         self.loop: EngineLoop
         self._session: Session | None = None  # known before the store is locked, to let go of it in a forked child

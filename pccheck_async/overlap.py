@@ -133,6 +133,7 @@ class Guard:
         max_stall: Most seconds that a step is held up; beyond, the capture is abandoned.
         abandon: Ends a checkpoint; returns once nothing of its capture is running.
         waited: Called with a checkpoint and the seconds that a step waited for its capture.
+        reached: Called with tensors and storages for whose memory code reaches, captured or not.
 
     Attributes:
         attached: Whether an optimizer ever was.
@@ -144,11 +145,13 @@ class Guard:
         max_stall: float | None,
         abandon: Callable[[PendingCheckpoint], None],
         waited: Callable[[PendingCheckpoint, float], None],
+        reached: Callable[[Any], None],
     ) -> None:
         self._pid = os.getpid()
         self._max_stall = max_stall
         self._abandon = abandon
         self._waited = waited
+        self._reached = reached
         self._hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepHooks] = weakref.WeakKeyDictionary()
         self._attached: list[weakref.ref[torch.optim.Optimizer]] = []
         self.attached = False
@@ -239,6 +242,7 @@ class Guard:
 
     def before_access(self, owner: Any) -> None:
         """Hold up who reaches for memory that is being captured (``owner`` is a tensor or storage)."""
+        self._reached(owner)
         running = [capture for capture in self._captures if capture.running]
         if not running or os.getpid() != self._pid or not (address := storage_address(owner)):
             return

@@ -4,13 +4,15 @@ Nothing holds up whoever changes such a leaf: a teacher that follows by hand (Mo
 buffer. So it is captured before the call returns. But the frozen base of an adapter (LoRA) is larger than all that is
 trained, and has to cost no more than that. Each chunk has a checksum anyway: a leaf whose chunks were the same in two
 checkpoints running is left to the capture beside training, and what was captured is right only if the chunks are the
-same once more. Equal bytes cannot be torn. Storages of such leaves begin and end with chunks of their own.
+same once more. Equal bytes cannot be torn. Storages of such leaves begin and end with chunks of their own. Most targets
+follow through ``.data``, every so many steps: after code got at the memory of a leaf, the next capture looks again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,6 +27,7 @@ __all__ = ["Choice", "Constants"]
 
 _Which: TypeAlias = npt.NDArray[np.bool_]
 _Numbers: TypeAlias = npt.NDArray[np.int64]
+_Mark: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +42,8 @@ class Choice:
         left: Those that are left to the capture.
         paths: Their leaves.
         expected: The checksums of their chunks, by number.
-        marks: Of the leaves of all candidates: what tells that torch changed them, or where they are.
+        marks: Of the leaves of all candidates: what tells that torch changed them, where they are, and whether code
+            reached for their memory.
     """
 
     breaks: tuple[int, ...]
@@ -49,7 +53,7 @@ class Choice:
     left: _Which
     paths: Mapping[int, str]
     expected: Mapping[int, int]
-    marks: Mapping[int, tuple[int, int] | None]
+    marks: Mapping[int, _Mark | None]
 
     def check(self, chunk: int, table: Any, checksum: int) -> None:
         """Raise TornCaptureError where a chunk of what is left to the capture is not what it was before."""
@@ -87,6 +91,13 @@ class Constants:
 
     def __init__(self) -> None:
         self._known: _Known | None = None
+        self._numbers = count()
+        self._reached: dict[int, int] = {}  # of storages of candidates: a number that is another one after each time
+
+    def note_access(self, owner: Any) -> None:
+        """Note that code reaches for the memory of a tensor or storage, where torch does not count what it changes."""
+        if self._reached and (address := storage_address(owner)) in self._reached:
+            self._reached[address] = next(self._numbers)  # where it is: another thread may be choosing
 
     def choose(self, layout: Layout, candidates: _Which, values: Sequence[Any], paths: Sequence[str]) -> Choice | None:
         """Say which of the ``candidates`` are left to a capture; None where none of them could ever be.
@@ -99,7 +110,9 @@ class Constants:
         """
         storage_of = layout.extents[:, 0]
         sources = enumerate(layout.source_of)
-        marks = {leaf: _mark(values[leaf]) for leaf, source in sources if source >= 0 and candidates[source]}
+        marks = {leaf: self._mark(values[leaf]) for leaf, source in sources if source >= 0 and candidates[source]}
+        for address in self._reached.keys() - {mark[1] for mark in marks.values() if mark is not None}:
+            self._reached.pop(address, None)
         candidates = candidates.copy()
         candidates[[layout.source_of[leaf] for leaf, mark in marks.items() if mark is None]] = False
         apart = np.ones(len(layout.storage_nbytes), np.bool_)
@@ -137,12 +150,12 @@ class Constants:
             changed = [chunk for chunk, checksum in found.items() if last.checksums[chunk] != checksum]
         self._known = _Known(choice, sources, chunks, found, changed)
 
-
-def _mark(value: Any) -> tuple[int, int] | None:
-    """Return what tells that a leaf changed or moved; None for arrays and others of which nobody counts any change."""
-    if not isinstance(value, torch.Tensor) or value.is_inference():
-        return None
-    return value._version, storage_address(value)
+    def _mark(self, value: Any) -> _Mark | None:
+        """Return what :attr:`Choice.marks` has; None for arrays and others of which nobody counts any change."""
+        if not isinstance(value, torch.Tensor) or value.is_inference():
+            return None
+        address = storage_address(value)
+        return value._version, address, self._reached.setdefault(address, next(self._numbers))
 
 
 def _same_place(then: Choice, extents: _Numbers, storage_nbytes: tuple[int, ...], candidates: _Which) -> bool:
