@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -134,13 +134,14 @@ def test_one_that_waits_for_too_long_goes_on_and_the_capture_does_not(tmp_path: 
 def test_threads_that_capture_wait_for_nobody(tmp_path: Path) -> None:
     with held(tmp_path) as it:
 
-        def reach() -> None:
-            access.exempt_this_thread()
+        def reach() -> None:  # as finalizers may, which run on any thread
             it.model.second.weight.data.shape  # noqa: B018
 
-        thread = threading.Thread(target=reach)
-        thread.start()
-        thread.join()
+        core = it.engine._core
+        future, _ = core.loop.submit(core.pipeline.session.operations.call(reach))
+        future.result(10)
+        core.loop.loop.call_soon_threadsafe(reach)
+        core.loop.call(asyncio.sleep(0))
         assert not it.pending.is_captured
         it.io.writer.release()
 

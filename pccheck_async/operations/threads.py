@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from pccheck_async.tensor_access import exempt_this_thread
+
 __all__ = ["WorkerThreads"]
 
 Job = tuple[int, Callable[..., Any], tuple[Any, ...]]
@@ -88,6 +90,7 @@ class WorkerThreads:
 
     def _work(self) -> None:
         error: BaseException | None
+        exempt_this_thread()
         while True:
             with self._ready:
                 while not self._jobs:
