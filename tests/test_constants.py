@@ -146,6 +146,17 @@ def test_a_change_in_the_middle_that_nothing_counts_is_torn_once(tmp_path: Path,
     assert [info.step for info in list_checkpoints(tmp_path)] == [6]
 
 
+def test_a_change_between_two_checkpoints_that_nothing_counts_is_told_as_one(tmp_path: Path) -> None:
+    with run(tmp_path) as it:
+        memory = it.model.base.detach().numpy()  # taken before any capture
+        for _ in range(2):
+            it.saved_whole()
+        memory[-1] = 7.0
+        with pytest.raises(TornCaptureError, match=r"model\.base changed.*or before that.*which nothing counts"):
+            it.save().result()
+        it.saved_whole()
+
+
 def test_a_change_in_the_middle_that_torch_counts_is_torn_once(tmp_path: Path) -> None:
     with run(tmp_path) as it:
         for _ in range(2):

@@ -60,9 +60,10 @@ class Choice:
         if self.expected.get(chunk, checksum) != checksum:
             paths = [self.paths[source] for source in table[:, 0].tolist() if source in self.paths]
             raise TornCaptureError(
-                f"{paths[0]} changed while it was captured; nothing of that checkpoint is committed. No attached "
-                "optimizer owns it, and it was the same in the checkpoints before; from now on it is captured before "
-                "the call returns",
+                f"{paths[0]} changed while it was captured, or before that through an array or storage that code has "
+                "of its memory, which nothing counts; nothing of that checkpoint is committed. No attached optimizer "
+                "owns it, and it was the same in the checkpoints before; from now on it is captured before the call "
+                "returns",
                 paths=paths,
             )
 
