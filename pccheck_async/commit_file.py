@@ -29,7 +29,7 @@ from pccheck_async.layout import (
 from pccheck_async.lifetime import made_here
 from pccheck_async.memory import PAGE_BYTES, aligned_buffer
 from pccheck_async.published import read_status
-from pccheck_async.records import read_identity
+from pccheck_async.records import read_identity, read_records
 from pccheck_async.writer import File, Part, Writer
 
 __all__ = ["CommitFile", "lock_commit", "open_commit"]
@@ -72,8 +72,7 @@ class CommitFile:
         may have nothing to flush of a file that only a process wrote which is dead. The other copy stays, whatever
         happens: so it is the one that is not this record, or cannot be read, where there is such a one.
         """
-        view = aligned_buffer(COMMIT_NBYTES)
-        await writer.read_around(self.file, 0, view)
+        view = await read_records(writer, self.file, self.identity)
 
         def found(start: int) -> Record | None:
             return decode_record(view[start : start + REGION_NBYTES], self.identity.id_bytes)

@@ -98,20 +98,24 @@ class BadBlocks(WrappingWriter):
         inner: The writer in front of it.
         bad: Numbers of the bad blocks by file; of a file that is read as a whole, any number.
         stubborn: Writing them fails as well.
+        error: What reading them says.
     """
 
-    def __init__(self, inner: Writer, bad: Mapping[str, set[int]], *, stubborn: bool = False) -> None:
+    def __init__(
+        self, inner: Writer, bad: Mapping[str, set[int]], *, stubborn: bool = False, error: int = errno.EIO
+    ) -> None:
         super().__init__(inner)
         self.persists_at_once = inner.persists_at_once
         self.bad = {name: set(blocks) for name, blocks in bad.items()}
         self._stubborn = stubborn
+        self._error = error
 
     def _hit(self, name: str, offset: int, nbytes: int) -> set[int]:
         return self.bad.get(name, set()) & {*range(offset // PAGE_BYTES, -(-(offset + nbytes) // PAGE_BYTES))}
 
     async def read(self, file: File, offset: int, into: memoryview) -> int:
         if self._hit(file.name, offset, len(into)):
-            raise ReadError(errno.EIO, os.strerror(errno.EIO), file.name)
+            raise ReadError(self._error, os.strerror(self._error), file.name)
         return await super().read(file, offset, into)
 
     async def read_small(self, name: str) -> bytes | None:

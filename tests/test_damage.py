@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import resource
 import time
@@ -174,9 +176,28 @@ def test_verify_names_the_copies_that_cannot_be_read() -> None:
     assert not found.checkpoints[0].damage
 
 
-def test_both_copies_of_the_newest_record_unreadable() -> None:
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_record_of_which_no_copy_can_be_read_may_be_the_newest(before: int) -> None:
+    """A device that fails for a moment must not cost what was acknowledged: the next writer writes over it."""
     store = WholeStore.make(elements=300)
-    assert steps(store.image, {COMMIT_NAME: blocks(*region_offsets(newest(store)))}) == [2, 1]
+    disk = CrashDisk.from_image(store.image)
+    bad = {COMMIT_NAME: blocks(*region_offsets(newest(store) - before))}
+    with pytest.raises(ReadError, match="may be the newest; try again"):
+        steps(store.image, bad)
+    with pytest.raises(ReadError, match="may be the newest"):
+        SyncCheckpointEngine("x", io=BadBlocks(CrashWriter(disk, turns=0), bad), keep_last=2).open()
+    assert disk.contents() == store.image.files
+    found = recover_store("x", io=BadBlocks(CrashWriter(disk, turns=0), bad), write=True)
+    assert (found.record, [info.step for info in found.named][:2]) == ("damaged", [3, 2])
+    with SyncCheckpointEngine("x", io=CrashWriter(disk, turns=0), keep_last=2) as engine:
+        assert [info.step for info in engine.checkpoints()][:2] == [3, 2]
+
+
+def test_memory_that_runs_out_is_no_bad_block() -> None:
+    store = WholeStore.make(elements=300)
+    io = BadBlocks(ImageWriter(store.image), {COMMIT_NAME: {0}}, error=errno.ENOMEM)
+    with pytest.raises(ReadError, match=os.strerror(errno.ENOMEM)):
+        list_checkpoints("x", io=io)
 
 
 def test_no_readable_record_is_the_devices_error() -> None:

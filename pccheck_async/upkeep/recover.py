@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -40,7 +40,7 @@ from pccheck_async.layout import (
 )
 from pccheck_async.manifest import MIN_BLOCK
 from pccheck_async.memory import PAGE_BYTES, aligned_buffer
-from pccheck_async.records import read_commit, stored_identity
+from pccheck_async.records import read_commit, stored_identity, unread_record
 from pccheck_async.session import IO, Session
 from pccheck_async.store_reader import OneLoop, no_store, with_session
 from pccheck_async.upkeep.chunks import Progress
@@ -148,7 +148,7 @@ async def _recover(
     facts = await writer.prepare(create=False)
     identity_state, identity = await _identity(writer)
     commit = await read_commit(writer)
-    record, store_id = _record(commit, identity)
+    record, store_id = (None, None) if commit is None else _record(*commit, identity)
     record_state: FileState = "valid" if record else "missing" if commit is None else "damaged"
     found: list[FoundCheckpoint] = []
     if record is None or search:
@@ -210,14 +210,17 @@ async def _identity(writer: Writer) -> tuple[FileState, Identity | None]:
     return ("missing", None) if identity is None else ("valid", identity)
 
 
-def _record(commit: memoryview | None, identity: Identity | None) -> tuple[Record | None, str | None]:
+def _record(
+    commit: memoryview, lost: Mapping[int, ReadError], identity: Identity | None
+) -> tuple[Record | None, str | None]:
     """Return the newest valid record, and the store id that it names; without ``store.json`` of whatever store."""
-    if commit is None:
-        return None, None
     if identity is not None:
-        return newest_record(commit, identity.id_bytes), identity.store_id
-    rebuilt = rebuild_identity(commit)
-    return (rebuilt[1], rebuilt[0].store_id) if rebuilt else (None, None)
+        store_id, record = identity.store_id, newest_record(commit, identity.id_bytes)
+    elif rebuilt := rebuild_identity(commit):
+        store_id, record = rebuilt[0].store_id, rebuilt[1]
+    else:
+        return None, None
+    return None if unread_record(commit, lost, bytes.fromhex(store_id)) else record, store_id
 
 
 async def _search(

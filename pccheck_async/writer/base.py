@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from pccheck_async.errors import ReadError
+from pccheck_async.errors import ReadError, is_exhausted
 from pccheck_async.memory import PAGE_BYTES
 from pccheck_async.statistics import Stage
 from pccheck_async.uninterrupted import to_its_end, uninterrupted
@@ -168,7 +168,9 @@ class Writer(abc.ABC):
         """
         try:
             return await self.read(file, offset, into), {}
-        except ReadError:
+        except ReadError as error:
+            if is_exhausted(error):
+                raise  # it says nothing of the device
             nbytes = max(0, min(len(into), file.nbytes - offset))
         lost = {}
         for start in range(0, nbytes, PAGE_BYTES):
@@ -176,6 +178,8 @@ class Writer(abc.ABC):
             try:
                 await self.read(file, offset + start, block)
             except ReadError as error:
+                if is_exhausted(error):
+                    raise
                 lost[start] = error
                 block[:] = b"\xff" * len(block)
         return nbytes, lost
