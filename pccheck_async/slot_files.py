@@ -161,7 +161,7 @@ class SlotFiles:
             for slot in self._table.surplus():
                 try:
                     if await self._lock_free(slot):
-                        await uninterrupted(self._remove_slot(slot))
+                        await self._remove_slot(slot)
                 except OSError as error:
                     write(logging.WARNING, "surplus", "%s could not be removed: %s", slot_name(slot), error)
 
@@ -195,7 +195,7 @@ class SlotFiles:
                     if not await self._lock_free(old):
                         passed_over.add(old)
                         continue
-                    await uninterrupted(self._remove_slot(old))
+                    await self._remove_slot(old)
                     await uninterrupted(self._create_slot(slot, nbytes))
                 case Wait(readers):
                     self.reader_waits += 1
@@ -233,6 +233,9 @@ class SlotFiles:
 
     async def _remove_slot(self, number: int) -> None:
         """Remove a free slot's file; a crash may bring it back, and then it is free again: no record names it."""
-        self._table.removed(number)
-        await self._writer.close_file(self._files.pop(number))
-        await self._writer.unlink(slot_name(number))
+        self._table.removed(number)  # before anything is awaited: a restore might begin to read it
+        await uninterrupted(self._remove_file(self._files.pop(number)))
+
+    async def _remove_file(self, file: File) -> None:
+        await self._writer.close_file(file)
+        await self._writer.unlink(file.name)

@@ -6,6 +6,7 @@ import asyncio
 import math
 import re
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,11 @@ from pccheck_async import (
     verify_checkpoints,
 )
 from pccheck_async.checksum import crc32
-from pccheck_async.layout import Record, decode_identity, encode_record, newest_record, region_offsets, slot_name
+from pccheck_async.latch import Latch
+from pccheck_async.layout import Entry, Record, decode_identity, encode_record, newest_record, region_offsets, slot_name
 from pccheck_async.operations.base import Operations
 from pccheck_async.reading import choose
+from pccheck_async.slot_files import open_slots
 from pccheck_async.testing import (
     CrashDisk,
     CrashWriter,
@@ -456,3 +459,38 @@ def test_a_superseded_one_that_is_being_written_over_is_not_waited_for() -> None
             load_sync(FOLDER, io=ImageWriter(Image.of(damaged)))
         stuck.release()
         pending.result(30)
+
+
+@pytest.mark.parametrize("surplus", [False, True])
+def test_a_free_slot_is_removed_or_read_and_never_both(surplus: bool) -> None:
+    """A restore may fall back to what a slot that nobody needs holds, at any moment."""
+
+    async def main(turns: int) -> None:
+        writer = CrashWriter(CrashDisk(), turns=0)
+        await writer.prepare(create=True)
+        for number in range(2 + surplus):
+            await writer.create(slot_name(number), 4096)
+        newest, before = (Entry(n, n, 0.0, 0, 1 - n, 0, 1, 0, False, {}) for n in (1, 0))
+        slots = await open_slots(writer, Record(1, (newest,), (before,)), in_flight=1, kept=1, flush=Latch().flush)
+
+        async def read() -> None:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            with suppress(DamagedError):
+                for number in range(1, 2 + surplus):
+                    await slots.start_reading_free(number)
+                for _ in range(10):
+                    await asyncio.sleep(0)
+
+        async def write() -> None:
+            if surplus:
+                await slots.remove_surplus()
+            else:
+                async with slots.lock:
+                    await slots.lease(8192)
+
+        await asyncio.gather(read(), write())
+        await writer.close()
+
+    for turns in range(8):
+        asyncio.run(main(turns))
