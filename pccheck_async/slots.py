@@ -125,7 +125,7 @@ class SlotTable:
         return Wait(readers=len(passed_over))
 
     def _rank(self, slot: int) -> tuple[bool, int, int]:
-        """Return what is smaller for a slot to write first: what was superseded may be needed once more."""
+        """Return what is smaller for a slot to give up first: what was superseded may be needed once more."""
         return slot in self._superseded, self._sizes[slot], slot
 
     def missing(self) -> list[int]:
@@ -188,4 +188,4 @@ class SlotTable:
         extra = self.count - self.most
         if extra <= 0:
             return []
-        return sorted(self.free(), key=lambda slot: (self._sizes[slot], slot))[:extra]
+        return sorted(self.free(), key=self._rank)[:extra]

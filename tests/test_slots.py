@@ -31,6 +31,15 @@ def test_what_was_superseded_last_is_written_over_last() -> None:
     assert table.decide(100) == Reuse(1)
 
 
+def test_what_was_superseded_last_is_removed_last() -> None:
+    """A slot beyond those needed is left where a reader held one."""
+    table = SlotTable({0: 100, 1: 100, 2: 100}, (), in_flight=1, kept=1)
+    table.committed([1], [0])
+    assert table.surplus() == [2]
+    table.committed([1], [2])
+    assert table.surplus() == [0]
+
+
 def test_a_small_slot_is_replaced_under_a_new_number() -> None:
     table = SlotTable({0: 100, 1: 100}, (1,), in_flight=1, kept=1)
     assert table.decide(150) == Replace(0, 2)
