@@ -9,7 +9,7 @@ from typing import Any
 
 from pccheck_async import events
 from pccheck_async.copying import CopyBackend
-from pccheck_async.errors import DamagedError, ReadError, StateMismatchError
+from pccheck_async.errors import DamagedError, ReadError, StateMismatchError, is_exhausted
 from pccheck_async.info import Restored
 from pccheck_async.layout import Entry
 from pccheck_async.logs import write
@@ -88,6 +88,8 @@ class Restorer:
             except DroppedMeanwhileError:
                 continue  # newer ones were committed
             except (DamagedError, ReadError) as error:
+                if is_exhausted(error):
+                    raise  # it says nothing of the checkpoint, which the next commit would drop for an older one
                 if isinstance(error, DamagedError) and not superseded:  # else it may be read the next time
                     self._post(self._store.committed.mark_damaged, entry.counter)
                 unreadable.add(entry.counter)

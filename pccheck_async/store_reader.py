@@ -207,6 +207,8 @@ class StoreReader:
                 used = True
                 return result
             except (DamagedError, ReadError) as error:
+                if is_exhausted(error):
+                    raise
                 unreadable.add(entry.counter)
                 if failure is None or not superseded:
                     failure = entry, error

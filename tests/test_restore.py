@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
+import os
 import re
 import threading
 from contextlib import suppress
@@ -78,6 +80,26 @@ def test_an_unreadable_manifest_falls_back(tmp_path: Path, io: str) -> None:
 
     with pytest.warns(RuntimeWarning, match="falling back to step 0"):
         assert load_sync(tmp_path, io=failing)["step"] == 0
+
+
+def test_memory_that_runs_out_does_not_fall_back(tmp_path: Path) -> None:
+    """The next commit would drop the newest checkpoint, which is whole."""
+    with SyncCheckpointEngine(tmp_path, keep_last=2) as engine:
+        for step in range(2):
+            engine.checkpoint(state_of(step), step=step).result(60)
+    newest = next(
+        p for p in tmp_path.glob("slot-*") if p.read_bytes().startswith((torch.arange(3000) + 1).numpy().tobytes()[:64])
+    ).name
+
+    def scarce(path: str, operations: Operations) -> Writer:
+        return BadBlocks(PosixWriter(path, operations), {newest: {0}}, error=errno.ENOMEM)
+
+    with pytest.raises(ReadError, match=os.strerror(errno.ENOMEM)):
+        load_sync(tmp_path, io=scarce)
+    with SyncCheckpointEngine(tmp_path, io=scarce, keep_last=2) as engine:
+        with pytest.raises(ReadError, match=os.strerror(errno.ENOMEM)):
+            engine.restore(state_of(9))
+        assert [info.step for info in engine.checkpoints()] == [1, 0]
 
 
 def test_restore_beside_commits(tmp_path: Path) -> None:
