@@ -118,7 +118,8 @@ class EngineLoop:
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine here and await it on the caller's loop.
 
-        Cancellation: cancels the coroutine and returns once it has ended.
+        Cancellation: cancels the coroutine and returns once it has ended; also where this one is thrown away, and then
+            the thread is blocked meanwhile.
         """
         future, cancel = self.submit(coroutine)
         try:
@@ -126,6 +127,12 @@ class EngineLoop:
         except asyncio.CancelledError:
             cancel()
             await finish(future)
+            raise
+        except GeneratorExit:  # thrown away: it cannot await anything any more
+            if self._thread.is_alive():  # else this is a forked child, where nothing runs
+                cancel()
+                if threading.current_thread() is not self._thread:  # which collects garbage, too
+                    concurrent.futures.wait([future])
             raise
 
     def stop(self) -> None:

@@ -301,6 +301,27 @@ def test_a_coroutine_that_is_thrown_away_half_way_leaves_no_engine(tmp_path: Pat
     assert not open_files(tmp_path)
 
 
+def test_a_restore_that_is_thrown_away_half_way_fills_nothing_any_more(tmp_path: Path) -> None:
+    stuck = Stuck()
+
+    async def main() -> None:
+        async with CheckpointEngine(tmp_path, io=stuck) as engine:
+            await (await engine.checkpoint(state_of(1), step=1))
+            stuck.writer.hold("read", after=1)  # the manifest passes
+            thrown_away = engine.restore(state_of(0))
+            task = asyncio.create_task(thrown_away)
+            await asyncio.to_thread(stuck.writer.wait_stuck)
+            letting_go = threading.Timer(0.02, stuck.writer.release)
+            letting_go.start()
+            thrown_away.close()
+            assert not stuck.writer.stuck
+            letting_go.join()
+            with pytest.raises(RuntimeError, match="reuse"):
+                await task
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("closing", [False, True])
 def test_what_is_skipped_after_it_was_read_gives_its_buffer_back(tmp_path: Path, closing: bool) -> None:
     stuck = Stuck()
