@@ -79,6 +79,7 @@ class Restorer:
         """
         start = time.perf_counter()
         unreadable: set[int] = set()
+        unread: set[int] | None = set()  # by the device; None once all of them were tried again
         begun: list[str] = []
         failure: tuple[Entry, Exception] | None = None
         while (chosen := self._choose(step, unreadable)) is not None:
@@ -98,6 +99,12 @@ class Restorer:
                 older = self._choose(step, unreadable)
                 if step is not None or older is None:
                     raise failure[1] from None
+                if unread is not None and isinstance(error, ReadError):
+                    unread.add(entry.counter)
+                if older[1] and unread:  # a device that failed once must not cost a checkpoint that is kept
+                    unreadable -= unread
+                    unread = None
+                    continue
                 if older[0].counter < entry.counter and not older[1]:  # else only where that one is whole
                     warn_damaged(failure[0], older[0], failure[1])
             except StateMismatchError as error:

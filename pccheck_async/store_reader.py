@@ -179,6 +179,7 @@ class StoreReader:
             ReadError: the device failed, and nothing older to fall back to.
         """
         unreadable: set[int] = set()
+        unread: set[int] | None = set()  # by the device; None once all of them were tried again
         failure: tuple[Entry, Exception] | None = None
         record: Record
 
@@ -215,7 +216,12 @@ class StoreReader:
                 older = pick(await self.record())
                 if step is not None or older is None:
                     raise failure[1] from None
-                if older in record.entries:
+                if unread is not None and isinstance(error, ReadError):
+                    unread.add(entry.counter)
+                if older in record.superseded and unread:  # as a restore does
+                    unreadable -= unread
+                    unread = None
+                elif older in record.entries:
                     warn_damaged(failure[0], older, failure[1])
             finally:
                 if isinstance(file, File) and not (used and keep):

@@ -45,6 +45,7 @@ from pccheck_async.testing import (
     Image,
     ImageWriter,
     StuckWriter,
+    WrappingWriter,
 )
 from pccheck_async.writer import File, Writer
 from pccheck_async.writer.posix import PosixWriter
@@ -100,6 +101,33 @@ def test_memory_that_runs_out_does_not_fall_back(tmp_path: Path) -> None:
         with pytest.raises(ReadError, match=os.strerror(errno.ENOMEM)):
             engine.restore(state_of(9))
         assert [info.step for info in engine.checkpoints()] == [1, 0]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_device_that_fails_once_does_not_cost_the_only_checkpoint_that_is_kept(tmp_path: Path) -> None:
+    """What it superseded takes its place only where it cannot be read again, either: the next commit would drop it."""
+    with SyncCheckpointEngine(tmp_path, chunk_bytes=4096) as engine:
+        for step in range(3):
+            engine.checkpoint(state_of(step), step=step).result(60)
+
+    class Once(WrappingWriter):
+        failed = False
+
+        async def read(self, file: File, offset: int, into: memoryview) -> int:
+            if offset == 4096 and file.name.startswith("slot") and not self.failed:
+                self.failed = True
+                raise ReadError(errno.EIO, os.strerror(errno.EIO), file.name)
+            return await super().read(file, offset, into)
+
+    def once(path: str, operations: Operations) -> Writer:
+        return Once(PosixWriter(path, operations))
+
+    assert load_sync(tmp_path, io=once)["step"] == 2
+    with SyncCheckpointEngine(tmp_path, io=once) as engine:
+        live = state_of(9)
+        assert engine.restore(live) is not None
+        assert live["step"] == 2
+        assert torch.equal(live["tensor"], torch.arange(3000) + 2)
 
 
 def test_restore_beside_commits(tmp_path: Path) -> None:
