@@ -63,9 +63,10 @@ class CheckpointEngine(EngineBase):
             checkpoint made since that step began (by hand, too, of that step or a later one) holds it. After a signal
             of :meth:`on_preemption` that is so with an error, too. Captured is the state as it is then, all at one
             instant: random numbers drawn since count. It is not saved, and the log says so, where it is no state of
-            that step any more: where an optimizer in the state made another step since, or parameters changed so that
-            torch counts it (best weights loaded, ``half()``), or after a :meth:`restore`; nor where the step left a
-            window of gradient accumulation open. A step that raised, :meth:`close` and the end of the interpreter save
+            that step any more, or may be none: where an optimizer in the state made another step since, parameters
+            changed so that torch counts it (best weights loaded, ``half()``), code got at them through ``.data`` or
+            ``set_()`` (other weights for an evaluation), or after a :meth:`restore`; nor where the step left a window
+            of gradient accumulation open. A step that raised, :meth:`close` and the end of the interpreter save
             nothing.
         chunk_bytes: Unit of copying and writing, in bytes.
         host_memory: Most staging memory, in bytes. A state that fits is captured at memory speed, a larger one streams

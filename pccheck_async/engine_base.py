@@ -121,7 +121,6 @@ class EngineBase:
         """
         self._core.check_alive()
         self._core.preemption.watch(signals, deadline)
-        self._core.steps.watch_access()
 
     @property
     def preempted(self) -> bool:

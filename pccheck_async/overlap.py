@@ -240,7 +240,7 @@ class Guard:
         self._attached = []
         self._others = None
 
-    def before_access(self, owner: Any) -> None:
+    def before_access(self, owner: Any, _: bool) -> None:
         """Hold up who reaches for memory that is being captured (``owner`` is a tensor or storage)."""
         self._reached(owner)
         running = [capture for capture in self._captures if capture.running]

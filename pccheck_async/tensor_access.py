@@ -18,8 +18,8 @@ import torch
 
 __all__ = ["Callback", "exempt_this_thread", "notify", "stop_notifying", "storage_address", "untyped_storage"]
 
-Callback: TypeAlias = Callable[[Any], None]
-"""Called with the tensor or storage."""
+Callback: TypeAlias = Callable[[Any, bool], None]
+"""Called with the tensor or storage, and whether who gets there likely writes; else it may be a look, or a copy."""
 
 untyped_storage: Final = torch.Tensor.untyped_storage
 """Torch's own, for the package itself: whoever captures memory does not wait for the end of the capture."""
@@ -29,20 +29,22 @@ _METHODS: Final = (
     (torch.UntypedStorage, "resize_"),  # its memory is given back, whatever tensors or captures still read it
 )
 _PROPERTIES: Final = ((torch.Tensor, "data"), (torch.Tensor, "__cuda_array_interface__"))
+_WRITING: Final = ("data", "set_", "resize_", "resize_as_")
 
 _callbacks: list[Callback] = []
 _shadows: list[tuple[type, str, Any, Any]] = []  # class, name, the shadow, what the class itself had before
-_lock = threading.Lock()
+_lock = threading.RLock()  # a finalizer may close an engine
 _thread = threading.local()
 
 
 def notify(callback: Callback) -> None:
     """Call ``callback`` from now on, on the thread that reaches for memory, before it gets there. Idempotent."""
+    if callback in _callbacks:
+        return
     with _lock:
         if not _shadows:
             _put_up()
-        if callback not in _callbacks:
-            _callbacks.append(callback)
+        _callbacks.append(callback)
 
 
 def stop_notifying(callback: Callback) -> None:
@@ -69,17 +71,17 @@ def storage_address(owner: Any) -> int:
         return 0
 
 
-def _reached(owner: Any) -> None:
+def _reached(owner: Any, writes: bool) -> None:
     if not getattr(_thread, "exempt", False):
         for callback in [*_callbacks]:
-            callback(owner)
+            callback(owner, writes)
 
 
 def _put_up() -> None:
     for cls, name in _METHODS:
-        _shadow(cls, name, _method(getattr(cls, name)))
+        _shadow(cls, name, _method(getattr(cls, name), name in _WRITING))
     for cls, name in _PROPERTIES:
-        _shadow(cls, name, _property(getattr(cls, name)))
+        _shadow(cls, name, _property(getattr(cls, name), name in _WRITING))
 
 
 def _shadow(cls: type, name: str, shadow: Any) -> None:
@@ -98,27 +100,27 @@ def _take_down() -> None:
             setattr(cls, name, before)
 
 
-def _method(original: Any) -> Any:
+def _method(original: Any, writes: bool) -> Any:
     @wraps(original)
     def method(self: Any, *arguments: Any, **keywords: Any) -> Any:
         if _callbacks:
-            _reached(self)
+            _reached(self, writes)
         return original(self, *arguments, **keywords)
 
     return method
 
 
-def _property(original: Any) -> Any:
+def _property(original: Any, writes: bool) -> Any:
     get, put = original.__get__, original.__set__
 
     def getter(self: Any) -> Any:
         if _callbacks:
-            _reached(self)
+            _reached(self, writes)
         return get(self)
 
     def setter(self: Any, value: Any) -> None:
         if _callbacks:
-            _reached(self)
+            _reached(self, writes)
         put(self, value)
 
     return property(getter, setter, doc=original.__doc__)

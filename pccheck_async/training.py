@@ -115,7 +115,7 @@ class TrainingSteps:
         self._store = store
         self._save_last = save_last
         self._last_finished: TrainingStep | None = None
-        self._reached: set[int] = set()  # storages, since it ended
+        self._reached: set[tuple[int, bool]] = set()  # storages, since it ended, and whether to write there
         self._policy = policy
         self._admissions = admissions
         self._guard = guard
@@ -150,21 +150,17 @@ class TrainingSteps:
         if self._last_finished is not None:
             self._last_finished.mark = None
 
-    def watch_access(self) -> None:
-        """Note from now on who gets at memory past torch's counters between two steps."""
-        notify(self._note_access)
-
-    def _note_access(self, owner: object) -> None:
+    def _note_access(self, owner: object, writes: bool) -> None:
         if self._last_finished is not None:
-            self._reached.add(storage_address(owner))
+            self._reached.add((storage_address(owner), writes))
 
     def is_as_it_was(self, this: TrainingStep, *, well: bool) -> bool:
         """Whether the state is still that of the end of this step, as far as can be told; else say what happened.
 
         Args:
             this: The step.
-            well: No error ends the run. One may come out of an evaluation with other weights in the parameters' memory;
-                else who got there, to write a file, say, is taken for somebody who read.
+            well: No error ends the run. One may come out of an evaluation with other weights in the parameters' memory,
+                however they got there; else who only may have read, to write a file, say, is taken for a reader.
         """
         if not this.whole:
             why = "a window of gradient accumulation is open, and gradients are not saved; let the last one end"
@@ -173,8 +169,13 @@ class TrainingSteps:
                 "parameters of its optimizers have changed since, or a checkpoint was restored; leave the context "
                 "before that, or call engine.checkpoint before it"
             )
-        elif not well and not self._reached.isdisjoint(map(storage_address, this.mark.parameters)):
-            why = "an error ends the run, and code got at the memory of its parameters since, as evaluations may"
+        elif {at for at, writes in self._reached if writes or not well}.intersection(
+            map(storage_address, this.mark.parameters)
+        ):
+            why = (
+                "code got at the memory of its parameters since ('param.data'), as evaluations with other weights do; "
+                "leave the context before that, or call engine.checkpoint before it"
+            )
         else:
             return True
         text = "the last step, %d, is not saved on leaving: %s"
@@ -196,6 +197,8 @@ class TrainingSteps:
 
     def begin(self, this: TrainingStep, stall: float) -> None:
         """Note the beginning of a step; ``stall`` is the engine's so far."""
+        if self._save_last:
+            notify(self._note_access)
         self._last_finished = None
         self._reached.clear()
         this.counter = self._admissions.counter

@@ -164,7 +164,11 @@ def test_torch_is_as_it_was_when_the_last_engine_closed(tmp_path: Path) -> None:
 
 def test_somebody_elses_shadow_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    access.notify(seen.append)
+
+    def note(owner: Any, writes: bool) -> None:
+        seen.append((owner, writes))
+
+    access.notify(note)
     shadow: Any = torch.Tensor.numpy
 
     def numpy(tensor: torch.Tensor) -> Any:
@@ -173,8 +177,8 @@ def test_somebody_elses_shadow_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "numpy", numpy)
     tensor = torch.ones(2)
     assert tensor.numpy().tolist() == [1.0, 1.0]
-    access.stop_notifying(seen.append)
-    assert seen == [tensor]
+    access.stop_notifying(note)
+    assert seen == [(tensor, False)]
     assert tensor.numpy().tolist() == [1.0, 1.0]
     assert len(seen) == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import threading
 import time
@@ -299,6 +300,8 @@ def load_the_best(engine: SyncCheckpointEngine, model: Model) -> None:
 AFTER: dict[str, tuple[Callable[[SyncCheckpointEngine, Model], Any], int | None]] = {
     "nothing": (lambda engine, model: None, 1),
     "an evaluation": (lambda engine, model: model.state["model"].eval()(torch.rand(9, 4)), 1),
+    "a file": (lambda engine, model: torch.save(model.state["model"].state_dict(), io.BytesIO()), 1),
+    "other weights": (lambda engine, model: [each.data.zero_() for each in model.state["model"].parameters()], None),
     "a step that failed": (fail_in_a_step, None),
     "an open window": (leave_a_window_open, None),
     "the best weights": (load_the_best, None),
@@ -326,7 +329,7 @@ def test_what_comes_after_the_last_step(
         act(engine, model)
     assert last_saved(tmp_path, model) == saved
     said = [record.getMessage() for record in caplog.records if record.event == "last_not_saved"]  # type: ignore[attr-defined]
-    assert len(said) == (after not in ("nothing", "an evaluation", "a step that failed", "closing"))
+    assert len(said) == (after not in ("nothing", "an evaluation", "a file", "a step that failed", "closing"))
     assert all(text.startswith(f"the last step, {2 if 'window' in after else 1}, is not saved") for text in said)
 
 

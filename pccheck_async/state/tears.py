@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from typing import Final
 
 from pccheck_async.logs import write
@@ -44,7 +45,8 @@ class Tears:
                 "training; from now on that is captured before engine.step ends, which takes longer: call "
                 "engine.wait_captured() before that code instead, and open the engine anew"
             )
-            write(logging.WARNING, "captured_eagerly", text, names)
+            with suppress(Exception):  # of a handler of the log: the checkpoint ends all the same
+                write(logging.WARNING, "captured_eagerly", text, names)
 
     def sources(self, paths: Sequence[str], source_of: Sequence[int]) -> list[int]:
         """Return the sources of the leaves that are captured before the call returns."""
