@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from itertools import chain
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -115,7 +116,7 @@ class TrainingSteps:
         self._store = store
         self._save_last = save_last
         self._last_finished: TrainingStep | None = None
-        self._reached: set[tuple[int, bool]] = set()  # storages, since it ended, and whether to write there
+        self._reached: set[tuple[int, bool]] = set()  # storages and tensors, since it ended; to write there?
         self._policy = policy
         self._admissions = admissions
         self._guard = guard
@@ -152,7 +153,7 @@ class TrainingSteps:
 
     def _note_access(self, owner: object, writes: bool) -> None:
         if self._last_finished is not None:
-            self._reached.add((storage_address(owner), writes))
+            self._reached.update(((storage_address(owner), writes), (id(owner), writes)))
 
     def is_as_it_was(self, this: TrainingStep, *, well: bool) -> bool:
         """Whether the state is still that of the end of this step, as far as can be told; else say what happened.
@@ -170,7 +171,9 @@ class TrainingSteps:
                 "before that, or call engine.checkpoint before it"
             )
         elif {at for at, writes in self._reached if writes or not well}.intersection(
-            map(storage_address, this.mark.parameters)
+            chain(
+                map(storage_address, this.mark.parameters), map(id, this.mark.parameters)
+            )  # new memory, the same ones
         ):
             why = (
                 "code got at the memory of its parameters since ('param.data'), as evaluations with other weights do; "
@@ -224,7 +227,7 @@ class TrainingSteps:
         self._say()
         this.whole = self._windows.end(this.step, this.window)
         if self._save_last:
-            this.mark = self._windows.mark()
+            this.mark = self._windows.mark() if this.whole else None
             self._last_finished = this
         if not self._due:
             return False

@@ -37,12 +37,11 @@ __all__ = ["Mark", "Windows"]
 
 
 class Mark(NamedTuple):
-    """Steps made by optimizers, and their parameters with versions and addresses."""
+    """Steps made by optimizers, and their parameters with versions. Who moves their memory is noted elsewhere."""
 
     steps: int
     parameters: list[torch.Tensor]
     versions: list[int]
-    addresses: list[int]
 
 
 _PATIENCE = 64
@@ -157,11 +156,11 @@ class Windows:
         """Return what :meth:`is_at` compares with: the watched optimizers and their parameters as they are now."""
         groups = [group for optimizer in list(self._watched) for group in optimizer.param_groups]
         parameters = [parameter for group in groups for parameter in group["params"]]
-        return Mark(self._steps, parameters, *_seen(parameters))
+        return Mark(self._steps, parameters, _versions(parameters))
 
     def is_at(self, mark: Mark) -> bool:
         """Whether no watched optimizer has made a step since, nor the parameters changed as far as torch counts it."""
-        return mark == Mark(self._steps, mark.parameters, *_seen(mark.parameters))
+        return mark == Mark(self._steps, mark.parameters, _versions(mark.parameters))
 
     def close(self) -> None:
         """Let go of all optimizers."""
@@ -227,13 +226,12 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _seen(tensors: list[torch.Tensor]) -> tuple[list[int], list[int]]:
-    """Versions and addresses."""
+def _versions(tensors: list[torch.Tensor]) -> list[int]:
     with no_functions():  # lazy parameters, and classes of users, refuse what they do not know
         try:
-            return [*map(_version_of, tensors)], [*map(torch.Tensor.data_ptr, tensors)]
+            return [*map(_version_of, tensors)]
         except RuntimeError:  # made in inference mode, or wrappers of others
-            return [*map(_version, tensors)], []
+            return [*map(_version, tensors)]
 
 
 def _gradients(optimizer: torch.optim.Optimizer, most: int | None = None) -> Iterator[torch.Tensor]:
