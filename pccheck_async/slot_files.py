@@ -208,7 +208,7 @@ class SlotFiles:
         """Lock a free slot; False where a reader has it: of another process, or of this one by now."""
         if not await self._writer.try_lock(self._files[slot]):
             return False
-        if slot in self._table.free():
+        if self._table.is_free(slot):
             return True
         await self._writer.unlock(self._files[slot])
         return False

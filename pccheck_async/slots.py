@@ -106,6 +106,10 @@ class SlotTable:
         """Slots that nothing uses, smallest number first."""
         return sorted(self._sizes.keys() - self._committed - self._leased - self._read.keys())
 
+    def is_free(self, slot: int) -> bool:
+        """Whether nothing uses it."""
+        return slot in self._sizes and not (slot in self._committed or slot in self._leased or slot in self._read)
+
     def decide(self, nbytes: int, passed_over: Collection[int] = ()) -> Decision:
         """Choose a slot for a checkpoint of ``nbytes``, without the free slots ``passed_over`` (readers hold them).
 
