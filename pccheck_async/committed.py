@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from pccheck_async.layout import MOST_ENTRIES, Entry, Record, superseded
+from pccheck_async.layout import MOST_ENTRIES, Entry, Record
 from pccheck_async.logs import write
 from pccheck_async.retention import Retention
 
@@ -60,8 +60,8 @@ class Committed:
         """
         named, before = tuple(entries), self.record
         if self.adopted:
-            return Record(before.generation + 2, named, superseded(named, before.superseded))
-        return Record(before.generation + 1, named, superseded(named, before.entries))
+            return Record(before.generation + 2, named, before.before)
+        return Record(before.generation + 1, named, before.entries)
 
     def publish(self, record: Record) -> None:
         """Take note that ``record`` is durable."""

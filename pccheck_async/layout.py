@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import msgspec
 import numpy as np
@@ -64,14 +64,13 @@ __all__ = [
     "decode_record",
     "encode_identity",
     "encode_record",
+    "entries_before",
     "names_checkpoints",
     "newest_record",
     "rebuild_identity",
     "region_offsets",
     "slot_name",
     "slot_number",
-    "superseded",
-    "superseded_in",
 ]
 
 FORMAT_VERSION = 1
@@ -150,13 +149,22 @@ class Record(msgspec.Struct, frozen=True):
     Attributes:
         generation: Of the record.
         entries: Which checkpoints exist, newest first.
-        superseded: What the record of the other parity named and this one does not: as long as nobody wrote over them
-            they are there, too. None of it is in the record's bytes.
+        before: What the record of the other parity names, newest first. Not in the record's bytes.
     """
 
     generation: int
     entries: tuple[Entry, ...]
-    superseded: tuple[Entry, ...] = ()
+    before: tuple[Entry, ...] = ()
+
+    @property
+    def superseded(self) -> tuple[Entry, ...]:
+        """What :attr:`before` has and this record has not: as long as nobody wrote over them they are there, too.
+
+        Not what is newer than all of :attr:`entries`: that was dropped on purpose.
+        """
+        newest = max((entry.counter for entry in self.entries), default=-1)
+        slots = {entry.slot for entry in self.entries}
+        return tuple(entry for entry in self.before if entry.slot not in slots and entry.counter < newest)
 
 
 _entries_decoder = msgspec.msgpack.Decoder(tuple[Entry, ...])
@@ -286,22 +294,11 @@ def newest_record(commit: bytes | bytearray | memoryview, store_id: bytes) -> Re
     return max((r for r in found if r is not None), key=lambda record: record.generation, default=None)
 
 
-def superseded(entries: Sequence[Entry], before: Sequence[Entry]) -> tuple[Entry, ...]:
-    """Return what a record that names ``entries`` superseded of ``before``, which the record before it named.
-
-    Not what is newer than all of ``entries``: that was dropped on purpose.
-    """
-    newest = max((entry.counter for entry in entries), default=-1)
-    slots = {entry.slot for entry in entries}
-    return tuple(entry for entry in before if entry.slot not in slots and entry.counter < newest)
-
-
-def superseded_in(commit: bytes | bytearray | memoryview, store_id: bytes, newest: Record) -> tuple[Entry, ...]:
-    """Return what the newest record of a commit file superseded, as far as the record of the other parity tells."""
+def entries_before(commit: bytes | bytearray | memoryview, store_id: bytes, newest: Record) -> tuple[Entry, ...]:
+    """Return what the record of the other parity than the newest names; nothing where it has no valid copy."""
     regions = (commit[start : start + REGION_NBYTES] for start in region_offsets(newest.generation + 1))
     others = [record for region in regions if (record := decode_record(region, store_id)) is not None]
-    before = max(others, key=lambda record: record.generation, default=None)
-    return superseded(newest.entries, before.entries) if before else ()
+    return max(others, key=lambda record: record.generation).entries if others else ()
 
 
 def rebuild_identity(commit: bytes | bytearray | memoryview) -> tuple[Identity, Record] | None:

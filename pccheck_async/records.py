@@ -17,10 +17,10 @@ from pccheck_async.layout import (
     Record,
     decode_identity,
     decode_record,
+    entries_before,
     newest_record,
     rebuild_identity,
     region_offsets,
-    superseded_in,
 )
 from pccheck_async.logs import write
 from pccheck_async.memory import aligned_buffer
@@ -100,7 +100,7 @@ async def read_records(writer: Writer, commit: File, identity: Identity) -> memo
 
 
 async def read_record(writer: Writer, commit: File, identity: Identity) -> Record:
-    """Return the newest valid record, and with it what it superseded.
+    """Return the newest valid record, and with it what the one before it names.
 
     A store is created with a first, empty record, and a crash while one record is written never touches the other: so
     a store without any valid record was damaged.
@@ -116,4 +116,4 @@ async def read_record(writer: Writer, commit: File, identity: Identity) -> Recor
             f"no copy of a commit record in {COMMIT_NAME!r} is valid; the checkpoints themselves may be whole: "
             "`pccheck recover` looks for them; keep the folder and do not write to it"
         )
-    return replace(record, superseded=superseded_in(view, identity.id_bytes, record))
+    return replace(record, before=entries_before(view, identity.id_bytes, record))

@@ -58,8 +58,9 @@ async def open_slots(writer: Writer, record: Record, *, in_flight: int, kept: in
             write(logging.WARNING, "unusable_slot", "%s cannot be used: %s", name, error, error=str(error))
     sizes = {number: file.nbytes for number, file in files.items()}
     named = [entry.slot for entry in record.entries]
-    table = SlotTable(sizes, named, unusable, in_flight=in_flight, kept=kept)
-    table.committed(named, [entry.slot for entry in record.superseded])
+    before = [entry.slot for entry in record.before]
+    table = SlotTable(sizes, [*before, *named], unusable, in_flight=in_flight, kept=kept)
+    table.committed(named)
     return SlotFiles(writer, files, unusable, table, flush)
 
 
@@ -110,12 +111,9 @@ class SlotFiles:
         """Give back a slot that was unlocked before, and that no record will name."""
         self._table.release(lease.slot)
 
-    def committed(self, slots: Iterable[int], superseded: Iterable[int] = ()) -> None:
-        """Take note that a durable record names exactly these slots: all others that nobody leases are free (I3).
-
-        Those that it ``superseded`` are written over last.
-        """
-        self._table.committed(slots, superseded)
+    def committed(self, slots: Iterable[int]) -> None:
+        """Take note that a durable record names exactly these slots: all others that nobody leases are free (I3)."""
+        self._table.committed(slots)
 
     def start_reading(self, slot: int) -> File:
         """Keep a slot from being reused until :meth:`stop_reading`.

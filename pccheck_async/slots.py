@@ -72,7 +72,7 @@ class SlotTable:
         self._kept = kept
         self._sizes = dict(sizes)
         self._committed = set(committed)
-        self._superseded: frozenset[int] = frozenset()
+        self._before: set[int] = set()
         self._leased: set[int] = set()
         self._read: Counter[int] = Counter()
         self._unusable = frozenset(unusable)
@@ -130,7 +130,7 @@ class SlotTable:
 
     def _rank(self, slot: int) -> tuple[bool, int, int]:
         """Return what is smaller for a slot to give up first: what was superseded may be needed once more."""
-        return slot in self._superseded, self._sizes[slot], slot
+        return slot in self._before, self._sizes[slot], slot
 
     def missing(self) -> list[int]:
         """Numbers of the slots to create so that every checkpoint in flight finds one."""
@@ -166,13 +166,12 @@ class SlotTable:
         """Take a slot back from a checkpoint that will not commit; nothing writes to it any more."""
         self._leased.remove(slot)
 
-    def committed(self, slots: Iterable[int], superseded: Iterable[int] = ()) -> None:
+    def committed(self, slots: Iterable[int]) -> None:
         """Note the slots that the record which just became durable names; all others it freed.
 
-        Of the free ones, those that it ``superseded`` are written last.
+        Of the free ones, those that the record before it names are written last.
         """
-        self._committed = set(slots)
-        self._superseded = frozenset(superseded)
+        self._before, self._committed = self._committed, set(slots)
         self._leased -= self._committed
 
     def start_reading(self, slot: int) -> None:

@@ -159,7 +159,7 @@ class Store:
             if entry in self.committed.record.superseded and entry not in known and len(known) < MOST_ENTRIES:
                 self.committed.adopt(entry)
                 kept = (*self.committed.record.entries, *self.committed.adopted)
-                self._slots.committed([one.slot for one in kept], ())
+                self._slots.committed([one.slot for one in kept])
 
     def stop_reading(self, entry: Entry) -> None:
         """End :meth:`start_reading`."""
@@ -326,7 +326,7 @@ class Store:
             raise
         self.committed.publish(record)
         self._commits += 1
-        self._slots.committed([entry.slot for entry in record.entries], [entry.slot for entry in record.superseded])
+        self._slots.committed([entry.slot for entry in record.entries])
 
     async def amend(self, change: Callable[[tuple[Entry, ...]], Iterable[Entry]]) -> None:
         """Change what is known of committed checkpoints, or drop some; in one record.

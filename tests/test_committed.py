@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pccheck_async.committed import Committed
-from pccheck_async.layout import Entry, Record, region_offsets
-from pccheck_async.retention import Retention
+from pccheck_async.format.record import Entry, Record, region_offsets
+from pccheck_async.store.committed import Committed
+from pccheck_async.store.retention import Retention
 
 
 def entry(counter: int, slot: int) -> Entry:
@@ -22,7 +22,7 @@ def test_records_take_turns_but_for_the_one_that_alone_names_what_was_adopted() 
     new = entry(5, 2)
     assert committed.retain(new) == [new, older]
     record = committed.follow(committed.entries)
-    assert record == Record(11, (older,))
+    assert (record.generation, record.entries, record.superseded) == (11, (older,), ())
     assert region_offsets(record.generation) == region_offsets(9)
     assert committed.follow([new]).superseded == (older,)
     committed.publish(record)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from pccheck_async import checksum, layout
 from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
@@ -25,6 +26,7 @@ from pccheck_async.layout import (
     Record,
     decode_record,
     encode_record,
+    entries_before,
 )
 
 STORE = bytes(range(16))
@@ -287,4 +289,5 @@ def test_what_a_record_superseded(
     image = commit_file(Record(4, tuple(older)), Record(5, tuple(newer)))
     newest = layout.newest_record(image, STORE)
     assert newest is not None
-    assert [one.counter for one in layout.superseded_in(image, STORE, newest)] == superseded
+    newest = replace(newest, before=entries_before(image, STORE, newest))
+    assert [one.counter for one in newest.superseded] == superseded

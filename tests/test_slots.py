@@ -23,20 +23,23 @@ def test_the_smallest_fitting_slot_is_reused() -> None:
 def test_what_was_superseded_last_is_written_over_last() -> None:
     """It takes the newest one's place where that is damaged."""
     table = SlotTable({0: 100, 1: 100, 2: 200}, (), in_flight=2, kept=1)
-    table.committed([0], [1])
+    table.committed([1])
+    table.committed([0])
     assert table.decide(100) == Reuse(2)
     assert table.decide(100, passed_over=[2]) == Reuse(1)
     assert table.decide(300) == Replace(2, 3)
-    table.committed([2], [0])
+    table.committed([2])
     assert table.decide(100) == Reuse(1)
 
 
 def test_what_was_superseded_last_is_removed_last() -> None:
     """A slot beyond those needed is left where a reader held one."""
     table = SlotTable({0: 100, 1: 100, 2: 100}, (), in_flight=1, kept=1)
-    table.committed([1], [0])
+    table.committed([0])
+    table.committed([1])
     assert table.surplus() == [2]
-    table.committed([1], [2])
+    table.committed([2])
+    table.committed([1])
     assert table.surplus() == [0]
 
 
