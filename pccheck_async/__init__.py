@@ -16,20 +16,24 @@ Looking after stores, as ``pccheck`` does on the command line: :func:`describe_c
 :func:`pin_checkpoint`, :func:`recover_store`, :func:`export_checkpoint`, :func:`import_checkpoint`,
 :func:`read_tuning`.
 
-Every error is a :class:`CheckpointError`. Events, the log, metrics and statistics are described in the modules
-``events``, ``logs``, ``metrics`` and ``statistics``, the bytes on storage in ``layout`` and ``manifest``, signals in
-``preemption``, I/O engines in ``operations``, devices in ``copying.cuda``, writers that fail, crash and hang in
-``testing``.
+Every error is a :class:`CheckpointError`. Events and the log are described in ``telemetry.events`` and
+``telemetry.logs``, metrics and statistics in ``engine.metrics`` and ``engine.statistics``, the bytes on storage in
+``format.record`` and ``format.manifest``, signals in ``training.preemption``, I/O backends in ``transfer.operations``,
+devices in ``transfer.copying.cuda``, media that fail, crash and hang in ``testing``.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pccheck_async.config import Decisions
-    from pccheck_async.converting import Exported, export_checkpoint, import_checkpoint
-    from pccheck_async.data import ResumableLoader, ResumableSampler
-    from pccheck_async.engine import CheckpointEngine
+    from pccheck_async.api.engine import CheckpointEngine
+    from pccheck_async.api.lazy_load import OpenCheckpoint, StoredState, StoredTensor, open_checkpoint
+    from pccheck_async.api.loading import list_checkpoints, load, load_sync
+    from pccheck_async.api.sync import SyncCheckpointEngine
+    from pccheck_async.convert import Exported, export_checkpoint, import_checkpoint
+    from pccheck_async.engine.config import Decisions
+    from pccheck_async.engine.pending import CheckpointProgress, PendingCheckpoint
+    from pccheck_async.engine.statistics import Distribution, EngineStatistics
     from pccheck_async.errors import (
         CheckpointError,
         ClosedError,
@@ -48,11 +52,11 @@ if TYPE_CHECKING:
         UnsupportedStateError,
         WriteError,
     )
-    from pccheck_async.info import CheckpointInfo, Restored
-    from pccheck_async.loading import list_checkpoints, load, load_sync
-    from pccheck_async.opened import OpenCheckpoint, StoredState, StoredTensor, open_checkpoint
-    from pccheck_async.pending import CheckpointProgress, PendingCheckpoint
-    from pccheck_async.policy import (
+    from pccheck_async.format.info import CheckpointInfo, Restored
+    from pccheck_async.state import RNGState, Stateful
+    from pccheck_async.telemetry.stages import Stage
+    from pccheck_async.training.data import ResumableLoader, ResumableSampler
+    from pccheck_async.training.policy import (
         Adaptive,
         CheckFreqInterval,
         EverySeconds,
@@ -61,12 +65,9 @@ if TYPE_CHECKING:
         Policy,
         YoungDaly,
     )
-    from pccheck_async.state import RNGState, Stateful
-    from pccheck_async.statistics import Distribution, EngineStatistics, Stage
-    from pccheck_async.sync import SyncCheckpointEngine
-    from pccheck_async.training import TrainingStep
-    from pccheck_async.tuned import Measurement, TunedSettings, Tuning, read_tuning
-    from pccheck_async.tuning import Point
+    from pccheck_async.training.step_context import TrainingStep
+    from pccheck_async.tuning.choice import Point
+    from pccheck_async.tuning.tuned import Measurement, TunedSettings, Tuning, read_tuning
     from pccheck_async.upkeep import (
         CheckedCheckpoint,
         Comparison,
@@ -162,7 +163,7 @@ __version__ = "0.1.0"
 _HOMES = {
     **dict.fromkeys(
         ("Adaptive", "CheckFreqInterval", "EverySeconds", "EverySteps", "PCcheckInterval", "Policy", "YoungDaly"),
-        "policy",
+        "training.policy",
     ),
     **dict.fromkeys(
         (
@@ -172,37 +173,37 @@ _HOMES = {
         ),
         "upkeep",
     ),
-    "CheckpointEngine": "engine",
-    "CheckpointInfo": "info",
-    "CheckpointProgress": "pending",
-    "Decisions": "config",
-    "Distribution": "statistics",
-    "EngineStatistics": "statistics",
-    "Exported": "converting",
-    "Measurement": "tuned",
-    "OpenCheckpoint": "opened",
-    "PendingCheckpoint": "pending",
-    "Point": "tuning",
+    "CheckpointEngine": "api.engine",
+    "CheckpointInfo": "format.info",
+    "CheckpointProgress": "engine.pending",
+    "Decisions": "engine.config",
+    "Distribution": "engine.statistics",
+    "EngineStatistics": "engine.statistics",
+    "Exported": "convert",
+    "Measurement": "tuning.tuned",
+    "OpenCheckpoint": "api.lazy_load",
+    "PendingCheckpoint": "engine.pending",
+    "Point": "tuning.choice",
     "RNGState": "state",
-    "Restored": "info",
-    "ResumableLoader": "data",
-    "ResumableSampler": "data",
-    "SpaceNeeded": "retention",
-    "Stage": "statistics",
+    "Restored": "format.info",
+    "ResumableLoader": "training.data",
+    "ResumableSampler": "training.data",
+    "SpaceNeeded": "store.retention",
+    "Stage": "telemetry.stages",
     "Stateful": "state",
-    "StoredState": "opened",
-    "StoredTensor": "opened",
-    "SyncCheckpointEngine": "sync",
-    "TrainingStep": "training",
-    "TunedSettings": "tuned",
-    "Tuning": "tuned",
-    "export_checkpoint": "converting",
-    "import_checkpoint": "converting",
-    "list_checkpoints": "loading",
-    "load": "loading",
-    "load_sync": "loading",
-    "open_checkpoint": "opened",
-    "read_tuning": "tuned",
+    "StoredState": "api.lazy_load",
+    "StoredTensor": "api.lazy_load",
+    "SyncCheckpointEngine": "api.sync",
+    "TrainingStep": "training.step_context",
+    "TunedSettings": "tuning.tuned",
+    "Tuning": "tuning.tuned",
+    "export_checkpoint": "convert",
+    "import_checkpoint": "convert",
+    "list_checkpoints": "api.loading",
+    "load": "api.loading",
+    "load_sync": "api.loading",
+    "open_checkpoint": "api.lazy_load",
+    "read_tuning": "tuning.tuned",
 }
 
 

@@ -11,11 +11,11 @@ import hypothesis
 import pytest
 import torch
 
-from pccheck_async.loop import EngineLoop
-from pccheck_async.operations import native
-from pccheck_async.operations.base import Operations
-from pccheck_async.operations.native import NativeOperations
-from pccheck_async.operations.python import PythonOperations
+from pccheck_async.engine.loop import EngineLoop
+from pccheck_async.transfer.operations import native
+from pccheck_async.transfer.operations.base import Operations
+from pccheck_async.transfer.operations.native import NativeOperations
+from pccheck_async.transfer.operations.python import PythonOperations
 
 ENGINES: dict[str, Callable[..., Operations]] = {
     "io_uring": functools.partial(NativeOperations, engine="io_uring"),

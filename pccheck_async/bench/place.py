@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from pccheck_async.machine import available_cores, available_memory
-from pccheck_async.writer.filesystem import IN_MEMORY, direct_alignment, filesystem_type
+from pccheck_async.medium.filesystem import IN_MEMORY, direct_alignment, filesystem_type
+from pccheck_async.transfer.machine import available_cores, available_memory
 
 __all__ = ["Place", "survey"]
 

@@ -17,9 +17,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pccheck_async.layout import COMMIT_NAME, IDENTITY_NAME, decode_identity, newest_record, slot_name
-from pccheck_async.memory import aligned_buffer, map_memory
-from pccheck_async.operations.native import why_no_io_uring
+from pccheck_async.format.record import COMMIT_NAME, IDENTITY_NAME, decode_identity, newest_record, slot_name
+from pccheck_async.transfer.memory import aligned_buffer, map_memory
+from pccheck_async.transfer.operations.native import why_no_io_uring
 
 __all__ = ["BareSequence", "RawDisk", "RawLimit", "Way", "between", "slot_file", "ways"]
 

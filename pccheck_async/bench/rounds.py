@@ -18,7 +18,7 @@ from pccheck_async.bench.raw_disk import RawDisk, RawLimit, slot_file, ways
 from pccheck_async.bench.result import Row, Sample
 from pccheck_async.bench.usage import PeakMemory, busy_seconds, dirty_bytes, evict, stored_bytes
 from pccheck_async.bench.workloads import SlowDevice, Workload
-from pccheck_async.layout import align
+from pccheck_async.format.record import align
 
 __all__ = ["Entry", "Rounds"]
 

@@ -24,7 +24,7 @@ import msgspec
 
 from pccheck_async import CheckpointEngine, SyncCheckpointEngine
 from pccheck_async.bench.table import TableError
-from pccheck_async.tracing import Span
+from pccheck_async.telemetry.tracing import Span
 
 __all__ = ["STAGES", "TRAINING", "Span", "Timeline", "lanes", "recorded"]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from pccheck_async.published import STATUS_NAME
+from pccheck_async.medium.status_file import STATUS_NAME
 
 __all__ = ["PeakMemory", "busy_seconds", "dirty_bytes", "evict", "stored_bytes"]
 

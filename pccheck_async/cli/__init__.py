@@ -17,7 +17,7 @@ from pccheck_async.cli.bench import app as bench_app
 from pccheck_async.cli.flow import flow_help
 from pccheck_async.cli.paths import parse_path
 from pccheck_async.cli.show import complain
-from pccheck_async.standard_files import fill_standard_files
+from pccheck_async.engine.standard_files import fill_standard_files
 
 __all__ = ["app", "main"]
 

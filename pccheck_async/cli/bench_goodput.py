@@ -14,15 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pccheck_async.bench.goodput import (
-    COUNTINGS,
-    Case,
-    Run,
-    count_failures,
-    poisson_failures,
-    predict,
-    read_trace,
-)
+from pccheck_async.bench.goodput import COUNTINGS, Case, Run, count_failures, poisson_failures, predict, read_trace
 from pccheck_async.bench.table import Row, TableError, read_rows, write_rows
 from pccheck_async.cli.show import complain
 

@@ -17,7 +17,7 @@ from pccheck_async.bench.experiments import EXPERIMENTS, Experiment, Settings
 from pccheck_async.bench.keeping import kept, run_experiment
 from pccheck_async.bench.outcome import Outcome
 from pccheck_async.cli.show import complain, size
-from pccheck_async.writer.filesystem import IN_MEMORY, filesystem_type
+from pccheck_async.medium.filesystem import IN_MEMORY, filesystem_type
 
 __all__ = ["INTERRUPTED", "run", "show_list"]
 

@@ -10,16 +10,7 @@ import typer
 from rich.text import Text
 
 from pccheck_async import CheckpointError, Comparison, LeafDifference, compare_checkpoints
-from pccheck_async.cli.output import (
-    DIFFERENT,
-    as_json,
-    console,
-    dump,
-    print_table,
-    progress_bar,
-    refuse,
-    table,
-)
+from pccheck_async.cli.output import DIFFERENT, as_json, console, dump, print_table, progress_bar, refuse, table
 from pccheck_async.cli.paths import parse_path
 from pccheck_async.cli.show import printable, size
 

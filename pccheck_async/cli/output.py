@@ -19,8 +19,8 @@ from rich.text import Text
 
 from pccheck_async import CheckpointInfo, NoCheckpointError
 from pccheck_async.cli.show import complain, printable
-from pccheck_async.layout import IDENTITY_NAME
-from pccheck_async.store_reader import why_no_store
+from pccheck_async.format.record import IDENTITY_NAME
+from pccheck_async.store.store_reader import why_no_store
 
 __all__ = [
     "DIFFERENT",

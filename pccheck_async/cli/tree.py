@@ -14,7 +14,7 @@ from rich.tree import Tree
 from pccheck_async import CheckpointError, Description, describe_checkpoint
 from pccheck_async.cli.output import as_json, console, created, dump, json_value, refuse
 from pccheck_async.cli.show import printable, size
-from pccheck_async.state.listing import StoredLeaf
+from pccheck_async.state.restore.listing import StoredLeaf
 
 __all__ = ["run"]
 

@@ -17,8 +17,8 @@ from rich.text import Text
 from pccheck_async import CheckpointError, Measurement, Tuning, list_checkpoints
 from pccheck_async.cli.output import console, dump, nothing_in, print_table
 from pccheck_async.cli.show import complain, size
-from pccheck_async.config import EngineConfig
-from pccheck_async.tuner import tune_blocking
+from pccheck_async.engine.config import EngineConfig
+from pccheck_async.tuning.tuner import tune_blocking
 
 __all__ = ["FAILED", "SIZELESS", "parse_size", "run"]
 

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from pccheck_async import CheckpointError, CheckpointInfo
 from pccheck_async.cli.show import complain, size
-from pccheck_async.published import Committed, InFlight, Published, Status, read_status
+from pccheck_async.medium.status_file import Committed, InFlight, Published, Status, read_status
 
 __all__ = ["EMPTY", "NOT_RUNNING", "UNREADABLE", "run"]
 

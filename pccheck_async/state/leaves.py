@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from pccheck_async.errors import UnsupportedStateError
-from pccheck_async.state import dtypes
+from pccheck_async.format import dtypes
 
 __all__ = ["KINDS", "Array", "ArrayLeaf", "Kind", "Leaves"]
 

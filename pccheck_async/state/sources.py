@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pccheck_async.state import dtypes
+from pccheck_async.format import dtypes
 from pccheck_async.state.leaves import Array
 
 __all__ = ["HOST", "PackedSource", "RawSource", "Source", "Sources", "as_bits", "device_bytes"]

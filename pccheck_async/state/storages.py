@@ -21,12 +21,12 @@ import numpy.typing as npt
 import torch
 
 from pccheck_async.errors import UnsupportedStateError
-from pccheck_async.manifest import ALIGNMENT, TensorEntry
-from pccheck_async.state import dtypes
+from pccheck_async.format import dtypes
+from pccheck_async.format.manifest import ALIGNMENT, TensorEntry
 from pccheck_async.state.leaves import ArrayLeaf
 from pccheck_async.state.sources import PackedSource, Sources
+from pccheck_async.state.tensor_access import untyped_storage
 from pccheck_async.state.views import Memory, View, is_lazy, view_of
-from pccheck_async.tensor_access import untyped_storage
 
 __all__ = ["Layout", "Origins", "arrange", "lay_out"]
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
-from pccheck_async.state import dtypes
-from pccheck_async.state.nodes import (
+from pccheck_async.format import dtypes
+from pccheck_async.format.skeleton import (
     BigIntNode,
     BytearrayNode,
     BytesNode,

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from pccheck_async.errors import UnsupportedStateError
-from pccheck_async.manifest import span
-from pccheck_async.state import dtypes
+from pccheck_async.format import dtypes
+from pccheck_async.format.manifest import span
 from pccheck_async.state.leaves import ArrayLeaf
-from pccheck_async.tensor_access import untyped_storage
+from pccheck_async.state.tensor_access import untyped_storage
 
 __all__ = ["Memory", "View", "is_lazy", "view_of"]
 

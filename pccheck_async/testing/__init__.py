@@ -1,6 +1,6 @@
 """Failure doubles: writers that crash, fail, hang or crawl, for tests of the engine and of programs that use it.
 
-Every double is a :class:`~pccheck_async.writer.base.Writer`; hand it to the engine as ``io``. What a power failure
+Every double is a :class:`~pccheck_async.medium.base.Writer`; hand it to the engine as ``io``. What a power failure
 may do to a training job's checkpoints, for instance::
 
     history = []

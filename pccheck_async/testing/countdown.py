@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import TypeVar
 
 from pccheck_async.errors import StoreFullError, read_error, write_error
+from pccheck_async.medium.base import Writer
 from pccheck_async.testing.wrapping import CHANGES, Access, WrappingWriter
-from pccheck_async.writer.base import Writer
 
 __all__ = ["FailingWriter"]
 

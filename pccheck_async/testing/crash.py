@@ -10,12 +10,12 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from pccheck_async.errors import ClosedError, StoreFullError, read_error, write_error
-from pccheck_async.statistics import StageClock
+from pccheck_async.medium.base import File, FileSystemFacts, Writer, WriterStatistics
+from pccheck_async.telemetry.stages import StageClock
 from pccheck_async.testing.disk import CrashDisk
 from pccheck_async.testing.power_loss import Image
 from pccheck_async.testing.snapshot import Remove, Rename
-from pccheck_async.uninterrupted import uninterrupted
-from pccheck_async.writer.base import File, FileSystemFacts, Writer, WriterStatistics
+from pccheck_async.transfer.uninterrupted import uninterrupted
 
 __all__ = ["CrashWriter", "ImageWriter"]
 

@@ -12,16 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pccheck_async.testing.power_loss import Image, closed, tear
-from pccheck_async.testing.snapshot import (
-    Change,
-    FileState,
-    FolderChange,
-    Link,
-    Resized,
-    Snapshot,
-    Written,
-    replay,
-)
+from pccheck_async.testing.snapshot import Change, FileState, FolderChange, Link, Resized, Snapshot, Written, replay
 
 __all__ = ["CrashDisk"]
 

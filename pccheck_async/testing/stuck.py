@@ -7,9 +7,9 @@ import threading
 from collections.abc import Awaitable, Callable, Collection
 from typing import TypeVar
 
+from pccheck_async.medium.base import Writer
 from pccheck_async.testing.wrapping import CHANGES, Access, WrappingWriter
-from pccheck_async.uninterrupted import uninterrupted
-from pccheck_async.writer.base import Writer
+from pccheck_async.transfer.uninterrupted import uninterrupted
 
 __all__ = ["StuckWriter"]
 

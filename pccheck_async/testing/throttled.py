@@ -7,9 +7,9 @@ import heapq
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from pccheck_async.medium.base import Writer
 from pccheck_async.testing.wrapping import Access, WrappingWriter
-from pccheck_async.uninterrupted import uninterrupted
-from pccheck_async.writer.base import Writer
+from pccheck_async.transfer.uninterrupted import uninterrupted
 
 __all__ = ["ThrottledWriter"]
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pccheck_async.writer.base import File, FileSystemFacts, Writer, WriterStatistics
+from pccheck_async.medium.base import File, FileSystemFacts, Writer, WriterStatistics
 
 __all__ = ["CHANGES", "Access", "WrappingWriter"]
 

@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 
 from pccheck_async.errors import CorruptStoreError
-from pccheck_async.manifest import MIN_BLOCK, VERSION, Manifest, decode, encode
+from pccheck_async.format.manifest import MIN_BLOCK, VERSION, Manifest, decode, encode
 
 __all__ = ["SIGNATURE", "MalformedError", "find_signatures", "manifest_at", "object_length"]
 

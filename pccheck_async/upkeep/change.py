@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pccheck_async.config import EngineConfig
+from pccheck_async.engine.config import EngineConfig
 from pccheck_async.errors import NoCheckpointError, StoreError, StoreLockedError
-from pccheck_async.info import CheckpointInfo, check_step
-from pccheck_async.layout import Entry, slot_number
-from pccheck_async.retention import KeepAll
-from pccheck_async.scratch import slot_bytes
-from pccheck_async.session import IO, Session
-from pccheck_async.store import Store, open_store
-from pccheck_async.store_reader import OneLoop, with_session
+from pccheck_async.format.info import CheckpointInfo, check_step
+from pccheck_async.format.record import Entry, slot_number
+from pccheck_async.medium.open_medium import IO, Session
+from pccheck_async.medium.scratch import slot_bytes
+from pccheck_async.store.commit import Store, open_store
+from pccheck_async.store.retention import KeepAll
+from pccheck_async.store.store_reader import OneLoop, with_session
 from pccheck_async.upkeep.held import LOCK_SECONDS, open_reader
 
 __all__ = ["Removal", "pin_checkpoint", "remove_checkpoints"]

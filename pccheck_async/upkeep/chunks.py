@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
-from pccheck_async.checksum import crc32
 from pccheck_async.errors import ReadError
-from pccheck_async.failures import first_failure
-from pccheck_async.machine import available_memory
-from pccheck_async.manifest import ChunkEntry, Manifest
-from pccheck_async.pool import BufferPool
-from pccheck_async.session import Session
-from pccheck_async.writer import File
+from pccheck_async.format.checksum import crc32
+from pccheck_async.format.manifest import ChunkEntry, Manifest
+from pccheck_async.medium import File
+from pccheck_async.medium.open_medium import Session
+from pccheck_async.transfer.failures import first_failure
+from pccheck_async.transfer.machine import available_memory
+from pccheck_async.transfer.pool import BufferPool
 
 __all__ = ["Progress", "Run", "check_chunks", "make_pool", "runs"]
 

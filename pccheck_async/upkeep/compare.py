@@ -10,12 +10,12 @@ from typing import Literal
 
 import numpy as np
 
-from pccheck_async.config import EngineConfig
-from pccheck_async.info import CheckpointInfo, check_step
-from pccheck_async.manifest import TensorEntry
-from pccheck_async.session import IO, Session
-from pccheck_async.state.listing import Listing, StoredLeaf, list_leaves
-from pccheck_async.store_reader import OneLoop, with_session
+from pccheck_async.engine.config import EngineConfig
+from pccheck_async.format.info import CheckpointInfo, check_step
+from pccheck_async.format.manifest import TensorEntry
+from pccheck_async.medium.open_medium import IO, Session
+from pccheck_async.state.restore.listing import Listing, StoredLeaf, list_leaves
+from pccheck_async.store.store_reader import OneLoop, with_session
 from pccheck_async.upkeep.chunks import Progress
 from pccheck_async.upkeep.elements import Difference, compare_elements
 from pccheck_async.upkeep.held import hold, open_reader

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pccheck_async.layout import COMMIT_NBYTES, REGION_NBYTES, Record, decode_record
+from pccheck_async.format.record import COMMIT_NBYTES, REGION_NBYTES, Record, decode_record
 
 __all__ = ["RecordCopy", "examine"]
 

@@ -8,18 +8,18 @@ from contextlib import suppress
 
 from msgspec import structs
 
-from pccheck_async.checksum import crc32
-from pccheck_async.config import EngineConfig
+from pccheck_async.engine.config import EngineConfig
 from pccheck_async.errors import DamagedError, StoreFullError
-from pccheck_async.info import CheckpointInfo, check_step
-from pccheck_async.layout import MOST_ENTRIES, align
-from pccheck_async.manifest import encode
-from pccheck_async.memory import aligned_buffer
-from pccheck_async.retention import KeepAll
-from pccheck_async.session import IO, Session
-from pccheck_async.store import SlotLease, Store, open_store
-from pccheck_async.store_path import store_path
-from pccheck_async.store_reader import OneLoop, with_session
+from pccheck_async.format.checksum import crc32
+from pccheck_async.format.info import CheckpointInfo, check_step
+from pccheck_async.format.manifest import encode
+from pccheck_async.format.record import MOST_ENTRIES, align
+from pccheck_async.medium.open_medium import IO, Session
+from pccheck_async.medium.store_path import store_path
+from pccheck_async.store.commit import SlotLease, Store, open_store
+from pccheck_async.store.retention import KeepAll
+from pccheck_async.store.store_reader import OneLoop, with_session
+from pccheck_async.transfer.memory import aligned_buffer
 from pccheck_async.upkeep.chunks import Progress, Run, check_chunks, make_pool
 from pccheck_async.upkeep.held import LOCK_SECONDS, Held, hold, open_reader
 

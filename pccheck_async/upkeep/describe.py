@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from pccheck_async.config import EngineConfig
-from pccheck_async.info import CheckpointInfo, check_step
-from pccheck_async.layout import slot_name
-from pccheck_async.manifest import ChunkEntry
-from pccheck_async.session import IO, Session
-from pccheck_async.state.listing import StoredLeaf, list_leaves
-from pccheck_async.store_reader import OneLoop, with_session
+from pccheck_async.engine.config import EngineConfig
+from pccheck_async.format.info import CheckpointInfo, check_step
+from pccheck_async.format.manifest import ChunkEntry
+from pccheck_async.format.record import slot_name
+from pccheck_async.medium.open_medium import IO, Session
+from pccheck_async.state.restore.listing import StoredLeaf, list_leaves
+from pccheck_async.store.store_reader import OneLoop, with_session
 from pccheck_async.upkeep.held import hold, open_reader
 
 __all__ = ["Description", "describe_checkpoint"]

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pccheck_async.manifest import TensorEntry
-from pccheck_async.state import dtypes
+from pccheck_async.format import dtypes
+from pccheck_async.format.manifest import TensorEntry
 
 __all__ = ["Difference", "compare_elements"]
 

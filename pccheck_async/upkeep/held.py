@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from pccheck_async.errors import DamagedError, NoCheckpointError, ReadError
-from pccheck_async.layout import Entry, Record
-from pccheck_async.manifest import Manifest
-from pccheck_async.reading import choose
-from pccheck_async.restore import read_manifest
-from pccheck_async.session import Session
-from pccheck_async.store_reader import StoreReader, no_store
-from pccheck_async.writer import File
+from pccheck_async.format.manifest import Manifest
+from pccheck_async.format.record import Entry, Record
+from pccheck_async.medium import File
+from pccheck_async.medium.open_medium import Session
+from pccheck_async.store.reading import choose
+from pccheck_async.store.restore import read_manifest
+from pccheck_async.store.store_reader import StoreReader, no_store
 
 __all__ = ["LOCK_SECONDS", "Held", "hold", "hold_slot", "open_reader"]
 

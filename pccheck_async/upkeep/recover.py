@@ -8,9 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pccheck_async import checksum
-from pccheck_async.commit_file import lock_commit
-from pccheck_async.config import EngineConfig
+from pccheck_async.engine.config import EngineConfig
 from pccheck_async.errors import (
     CorruptStoreError,
     NoCheckpointError,
@@ -20,8 +18,10 @@ from pccheck_async.errors import (
     is_exhausted,
     is_forbidden,
 )
-from pccheck_async.info import CheckpointInfo
-from pccheck_async.layout import (
+from pccheck_async.format import checksum
+from pccheck_async.format.info import CheckpointInfo
+from pccheck_async.format.manifest import MIN_BLOCK
+from pccheck_async.format.record import (
     COMMIT_NAME,
     COMMIT_NBYTES,
     FORMAT_VERSION,
@@ -38,15 +38,15 @@ from pccheck_async.layout import (
     slot_name,
     slot_number,
 )
-from pccheck_async.manifest import MIN_BLOCK
-from pccheck_async.memory import PAGE_BYTES, aligned_buffer
-from pccheck_async.records import read_commit, stored_identity, unread_record
-from pccheck_async.session import IO, Session
-from pccheck_async.store_reader import OneLoop, no_store, with_session
+from pccheck_async.medium import Writer
+from pccheck_async.medium.open_medium import IO, Session
+from pccheck_async.store.commit_file import lock_commit
+from pccheck_async.store.records import read_commit, stored_identity, unread_record
+from pccheck_async.store.store_reader import OneLoop, no_store, with_session
+from pccheck_async.transfer.memory import PAGE_BYTES, aligned_buffer
 from pccheck_async.upkeep.chunks import Progress
 from pccheck_async.upkeep.held import LOCK_SECONDS
 from pccheck_async.upkeep.salvage import FoundCheckpoint, arrange, search_slot
-from pccheck_async.writer import Writer
 
 __all__ = ["Recovery", "recover_store"]
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from pccheck_async.checksum import crc32
 from pccheck_async.errors import CorruptStoreError, ReadError, UnsupportedStateError
-from pccheck_async.info import CheckpointInfo, Metadata
-from pccheck_async.layout import MOST_ENTRIES, Entry, check_metadata, slot_number
-from pccheck_async.manifest import Manifest
-from pccheck_async.memory import PAGE_BYTES, aligned_buffer
-from pccheck_async.session import Session
-from pccheck_async.state.listing import Listing, list_leaves
+from pccheck_async.format.checksum import crc32
+from pccheck_async.format.info import CheckpointInfo, Metadata
+from pccheck_async.format.manifest import Manifest
+from pccheck_async.format.record import MOST_ENTRIES, Entry, check_metadata, slot_number
+from pccheck_async.medium import File
+from pccheck_async.medium.open_medium import Session
+from pccheck_async.state.restore.listing import Listing, list_leaves
+from pccheck_async.transfer.memory import PAGE_BYTES, aligned_buffer
 from pccheck_async.upkeep.candidates import find_signatures, manifest_at
 from pccheck_async.upkeep.chunks import Progress
 from pccheck_async.upkeep.verify import Damage, check_payload
-from pccheck_async.writer import File
 
 __all__ = ["FoundCheckpoint", "arrange", "search_slot"]
 

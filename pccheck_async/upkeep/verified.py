@@ -6,8 +6,8 @@ import asyncio
 from bisect import bisect_right
 
 from pccheck_async.errors import DamagedError
-from pccheck_async.memory import aligned_buffer
-from pccheck_async.state.listing import Listing
+from pccheck_async.state.restore.listing import Listing
+from pccheck_async.transfer.memory import aligned_buffer
 from pccheck_async.upkeep.held import Held
 
 __all__ = ["VerifiedPayload"]

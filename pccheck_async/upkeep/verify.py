@@ -8,21 +8,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from pccheck_async.config import EngineConfig
+from pccheck_async.engine.config import EngineConfig
 from pccheck_async.errors import DamagedError, NoCheckpointError, ReadError
-from pccheck_async.info import CheckpointInfo, check_step
-from pccheck_async.layout import COMMIT_NBYTES, REGION_NBYTES, Entry, Record, newest_record, slot_name
-from pccheck_async.manifest import Manifest
-from pccheck_async.memory import aligned_buffer
-from pccheck_async.reading import choose
-from pccheck_async.restore import read_manifest
-from pccheck_async.session import IO, Session
-from pccheck_async.state.listing import Listing, list_leaves
-from pccheck_async.store_reader import OneLoop, StoreReader, with_session
+from pccheck_async.format.info import CheckpointInfo, check_step
+from pccheck_async.format.manifest import Manifest
+from pccheck_async.format.record import COMMIT_NBYTES, REGION_NBYTES, Entry, Record, newest_record, slot_name
+from pccheck_async.medium import File
+from pccheck_async.medium.open_medium import IO, Session
+from pccheck_async.state.restore.listing import Listing, list_leaves
+from pccheck_async.store.reading import choose
+from pccheck_async.store.restore import read_manifest
+from pccheck_async.store.store_reader import OneLoop, StoreReader, with_session
+from pccheck_async.transfer.memory import aligned_buffer
 from pccheck_async.upkeep.chunks import Progress, check_chunks, make_pool
 from pccheck_async.upkeep.copies import RecordCopy, examine
 from pccheck_async.upkeep.held import hold_slot, open_reader
-from pccheck_async.writer import File
 
 __all__ = ["CheckedCheckpoint", "Damage", "Verification", "check_payload", "verify_checkpoints"]
 

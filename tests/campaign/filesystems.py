@@ -10,9 +10,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.loop_devices import MAKE, MIB, Mounted
+from tests.support.loop_devices import MAKE, MIB, Mounted
 
-TESTS = ["tests/test_engine.py", "tests/test_failures.py", "tests/test_writer.py", "tests/test_cancellation.py"]
+TESTS = [
+    "tests/engine/test_engine.py",
+    "tests/engine/test_failures.py",
+    "tests/store/test_medium.py",
+    "tests/engine/test_cancellation.py",
+]
 
 
 def main() -> int:

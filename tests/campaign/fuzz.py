@@ -18,8 +18,8 @@ import msgspec
 
 with atheris.instrument_imports(include=["pccheck_async"]):
     from pccheck_async import CheckpointError
-    from pccheck_async.layout import IDENTITY_NAME, decode_identity, newest_record
-    from tests.hostile import Forger, Prey, confine, examine_manifest, victim, with_right_checksums
+    from pccheck_async.format.record import IDENTITY_NAME, decode_identity, newest_record
+    from tests.support.hostile import Forger, Prey, confine, examine_manifest, victim, with_right_checksums
 
 MANIFEST, RECORD, IDENTITY = range(3)
 """What an input is: its first byte."""

@@ -26,10 +26,10 @@ from pccheck_async import SyncCheckpointEngine, _ext
 from pccheck_async.bench.medians import summary
 from pccheck_async.bench.raw_disk import RawDisk, RawLimit, between, slot_file
 from pccheck_async.bench.usage import busy_seconds
-from pccheck_async.memory import aligned_buffer
-from pccheck_async.plan import Planner, segments
-from pccheck_async.state.arrangement import arranged
-from pccheck_async.state.flatten import flatten
+from pccheck_async.state.cache.layout_cache import arranged
+from pccheck_async.state.save.flatten import flatten
+from pccheck_async.transfer.memory import aligned_buffer
+from pccheck_async.transfer.plan import Planner, segments
 
 
 def build(nbytes: int, tensors: int) -> dict[str, torch.Tensor]:

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from pccheck_async import CheckpointEngine, CheckpointError, list_checkpoints, load
-from pccheck_async.pending import PendingCheckpoint
+from pccheck_async.engine.pending import PendingCheckpoint
+from pccheck_async.medium import Writer
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, StuckWriter
-from pccheck_async.writer import Writer
 
 FOLDER = "anywhere"
 

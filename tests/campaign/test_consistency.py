@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_overlap import FLAVOURS, check_consistency
+from tests.engine.test_overlap import FLAVOURS, check_consistency
 
 
 @pytest.mark.campaign

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.crash_harness import Scenario, explore
+from tests.support.crash_harness import Scenario, explore
 
 RULES: list[dict[str, Any]] = [
     {},

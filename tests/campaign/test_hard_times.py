@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from pccheck_async import SyncCheckpointEngine, load_sync
-from pccheck_async.operations.base import Operations
+from pccheck_async.medium import Writer
+from pccheck_async.medium.files import PosixWriter
 from pccheck_async.testing import Access, StuckWriter, WrappingWriter
-from pccheck_async.writer import Writer
-from pccheck_async.writer.posix import PosixWriter
+from pccheck_async.transfer.operations.base import Operations
 
 T = TypeVar("T")
 pytestmark = [

@@ -13,7 +13,7 @@ from pccheck_async.bench.measure import measure
 from pccheck_async.bench.methods import METHODS, find_method
 from pccheck_async.bench.table import Row
 from pccheck_async.bench.workloads import Sleeping
-from pccheck_async.machine import available_memory
+from pccheck_async.transfer.machine import available_memory
 
 __all__ = ["Costs"]
 

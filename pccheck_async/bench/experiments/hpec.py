@@ -21,7 +21,7 @@ from pccheck_async.bench.experiments.base import Experiment, Findings, Settings
 from pccheck_async.bench.methods import Method, State, find_method
 from pccheck_async.bench.methods.savez import Savez, SavezCompressed, SavezCompressedDurable, SavezDurable
 from pccheck_async.bench.table import Row
-from pccheck_async.writer.filesystem import filesystem_type
+from pccheck_async.medium.filesystem import filesystem_type
 
 __all__ = ["HPEC"]
 

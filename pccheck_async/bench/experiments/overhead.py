@@ -20,8 +20,10 @@ from pccheck_async.bench.experiments.race import Race, chosen, plain_block
 from pccheck_async.bench.medians import median_interval
 from pccheck_async.bench.table import Row
 from pccheck_async.bench.workloads import GPT
-from pccheck_async.machine import available_cores
-from pccheck_async.policy import checkfreq_interval
+from pccheck_async.training.policy import (
+    checkfreq_interval,
+)
+from pccheck_async.transfer.machine import available_cores
 
 __all__ = ["Overhead"]
 

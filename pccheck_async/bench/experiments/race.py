@@ -18,7 +18,7 @@ from pccheck_async.bench.methods import METHODS, Handle, Method, State, find_met
 from pccheck_async.bench.methods.pccheck import PCcheck
 from pccheck_async.bench.usage import busy_seconds, evict
 from pccheck_async.bench.workloads import Workload
-from pccheck_async.machine import available_cores
+from pccheck_async.transfer.machine import available_cores
 
 __all__ = ["Alone", "Block", "Contender", "Race", "chosen", "plain_block"]
 

@@ -13,12 +13,12 @@ from pccheck_async.bench.experiments.base import Experiment, Findings, Settings
 from pccheck_async.bench.experiments.race import plain_block
 from pccheck_async.bench.timeline import Timeline, recorded
 from pccheck_async.bench.workloads import GPT
-from pccheck_async.operations.base import Operations
-from pccheck_async.session import IO
+from pccheck_async.medium import File, Writer
+from pccheck_async.medium.files import PosixWriter
+from pccheck_async.medium.open_medium import IO
+from pccheck_async.telemetry.tracing import tell, traced
 from pccheck_async.testing import ThrottledWriter
-from pccheck_async.tracing import tell, traced
-from pccheck_async.writer import File, Writer
-from pccheck_async.writer.posix import PosixWriter
+from pccheck_async.transfer.operations.base import Operations
 
 __all__ = ["Timelines"]
 

@@ -66,7 +66,7 @@ class Method(abc.ABC):
     """A way of saving, which keeps its newest checkpoint in a folder of its own.
 
     The flags say what the tests found, on ext4 and with the newest version of each peer; see
-    ``tests/test_bench_methods.py``.
+    ``tests/tools/test_bench_methods.py``.
 
     Args:
         folder: Where the checkpoints go; made where it does not exist.

@@ -8,8 +8,8 @@ import torch
 
 from pccheck_async import PendingCheckpoint, SyncCheckpointEngine
 from pccheck_async.bench.methods.base import Handle, Method, State
-from pccheck_async.config import Auto
-from pccheck_async.session import IO
+from pccheck_async.engine.config import Auto
+from pccheck_async.medium.open_medium import IO
 
 __all__ = ["PCcheck", "PCcheckOverlapped"]
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from pccheck_async.bench.methods.base import Method, UnsupportedError
 from pccheck_async.bench.methods.pccheck import PCcheck
-from pccheck_async.operations.base import Operations
+from pccheck_async.medium import Writer
+from pccheck_async.medium.files import PosixWriter
 from pccheck_async.testing import ThrottledWriter
-from pccheck_async.writer import Writer
-from pccheck_async.writer.posix import PosixWriter
+from pccheck_async.transfer.operations.base import Operations
 
 __all__ = ["SlowDevice"]
 

@@ -1,0 +1,191 @@
+"""What the two facades of the engine share: settings, and everything that is the same in async code and elsewhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from datetime import timedelta
+from difflib import get_close_matches
+from typing import Any, Literal, Never
+
+import torch
+
+from pccheck_async.engine.config import Auto, EngineConfig
+from pccheck_async.engine.core import EngineCore
+from pccheck_async.engine.metrics import openmetrics, scalars
+from pccheck_async.engine.policy import Policy
+from pccheck_async.engine.statistics import EngineStatistics
+from pccheck_async.format.info import CheckpointInfo
+from pccheck_async.medium.open_medium import IO
+from pccheck_async.store.retention import SpaceNeeded
+from pccheck_async.telemetry.hooks import Hook
+from pccheck_async.tuning.tuner import checkpoint_bytes
+
+__all__ = ["EngineBase"]
+
+
+class EngineBase:
+    """What :class:`pccheck_async.CheckpointEngine` and :class:`pccheck_async.SyncCheckpointEngine` share."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        max_in_flight: int = 2,
+        keep_last: int = 1,
+        keep_every: int | None = None,
+        keep_best: tuple[str, int, Literal["min", "max"]] | None = None,
+        save_last: bool = True,
+        chunk_bytes: int | Auto = "auto",
+        host_memory: int | Auto = "auto",
+        writers: int | Auto = "auto",
+        device: Literal["auto", "snapshot", "stream"] = "auto",
+        io: IO = "auto",
+        interval: int | timedelta | Policy | None = None,
+        max_stall: float | None = None,
+        check_captures: bool = False,
+        on_busy: Literal["wait", "skip"] = "wait",
+        on_error: Literal["raise", "warn"] = "raise",
+        lock_timeout: float = 5.0,
+        exit_timeout: float = 60.0,
+        **unknown: Never,
+    ) -> None:
+        if unknown:
+            raise _unknown(type(self).__name__, next(iter(unknown)))
+        config = EngineConfig(
+            max_in_flight=max_in_flight,
+            keep_last=keep_last,
+            keep_every=keep_every,
+            keep_best=keep_best,
+            save_last=save_last,
+            chunk_bytes=chunk_bytes,
+            host_memory=host_memory,
+            writers=writers,
+            device=device,
+            interval=interval,
+            max_stall=max_stall,
+            check_captures=check_captures,
+            on_busy=on_busy,
+            on_error=on_error,
+            lock_timeout=lock_timeout,
+            exit_timeout=exit_timeout,
+        )
+        self._core = EngineCore(path, io, config)
+
+    def __reduce_ex__(self, protocol: object) -> Never:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled: there is one for a store; keep it out of what goes "
+            "to other processes or is deep-copied"
+        )
+
+    def attach(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Let every step of ``optimizers`` wait until captures of what it changes ended.
+
+        From then on ``engine.step`` captures their parameters, and the tensors that they keep for each of them, while
+        the next forward and backward run (CheckFreq, section 4.1). Code that changes these outside the optimizer's step
+        (``param.copy_()``, ``load_state_dict``) calls :meth:`wait_captured` first; code that reaches for their memory
+        (``param.data``, ``.numpy()``, storages, DLPack: attributes of ``torch.Tensor`` that are shadowed until the
+        engine is closed) waits by itself. Where one is attached, others
+        in the values of what ``engine.step`` gets, and in dicts, lists and tuples among these, join it. Of a trainer's
+        wrapper (Accelerate, Lightning, Fabric) the optimizer inside is attached.
+
+        Raises:
+            TypeError: one has no hooks around its step; says what to do.
+        """
+        self._core.attach(*optimizers)
+
+    def on_preemption(self, *signals: int, deadline: float = 25.0) -> None:
+        """Save once more when the process is asked to go, and let it go within ``deadline`` seconds.
+
+        After such a signal the next bracket of :meth:`step` that ends well, and outside a window of gradient
+        accumulation, takes a checkpoint whatever the policy and ``on_busy`` say, and waits until it is durable. Then
+        the handlers that were there before are put back and the process goes: a handler in Python is called
+        (``KeyboardInterrupt`` for a SIGINT; one that returns decides what becomes of the process), else
+        ``SystemExit(128 + signum)`` is raised, so that ``finally`` blocks run. Where no bracket ends in time, or when
+        the signal comes again after more than a second, it goes at once in the same way, from wherever it is, and
+        nothing newer is saved. Code that does not use :meth:`step` looks at :attr:`preempted`. Of several engines all
+        save that bracket steps.
+
+        Closing the engine waits until the deadline at most, lets a preempted process go, and puts handlers back.
+        Forked children have the handlers from before; signals other than SIGTERM and SIGINT that would end them they
+        ignore, as a data loader's worker that dies is an error in the trainer.
+
+        Args:
+            signals: By default ``signal.SIGTERM``.
+            deadline: Seconds from the signal on; less than the time until the SIGKILL (30 s on Kubernetes and SLURM).
+
+        Raises:
+            RuntimeError: this is not the main thread.
+            ValueError: a signal that cannot be handled, or a deadline that is not positive.
+        """
+        self._core.check_alive()
+        self._core.preemption.watch(signals, deadline)
+
+    @property
+    def preempted(self) -> bool:
+        """Whether one of the signals of :meth:`on_preemption` came: checkpoint, and leave the engine's context."""
+        return self._core.preemption.asked
+
+    def space_needed(self, state: Mapping[str, Any] | None = None, *, nbytes: int | None = None) -> SpaceNeeded:
+        """Return the storage that ``max_in_flight`` and each of the rules for what is kept take.
+
+        Args:
+            state: What will be saved; only the size of its tensors matters.
+            nbytes: That size in bytes. Without either it is that of the newest checkpoint.
+
+        Raises:
+            NoCheckpointError: neither ``state`` nor ``nbytes`` nor a checkpoint says the size.
+        """
+        self._core.check_alive()
+        return self._core.space_needed(checkpoint_bytes(self._core, state, nbytes))
+
+    def on_event(self, hook: Hook) -> Callable[[], None]:
+        """Call ``hook`` with every event of :mod:`pccheck_async.telemetry.events` from now on, before or after opening.
+
+        Hooks are called in order, one event after the other, on one thread of their own; they may use the engine. What
+        a hook raises is logged once. While one takes long, up to 1024 events wait for it, further ones are dropped and
+        counted (``statistics().events_dropped``). Closing the engine waits a second at most for those that wait.
+
+        Returns:
+            A function that ends it.
+        """
+        return self._core.reporter.hooks.add(hook)
+
+    def wait_captured(self) -> None:
+        """Block this thread until no capture reads the live state any more: it may be changed by any code now."""
+        self._core.wait_captured()
+
+    @property
+    def latest(self) -> CheckpointInfo | None:
+        """The newest durable checkpoint."""
+        return next(iter(self._core.infos), None)
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """Return the durable checkpoints, newest first."""
+        return self._core.infos
+
+    def statistics(self) -> EngineStatistics:
+        """Return counts, times and decisions so far."""
+        return self._core.statistics()
+
+    def metrics(self) -> str:
+        """Return the statistics in the text format of OpenMetrics (see :mod:`pccheck_async.engine.metrics`)."""
+        return openmetrics({self.path: self.statistics()})
+
+    def scalars(self) -> dict[str, float]:
+        """Return the statistics as numbers by name (see :func:`pccheck_async.engine.metrics.scalars`)."""
+        return scalars(self.statistics())
+
+    @property
+    def path(self) -> str:
+        """Folder of the store."""
+        return self._core.path
+
+
+def _unknown(engine: str, name: str) -> TypeError:
+    """Return the error for an argument that there is not; Python's own would name the class that nobody called."""
+    near = get_close_matches(name, [*(field.name for field in fields(EngineConfig)), "io"], cutoff=0.5)
+    return TypeError(
+        f"{engine} has no argument {name!r}" + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "")
+    )

@@ -1,0 +1,428 @@
+"""A checkpoint opened for reading: names, shapes and plain values at once, tensors when they are asked for."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+import weakref
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import suppress
+from difflib import get_close_matches
+from functools import cached_property
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import torch
+from msgspec import structs
+
+from pccheck_async.engine.config import Auto, EngineConfig, decide
+from pccheck_async.engine.loop import EngineLoop
+from pccheck_async.errors import ClosedError, explained
+from pccheck_async.format import dtypes
+from pccheck_async.format.info import CheckpointInfo, check_step
+from pccheck_async.format.manifest import MIN_BLOCK, Manifest, TensorEntry
+from pccheck_async.format.record import Entry
+from pccheck_async.format.skeleton import ArrayNode, Node, arrays
+from pccheck_async.medium import File
+from pccheck_async.medium.open_medium import IO, Session, open_session
+from pccheck_async.state import paths
+from pccheck_async.state.restore.allocation import Allocation
+from pccheck_async.state.restore.rebuild import rebuild
+from pccheck_async.state.restore.walk import below, leaves, opened
+from pccheck_async.state.save.flatten import Array
+from pccheck_async.state.targets import Targets
+from pccheck_async.store.store_reader import StoreReader, no_store
+from pccheck_async.store.verified import VerifiedChunks
+from pccheck_async.transfer.machine import available_cores, available_memory
+from pccheck_async.transfer.pool import BufferPool
+
+__all__ = ["OpenCheckpoint", "StoredState", "StoredTensor", "open_checkpoint"]
+
+T = TypeVar("T")
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    device: str | torch.device = "cpu",
+    host_memory: int | Auto = "auto",
+    io: IO = "auto",
+) -> OpenCheckpoint:
+    """Open a checkpoint for reading tensor by tensor. Works beside a writer, which leaves it alone until it is closed.
+
+    Blocks for what it reads; in a coroutine use :func:`pccheck_async.load`, or ``asyncio.to_thread``.
+
+    Args:
+        path: Folder of a store.
+        step: The step to open; by default the newest checkpoint, or the next older one where its manifest is damaged
+        (with a warning). Damage of a tensor is only found when that is read.
+        device: Where tensors go.
+        host_memory: Most staging memory in bytes. Up to four chunks, of half of it, stay in memory between reads.
+        io: As for :class:`pccheck_async.CheckpointEngine`.
+
+    Returns:
+        The checkpoint; use it as a context manager, or close it. One that was forgotten is closed with the last that
+        was taken from it, with a ResourceWarning.
+
+    Raises:
+        NoCheckpointError: there is none, or none of ``step``.
+        DamagedError: damaged, and nothing older to fall back to (or ``step`` was given).
+        CorruptStoreError: this version, or this torch, does not understand it.
+        ReadError: the device failed.
+        RuntimeError: torch has no such ``device``.
+    """
+    return OpenCheckpoint(Connection(path, check_step(step), torch.device(device), host_memory, io))
+
+
+class Connection:
+    """An open, locked slot and the loop that reads it."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        step: int | None,
+        device: torch.device,
+        host_memory: int | Auto,
+        io: IO,
+    ) -> None:
+        torch.empty(0, device=device)  # raises where there is no such device
+        self.path = os.fspath(path)
+        self.device = device
+        self._pid = os.getpid()
+        self._closed = True
+        self.entry: Entry
+        self.manifest: Manifest
+        self.chunks: VerifiedChunks
+        self.session: Session
+        self._loop = EngineLoop("pccheck-open")
+        try:
+            self._loop.call(self._open(step, EngineConfig(host_memory=host_memory), io))
+        except BaseException:
+            self.close()  # where the caller was interrupted and does not get it
+            self._loop.stop()
+            raise
+
+    async def _open(self, step: int | None, config: EngineConfig, io: IO) -> None:
+        cores, memory = available_cores(), available_memory()
+        decided = decide(config, block_bytes=MIN_BLOCK, cores=cores, memory=memory)
+        session = await open_session(self.path, io, writers=decided.writers, copiers=decided.copiers)
+        try:
+            reader = await StoreReader.open(session)
+            if reader is None:
+                raise no_store(session, self.path)
+            decided = decide(config, block_bytes=reader.identity.block_bytes, cores=cores, memory=memory)
+            pool = BufferPool(decided.host_memory, decided.chunk_bytes)
+
+            async def use(entry: Entry, file: File, manifest: Manifest) -> None:
+                self.entry, self.manifest = entry, manifest
+                self.chunks = VerifiedChunks(session, file, manifest, pool)
+
+            await reader.read(self.path, step, use, keep=True)
+        except BaseException:
+            await session.close()
+            raise
+        self.session = session
+        # A lock that nobody can let go of any more would hold up the writer for as long as this process lives.
+        self._forgotten = weakref.finalize(self, _let_go, self._loop, session, self.path, self._pid)
+        self._forgotten.atexit = False
+        self._closed = False
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the loop that reads, and block until it ended.
+
+        Raises:
+            ClosedError: this was closed, maybe by another thread meanwhile.
+        """
+        try:
+            self.check_open()
+        except ClosedError:
+            work.close()
+            raise
+        try:
+            return self._loop.call(work)
+        except (OSError, ClosedError):  # of whatever it was doing when it had to end
+            self.check_open()
+            raise
+
+    def check_open(self) -> None:
+        """Raise ClosedError where this was closed, or belongs to the parent of this process."""
+        if self._closed:
+            raise ClosedError(f"the checkpoint of {self.path} was closed; open it again")
+        if os.getpid() != self._pid:
+            raise ClosedError("this checkpoint was opened by the parent process; open it here")
+
+    def close(self) -> None:
+        """Let the slot go and end the threads. Idempotent."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        self._forgotten.detach()
+        try:
+            self._loop.call(self.session.close())
+        finally:
+            self._loop.stop()
+
+    def rebuild(self, node: Node) -> Any:
+        """Read all that is below ``node`` and return the value."""
+        return self.call(self._rebuild(node))
+
+    async def _rebuild(self, node: Node) -> Any:
+        allocation = Allocation(self.manifest, sorted(arrays(node)))
+        await self.chunks.fill(Targets(allocation.targets()))
+        return rebuild(node, lambda index: allocation.array(index, self.device))
+
+    def read(self, entry: TensorEntry) -> Array:
+        """Read what ``entry`` views."""
+        return self.call(self.fetch(entry))
+
+    async def fetch(self, entry: TensorEntry) -> Array:
+        """Do the same, on the loop that reads."""
+        allocation = Allocation(structs.replace(self.manifest, tensors=(entry,)), (0,))
+        await self.chunks.fill(Targets(allocation.targets()))
+        return allocation.array(0, self.device)
+
+
+def _let_go(loop: EngineLoop, session: Session, path: str, pid: int) -> None:
+    """Close what nobody did, whichever thread the garbage collector runs on: without waiting."""
+    if os.getpid() != pid:
+        return  # there the descriptors are closed, and nothing runs
+    with suppress(ClosedError):
+        loop.submit(session.close())[0].add_done_callback(lambda _: loop.post(loop.loop.stop))
+    warnings.warn(f"the checkpoint of {path} was not closed", ResourceWarning, stacklevel=2)
+
+
+class StoredTensor:
+    """A tensor or array in a checkpoint that was not read yet.
+
+    ``stored[3]`` and ``stored[10:20]`` read only the chunks that hold these items of the first dimension, and
+    ``stored[10:20, :5]`` the same before the other indices are applied; :meth:`read` reads all of it. It is
+    a new tensor each time, never shared with other leaves (:meth:`StoredState.load` keeps what is tied together).
+
+    Attributes:
+        path: Name of the leaf in the state it was taken from.
+        shape: Items per dimension.
+        dtype: Of torch; of numpy for an array.
+        stride: Items from one to the next along each dimension, as stored.
+        nbytes: Of all items.
+        requires_grad: Whether it comes back with autograd switched on.
+        kind: "tensor", "parameter" or "ndarray".
+    """
+
+    def __init__(self, connection: Connection, entry: TensorEntry, path: str) -> None:
+        self._connection = connection
+        self.entry = entry
+        self.path = path
+        self.shape = torch.Size(entry.shape)
+        self.dtype: torch.dtype | np.dtype[Any] = (
+            dtypes.numpy_dtype(entry.dtype) if entry.kind == "ndarray" else dtypes.torch_dtype(entry.dtype)
+        )
+        self.stride = entry.stride
+        self.nbytes = math.prod(entry.shape) * entry.itemsize
+        self.requires_grad = entry.requires_grad
+        self.kind = entry.kind
+
+    def read(self) -> Any:
+        """Read all of it: a tensor, a Parameter or an array.
+
+        Raises:
+            ClosedError: the checkpoint was closed.
+            CorruptStoreError: a checksum does not hold.
+            ReadError: the device failed.
+        """
+        return self._connection.read(self.entry)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Read some of it. Raises IndexError, TypeError, and what :meth:`read` raises."""
+        first, *rest = index if isinstance(index, tuple) and index else (index,)
+        if not isinstance(first, (slice, int, np.integer)) or isinstance(first, bool):
+            raise TypeError(f"a stored tensor takes a number or a slice first, not {first!r}; use read()[...] instead")
+        if not self.shape:
+            raise IndexError(f"{self.path} has no dimensions; use read()")
+        size = self.shape[0]
+        if isinstance(first, slice):
+            start, stop, step = first.indices(size)
+            if step < 1:
+                raise TypeError("a stored tensor takes no slice that goes backwards; use read()[...] instead")
+            part = self._part(start, len(range(start, stop, step)), step)
+            return part[(slice(None), *rest)] if rest else part
+        number = int(first)
+        if not -size <= number < size:
+            raise IndexError(f"index {number} is out of range: {self.path} has {size} items in the first dimension")
+        return self._part(number % size, 1, 1)[(0, *rest)]
+
+    def _part(self, start: int, count: int, step: int) -> Any:
+        entry = self.entry
+        shape = (count, *entry.shape[1:])
+        stride = (entry.stride[0] * step, *entry.stride[1:])
+        if entry.storage is None or not count:
+            part = structs.replace(entry, shape=shape, stride=stride, storage=None, offset=0)
+        else:
+            offset = entry.offset + start * entry.stride[0] * entry.itemsize
+            part = structs.replace(entry, shape=shape, stride=stride, offset=offset)
+        array = self._connection.read(structs.replace(part, requires_grad=False, kind=_PLAIN.get(part.kind, part.kind)))
+        if isinstance(array, np.ndarray):
+            return array.copy()
+        # What lies between the items was read with them, and would stay in memory.
+        bits = array.view(dtypes.carrier(array.dtype))  # torch cannot copy every dtype
+        return array if array.untyped_storage().nbytes() < 2 * array.nbytes else bits.clone().view(array.dtype)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError(f"{self.path} has no dimensions")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
+
+    def __repr__(self) -> str:
+        return f"StoredTensor({self.path!r}, {self.entry.dtype}, {tuple(self.shape)}, {self.nbytes} bytes)"
+
+
+_PLAIN = {"parameter": "tensor"}
+
+
+class StoredState(Mapping[str, Any]):
+    """A state in a checkpoint, or a part of one: a read-only mapping from the paths of its leaves to the leaves.
+
+    Iterating gives the paths in the order of the state, and reads nothing; ``state[path]`` reads a tensor and returns a
+    plain value at once. The path of a container or an object (``state["model"]``) gives that part of the state as a
+    mapping of its own, and reads nothing either. Paths may be written without their escapes, as for
+    ``load(keys=...)``, where that is clear.
+    """
+
+    def __init__(self, connection: Connection, node: Node, path: str = "") -> None:
+        self._connection = connection
+        self._node = node
+        self._path = path
+
+    @cached_property
+    def _leaves(self) -> dict[str, Node]:
+        return dict(leaves(self._node)) if below(self._node) else {}
+
+    @cached_property
+    def _nodes(self) -> dict[str, Node]:
+        """Everything below, containers too."""
+        found: dict[str, Node] = {}
+        waiting = [("", self._node)]
+        while waiting:
+            path, node = waiting.pop()
+            inside = [(paths.child(path, name), child) for name, child in below(node)]
+            found.update(inside)
+            waiting += inside
+        return found
+
+    @cached_property
+    def _unescaped(self) -> dict[str, str | None]:
+        """Paths as people type them; None for what several are typed like."""
+        found: dict[str, str | None] = {}
+        for path in self._nodes:
+            plain = paths.plain(path)
+            found[plain] = None if plain in found else path
+        return found
+
+    def _find(self, path: str) -> Node:
+        exact = path if path in self._nodes else self._unescaped.get(path)
+        if exact is None:
+            raise KeyError(explained(self._unknown(path)))
+        return self._nodes[exact]
+
+    def _unknown(self, path: object) -> str:
+        if path in self._unescaped:
+            return f"{path!r} is the name of several leaves; write it with its escapes, as iterating gives it"
+        near = (
+            get_close_matches(str(path), list(self._nodes)[:10_000], 3) or [name for name, _ in below(self._node)][:20]
+        )
+        there = f"there are: {', '.join(near)}" if near else "it is empty"
+        where = f"{self._path} of " if self._path else ""
+        return f"{path!r} is not in {where}the checkpoint of step {self._connection.entry.step}; {there}"
+
+    def __getitem__(self, path: str) -> Any:
+        """Read a leaf, or return a part. Raises KeyError, ClosedError, CorruptStoreError, ReadError."""
+        self._connection.check_open()
+        node = self._find(path)
+        if isinstance(opened(node), ArrayNode):
+            return self.tensor(path).read()
+        if below(node):
+            return StoredState(self._connection, node, paths.child(self._path, path))
+        return self._connection.rebuild(node)
+
+    def tensor(self, path: str) -> StoredTensor:
+        """Return a tensor that is not read yet.
+
+        Raises:
+            KeyError: there is no such path.
+            TypeError: it is no tensor or array.
+            ClosedError: the checkpoint was closed.
+        """
+        self._connection.check_open()
+        node = opened(self._find(path))
+        if not isinstance(node, ArrayNode):
+            raise TypeError(f"{path!r} is no tensor")
+        return StoredTensor(self._connection, self._connection.manifest.tensors[node.index], path)
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Return all tensors and arrays by their paths, none of them read. Raises ClosedError."""
+        return {path: self.tensor(path) for path, node in self._leaves.items() if isinstance(node, ArrayNode)}
+
+    def load(self) -> Any:
+        """Read all of this part and return what was saved, as :func:`pccheck_async.load` does: tied tensors stay tied.
+
+        Raises:
+            ClosedError: the checkpoint was closed.
+            CorruptStoreError: a checksum does not hold.
+            ReadError: the device failed.
+        """
+        return self._connection.rebuild(self._node)
+
+    def __contains__(self, path: object) -> bool:
+        return path in self._nodes or self._unescaped.get(path) is not None  # type: ignore[call-overload]
+
+    def __iter__(self) -> Iterator[str]:
+        self._connection.check_open()
+        return iter(self._leaves)
+
+    def __len__(self) -> int:
+        return len(self._leaves)
+
+    # Two states are not compared: that would read both.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        where = f"{self._path!r} of step" if self._path else "step"
+        tensors = sum(isinstance(node, ArrayNode) for node in self._leaves.values())
+        where += f" {self._connection.entry.step}"
+        return f"<{type(self).__name__} {where}: {len(self)} leaves, {tensors} of them tensors>"
+
+
+class OpenCheckpoint(StoredState):
+    """What :func:`open_checkpoint` returns: a whole state, and the lock on it. May be used by several threads.
+
+    Attributes:
+        info: Which checkpoint it is.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection, connection.manifest.skeleton)
+        self.info: CheckpointInfo = connection.entry.info
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that were read from storage so far, manifest included."""
+        return self._connection.session.writer.statistics().read.nbytes
+
+    def close(self) -> None:
+        """Let the writer have the slot again; nothing is read any more. Idempotent."""
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        self._connection.check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

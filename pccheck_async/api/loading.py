@@ -1,0 +1,163 @@
+"""Reading checkpoints without an engine, also beside a running writer of another process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from pccheck_async.engine.config import Auto, EngineConfig, decide
+from pccheck_async.format.info import CheckpointInfo, check_step
+from pccheck_async.format.manifest import Manifest
+from pccheck_async.format.record import Entry
+from pccheck_async.medium import File
+from pccheck_async.medium.files import PosixWriter
+from pccheck_async.medium.open_medium import IO, Session, check_io
+from pccheck_async.state.restore.match import allocate
+from pccheck_async.store.reading import pool_for
+from pccheck_async.store.restore import read_payload
+from pccheck_async.store.store_reader import OneLoop, StoreReader, no_store, with_session
+from pccheck_async.telemetry.progress import ReadProgress, reading_progress
+from pccheck_async.transfer.copying import HostCopy
+from pccheck_async.transfer.machine import available_cores, available_memory
+from pccheck_async.transfer.operations.python import OperationsAtOnce
+from pccheck_async.transfer.pool import BufferPool
+
+__all__ = ["list_checkpoints", "load", "load_sync"]
+
+T = TypeVar("T")
+
+
+async def load(
+    path: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    keys: Sequence[str] | None = None,
+    device: str | torch.device = "cpu",
+    host_memory: int | Auto = "auto",
+    io: IO = "auto",
+    progress: ReadProgress | None = None,
+) -> dict[str, Any]:
+    """Load a checkpoint into new tensors. Works while a writer of another process commits.
+
+    Args:
+        path: Folder of a store.
+        step: The step to load; by default the newest checkpoint, or the next older one where that is damaged (with a
+        warning).
+        keys: Paths of leaves or of what contains them, as ``pccheck show`` and errors write them, or globs
+            (``"model.*"``); only what matches is read. One to which nothing is written alike may lack the escapes of
+            dots inside keys (:mod:`pccheck_async.state.paths`).
+        device: Where the tensors go.
+        host_memory: Most staging memory in bytes.
+        io: As for :class:`pccheck_async.CheckpointEngine`.
+        progress: Called from another thread with the bytes done and all bytes, after each chunk; quick.
+
+    Returns:
+        The app state as nested dicts, lists and values of the types that were saved; ``Stateful`` objects as their
+        ``state_dict()``.
+
+    Cancellation: ends once every read ended.
+
+    Raises:
+        NoCheckpointError: there is none, or none of ``step``.
+        DamagedError: damaged, and nothing older to fall back to (or ``step`` was given).
+        CorruptStoreError: this version, or this torch, does not understand it.
+        StateMismatchError: one of ``keys`` names nothing, or without its escapes several leaves.
+        ReadError: the device failed.
+        RuntimeError: torch has no such ``device``.
+    """
+    async with OneLoop() as loop:
+        state: dict[str, Any] = await loop.run(_load(path, step, keys, device, host_memory, io, progress))
+        return state
+
+
+def load_sync(
+    path: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    keys: Sequence[str] | None = None,
+    device: str | torch.device = "cpu",
+    host_memory: int | Auto = "auto",
+    io: IO = "auto",
+    progress: ReadProgress | None = None,
+) -> dict[str, Any]:
+    """Load a checkpoint, blocking (see :func:`load`)."""
+    with OneLoop() as loop:
+        return loop.call(_load(path, step, keys, device, host_memory, io, progress))
+
+
+def list_checkpoints(path: str | os.PathLike[str], *, io: IO = "python") -> list[CheckpointInfo]:
+    """Return the committed checkpoints, newest first; ``[]`` where there is no (complete) store.
+
+    Reads only the commit record, on this thread, writes nothing, and works while a writer runs.
+
+    Raises:
+        CorruptStoreError: there is a store, but no valid record.
+        ReadError: the device failed.
+    """
+    check_io(io)
+    if isinstance(io, str):
+        operations = OperationsAtOnce()
+        return _at_once(_list_and_close(Session(operations, PosixWriter(path, operations), "")))
+    with OneLoop() as loop:
+        return loop.call(with_session(path, io, _list, EngineConfig(writers=1)))
+
+
+async def _list(session: Session) -> list[CheckpointInfo]:
+    reader = await StoreReader.open(session)
+    return [entry.info for entry in (await reader.record()).entries] if reader else []
+
+
+async def _list_and_close(session: Session) -> list[CheckpointInfo]:
+    try:
+        return await _list(session)
+    finally:
+        await session.writer.close()
+
+
+def _at_once(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that awaits only :class:`OperationsAtOnce`, with no loop around it."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    work.close()
+    raise RuntimeError("it waits for something")
+
+
+async def _load(
+    path: str | os.PathLike[str],
+    step: int | None,
+    keys: Sequence[str] | None,
+    device: str | torch.device,
+    host_memory: int | Auto,
+    io: IO,
+    progress: ReadProgress | None,
+) -> dict[str, Any]:
+    config = EngineConfig(host_memory=host_memory)
+    step = check_step(step)
+
+    async def work(session: Session) -> dict[str, Any]:
+        reader = await StoreReader.open(session)
+        if reader is None:
+            raise no_store(session, path)
+        decided = decide(
+            config, block_bytes=reader.identity.block_bytes, cores=available_cores(), memory=available_memory()
+        )
+        pool = BufferPool(decided.host_memory, decided.chunk_bytes)
+        backend = HostCopy(session.operations)
+
+        async def read(_: Entry, file: File, manifest: Manifest) -> dict[str, Any]:
+            loading = allocate(manifest, keys, torch.device(device))
+            advance = reading_progress(progress, sum(chunk.nbytes for chunk in manifest.chunks))
+            buffers = pool_for(manifest, pool)
+            await read_payload(session.writer, backend, buffers, file, manifest, loading.targets, advance=advance)
+            state: dict[str, Any] = loading.finish()
+            return state
+
+        return await reader.read(path, step, read)
+
+    return await with_session(path, io, work, config)

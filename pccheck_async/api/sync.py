@@ -1,0 +1,149 @@
+"""The engine for code that is not async: the same verbs, blocking."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+from pccheck_async.api.engine_base import EngineBase
+from pccheck_async.engine.pending import PendingCheckpoint
+from pccheck_async.format.info import CheckpointInfo, Metadata, Restored
+from pccheck_async.telemetry.progress import ReadProgress
+from pccheck_async.training.step_context import Bracket, TrainingStep
+from pccheck_async.tuning.tuned import Tuning
+from pccheck_async.tuning.tuner import Progress, checkpoint_bytes, tune_blocking
+
+__all__ = ["SyncCheckpointEngine"]
+
+
+class SyncCheckpointEngine(EngineBase):
+    """:class:`pccheck_async.CheckpointEngine` for blocking code; use it as a context manager.
+
+    Arguments and errors are the same. ``checkpoint()`` returns when the state is captured; ``pending.result()`` blocks
+    until it is durable. Methods must not be called from a coroutine: they would block its loop.
+    """
+
+    def open(self) -> Self:
+        """Lock (or create) the store and recover (see :meth:`pccheck_async.CheckpointEngine.open`)."""
+        self._core.block_on(self._core.open())
+        return self
+
+    def close(self, deadline: float | None = None) -> None:
+        """Wait until every checkpoint ended, then close (see :meth:`pccheck_async.CheckpointEngine.close`)."""
+        with self._core.preemption.ending():
+            self._core.block_on(self._core.close(deadline))
+
+    def __aenter__(self) -> NoReturn:
+        raise TypeError("use 'with SyncCheckpointEngine(...)', or CheckpointEngine in async code")
+
+    def __aexit__(self, *_: object) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            with self._core.preemption.ending(go=error is None):
+                self._core.block_on(self._core.leave(well=error is None))
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"a checkpoint failed too: {type(failure).__name__}: {failure}")
+
+    def step(self, state: Mapping[str, Any], step: int, *, metadata: Metadata | None = None) -> Bracket:
+        """Bracket one training step, and checkpoint after it (see :meth:`pccheck_async.CheckpointEngine.step`)."""
+        return Bracket(self._bracket(TrainingStep(state, step, metadata)))
+
+    @contextmanager
+    def _bracket(self, this: TrainingStep) -> Iterator[TrainingStep]:
+        with self._core.bracket(this):
+            yield this
+        if self._core.end_step(this):
+            overlap = bool(self._core.guard.optimizers)
+            pending = self.checkpoint(this.state, step=this.step, metadata=this.metadata, overlap=overlap)
+            self._core.steps.note(this, pending)
+        if self._core.is_last(this):
+            self._core.block_on(self._core.last(this))
+
+    def checkpoint(
+        self,
+        state: Mapping[str, Any],
+        *,
+        step: int | None = None,
+        metadata: Metadata | None = None,
+        overlap: bool = False,
+    ) -> PendingCheckpoint:
+        """Capture ``state``; return when it is safe to mutate (see :meth:`pccheck_async.CheckpointEngine.checkpoint`).
+
+        A KeyboardInterrupt while it waits aborts the checkpoint.
+        """
+        pending, start = self._core.admit(state, step, metadata, overlap=overlap)
+        try:
+            if overlap:
+                pending.wait_held_captured()
+            else:
+                pending.wait_captured()
+        except Exception as error:
+            if not self._core.warn_of(pending, error):
+                raise
+        except BaseException:  # KeyboardInterrupt
+            self._core.pipeline.aborts.abort_blocking(pending)
+            raise
+        finally:
+            self._core.stalls.note_call(pending, start)
+        return pending
+
+    def restore(
+        self,
+        state: Mapping[str, Any],
+        *,
+        step: int | None = None,
+        strict: bool = True,
+        progress: ReadProgress | None = None,
+    ) -> Restored | None:
+        """Restore into ``state``, in place (see :meth:`pccheck_async.CheckpointEngine.restore`)."""
+        restored: Restored | None = self._core.block_on(self._core.restore(state, step, progress, strict=strict))
+        return restored
+
+    def pin(self, step: int) -> CheckpointInfo:
+        """Keep the newest checkpoint of ``step`` (see :meth:`pccheck_async.CheckpointEngine.pin`)."""
+        self._core.check_alive()
+        return self._core.loop.call(self._core.pin(step, True))
+
+    def unpin(self, step: int) -> CheckpointInfo:
+        """End :meth:`pin`: the next commit drops it where no rule keeps it."""
+        self._core.check_alive()
+        return self._core.loop.call(self._core.pin(step, False))
+
+    def drain(self) -> None:
+        """Block until every checkpoint admitted so far ended; raises the failure of one that nobody saw."""
+        self._core.check_alive()
+        self._core.loop.call(self._core.drain())
+        self._core.admissions.raise_untold()
+
+    def tune(
+        self,
+        state: Mapping[str, Any] | None = None,
+        *,
+        nbytes: int | None = None,
+        step_seconds: float | None = None,
+        budget_seconds: float = 10.0,
+        progress: Progress | None = None,
+    ) -> Tuning:
+        """Measure and return the settings for an engine here (see :meth:`pccheck_async.CheckpointEngine.tune`)."""
+        self._core.check_alive()
+        nbytes = checkpoint_bytes(self._core, state, nbytes)
+        self._core.loop.call(self._core.drain())
+        return tune_blocking(
+            self._core.path,
+            nbytes=nbytes,
+            config=self._core.config,
+            io=self._core.io,
+            step_seconds=step_seconds,
+            budget_seconds=budget_seconds,
+            progress=progress,
+        )

@@ -1,0 +1,198 @@
+"""The folder of ``torch.distributed.checkpoint``, written by that package, which gets the tensors one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save, save_state_dict
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from pccheck_async.api.lazy_load import Connection, StoredTensor
+from pccheck_async.convert.contents import Contents
+from pccheck_async.convert.formats import refusal
+from pccheck_async.convert.target import new_folder
+from pccheck_async.errors import CheckpointError, UnsupportedStateError
+from pccheck_async.format.skeleton import ArrayNode, CounterNode, DictNode, ListNode, Node, OrderedDictNode
+from pccheck_async.state import paths
+from pccheck_async.state.restore.rebuild import mapping_keys, rebuild
+from pccheck_async.state.restore.walk import below, leaves, opened
+
+__all__ = ["write"]
+
+_PART: Final = 32 << 20
+_FILE: Final = 64 << 20
+"""Bytes of tensors in one file, and so in memory at a time."""
+
+
+def write(found: Contents, connection: Connection, path: Path) -> None:
+    """Write what was found.
+
+    Raises:
+        UnsupportedStateError: that package cannot write a dtype (lists all of that), or two leaves would have one name.
+    """
+    planner = _Planner(connection)
+    state = planner.tree(found.node, "", found)
+    found.check("a folder of torch.distributed.checkpoint")
+    if not isinstance(state, dict):
+        raise UnsupportedStateError("a folder of torch.distributed.checkpoint holds a dict; choose another root")
+    with new_folder(path) as folder:
+        writer = _Writer(folder)
+        try:
+            _save_alone(state, writer, planner)
+        except CheckpointException as error:
+            failure = next(iter(error.failures.values()), (error,))[0]
+            if isinstance(failure, ValueError) and not isinstance(failure, CheckpointError):  # two leaves of one name
+                raise UnsupportedStateError(f"torch.distributed.checkpoint refuses this state: {failure}") from error
+            raise failure from error
+
+
+def _save_alone(state: dict[str, Any], writer: FileSystemWriter, planner: SavePlanner) -> None:
+    """Save from this process only, whatever process group it is in."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be here
+        if "no_dist" in inspect.signature(save).parameters:
+            save(state, storage_writer=writer, planner=planner, no_dist=True)
+        else:  # torch up to 2.6
+            warnings.simplefilter("ignore", FutureWarning)
+            save_state_dict(state, writer, no_dist=True, planner=planner)
+
+
+class _Writer(FileSystemWriter):
+    """Writes several files, as if as many ranks had: its base keeps all tensors of a file until that is complete."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write one file after the other."""
+        files = [dataclasses.replace(plan, items=items, storage_data=None) for items in _files(plan.items)]
+        results: list[WriteResult] = []
+        for file in self.prepare_global_plan(files):
+            results += super().write_data(file, planner).wait()
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(results)
+        return written
+
+
+def _files(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
+    files: list[list[WriteItem]] = [[]]
+    left = _FILE
+    for item in items:
+        data = item.tensor_data
+        nbytes = 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
+        if nbytes > left and files[-1]:
+            files.append([])
+            left = _FILE
+        files[-1].append(item)
+        left -= nbytes
+    return files
+
+
+class _Lazy:
+    """Stands for an array inside a value that is pickled as a whole, and is pickled as that array."""
+
+    def __init__(self, stored: StoredTensor) -> None:
+        self._stored = stored
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._stored.read().__reduce_ex__(protocol)
+
+
+class _Planner(DefaultSavePlanner):
+    """Plans by shapes alone, large tensors in parts, and reads each part when it is written."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__()
+        self._connection = connection
+        self._stored: dict[int, StoredTensor] = {}  # by the identity of what stands for it
+        self._stand_ins: list[torch.Tensor] = []
+
+    def tree(self, node: Node, path: str, found: Contents, *, pickled: bool = False) -> Any:
+        """Return the state with stand-ins for its arrays; what is ``pickled`` is so together with what contains it."""
+        node = opened(node)
+        match node:
+            case ArrayNode():
+                stored = self._stored_tensor(node, path, found, pickled=pickled)
+                return _Lazy(stored) if pickled or stored.kind == "ndarray" else self._stand_in(stored)
+            case DictNode() | OrderedDictNode() | CounterNode():
+                if not node.values and not pickled:
+                    found.changed.append(
+                        f"{path or 'the state'} (an empty {type(node).__name__[:-4].lower()}, left out)"
+                    )
+                inside = [
+                    self.tree(child, paths.child(path, name), found, pickled=pickled) for name, child in below(node)
+                ]
+                return dict(zip(mapping_keys(node), inside, strict=True))
+            case ListNode():
+                return [self.tree(c, paths.child(path, name), found, pickled=pickled) for name, c in below(node)]
+            case _:
+                stand_ins = {
+                    leaf.index: _Lazy(self._stored_tensor(leaf, name, found, pickled=True))
+                    for name, leaf in leaves(node, path)
+                    if isinstance(leaf, ArrayNode)
+                }
+                return rebuild(node, stand_ins.get)  # what is no leaf was refused already
+
+    def _stored_tensor(self, node: ArrayNode, path: str, found: Contents, *, pickled: bool) -> StoredTensor:
+        entry = self._connection.manifest.tensors[node.index]
+        # What is pickled need not be known to that package, only to torch.
+        if entry.kind != "ndarray" and (trouble := refusal(entry, "torch" if pickled else "dcp")):
+            found.refused.append(f"{path} {trouble}")
+        return StoredTensor(self._connection, entry, path)
+
+    def _stand_in(self, stored: StoredTensor) -> torch.Tensor:
+        assert isinstance(stored.dtype, torch.dtype)
+        tensor = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+        if stored.kind == "parameter":
+            tensor = torch.nn.Parameter(tensor, stored.requires_grad)
+        else:
+            tensor.requires_grad_(stored.requires_grad)
+        self._stored[id(tensor)] = stored
+        self._stand_ins.append(tensor)
+        return tensor
+
+    def create_local_plan(self) -> SavePlan:
+        """Plan, and divide what is large."""
+        plan = super().create_local_plan()
+        items = [part for item in plan.items for part in self._divided(item)]
+        self.plan = dataclasses.replace(plan, items=items)
+        return self.plan
+
+    def _divided(self, item: WriteItem) -> list[WriteItem]:
+        data = item.tensor_data
+        if item.type is not WriteItemType.TENSOR or data is None or not data.size:
+            return [item]
+        itemsize = data.properties.dtype.itemsize
+        row = data.size[1:].numel() * itemsize
+        count = max(1, _PART // max(row, 1))
+        if data.size[0] <= count:
+            return [item]
+        divided = []
+        for start in range(0, data.size[0], count):
+            offsets = torch.Size([start, *[0] * (len(data.size) - 1)])
+            sizes = torch.Size([min(count, data.size[0] - start), *data.size[1:]])
+            part = dataclasses.replace(data, chunk=ChunkStorageMetadata(offsets, sizes))
+            index = MetadataIndex(item.index.fqn, offsets)
+            divided.append(WriteItem(index, WriteItemType.SHARD, tensor_data=part))
+        return divided
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """Read what is written next."""
+        stored = self._stored.get(id(self.state_dict.get(write_item.index.fqn)))
+        if stored is None:
+            return super().resolve_data(write_item)
+        data = write_item.tensor_data
+        assert data is not None
+        if write_item.type is WriteItemType.TENSOR:
+            return stored.read().detach()
+        start = data.chunk.offsets[0]
+        return stored[start : start + data.chunk.sizes[0]]

@@ -1,0 +1,119 @@
+"""Export: one checkpoint, or a part of it, as a file that others read without this package."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from pccheck_async.api.lazy_load import Connection
+from pccheck_async.convert import safetensors_file, torch_file
+from pccheck_async.convert.contents import contents
+from pccheck_async.format.info import CheckpointInfo, check_step
+from pccheck_async.medium.open_medium import IO
+
+__all__ = ["Exported", "export_checkpoint"]
+
+_HOST_MEMORY = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was exported.
+
+    Attributes:
+        info: The checkpoint.
+        path: The new file or folder.
+        nbytes: Its size.
+        tensors: Tensors and arrays in it.
+        values: Plain values in it.
+        changed: What is something else there than it was, with what it is.
+    """
+
+    info: CheckpointInfo
+    path: Path
+    nbytes: int
+    tensors: int
+    values: int
+    changed: tuple[str, ...]
+
+
+def export_checkpoint(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    to: Literal["torch", "safetensors", "dcp"],
+    step: int | None = None,
+    keys: Sequence[str] | None = None,
+    root: str | None = None,
+    host_memory: int = _HOST_MEMORY,
+    io: IO = "auto",
+) -> Exported:
+    """Write a checkpoint, or a part of it, as a file or folder of another format. Works beside a writer.
+
+    Every byte is verified on its way. Memory stays within ``host_memory`` and a few dozen MiB, whatever the size of the
+    checkpoint, where tensors lie contiguous; for "dcp" within 128 MiB more. The result
+    appears under its name only when it is whole and flushed.
+
+    "torch"
+        What ``torch.load(out, weights_only=True)`` reads, mapped or not: the nested state, with views, strides and
+        ties. Numpy arrays and scalars become tensors and Python's values. Refused are frozensets, empty bytes, ints of
+        more than 255 bytes, dtypes of numpy, arrays that no tensor can be, and integers of less than a byte.
+    "safetensors"
+        The tensors under the paths of their leaves, each in full, also where several share memory, and in C order.
+        Plain values that JSON can express are in the metadata ``pccheck_async.values``, and all of them, together with
+        the structure, in ``pccheck_async.state``, from which :func:`import_checkpoint` makes the state again, ties
+        between equal views included. Dtypes that the format lacks (such as complex128) are refused.
+    "dcp"
+        A folder that ``torch.distributed.checkpoint`` loads, also resharded. Tensors of more than 32 MiB are stored in
+        parts, and all of them in files of about 64 MiB, since that package's writer keeps the tensors of a file in
+        memory until it is complete. Plain values, numpy arrays and tuples are stored as that package stores them:
+        pickled, each as a whole. Tied tensors are stored once each, and empty dicts not at all. Refused are tensors of
+        bits and of integers of less than a byte.
+
+    For "safetensors" and "dcp", tensors that do not lie contiguous are read in parts of the first dimension, of 32 MiB
+    or one item each; that takes as much memory as the part spans in the checkpoint.
+
+    Args:
+        path: Folder of a store.
+        out: The new file, or folder ("dcp"); there must be nothing of that name, not even a symbolic link.
+        to: The format.
+        step: The step to export; by default the newest checkpoint, or the next older one where its manifest is damaged.
+        keys: Globs over leaf paths (``"model.*"``); only what matches is exported, and read.
+        root: Path of a container or object (``"model"``) that becomes the whole: names then begin below it.
+        host_memory: Most staging memory in bytes; at least a chunk of the checkpoint is taken.
+        io: As for :class:`pccheck_async.CheckpointEngine`.
+
+    Raises:
+        UnsupportedStateError: the format cannot express something; lists all of that, and nothing was written.
+        StateMismatchError: ``keys`` or ``root`` name nothing.
+        NoCheckpointError: there is none, or none of ``step``.
+        CorruptStoreError: a checksum does not hold; nothing is left of the new file.
+        FileExistsError: there is something at ``out``.
+        ReadError, WriteError: a device failed.
+        ValueError: there is no such format.
+    """
+    if to not in ("torch", "safetensors", "dcp"):
+        raise ValueError(f"to is 'torch', 'safetensors' or 'dcp', not {to!r}")
+    target = Path(out)
+    connection = Connection(path, check_step(step), torch.device("cpu"), host_memory, io)
+    try:
+        found = contents(connection.manifest, keys, root)
+        if to == "torch":
+            connection.call(torch_file.write(found, connection.chunks, target))
+        elif to == "safetensors":
+            connection.call(safetensors_file.write(found, connection, target))
+        else:
+            from pccheck_async.convert import dcp_folder  # torch.distributed takes as much memory as the export
+
+            dcp_folder.write(found, connection, target)
+        nbytes = sum(part.stat().st_size for part in (target, *target.rglob("*")) if part.is_file())
+        info = connection.entry.info
+    finally:
+        connection.close()
+    tensors = len(found.arrays)
+    return Exported(info, target, nbytes, tensors, len(found.leaves) - tensors, tuple(found.changed))

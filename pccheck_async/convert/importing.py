@@ -1,0 +1,213 @@
+"""Import: a file of others as a new checkpoint of a store."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import errno
+import os
+import tarfile
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, Literal
+
+import msgspec
+import torch
+
+from pccheck_async.api.loading import list_checkpoints
+from pccheck_async.api.sync import SyncCheckpointEngine
+from pccheck_async.convert.safetensors_file import STATE, StoredArray, StoredStructure
+from pccheck_async.errors import CheckpointError, CorruptStoreError, StoreFullError, UnsupportedStateError
+from pccheck_async.format.info import CheckpointInfo, Metadata, new_step
+from pccheck_async.format.record import IDENTITY_NAME, MOST_ENTRIES, check_metadata
+from pccheck_async.medium.open_medium import IO
+from pccheck_async.state.restore.rebuild import rebuild
+from pccheck_async.state.save.flatten import flatten
+from pccheck_async.state.storages import arrange
+
+__all__ = ["import_checkpoint"]
+
+_HOST_MEMORY = 128 << 20
+
+
+def import_checkpoint(
+    file: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    source: Literal["torch", "safetensors"],
+    step: int | None = None,
+    root: str | None = None,
+    metadata: Metadata | None = None,
+    host_memory: int = _HOST_MEMORY,
+    io: IO = "auto",
+) -> CheckpointInfo:
+    """Save what a file holds as the newest checkpoint of a store. Checkpoints that are there stay.
+
+    The file is mapped, not read as a whole. A file of ``torch.save`` is read with ``weights_only=True``: no code in it
+    runs. A file of safetensors gives its tensors under their names, and the whole state where
+    :func:`export_checkpoint` made it.
+
+    Args:
+        file: The file, or a symbolic link to one; pipes and devices cannot be mapped, and are refused.
+        path: Folder of the store; created where it does not exist. Nobody else may write to it.
+        source: The format of the file.
+        step: The step of the new checkpoint; by default that which the file names, if it was exported from here, else
+            the engine's counter.
+        root: Put what the file holds below this name in the state (``"model"``); what is no mapping needs one.
+        metadata: Small facts, as for ``checkpoint``; by default those that an exported file names.
+        host_memory: Most staging memory in bytes.
+        io: As for :class:`pccheck_async.CheckpointEngine`.
+
+    Returns:
+        The new checkpoint.
+
+    Durability: durable when this returns.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        UnsupportedStateError: the file holds what cannot be saved, or what cannot be read without running code. Or it
+            is of another format, or a folder of ``torch.distributed.checkpoint``; says what to do.
+        CorruptStoreError: the file is damaged.
+        StoreLockedError: a trainer writes to the store.
+        StoreFullError: there is no space, or the store holds as many checkpoints as it can.
+        ImportError: ``source="safetensors"``, and that package is not there.
+        ValueError: there is no such format.
+    """
+    name = Path(file)
+    if source not in ("torch", "safetensors"):
+        raise ValueError(f"source is 'torch' or 'safetensors', not {source!r}")
+    _check_what_it_is(name, source)
+    if source == "torch":
+        found, known, facts = _read_torch(name), None, None
+    else:
+        found, known, facts = _read_safetensors(name)
+    state = found if root is None else {root: found}
+    if not isinstance(state, Mapping):
+        raise UnsupportedStateError(f"{name} holds a {type(state).__name__}; give the name that it shall have as root")
+    step = known if step is None else step
+    step, metadata = None if step is None else new_step(step), facts if metadata is None else metadata
+    arrange(flatten(state).leaves)  # what cannot be saved is refused before a store is made for it
+    check_metadata(metadata or {})
+    there = list_checkpoints(path)
+    while True:
+        keep = _keep(there, path)
+        with SyncCheckpointEngine(path, max_in_flight=1, keep_last=keep, host_memory=host_memory, io=io) as engine:
+            there = engine.checkpoints()
+            if _keep(there, path) <= keep:  # else another process committed before this one had the store to itself
+                return engine.checkpoint(state, step=step, metadata=metadata).result()
+
+
+def _check_what_it_is(name: Path, source: str) -> None:
+    """Raise where it is no file, or one of another format: what would fail to read it could not say so."""
+    if (name / ".metadata").is_file():
+        raise UnsupportedStateError(
+            f"{name} is a folder of torch.distributed.checkpoint, not a file. If you trust it (it is unpickled), make "
+            f"a file of it: torch.distributed.checkpoint.format_utils.dcp_to_torch_save({str(name)!r}, 'new.pt'); and "
+            "import that (--from torch, source='torch')"
+        )
+    if (name / IDENTITY_NAME).is_file():
+        raise UnsupportedStateError(f"{name} is a store of this package: copy its checkpoint (`pccheck copy`)")
+    if name.is_dir():
+        raise FileNotFoundError(f"{name} is a folder; give a file")
+    if not name.is_file():
+        raise FileNotFoundError(f"there is no file {name}, or it is none that can be mapped")
+    with name.open("rb") as file:
+        head = file.read(9)
+    begins = "torch" if head.startswith(b"PK") else "safetensors" if head[5:] == b"\0\0\0{" else source
+    if begins != source:
+        raise UnsupportedStateError(
+            f"{name} begins like a file of {begins}, not of {source}: import it as such (--from {begins}, "
+            f"source={begins!r})"
+        )
+
+
+def _keep(there: Sequence[CheckpointInfo], path: str | os.PathLike[str]) -> int:
+    """Return the ``keep_last`` that drops none of the checkpoints that are there. Raises StoreFullError."""
+    if len(there) >= MOST_ENTRIES:
+        full = (
+            f"the store names {len(there)} checkpoints, and its record has no room for more; import into another folder"
+        )
+        raise StoreFullError(errno.ENOSPC, full, os.fspath(path))
+    # Pinned ones stay whatever the rules say, and would need their room twice.
+    return 1 + max((place for place, info in enumerate(there, 1) if not info.pinned), default=0)
+
+
+def _read_torch(file: Path) -> Any:
+    try:
+        mapped = zipfile.is_zipfile(file)  # files from before torch 1.6 are not, and cannot be mapped
+        if not mapped and tarfile.is_tarfile(file):
+            raise UnsupportedStateError(  # up to torch 2.5 weights_only lets such a file run code (CVE-2025-32434)
+                f"{file} is a tar archive, as very old versions of torch saved; reading one may run code in it"
+            )
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    except UnpicklingError as error:
+        raise UnsupportedStateError(f"{file} cannot be read without running code in it: {error}") from error
+    except (CheckpointError, OSError, MemoryError):
+        raise
+    except Exception as error:  # torch and zipfile let anything through that damaged bytes lead to
+        raise CorruptStoreError(f"{file} is no whole file of torch.save: {type(error).__name__}: {error}") from error
+
+
+def _read_safetensors(file: Path) -> tuple[Mapping[str, Any], int | None, Metadata | None]:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ImportError("importing from safetensors needs that package: pip install safetensors") from error
+    try:
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            structure = _structure((opened.metadata() or {}).get(STATE))
+            names = list(opened.keys())
+            if structure is None:
+                return {name: opened.get_tensor(name) for name in names}, None, None
+            lacking = {array.name for array in structure.arrays} - set(names)
+            if lacking:
+                raise CorruptStoreError(f"{file} lacks {', '.join(sorted(lacking)[:20])}, which its metadata names")
+            return _state(structure, opened), structure.step, structure.metadata
+    except SafetensorError as error:
+        raise CorruptStoreError(f"{file} is no whole file of safetensors: {error}") from error
+
+
+def _structure(text: str | None) -> StoredStructure | None:
+    if text is None:
+        return None
+    try:
+        structure = msgspec.msgpack.decode(base64.b64decode(text, validate=True), type=StoredStructure)
+    except (msgspec.MsgspecError, binascii.Error, RecursionError, ValueError) as error:
+        raise CorruptStoreError(f"the metadata {STATE} cannot be read: {error}") from error
+    if structure.version != 1:
+        raise CorruptStoreError(f"the metadata {STATE} has format {structure.version}; this package reads format 1")
+    return structure
+
+
+def _state(structure: StoredStructure, opened: Any) -> Mapping[str, Any]:
+    read: dict[int, torch.Tensor] = {}
+
+    def array(index: int) -> Any:
+        if not 0 <= index < len(structure.arrays):
+            raise CorruptStoreError(f"the state names array {index} of {len(structure.arrays)}")
+        about = structure.arrays[index]
+        if about.tied_to not in read:
+            if not 0 <= about.tied_to <= index:
+                raise CorruptStoreError(f"array {about.name!r} is tied to one that is none")
+            read[about.tied_to] = opened.get_tensor(structure.arrays[about.tied_to].name)
+        return _as_it_was(about, read[about.tied_to])
+
+    state = rebuild(structure.skeleton, array)
+    if not isinstance(state, Mapping):
+        raise CorruptStoreError("the state in the metadata is no mapping")
+    return state
+
+
+def _as_it_was(about: StoredArray, tensor: torch.Tensor) -> Any:
+    try:
+        match about.kind:
+            case "ndarray":
+                return tensor.numpy()
+            case "parameter":
+                return torch.nn.Parameter(tensor, about.requires_grad)
+            case _:
+                return tensor.detach().requires_grad_(about.requires_grad)
+    except (RuntimeError, TypeError) as error:
+        raise CorruptStoreError(f"array {about.name!r} cannot be made: {error}") from error

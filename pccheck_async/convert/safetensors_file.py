@@ -1,0 +1,225 @@
+"""The file of safetensors: a header in JSON, and the bytes of the tensors behind it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+import numpy as np
+import torch
+from msgspec import structs
+
+from pccheck_async.api.lazy_load import Connection
+from pccheck_async.convert.contents import Contents, contiguous
+from pccheck_async.convert.formats import SAFETENSORS, refusal, torch_name
+from pccheck_async.convert.target import new_file
+from pccheck_async.format.manifest import TensorEntry
+from pccheck_async.format.skeleton import (
+    ArrayNode,
+    CounterNode,
+    DictNode,
+    ListNode,
+    Node,
+    OrderedDictNode,
+    StatefulNode,
+    TupleNode,
+)
+from pccheck_async.state import paths
+from pccheck_async.state.save.flatten import Array
+from pccheck_async.state.sources import as_bits
+
+__all__ = ["STATE", "StoredArray", "StoredStructure", "parts", "write"]
+
+STATE: Final = "pccheck_async.state"
+_VALUES: Final = "pccheck_async.values"
+_PART: Final = 32 << 20
+_MOST_HEADER: Final = 100_000_000
+"""Bytes; what reads the format refuses more."""
+
+
+class StoredArray(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What the format does not say of an array.
+
+    Attributes:
+        name: In the file.
+        kind: What it was.
+        requires_grad: Whether it had autograd switched on.
+        tied_to: Index of the first array that is the same view of the same memory.
+    """
+
+    name: str
+    kind: Literal["tensor", "parameter", "ndarray"]
+    requires_grad: bool
+    tied_to: int
+
+
+class StoredStructure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The state apart from the bytes of its arrays; in the metadata as msgpack in base64.
+
+    ``ArrayNode.index`` counts into ``arrays``.
+    """
+
+    version: int
+    step: int
+    metadata: dict[str, str | int | float | bool | None]
+    skeleton: Node
+    arrays: list[StoredArray]
+
+
+async def write(found: Contents, connection: Connection, path: Path) -> None:
+    """Write what was found; memory is bounded by a few chunks. Raises UnsupportedStateError (lists what is refused)."""
+    arrays = found.arrays
+    for name, entry in arrays.items():
+        if trouble := refusal(entry, "safetensors"):
+            found.refused.append(f"{name} {trouble}")
+        if not name.isascii() and not _encodable(name):
+            found.refused.append(f"{name!r} (a name with half a surrogate pair)")
+    if "__metadata__" in arrays:
+        found.refused.append("__metadata__ (a name that the format uses itself)")
+    found.check("safetensors")
+    # Wide ones first, so that all are aligned; within a width in the order of the payload, which is read forwards.
+    order = sorted(arrays.items(), key=lambda item: (-item[1].itemsize, _position(found, item[1])))
+    names = _names(list(arrays))
+    header = _header(found, connection, names, order)
+    async with new_file(path) as file:
+        await file.write(len(header).to_bytes(8, "little") + header)
+        pieces = _pieces(connection, [entry for _, entry in order])
+        try:
+            async for piece in pieces:
+                await file.write(piece)
+        finally:
+            await pieces.aclose()  # type: ignore[attr-defined]
+
+
+def _position(found: Contents, entry: TensorEntry) -> int:
+    return 0 if entry.storage is None else found.manifest.storages[entry.storage].offset + entry.offset
+
+
+def _names(found: list[str]) -> dict[str, str]:
+    """Paths without their escapes, except where two would be one."""
+    counts = Counter(map(paths.plain, found))
+    names = {path: path if counts[paths.plain(path)] > 1 else paths.plain(path) for path in found}
+    return names if len(set(names.values())) == len(names) else {path: path for path in found}
+
+
+def _encodable(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _header(
+    found: Contents, connection: Connection, names: dict[str, str], order: list[tuple[str, TensorEntry]]
+) -> bytes:
+    header: dict[str, Any] = {"__metadata__": _metadata(found, connection, names)}
+    end = 0
+    for path, entry in order:
+        start, end = end, end + math.prod(entry.shape) * entry.itemsize
+        dtype = SAFETENSORS[str(torch_name(entry))]
+        header[names[path]] = {"dtype": dtype, "shape": list(entry.shape), "data_offsets": [start, end]}
+        if not contiguous(entry):
+            found.changed.append(f"{path} (strides {entry.stride}, in C order)")
+    encoded = json.dumps(header, ensure_ascii=True, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    if len(encoded) > _MOST_HEADER:
+        found.refused.append(f"the header ({len(encoded)} bytes of names and plain values; {_MOST_HEADER} are allowed)")
+        found.check("safetensors")
+    return encoded
+
+
+def _metadata(found: Contents, connection: Connection, names: dict[str, str]) -> dict[str, str]:
+    arrays: list[StoredArray] = []
+    first: dict[Any, int] = {}
+    shared: dict[int | None, list[str]] = {}
+    renumbered: dict[int, int] = {}
+    for path, node in found.leaves.items():
+        if isinstance(node, ArrayNode):
+            number = renumbered[node.index] = len(arrays)
+            entry = found.manifest.tensors[node.index]
+            view = (entry.storage, entry.dtype, entry.shape, entry.stride, entry.offset)
+            tied = number if entry.storage is None else first.setdefault(view, number)
+            arrays.append(StoredArray(names[path], entry.kind, entry.requires_grad, tied))
+            if entry.storage is not None:
+                shared.setdefault(entry.storage, []).append(path)
+    together = [group for group in shared.values() if len(group) > 1]
+    found.changed += [f"{', '.join(group)} (of one storage, each in full)" for group in together]
+    info = connection.entry.info
+    structure = StoredStructure(1, info.step, dict(info.metadata), _renumbered(found.node, renumbered), arrays)
+    values = {path: node for path, node in found.leaves.items() if _in_json(node)}
+    return {
+        "format": "pt",
+        _VALUES: json.dumps(values),
+        STATE: base64.b64encode(msgspec.msgpack.encode(structure)).decode(),
+    }
+
+
+def _in_json(node: Node) -> bool:
+    return node is None or isinstance(node, (bool, int, str)) or (isinstance(node, float) and math.isfinite(node))
+
+
+def _renumbered(node: Node, numbers: dict[int, int]) -> Node:
+    match node:
+        case ArrayNode():
+            return ArrayNode(numbers[node.index])
+        case StatefulNode():
+            return StatefulNode(_renumbered(node.child, numbers))
+        case ListNode() | TupleNode():
+            return type(node)([_renumbered(item, numbers) for item in node.items])
+        case DictNode() | OrderedDictNode() | CounterNode():
+            return structs.replace(node, values=[_renumbered(value, numbers) for value in node.values])
+        case _:
+            return node
+
+
+async def _pieces(connection: Connection, entries: list[TensorEntry]) -> AsyncIterator[memoryview]:
+    """Yield the bytes of arrays one after the other, those that lie so read forwards in one go."""
+    storages = connection.manifest.storages
+    waiting: list[tuple[int, int]] = []
+    for entry in [*entries, None]:
+        if entry is not None and entry.storage is None:
+            continue
+        if entry is not None and contiguous(entry):
+            assert entry.storage is not None
+            low, high = entry.extent
+            start = storages[entry.storage].offset
+            waiting.append((start + low, start + high))
+            continue
+        pieces = connection.chunks.pieces(waiting)
+        try:
+            async for piece in pieces:
+                yield piece
+        finally:
+            await pieces.aclose()  # type: ignore[attr-defined]
+        waiting = []
+        if entry is not None:
+            for part in parts(entry, _PART):
+                yield _bytes(await connection.fetch(part))
+
+
+def parts(entry: TensorEntry, nbytes: int) -> Iterator[TensorEntry]:
+    """Yield an array in parts of its first dimension of at most about ``nbytes`` each, without autograd."""
+    entry = structs.replace(entry, requires_grad=False, kind="ndarray" if entry.kind == "ndarray" else "tensor")
+    whole = math.prod(entry.shape) * entry.itemsize
+    if entry.storage is None or not entry.shape or whole <= nbytes:
+        yield entry
+        return
+    count = max(1, nbytes * entry.shape[0] // whole)
+    for start in range(0, entry.shape[0], count):
+        shape = (min(count, entry.shape[0] - start), *entry.shape[1:])
+        offset = entry.offset + start * entry.stride[0] * entry.itemsize
+        yield structs.replace(entry, shape=shape, offset=offset)
+
+
+def _bytes(array: Array) -> memoryview:
+    """The elements in C order."""
+    if isinstance(array, torch.Tensor):
+        array = as_bits(array).contiguous().reshape(-1).view(torch.uint8).numpy()
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

@@ -1,0 +1,146 @@
+"""Files and folders that appear under their names only when they are whole and flushed."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import aiofiles
+
+from pccheck_async.errors import CheckpointError, write_error
+from pccheck_async.transfer.uninterrupted import uninterrupted
+
+__all__ = ["Sink", "new_file", "new_folder"]
+
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Sink(Protocol):
+    """Where bytes go, in order."""
+
+    async def write(self, data: Any, /) -> Any:
+        """Write all of a bytes-like object."""
+
+
+class _Whole:
+    """Writes of a file that end, cancelled or not, before their callers go on: else what they write might change."""
+
+    def __init__(self, file: Sink) -> None:
+        self._file = file
+
+    async def write(self, data: Any, /) -> Any:
+        """Write all of a bytes-like object."""
+        return await uninterrupted(self._file.write(data))
+
+
+@asynccontextmanager
+async def new_file(path: Path) -> AsyncIterator[Sink]:
+    """Give a file to write; at the end of the body it is flushed, and only then gets its name.
+
+    Durability: when the body has ended, the file is there for good, whole.
+
+    Raises:
+        FileExistsError: there is something of that name already.
+        WriteError: a write or flush failed; nothing is left behind.
+    """
+    temporary = _temporary(path)
+    try:
+        opening = asyncio.ensure_future(aiofiles.open(temporary, "xb"))
+        try:
+            file = await uninterrupted(opening)
+            yield _Whole(file)
+            await uninterrupted(file.flush())
+            # A name must not appear before the bytes it stands for.
+            await uninterrupted(asyncio.to_thread(os.fsync, file.fileno()))
+        finally:
+            if opening.exception() is None:
+                await uninterrupted(opening.result().close())
+        await uninterrupted(asyncio.to_thread(_publish, temporary, path))
+    except BaseException as error:  # noqa: BLE001 - raised again
+        with suppress(OSError):
+            temporary.unlink()
+        raise _mapped(error, path) from error.__cause__
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Give a new folder; at the end of the body it is flushed, with what lies in it, and only then gets its name.
+
+    Raises:
+        FileExistsError: there is something of that name already.
+        WriteError: a write or flush failed; nothing is left behind.
+    """
+    temporary = _temporary(path)
+    try:
+        temporary.mkdir()
+        yield temporary
+        for part in (*temporary.rglob("*"), temporary):
+            _sync(part)
+        _publish(temporary, path)
+    except BaseException as error:  # noqa: BLE001 - raised again
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise _mapped(error, path) from error.__cause__
+
+
+def _temporary(path: Path) -> Path:
+    if os.path.lexists(path):
+        raise FileExistsError(f"{path} exists already; give another name, or remove it first")
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # nobody else's, in this process or another
+
+
+def _publish(temporary: Path, path: Path) -> None:
+    """Rename to a name that nothing has: the kernel sees to that, where a look before would leave a gap."""
+    failure = _rename_new(temporary, path)
+    if failure in (errno.EINVAL, errno.ENOSYS):  # NFS, some of FUSE
+        failure = _claim_and_rename(temporary, path)
+    if failure == errno.EEXIST:
+        raise FileExistsError(f"{path} was made by somebody else meanwhile; give another name")
+    if failure:
+        raise OSError(failure, os.strerror(failure), os.fspath(path))
+    _sync(path.parent)  # the name itself
+
+
+def _rename_new(temporary: Path, path: Path) -> int:
+    """Return 0, or why not: EEXIST where there is something of that name, EINVAL where the filesystem cannot tell."""
+    rename = getattr(_libc, "renameat2", None)
+    if rename is None:
+        return errno.ENOSYS
+    names = (os.fsencode(temporary), os.fsencode(path))
+    return ctypes.get_errno() if rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_NOREPLACE) else 0
+
+
+def _claim_and_rename(temporary: Path, path: Path) -> int:
+    """Do the same by a file or folder of that name, which is empty for a moment: only one process can make it."""
+    try:
+        if temporary.is_dir():
+            path.mkdir()
+        else:
+            path.touch(exist_ok=False)
+        temporary.rename(path)
+    except OSError as error:
+        return errno.EEXIST if error.errno == errno.ENOTEMPTY else error.errno or errno.EIO
+    return 0
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _mapped(error: BaseException, path: Path) -> BaseException:
+    if isinstance(error, OSError) and not isinstance(error, (CheckpointError, FileExistsError)):
+        return write_error(error, path)
+    return error

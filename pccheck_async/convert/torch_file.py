@@ -1,0 +1,253 @@
+"""The file of ``torch.save``: a zip archive of stored records, one per storage, and a pickle that views them.
+
+Storages are written as they lie in the payload, so views, strides and ties stay what they are. Storages that tensors of
+several dtypes view are written untyped, as torch itself writes those of its newer dtypes.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import Pickler
+from typing import Any, Final
+
+import torch
+
+from pccheck_async.convert.contents import Contents, native
+from pccheck_async.convert.formats import pickled, refusal, torch_name
+from pccheck_async.convert.target import Sink, new_file
+from pccheck_async.format import dtypes
+from pccheck_async.format.manifest import ALIGNMENT, TensorEntry
+from pccheck_async.format.skeleton import Node
+from pccheck_async.state.restore.rebuild import rebuild
+from pccheck_async.store.verified import VerifiedChunks
+
+__all__ = ["write"]
+
+_FOLDER: Final = "archive/"
+_VERSION: Final = b"3\n"
+_PROTOCOL: Final = 2
+_ALIGNMENT: Final = 64
+"""Of the bytes of a record in the file, as torch aligns them: so that they can be mapped."""
+_EXTRA: Final = 0x4246
+"""The number of the header field that torch pads with."""
+
+
+async def write(found: Contents, chunks: VerifiedChunks, path: Path) -> None:
+    """Write what was found; memory is bounded by a few chunks, and by the values that are not arrays.
+
+    Raises:
+        UnsupportedStateError: ``torch.load(weights_only=True)`` could not read something; lists all of that.
+    """
+    node = native(found.node, "", found)
+    for name, entry in found.arrays.items():
+        if trouble := refusal(entry, "torch"):
+            found.refused.append(f"{name} {trouble}")
+        elif entry.kind == "ndarray":
+            found.changed.append(f"{name} (a numpy array, as a tensor)")
+    found.check("a file of torch.save that is read with weights_only=True")
+    storages = _storages(found)
+    archive = _Archive()
+    async with new_file(path) as file:
+        await archive.record(file, "data.pkl", _pickled(node, found, storages))
+        await archive.record(file, "byteorder", sys.byteorder.encode())
+        for storage in storages.values():
+            await archive.stream(file, f"data/{storage.key}", storage.nbytes, storage.pieces(chunks))
+        await archive.record(file, "version", _VERSION)
+        await archive.end(file)
+
+
+@dataclass(slots=True, eq=False)
+class _Storage:
+    """The bytes of a storage from ``base`` on; what no exported tensor views is zero."""
+
+    key: str
+    offset: int
+    base: int
+    nbytes: int
+    ranges: list[tuple[int, int]]
+    dtype: torch.dtype | None
+
+    async def pieces(self, chunks: VerifiedChunks) -> AsyncIterator[memoryview | bytes]:
+        """Yield them, in pieces that stay as they are until the next."""
+        end = self.base
+        for low, high in self.ranges:
+            for zeros in _zeros(low - end):
+                yield zeros
+            pieces = chunks.pieces([(self.offset + low, self.offset + high)])
+            try:
+                async for piece in pieces:
+                    yield piece
+            finally:
+                await pieces.aclose()  # type: ignore[attr-defined]
+            end = high
+        for zeros in _zeros(self.base + self.nbytes - end):
+            yield zeros
+
+
+def _zeros(nbytes: int) -> Iterator[bytes]:
+    for start in range(0, nbytes, 1 << 20):
+        yield bytes(min(1 << 20, nbytes - start))
+
+
+def _storages(found: Contents) -> dict[int, _Storage]:
+    """Lay out what the exported tensors view of each storage."""
+    views: dict[int, list[TensorEntry]] = {}
+    for entry in found.arrays.values():
+        if entry.storage is not None:
+            views.setdefault(entry.storage, []).append(entry)
+    storages: dict[int, _Storage] = {}
+    for index in sorted(views):
+        entries = views[index]
+        ranges: list[tuple[int, int]] = []
+        for low, high in sorted(entry.extent for entry in entries):
+            if ranges and low <= ranges[-1][1]:
+                ranges[-1] = (ranges[-1][0], max(high, ranges[-1][1]))
+            else:
+                ranges.append((low, high))
+        names = {torch_name(entry) for entry in entries}
+        dtype = dtypes.torch_dtype(str(*names)) if len(names) == 1 else None
+        base = ranges[0][0] // ALIGNMENT * ALIGNMENT
+        nbytes = ranges[-1][1] - base
+        if dtype is not None:
+            nbytes += -nbytes % dtype.itemsize
+        offset = found.manifest.storages[index].offset
+        storages[index] = _Storage(str(len(storages)), offset, base, nbytes, ranges, dtype)
+    return storages
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _StorageName:
+    """Stands for a storage in the pickle."""
+
+    type: Any
+    key: str
+    items: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _View:
+    """Stands for a tensor in the pickle."""
+
+    make: Any
+    arguments: tuple[Any, ...]
+
+
+class _Pickler(Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, _StorageName):
+            return ("storage", obj.type, obj.key, "cpu", obj.items)
+        return None
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (obj.make, obj.arguments) if isinstance(obj, _View) else NotImplemented
+
+
+def _pickled(node: Node, found: Contents, storages: dict[int, _Storage]) -> bytes:
+    tensors = found.manifest.tensors
+    empty = iter(range(len(storages), len(storages) + len(tensors)))
+    names = {index: {} for index in storages}  # type: ignore[var-annotated]
+
+    def view(index: int) -> _View:
+        entry = tensors[index]
+        dtype = dtypes.torch_dtype(str(torch_name(entry)))
+        make, kind = pickled(dtype)
+        storage = None if entry.storage is None else storages[entry.storage]
+        if storage is not None and storage.dtype is None:
+            make, kind = torch._utils._rebuild_tensor_v3, torch.UntypedStorage
+        size = 1 if kind is torch.UntypedStorage else dtype.itemsize
+        offset = 0
+        if storage is None:
+            storage = _Storage(str(next(empty)), 0, 0, 0, [], dtype)
+            storages[-int(storage.key) - 1] = storage
+            name = _StorageName(kind, storage.key, 0)
+        else:
+            assert entry.storage is not None
+            offset = (entry.offset - storage.base) // dtype.itemsize
+            fresh = _StorageName(kind, storage.key, storage.nbytes // size)
+            name = names[entry.storage].setdefault(kind, fresh)
+        own = entry.requires_grad and entry.kind == "tensor"
+        arguments: tuple[Any, ...] = (name, offset, entry.shape, entry.stride, own, OrderedDict())
+        if make is torch._utils._rebuild_tensor_v3:
+            arguments += (dtype,)
+        plain = _View(make, arguments)
+        if entry.kind != "parameter":
+            return plain
+        return _View(torch._utils._rebuild_parameter, (plain, entry.requires_grad, OrderedDict()))
+
+    buffer = io.BytesIO()
+    _Pickler(buffer, _PROTOCOL).dump(rebuild(node, view))
+    return buffer.getvalue()
+
+
+class _Pipe:
+    """What the archive has written and the file has not: zipfile writes forward only to what cannot seek."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Any] = []
+        self._written = 0
+
+    def write(self, data: Any, /) -> int:
+        """Take bytes, which stay as they are until they are drained."""
+        nbytes = memoryview(data).nbytes
+        self.waiting.append(data)
+        self._written += nbytes
+        return nbytes
+
+    def tell(self) -> int:
+        """Bytes so far."""
+        return self._written
+
+    def flush(self) -> None:
+        """Do nothing: :meth:`drain` does."""
+
+    def close(self) -> None:
+        """Do nothing: the file is closed by its owner."""
+
+    async def drain(self, file: Sink) -> None:
+        """Give everything to the file."""
+        waiting, self.waiting = self.waiting, []
+        for data in waiting:
+            await file.write(data)
+
+
+class _Archive:
+    """A zip archive of stored records, aligned as torch wants them."""
+
+    def __init__(self) -> None:
+        self._pipe = _Pipe()
+        file: Any = self._pipe  # cannot be read, nor sought
+        self._zip = zipfile.ZipFile(file, "w", zipfile.ZIP_STORED)
+
+    async def record(self, file: Sink, name: str, data: bytes) -> None:
+        """Write a small record."""
+        await self.stream(file, name, len(data), _once(data))
+
+    async def stream(self, file: Sink, name: str, nbytes: int, pieces: AsyncIterator[memoryview | bytes]) -> None:
+        """Write a record of ``nbytes``."""
+        info = zipfile.ZipInfo(_FOLDER + name)  # the date of all is 1980: equal states make equal files
+        info.file_size, info.CRC = nbytes, 0  # the sum follows behind the bytes
+        large = nbytes * 1.05 > zipfile.ZIP64_LIMIT  # as zipfile itself decides
+        padding = -(self._pipe.tell() + len(info.FileHeader(zip64=large)) + 4) % _ALIGNMENT
+        info.extra = _EXTRA.to_bytes(2, "little") + padding.to_bytes(2, "little") + b"Z" * padding
+        try:
+            with self._zip.open(info, "w") as entry:
+                async for piece in pieces:
+                    entry.write(piece)
+                    await self._pipe.drain(file)
+        finally:
+            await pieces.aclose()  # type: ignore[attr-defined]
+
+    async def end(self, file: Sink) -> None:
+        """Write the directory of the records."""
+        self._zip.close()
+        await self._pipe.drain(file)
+
+
+async def _once(data: bytes) -> AsyncIterator[bytes]:
+    yield data

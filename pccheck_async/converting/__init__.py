@@ -1,6 +1,0 @@
-"""Checkpoints as the files of others, and back."""
-
-from pccheck_async.converting.exporting import Exported, export_checkpoint
-from pccheck_async.converting.importing import import_checkpoint
-
-__all__ = ["Exported", "export_checkpoint", "import_checkpoint"]

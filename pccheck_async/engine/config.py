@@ -1,0 +1,150 @@
+"""Settings of an engine, and what "auto" becomes on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from numbers import Real
+from typing import Literal
+
+from pccheck_async.engine.policy import Policy
+from pccheck_async.format.record import align
+from pccheck_async.store.retention import Best, Retention, make_best
+from pccheck_async.training.policy import (
+    make_policy,
+)
+
+__all__ = ["Auto", "Decisions", "EngineConfig", "decide"]
+
+Auto = Literal["auto"]
+
+_CHUNK_BYTES = {
+    False: (16 << 20, "16 MiB: measured to saturate a local disk with four writers, with half the wake-ups of 8 MiB"),
+    True: (32 << 20, "32 MiB, as there is a GPU: PCIe 5 moves 16 MiB in a third of a millisecond; half as many copies"),
+}
+"""Bytes of a chunk where memory is not scarce, and why, by whether there is a GPU."""
+_WRITERS = 4
+_COPIERS = 4
+"""On two cores, two shorten the capture by a fifth to a quarter, and take a few percent longer until it is durable."""
+_BUFFERS = 8
+"""Chunks that staging memory holds where it is scarce: fewer, and copies and writes wait for each other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What the user asked for, validated (see :class:`pccheck_async.CheckpointEngine` for the meanings)."""
+
+    max_in_flight: int = 2
+    keep_last: int = 1
+    keep_every: int | None = None
+    keep_best: Best | tuple[str, int, Literal["min", "max"]] | None = None
+    save_last: bool = True
+    chunk_bytes: int | Auto = "auto"
+    host_memory: int | Auto = "auto"
+    writers: int | Auto = "auto"
+    device: Literal["auto", "snapshot", "stream"] = "auto"
+    interval: int | timedelta | Policy | None = None
+    max_stall: float | None = None
+    check_captures: bool = False
+    on_busy: Literal["wait", "skip"] = "wait"
+    on_error: Literal["raise", "warn"] = "raise"
+    lock_timeout: float = 5.0
+    exit_timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        _check_count("max_in_flight", self.max_in_flight)
+        _ = self.retention
+        for name in ("chunk_bytes", "host_memory", "writers"):
+            if getattr(self, name) != "auto":
+                _check_count(name, getattr(self, name))
+        if self.device not in ("auto", "snapshot", "stream"):
+            raise ValueError(f"device is 'auto', 'snapshot' or 'stream', not {self.device!r}")
+        if self.on_busy not in ("wait", "skip"):
+            raise ValueError(f"on_busy is 'wait' or 'skip', not {self.on_busy!r}")
+        if self.on_error not in ("raise", "warn"):
+            raise ValueError(f"on_error is 'raise' or 'warn', not {self.on_error!r}")
+        make_policy(self.interval)
+        if self.max_stall is not None:
+            _check_seconds("max_stall", self.max_stall, " or None")
+        _check_seconds("lock_timeout", self.lock_timeout)
+        _check_seconds("exit_timeout", self.exit_timeout)
+        for name in ("save_last", "check_captures"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is True or False, not {getattr(self, name)!r}")
+
+    @property
+    def retention(self) -> Retention:
+        """The rules for what is kept."""
+        best = None if self.keep_best is None else make_best(self.keep_best)
+        return Retention(keep_last=self.keep_last, keep_every=self.keep_every, keep_best=best)
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """The numbers an engine runs with, and why.
+
+    Attributes:
+        chunk_bytes: Unit of copying and writing.
+        host_memory: Most staging memory in bytes.
+        writers: Writes running at a time (p): threads, or on io_uring requests in the kernel.
+        copiers: Threads that copy and checksum.
+        reasons: One sentence for each number.
+    """
+
+    chunk_bytes: int
+    host_memory: int
+    writers: int
+    copiers: int
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+def decide(config: EngineConfig, *, block_bytes: int, cores: int, memory: int, cuda: bool = False) -> Decisions:
+    """Turn every "auto" into a number.
+
+    Args:
+        config: The user's settings.
+        block_bytes: Block size of the store; chunks are whole blocks.
+        cores: Cores this process may use.
+        memory: Bytes of memory this process can still take.
+        cuda: Whether there is a CUDA device.
+    """
+    reasons: dict[str, str] = {}
+    if config.host_memory == "auto":
+        host_memory = memory // 4
+        reasons["host_memory"] = f"a quarter of the {memory} bytes that this process can still take"
+    else:
+        host_memory = config.host_memory
+        reasons["host_memory"] = "given"
+    if config.chunk_bytes == "auto":
+        most, reason = _CHUNK_BYTES[cuda]
+        chunk_bytes = max(block_bytes, min(most, host_memory // _BUFFERS) // block_bytes * block_bytes)
+        if chunk_bytes != most:
+            reason = f"host_memory of {host_memory} bytes holds {_BUFFERS} of them"
+        reasons["chunk_bytes"] = reason
+    else:
+        chunk_bytes = align(config.chunk_bytes, block_bytes)
+        reasons["chunk_bytes"] = "given" if chunk_bytes == config.chunk_bytes else f"given, in blocks of {block_bytes}"
+    if host_memory < chunk_bytes:
+        if config.host_memory != "auto":
+            raise ValueError(f"host_memory of {host_memory} bytes is less than one chunk of {chunk_bytes} bytes")
+        host_memory = chunk_bytes
+        reasons["host_memory"] += "; that is less than a chunk, so one chunk"
+    if config.writers == "auto":
+        writers = _WRITERS
+        reasons["writers"] = f"{_WRITERS}: they wait for the device, not for a core"
+    else:
+        writers = config.writers
+        reasons["writers"] = "given"
+    copiers = min(_COPIERS, cores)
+    reasons["copiers"] = f"{copiers}, of {cores} cores: training waits for copies, writes wait for the device"
+    return Decisions(chunk_bytes, host_memory, writers, copiers, reasons)
+
+
+def _check_count(name: str, value: object) -> None:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} is a whole number of at least 1, not {value!r}")
+
+
+def _check_seconds(name: str, value: object, other: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, Real) or not float(value) >= 0:
+        raise ValueError(f"{name} is a number of seconds from 0 on{other}, not {value!r}")

@@ -1,0 +1,171 @@
+"""The checkpoints of one engine: which were admitted, which are in flight, and what became of the others."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections import deque
+from dataclasses import dataclass
+
+from pccheck_async.engine.config import EngineConfig
+from pccheck_async.engine.pending import PendingCheckpoint
+from pccheck_async.engine.policy import SaveReport
+from pccheck_async.engine.statistics import Spread
+from pccheck_async.errors import CheckpointError
+from pccheck_async.telemetry.events import Admitted, Durable, Failed, Skipped, Superseded
+from pccheck_async.telemetry.reporter import Reporter
+
+__all__ = ["Admissions", "Counts"]
+
+_MOST_REPORTS = 64
+
+
+@dataclass(slots=True)
+class Counts:
+    """How many checkpoints took which course; see :class:`pccheck_async.EngineStatistics`."""
+
+    admitted: int = 0
+    durable: int = 0
+    superseded: int = 0
+    failed: int = 0
+    skipped: int = 0
+    abandoned: int = 0
+
+
+class Admissions:
+    """Gives counters away, and remembers every checkpoint until it ended and its failure was told.
+
+    Args:
+        config: How many may be in flight, and what to do with those beyond and with failures.
+        reporter: Told of what happens.
+
+    Attributes:
+        lock: Held while a checkpoint is admitted; reentrant, as a signal handler may ask for statistics meanwhile.
+        counter: The largest that was given away.
+        counts: What became of them.
+        newest: The one that was admitted last, None before the first.
+        save_seconds: What those that became durable took.
+        capture_seconds: What they took until they were captured.
+    """
+
+    def __init__(self, config: EngineConfig, reporter: Reporter) -> None:
+        self._config = config
+        self._reporter = reporter
+        self.lock = threading.RLock()
+        self.counter = -1
+        self.counts = Counts()
+        self.newest: PendingCheckpoint | None = None
+        self.save_seconds, self.capture_seconds = Spread(), Spread()
+        self._in_flight: dict[PendingCheckpoint, None] = {}
+        self._failed: list[tuple[PendingCheckpoint, Exception]] = []
+        # Fields of those that nobody took yet.
+        self._reports: deque[tuple[int, float, float, float, float, int]] = deque(maxlen=_MOST_REPORTS)
+
+    @property
+    def in_flight(self) -> list[PendingCheckpoint]:
+        """Those admitted and not ended, oldest first."""
+        with self.lock:
+            return list(self._in_flight)
+
+    def add(self, step: int | None) -> PendingCheckpoint:
+        """Give the next counter away. All is noted before the engine hears of it."""
+        self.counter += 1
+        pending = PendingCheckpoint(self.counter if step is None else step, self.counter)
+        self._reporter.tell(Admitted, step=pending.step, counter=pending.counter)
+        # No call from here on, or an interrupt would leave one in flight that nobody knows.
+        self.counts.admitted += 1
+        self.newest = pending
+        self._in_flight[pending] = None
+        return pending
+
+    def withdraw(self, pending: PendingCheckpoint, error: CheckpointError) -> bool:
+        """Forget one that the engine did not take; False where it did, and has seen it captured or ended it."""
+        with self.lock:
+            if pending.is_captured or pending not in self._in_flight:
+                return False
+            del self._in_flight[pending]
+            self.counts.admitted -= 1
+        self._reporter.tell(Failed, step=pending.step, counter=pending.counter, error=error)
+        return True
+
+    def skip(self, step: int | None) -> PendingCheckpoint | None:
+        """Return what stands for a checkpoint that is skipped, None where there is room for it or it may wait."""
+        if self._config.on_busy != "skip":
+            return None
+        with self.lock:
+            if len(self._in_flight) < self._config.max_in_flight:
+                return None
+            newest = next(reversed(self._in_flight))
+            self.counts.skipped += 1
+        self._reporter.tell(Skipped, step=step, counter=newest.counter, in_flight=self._config.max_in_flight)
+        return PendingCheckpoint.standing_for(newest, newest.step if step is None else step)
+
+    def note_end(self, pending: PendingCheckpoint, error: Exception | None, superseded: bool, nbytes: int) -> None:
+        """Note what became of a checkpoint, before anyone is told."""
+        now = time.monotonic()
+        step, counter, seconds = pending.step, pending.counter, now - pending.admitted_at
+        with self.lock:
+            self._in_flight.pop(pending, None)  # one that was withdrawn may end later
+            if error is not None:
+                self.counts.failed += 1
+                self._failed.append((pending, error))
+            elif superseded:  # when it ended says nothing about how long one takes
+                self.counts.superseded += 1
+            else:
+                captured, stall = max(0.0, pending.captured_at - pending.admitted_at), pending.stall
+                self.counts.durable += 1
+                self.save_seconds.add(seconds)
+                self.capture_seconds.add(captured)
+                self._reports.append((step, now, seconds, captured, stall, nbytes))
+        tell = self._reporter.tell
+        if error is not None:
+            tell(Failed, step=step, counter=counter, error=error)
+        elif superseded:
+            tell(Superseded, step=step, counter=counter, seconds=seconds)
+        else:
+            tell(
+                Durable,
+                step=step,
+                counter=counter,
+                nbytes=nbytes,
+                seconds=seconds,
+                capture_seconds=captured,
+                stall=stall,
+            )
+
+    def take_reports(self) -> list[SaveReport]:
+        """Return the reports of those that became durable since the last call."""
+        reports = []
+        while self._reports:
+            reports.append(SaveReport(*self._reports.popleft()))
+        return reports
+
+    def raise_untold(self) -> None:
+        """Raise the first failure that nobody waited for (or warn of it), the others as notes on it."""
+        if not self._failed:
+            return
+        with self.lock:
+            failed = [each for each in self._failed if not each[0].failure_told]
+            # Whoever waits for one will be told, or be cancelled before that: then it is for the next call.
+            self._failed = [each for each in failed if each[0].awaited]
+            untold = [each for each in failed if each not in self._failed]
+        if not untold:
+            return
+        untold = [(pending, error) for pending, error in untold if not self.warn_of(pending, error)]
+        if not untold:
+            return
+        (told, first), *others = untold
+        told.set_told()
+        for pending, error in others:
+            pending.set_told()
+            first.add_note(f"the checkpoint of step {pending.step} failed too: {error}")
+        raise first
+
+    def warn_of(self, pending: PendingCheckpoint, error: Exception) -> bool:
+        """Warn of a failure instead of raising it, where the user chose that; False where it is to be raised."""
+        if self._config.on_error != "warn":
+            return False
+        pending.set_told()
+        warnings.warn(f"the checkpoint of step {pending.step} failed: {error}", RuntimeWarning, stacklevel=4)
+        return True

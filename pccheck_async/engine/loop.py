@@ -1,0 +1,194 @@
+"""The engine's own event loop on a thread of its own.
+
+A training step blocks the loop it runs on for its whole length; the pipeline must not stand still meanwhile, so the
+engine never runs on the caller's loop. Callers reach it from any thread (:meth:`EngineLoop.call`) or any loop
+(:meth:`EngineLoop.run`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from pccheck_async.engine.standard_files import fill_standard_files
+from pccheck_async.errors import ClosedError
+from pccheck_async.state.tensor_access import exempt_this_thread
+from pccheck_async.transfer.uninterrupted import uninterrupted
+
+try:  # here, and not when the first loop is made: on a caller's loop
+    from uvloop import new_event_loop
+except ImportError:
+    from asyncio import new_event_loop  # type: ignore[assignment]
+
+__all__ = ["EngineLoop", "finish", "wait_for"]
+
+T = TypeVar("T")
+
+
+class EngineLoop:
+    """An event loop (uvloop where it is installed) on a daemon thread."""
+
+    def __init__(self, name: str = "pccheck-engine") -> None:
+        fill_standard_files()  # before the files of a store are opened
+        self.loop: asyncio.AbstractEventLoop = new_event_loop()
+        self.kind = new_event_loop.__module__.partition(".")[0]
+        self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._ended.set_running_or_notify_cancel()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._guard = threading.Lock()
+        self._stopping = False
+        self._thread.start()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> tuple[concurrent.futures.Future[T], Callable[[], None]]:
+        """Start a coroutine here from any thread. Returns its future and a function that cancels the coroutine.
+
+        The future ends when the coroutine has ended, also after a cancellation, and it cannot itself be cancelled:
+        whoever waits for it knows that nothing is running any more.
+
+        Raises:
+            ClosedError: the loop was stopped, or (in the future) is stopped before the coroutine ended.
+        """
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        future.set_running_or_notify_cancel()
+        task: asyncio.Task[T] | None = None
+
+        def ended(done: asyncio.Task[T]) -> None:
+            self._tasks.discard(done)
+            if done.cancelled():
+                stopped = ClosedError("the engine was closed meanwhile")
+                future.set_exception(stopped if self._stopping else concurrent.futures.CancelledError())
+            elif (error := done.exception()) is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(done.result())
+
+        def start() -> None:
+            nonlocal task
+            task = self.loop.create_task(coroutine)
+            self._tasks.add(task)
+            task.add_done_callback(ended)
+
+        def cancel() -> None:
+            # One round later: a coroutine that is cancelled before its first step never gets to clean up.
+            self.post(lambda: self.loop.call_soon(task.cancel) if task else None)
+
+        if not self.post(start):
+            coroutine.close()
+            raise ClosedError("the engine is closed")
+        return future, cancel
+
+    def post(self, function: Callable[..., Any], *arguments: Any) -> bool:
+        """Call a function on this loop soon, from any thread; False where the loop was stopped, and then never."""
+        with self._guard:
+            if not self._stopping:
+                self.loop.call_soon_threadsafe(function, *arguments)
+            return not self._stopping
+
+    async def end_others(self, spared: asyncio.Task[Any] | None = None) -> None:
+        """Cancel what other threads run on this loop, and wait until it ended. Called on this loop, before stopping.
+
+        Args:
+            spared: What ends by itself when the caller has.
+        """
+        with self._guard:
+            self._stopping = True
+        others = self._tasks - {asyncio.current_task(), spared}
+        for task in others:
+            task.cancel()
+        if others:
+            await asyncio.wait(others)
+
+    def call(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """Run a coroutine here and block the calling thread until it ended. On TimeoutError it is cancelled first."""
+        self._refuse_own_thread(coroutine)
+        future, cancel = self.submit(coroutine)
+        try:
+            return future.result(timeout)
+        except BaseException:
+            if not future.done():  # a timeout or KeyboardInterrupt, not the coroutine's own error
+                cancel()
+                concurrent.futures.wait([future])
+            raise
+
+    async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine here and await it on the caller's loop.
+
+        Cancellation: cancels the coroutine and returns once it has ended; also where this one is thrown away, and then
+            the thread is blocked meanwhile.
+        """
+        future, cancel = self.submit(coroutine)
+        try:
+            return await wait_for(future)
+        except asyncio.CancelledError:
+            cancel()
+            await finish(future)
+            raise
+        except GeneratorExit:  # thrown away: it cannot await anything any more
+            if self._thread.is_alive():  # else this is a forked child, where nothing runs
+                cancel()
+                if threading.current_thread() is not self._thread:  # which collects garbage, too
+                    concurrent.futures.wait([future])
+            raise
+
+    def stop(self) -> None:
+        """End the loop and its thread. Idempotent; must not be called on the loop's own thread."""
+        self.ask_to_stop()
+        self._thread.join()
+
+    def ask_to_stop(self) -> concurrent.futures.Future[None]:
+        """Do the same without waiting; the future is done when the loop is closed and its thread does nothing more."""
+        with self._guard:
+            self._stopping = True
+        if self._thread.is_alive():
+            with suppress(RuntimeError):  # closed meanwhile, by another thread that stops it
+                self.loop.call_soon_threadsafe(self.loop.stop)
+        elif not self._ended.done():  # in a forked child: the thread lives on in the parent only
+            self._ended.set_result(None)
+        return self._ended
+
+    async def stopped(self) -> None:
+        """Do the same as :meth:`stop`, for coroutines of other loops. Cancellation: raised once it has ended."""
+        await uninterrupted(asyncio.wrap_future(self.ask_to_stop()))
+
+    def _refuse_own_thread(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise RuntimeError("blocking on the engine's own thread would never end")
+
+    def _serve(self) -> None:
+        exempt_this_thread()
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+            self.loop.run_until_complete(self.end_others())
+            with suppress(RuntimeError):  # no thread can be started while the interpreter exits, and none is left
+                self.loop.run_until_complete(self.loop.shutdown_default_executor())
+        finally:
+            try:
+                self.loop.close()
+            finally:
+                self._ended.set_result(None)
+
+
+async def wait_for(future: concurrent.futures.Future[T]) -> T:
+    """Await a future of another thread. Cancellation: only stops the waiting."""
+    return await asyncio.wrap_future(future)
+
+
+async def finish(future: concurrent.futures.Future[Any]) -> None:
+    """Wait until ``future`` is done, whatever it holds, and however often the waiter is cancelled."""
+    if future.done():
+        return
+    waiter = asyncio.wrap_future(future)
+    while not waiter.done():
+        try:
+            await asyncio.wait((waiter,))
+        except asyncio.CancelledError:
+            continue
+    if not waiter.cancelled():
+        waiter.exception()  # retrieved

@@ -1,0 +1,272 @@
+"""Captures that run while training goes on: the guard before optimizer steps, and what finds out about torn ones.
+
+Parameters and the tensors that an optimizer keeps for them change in its step only, so they may be copied during the
+next forward and backward if the step waits for the copy (CheckFreq, section 4.1). The guard sees to that for attached
+optimizers. Where all copies that are left are queued on devices, it lets the devices wait and not the training thread:
+what the step queues there comes behind a fence. Python code that reaches for the memory of what is being captured, past
+torch's counters, waits as well (:mod:`pccheck_async.state.tensor_access`): so are weights swapped for an evaluation.
+Changes that cannot be held up are found out, as far as anybody can tell:
+
+- a step that begins in the middle of a capture, by hooks on the attached optimizers and on all others;
+- other changes, by version counters, addresses and sizes, compared when the training thread next waits for the capture,
+  and before the commit where it did not;
+- on request, any change at all, by a comparison with a copy that was made before the call returned.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from pccheck_async.engine.pending import PendingCheckpoint
+from pccheck_async.engine.promise import Moment
+from pccheck_async.engine.step_hooks import StepHooks, hooks_of, hooks_of_all
+from pccheck_async.errors import TornCaptureError
+from pccheck_async.state.cache.versions import Versions
+from pccheck_async.state.tensor_access import notify, stop_notifying, storage_address
+from pccheck_async.transfer.copying import Fence
+
+__all__ = ["Guard", "Overlapped"]
+
+
+class Overlapped:
+    """One overlapped capture: what must not change before it ended, and whether that did.
+
+    Args:
+        pending: Its checkpoint.
+        versions: The tensors that are captured while training goes on.
+        note_end: Called with what made the checkpoint fail, None where it did not.
+    """
+
+    def __init__(
+        self, pending: PendingCheckpoint, versions: Versions, note_end: Callable[[Exception | None], None]
+    ) -> None:
+        self.pending = pending
+        self.note_end = note_end
+        self._versions: Versions | None = versions
+        self._addresses = versions.memory[0]
+        self._torn: TornCaptureError | None = None
+        self._fence: Moment[Fence] = Moment()
+        self._lock = threading.RLock()  # a finalizer that reaches for memory may find it taken by its own thread
+
+    @property
+    def running(self) -> bool:
+        """Whether live bytes may still be read."""
+        return not self.pending.is_captured
+
+    @property
+    def settled(self) -> bool:
+        """Whether changes are no concern of this any more."""
+        return self._versions is None
+
+    @cached_property
+    def storages(self) -> frozenset[int]:
+        """Where the storages begin that are captured while training goes on."""
+        return frozenset(self._addresses)
+
+    def set_fence(self, fence: Fence) -> None:
+        """Note behind what a device may change what is captured. Called on the engine's threads, at most once."""
+        self._fence.set_result(fence)
+
+    def wait(self, timeout: float | None, *, for_fence: bool) -> bool:
+        """Block until nothing reads the live state any more, or until there is a fence. False where it took longer."""
+        return self.pending.wait_out_of_reach(timeout, self._fence if for_fence else None)
+
+    def hold_up(self) -> bool:
+        """Let the devices wait, on the caller's current streams; False where there is no fence, or they cannot."""
+        fence = self._fence
+        return fence.over and fence.result().hold_up()
+
+    def settle(self) -> None:
+        """Compare for the last time: the capture ended, and the caller may change everything from now on.
+
+        The same holds where the devices wait, for what is queued on them.
+        """
+        with self._lock:
+            versions, self._versions = self._versions, None
+            if versions is not None and self._torn is None and (paths := versions.changed()):
+                self._torn = _torn(
+                    self.pending,
+                    paths,
+                    "changed before its capture was waited for",
+                    "call engine.wait_captured() before code that changes it, or checkpoint with overlap=False",
+                )
+
+    def detect(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note that an optimizer is about to change ``tensors``; that matters while the capture runs."""
+        with self._lock:
+            if self._versions is None or self._torn is not None or not self.running:
+                return
+            if paths := self._versions.paths_of(tensors):
+                self._torn = _torn(
+                    self.pending,
+                    paths,
+                    "is changed by an optimizer's step in the middle of its capture",
+                    "attach that optimizer to the engine, or call engine.wait_captured() before its step",
+                )
+
+    def check(self) -> None:
+        """Raise TornCaptureError if anything is known to have changed. Called before the commit."""
+        self.settle()
+        self._fence = Moment()  # the copies ended; users may keep their checkpoint for long
+        if self._torn is not None:
+            raise self._torn
+
+
+def _torn(pending: PendingCheckpoint, paths: Sequence[str], what: str, advice: str) -> TornCaptureError:
+    text = f"the checkpoint of step {pending.step} is torn, and not committed: {paths[0]} {what}; {advice}"
+    return TornCaptureError(text, paths=paths)
+
+
+class Guard:
+    """Holds up attached optimizers while what they change is being captured.
+
+    Args:
+        max_stall: Most seconds that a step is held up; beyond, the capture is abandoned.
+        abandon: Ends a checkpoint; returns once nothing of its capture is running.
+        waited: Called with a checkpoint and the seconds that a step waited for its capture.
+        reached: Called with tensors and storages for whose memory code reaches, captured or not.
+
+    Attributes:
+        attached: Whether an optimizer ever was.
+        fenced: How many captures they left to the devices to wait for.
+    """
+
+    def __init__(
+        self,
+        max_stall: float | None,
+        abandon: Callable[[PendingCheckpoint], None],
+        waited: Callable[[PendingCheckpoint, float], None],
+        reached: Callable[[Any], None],
+    ) -> None:
+        self._pid = os.getpid()
+        self._max_stall = max_stall
+        self._abandon = abandon
+        self._waited = waited
+        self._reached = reached
+        self._hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepHooks] = weakref.WeakKeyDictionary()
+        self._attached: list[weakref.ref[torch.optim.Optimizer]] = []
+        self.attached = False
+        self._others: StepHooks | None = None
+        self._captures: list[Overlapped] = []  # replaced and never changed: read without the lock
+        self._lock = threading.RLock()
+        self.fenced = 0
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The attached ones that are still in use."""
+        return [optimizer for each in self._attached if (optimizer := each()) is not None]
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Hold up the steps of ``optimizer`` from now on. Idempotent. Raises TypeError where it has no hooks."""
+        if optimizer in self._hooks:
+            return
+        hooks = hooks_of(optimizer)
+        hooks.add(before=self.before_step)
+        self._attached = [each for each in self._attached if each() is not None] + [weakref.ref(optimizer)]
+        self.attached = True
+        self._hooks[optimizer] = hooks  # last, for it is how the next call knows whether this one was interrupted
+
+    def watch(self, capture: Overlapped) -> None:
+        """Hold up steps until this capture ended."""
+        if self._others is None:
+            self._others = hooks_of_all()
+            self._others.add(before=self.before_any_step)
+            notify(self.before_access)
+        with self._lock:
+            self._captures = [each for each in self._captures if not each.pending.done()] + [capture]
+
+    def wait(self) -> None:
+        """Block until no capture reads the live state any more; one that takes longer than allowed is abandoned."""
+        deadline = self._deadline()
+        for capture in self._captures:
+            self._block(capture, deadline, for_fence=False)
+            self._settle(capture)
+
+    def hold_up(self) -> None:
+        """Do the same for what the calling thread does next on its current streams: devices wait where they can.
+
+        The thread blocks only until all copies that are left are queued there. A capture stays watched until it ended:
+        another step may use other streams.
+        """
+        self._hold_up(self._captures)
+
+    def _hold_up(self, captures: Iterable[Overlapped]) -> None:
+        deadline = self._deadline()
+        for capture in captures:
+            self._block(capture, deadline, for_fence=True)
+            if capture.running:
+                if capture.hold_up():
+                    self.fenced += not capture.settled
+                else:
+                    self._block(capture, deadline, for_fence=False)
+            self._settle(capture)
+
+    def _deadline(self) -> float:
+        return math.inf if self._max_stall is None else time.perf_counter() + self._max_stall
+
+    def _block(self, capture: Overlapped, deadline: float, *, for_fence: bool) -> None:
+        if not capture.running:
+            return
+        start = time.perf_counter()
+        try:
+            timeout = None if deadline == math.inf else max(0.0, deadline - start)
+            if not capture.wait(timeout, for_fence=for_fence):
+                self._abandon(capture.pending)
+        finally:
+            self._waited(capture.pending, time.perf_counter() - start)
+
+    def _settle(self, capture: Overlapped) -> None:
+        capture.settle()
+        with self._lock:  # only now: whoever interrupts the wait, it is watched at the next step
+            self._captures = [each for each in self._captures if each is not capture or each.running]
+
+    def close(self) -> None:
+        """Let go of all optimizers."""
+        for hooks in self._hooks.values():
+            hooks.remove(self.before_step)
+        if self._others is not None:
+            self._others.remove(self.before_any_step)
+            stop_notifying(self.before_access)
+        self._hooks.clear()
+        self._attached = []
+        self._others = None
+
+    def before_access(self, owner: Any, _: bool) -> None:
+        """Hold up who reaches for memory that is being captured (``owner`` is a tensor or storage)."""
+        self._reached(owner)
+        running = [capture for capture in self._captures if capture.running]
+        if not running or os.getpid() != self._pid or not (address := storage_address(owner)):
+            return
+        self._hold_up([capture for capture in running if address in capture.storages])
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Hold up a step of an attached optimizer."""
+        if os.getpid() == self._pid:
+            self.hold_up()
+            self._detect(optimizer)
+
+    def before_any_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look for captures that a step of an optimizer which is not attached tears."""
+        if os.getpid() == self._pid and optimizer not in self._hooks:
+            for capture in self._captures:
+                if capture.settled and capture.running:
+                    capture.hold_up()  # its step may use other streams than the attached one that came before
+            self._detect(optimizer)
+
+    def _detect(self, optimizer: torch.optim.Optimizer) -> None:
+        for capture in self._captures:
+            capture.detect(
+                parameter
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+                if parameter.requires_grad or parameter.grad is not None  # frozen ones it leaves as they are
+            )

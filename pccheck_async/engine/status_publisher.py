@@ -1,0 +1,216 @@
+"""Publishes the status of an engine into a file, for other processes to look at."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from pccheck_async.engine.pending import PendingCheckpoint
+from pccheck_async.engine.policy import StepReport
+from pccheck_async.engine.statistics import EngineStatistics
+from pccheck_async.errors import CorruptStoreError
+from pccheck_async.format.info import CheckpointInfo
+from pccheck_async.medium.regular_file import open_regular
+from pccheck_async.medium.status_file import STATUS_NAME, Committed, InFlight, Status, encode_status, starts_status
+from pccheck_async.telemetry.logs import write
+from pccheck_async.transfer.fork_lock import ForkLock
+
+__all__ = ["Publisher", "make_status"]
+
+_SECONDS = 0.5
+_MOST_COMMITTED = 8
+_MODE = 0o666  # the user's umask decides
+_making = ForkLock()
+
+
+class Publisher:
+    """Writes twice a second, on a thread of its own: a write to a busy filesystem may take long, and holds nobody up.
+
+    Not through the store's writer: nothing here is ever flushed, nothing depends on it, and what goes wrong is logged
+    once and has no other consequence.
+
+    Args:
+        store: Path of the store.
+        collect: Returns what to publish.
+    """
+
+    def __init__(self, store: str, collect: Callable[[], Status]) -> None:
+        self._path = Path(store).absolute() / STATUS_NAME  # the process may change its folder before the first one
+        self._store = store
+        self._collect = collect
+        self._fd = -1
+        self._said = False
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Publish from now on. Called with the engine's lock held, at every checkpoint: only the first one costs."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="pccheck-status", daemon=True)  # interrupted or not
+            with suppress(RuntimeError):  # no thread can be started any more, while the interpreter exits
+                self._thread.start()
+
+    def close(self, timeout: float) -> None:
+        """Remove the file and end the thread, or leave that to the thread if it takes longer than ``timeout`` seconds.
+
+        The store is still locked: the file cannot be another engine's. Where nothing was published, a file is that of
+        an engine that died, and would go on to tell of its crash.
+        """
+        self._end.set()
+        if self._thread is None:
+            with suppress(OSError, CorruptStoreError):
+                self._remove_old()
+        elif self._thread.ident is not None:
+            self._thread.join(timeout)
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the file, and with it of its lock."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with suppress(OSError):
+                os.close(fd)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._publish()
+            except Exception as error:  # noqa: BLE001 - whatever it is, checkpoints have nothing to do with it
+                self._say(error)
+            if self._end.wait(_SECONDS):
+                break
+        self._remove()
+
+    def _publish(self) -> None:
+        data = encode_status(self._collect())
+        if self._fd < 0:
+            self._create(data)
+        else:
+            os.pwrite(self._fd, data, 0)
+
+    def _create(self, data: bytes) -> None:
+        """Make the file anew: what is there may be another process's that died. Raises what says that it is not.
+
+        It gets its name when it is locked and says something: a reader that found it before could lock it shared, or
+        take this process for dead.
+        """
+        with suppress(FileNotFoundError):
+            self._remove_old()
+        nameless = self._path.with_name(STATUS_NAME + ".tmp")
+        nameless.unlink(missing_ok=True)  # of a process that died, as the store is locked
+        try:
+            with _making:
+                self._fd = os.open(nameless, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
+            with suppress(OSError):  # where the filesystem locks nothing, its age says whether the engine lives
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.pwrite(self._fd, data, 0)
+            nameless.rename(self._path)
+        except BaseException:
+            self.abandon()
+            with suppress(OSError):
+                nameless.unlink(missing_ok=True)
+            raise
+
+    def _remove_old(self) -> None:
+        """Remove the file of an engine that died. Raises what says that it is something else, or not there."""
+        fd = open_regular(self._path, os.O_RDONLY)
+        try:
+            if not starts_status(os.pread(fd, 32, 0)):
+                raise FileExistsError(f"{self._path} is not a status file of an engine")
+        finally:
+            os.close(fd)
+        self._path.unlink()
+
+    def _remove(self) -> None:
+        if self._fd >= 0:
+            with suppress(OSError):
+                if os.path.samestat(os.fstat(self._fd), self._path.lstat()):  # after a timeout it may be another's
+                    self._path.unlink()
+            self.abandon()
+
+    def _say(self, error: Exception) -> None:
+        if not self._said:
+            self._said = True
+            text = "%s: other processes (pccheck watch) see nothing of this engine: %s; said once"
+            write(logging.WARNING, "status", text, self._store, error, store=self._store)
+
+
+def make_status(
+    statistics: EngineStatistics,
+    *,
+    started: float,
+    in_flight: Sequence[PendingCheckpoint],
+    committed: Sequence[CheckpointInfo],
+    newest: PendingCheckpoint | None,
+    report: StepReport | None,
+    failure: BaseException | None,
+) -> Status:
+    """Put together what is published.
+
+    Args:
+        statistics: The engine's.
+        started: When it was opened, in seconds since the epoch.
+        in_flight: Checkpoints on their way.
+        committed: Durable ones, newest first.
+        newest: The one that was admitted last.
+        report: On the last training step.
+        failure: What stopped the store from taking commits.
+    """
+    now, clock, saves, interval = time.time(), time.monotonic(), statistics.save_seconds, statistics.interval
+    next_step = next_time = None
+    if newest is not None and report is not None:
+        if interval.interval is not None:
+            next_step = newest.step + interval.interval
+        elif interval.seconds is not None:
+            next_time = now - clock + newest.admitted_at + interval.seconds
+    names = ("admitted", "durable", "superseded", "failed", "skipped", "abandoned")
+    return Status(
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        started=started,
+        time=now,
+        in_flight=[_in_flight(pending, clock) for pending in in_flight],
+        committed=[
+            Committed(step=info.step, counter=info.counter, nbytes=info.nbytes, time=info.time, pinned=info.pinned)
+            for info in committed[:_MOST_COMMITTED]
+        ],
+        counts={name: getattr(statistics, name) for name in names},
+        durable_bytes=statistics.durable_bytes,
+        save_seconds=saves.seconds / saves.count if saves.count else None,
+        stall_seconds=statistics.stall_seconds,
+        stage_bytes={name: stage.nbytes for name, stage in statistics.stages.items()},
+        stage_seconds={name: stage.seconds for name, stage in statistics.stages.items()},
+        pool_bytes=statistics.pool_bytes,
+        pool_in_use_bytes=statistics.pool_in_use_bytes,
+        host_memory=statistics.decisions.host_memory,
+        slots=statistics.slots,
+        slot_bytes=statistics.slot_bytes,
+        io=statistics.io,
+        interval=interval.interval,
+        interval_seconds=interval.seconds,
+        reason=interval.reason,
+        step=None if report is None else report.step,
+        step_seconds=None if report is None else report.seconds,
+        next_step=next_step,
+        next_time=next_time,
+        failure="" if failure is None else f"{type(failure).__name__}: {failure}",
+    )
+
+
+def _in_flight(pending: PendingCheckpoint, clock: float) -> InFlight:
+    progress = pending.progress
+    return InFlight(
+        step=pending.step,
+        counter=pending.counter,
+        phase=progress.phase,
+        nbytes=progress.nbytes,
+        captured=progress.captured,
+        written=progress.written,
+        seconds=clock - pending.admitted_at,
+    )

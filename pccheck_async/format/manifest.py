@@ -1,0 +1,272 @@
+"""The manifest of one checkpoint: what its payload holds. Encoded as msgpack, decoded with a schema and then checked.
+
+Only :func:`decode` makes a manifest from bytes, and only a checked one leaves it: every range lies inside the payload,
+no view reaches outside its storage, and every array is named once. So those who allocate and copy by it need no checks
+of their own, and what they allocate is never more than the payload holds. Nor does reading one take more time than its
+length asks for: ``MAX_DEPTH`` and ``MOST_ALIKE`` (:mod:`pccheck_async.format.skeleton` and ``keys``) see to that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final, Literal
+
+import msgspec
+from msgspec import structs
+
+from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
+from pccheck_async.format import dtypes
+from pccheck_async.format.skeleton import MAX_DEPTH, ArrayNode, DictNode, Node, SurrogateStrNode, children
+
+__all__ = [
+    "ALIGNMENT",
+    "MIN_BLOCK",
+    "VERSION",
+    "ChunkEntry",
+    "Manifest",
+    "ManifestEncoder",
+    "StorageEntry",
+    "TensorEntry",
+    "decode",
+    "encode",
+    "span",
+]
+
+VERSION: Final = 1
+ALIGNMENT: Final = 64
+"""Bytes: every storage starts at a multiple of it in the payload."""
+MIN_BLOCK: Final = 512
+"""Bytes: every chunk is a multiple of it, whatever the block size of the store."""
+_MAX_DIMENSIONS: Final = 64
+_MAX_BYTES: Final = 1 << 62
+
+
+class _Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    pass
+
+
+class StorageEntry(_Entry, frozen=True, gc=False):
+    """Memory that one or several arrays view: where its bytes are in the payload."""
+
+    offset: int
+    nbytes: int
+
+
+class TensorEntry(_Entry, frozen=True, gc=False):
+    """One tensor or array: a view of a storage.
+
+    Attributes:
+        storage: Index of the storage; None where there are no elements.
+        dtype: Name, see :mod:`pccheck_async.format.dtypes`.
+        shape: Items per dimension.
+        stride: Items from one to the next along each dimension; negative only for numpy.
+        offset: Bytes from the start of the storage to the first element.
+        kind: What it comes back as.
+        requires_grad: Whether it comes back with autograd switched on.
+    """
+
+    storage: int | None
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    kind: Literal["tensor", "parameter", "ndarray"]
+    requires_grad: bool
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        if self.kind == "ndarray":
+            return dtypes.numpy_dtype(self.dtype).itemsize
+        return dtypes.torch_dtype(self.dtype).itemsize
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """First byte in the storage that it views, and the one after the last."""
+        low, high = span(self.shape, self.stride)
+        itemsize = self.itemsize
+        return self.offset + low * itemsize, self.offset + (high + 1) * itemsize
+
+
+class ChunkEntry(_Entry, frozen=True, gc=False):
+    """A piece of the payload as it was written, padding included."""
+
+    offset: int
+    nbytes: int
+    checksum: int
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a payload holds and how to make a state of it.
+
+    Attributes:
+        version: Of this format.
+        counter: The engine's number of the checkpoint.
+        step: The user's number.
+        time: When it was captured, seconds since the epoch.
+        metadata: The user's small facts.
+        skeleton: The tree; ``ArrayNode.index`` counts into ``tensors``.
+        tensors: The arrays.
+        storages: What the arrays view, in the order of their bytes in the payload.
+        chunks: The pieces of the payload, back to back from 0.
+        payload_nbytes: Length of the payload.
+    """
+
+    version: int
+    counter: int
+    step: int
+    time: float
+    metadata: dict[str, str | int | float | bool | None]
+    skeleton: Node
+    tensors: tuple[TensorEntry, ...]
+    storages: tuple[StorageEntry, ...]
+    chunks: tuple[ChunkEntry, ...]
+    payload_nbytes: int
+
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_DECODER: Final = msgspec.msgpack.Decoder(Manifest)
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Return the manifest as msgpack. Raises UnsupportedStateError for metadata or a step that msgpack cannot carry."""
+    try:
+        return _ENCODER.encode(manifest)
+    except (OverflowError, UnicodeEncodeError, TypeError) as error:
+        raise UnsupportedStateError(f"the step or the metadata of a checkpoint cannot be saved: {error}") from error
+
+
+class ManifestEncoder:
+    """Encodes manifests like :func:`encode`, but what is the same object as in the last one only once.
+
+    A checkpoint's manifest is encoded twice, first for its length, and its tables stay the same from save to save while
+    the structure of the state does. For one thread.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[object, msgspec.Raw]] = {}
+
+    def prepare(self, skeleton: Node, tensors: tuple[TensorEntry, ...]) -> None:
+        """Encode what is large ahead of time."""
+        self._kept("skeleton", skeleton)
+        self._kept("tensors", tensors)
+
+    def encode(self, manifest: Manifest) -> bytes:
+        """Return the manifest as msgpack. Raises UnsupportedStateError (see :func:`encode`)."""
+        return encode(
+            structs.replace(
+                manifest,
+                skeleton=self._kept("skeleton", manifest.skeleton),
+                tensors=self._kept("tensors", manifest.tensors),
+                storages=self._kept("storages", manifest.storages),
+            )
+        )
+
+    def _kept(self, name: str, value: object) -> msgspec.Raw:
+        last = self._last.get(name)
+        if last is None or last[0] is not value:
+            last = self._last[name] = (value, msgspec.Raw(_ENCODER.encode(value)))
+        return last[1]
+
+
+def decode(data: bytes | bytearray | memoryview) -> Manifest:
+    """Return the manifest that ``data`` holds, checked. Raises CorruptStoreError where anything about it is wrong."""
+    try:
+        manifest = _DECODER.decode(data)
+    except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
+        raise CorruptStoreError(f"the manifest cannot be read: {error}") from error
+    if manifest.version != VERSION:
+        raise CorruptStoreError(f"the manifest has format {manifest.version}; this package reads format {VERSION}")
+    _check_payload(manifest)
+    for index, entry in enumerate(manifest.tensors):
+        _check_tensor(index, entry, manifest.storages)
+    _check_skeleton(manifest.skeleton, len(manifest.tensors))
+    return manifest
+
+
+def span(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int]:
+    """Return the lowest and highest element that a non-empty view touches, relative to its first."""
+    low = high = 0
+    for size, step in zip(shape, stride, strict=True):
+        if size > 1:
+            reach = (size - 1) * step
+            if reach < 0:
+                low += reach
+            else:
+                high += reach
+    return low, high
+
+
+def _check_payload(manifest: Manifest) -> None:
+    end = 0
+    for index, chunk in enumerate(manifest.chunks):
+        if chunk.offset != end or chunk.nbytes <= 0 or chunk.nbytes % MIN_BLOCK or not 0 <= chunk.checksum < 1 << 32:
+            raise CorruptStoreError(f"chunk {index} of the manifest is impossible: {chunk}")
+        end += chunk.nbytes
+    if end != manifest.payload_nbytes or end > _MAX_BYTES:
+        raise CorruptStoreError(f"the chunks hold {end} bytes and the payload {manifest.payload_nbytes}")
+    end = 0
+    for index, storage in enumerate(manifest.storages):
+        if storage.offset < end or storage.offset % ALIGNMENT or storage.nbytes <= 0:
+            raise CorruptStoreError(f"storage {index} of the manifest is impossible: {storage}")
+        end = storage.offset + storage.nbytes
+    if end > manifest.payload_nbytes:
+        raise CorruptStoreError(f"the storages end at byte {end} of a payload of {manifest.payload_nbytes}")
+
+
+def _check_tensor(index: int, entry: TensorEntry, storages: Sequence[StorageEntry]) -> None:
+    trouble = _tensor_trouble(entry, storages)
+    if trouble:
+        raise CorruptStoreError(f"array {index} of the manifest is impossible ({trouble}): {str(entry)[:200]}")
+
+
+def _tensor_trouble(entry: TensorEntry, storages: Sequence[StorageEntry]) -> str:
+    itemsize = entry.itemsize  # refuses unknown dtypes
+    if len(entry.shape) != len(entry.stride) or len(entry.shape) > _MAX_DIMENSIONS:
+        return "dimensions"
+    if any(not 0 <= size < _MAX_BYTES for size in entry.shape) or entry.offset < 0:
+        return "negative or absurd sizes"
+    if any(abs(step) >= _MAX_BYTES or (step < 0 and entry.kind != "ndarray") for step in entry.stride):
+        return "strides"
+    if math.prod(size for size in entry.shape if size) * max(itemsize, 1) >= _MAX_BYTES:
+        return "absurd sizes"
+    if entry.requires_grad and (
+        entry.kind == "ndarray"
+        or not (dtypes.torch_dtype(entry.dtype).is_floating_point or dtypes.torch_dtype(entry.dtype).is_complex)
+    ):
+        return "autograd on a dtype without"
+    empty = 0 in entry.shape or itemsize == 0
+    if entry.storage is None:
+        return "" if empty and entry.offset == 0 else "elements, but no storage"
+    if empty or not 0 <= entry.storage < len(storages):
+        return "storage"
+    low, high = entry.extent
+    if low < 0 or high > storages[entry.storage].nbytes:
+        return "reaches outside its storage"
+    if entry.kind != "ndarray" and entry.offset % itemsize:
+        return "misaligned"
+    return ""
+
+
+def _check_skeleton(skeleton: Node, arrays: int) -> None:
+    if not isinstance(skeleton, DictNode) or not all(isinstance(key, (str, SurrogateStrNode)) for key in skeleton.keys):
+        raise CorruptStoreError("the outermost node of a state is a mapping from strings")
+    seen = bytearray(arrays)
+    level: list[Any] = [skeleton]
+    for _ in range(MAX_DEPTH + 2):
+        below: list[Any] = []
+        for node in level:
+            if isinstance(node, ArrayNode):
+                if not 0 <= node.index < arrays or seen[node.index]:
+                    raise CorruptStoreError(f"the state names array {node.index} of {arrays} wrongly or twice")
+                seen[node.index] = 1
+            elif isinstance(node, msgspec.Struct):
+                below.extend(children(node))  # type: ignore[arg-type]
+        if not below:
+            break
+        level = below
+    else:
+        raise CorruptStoreError("the state is nested too deeply")
+    if not all(seen):
+        raise CorruptStoreError(f"the state does not name array {seen.index(0)}")

@@ -1,0 +1,328 @@
+"""The writer on a real filesystem: O_DIRECT where it works, buffered I/O and fdatasync where it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import logging
+import os
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+from pccheck_async.errors import ClosedError, StoreFullError, folder_error, read_error, write_error
+from pccheck_async.medium.base import File, FileSystemFacts, Part, Writer, WriterStatistics
+from pccheck_async.medium.filesystem import probe
+from pccheck_async.medium.folder import Folder
+from pccheck_async.telemetry.logs import write
+from pccheck_async.telemetry.stages import StageClock
+from pccheck_async.transfer.operations.base import ChainStep, Kind, Operations, Step
+
+__all__ = ["PosixWriter"]
+
+T = TypeVar("T")
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_REMOVED = "the file was removed while the store was open; open it again"
+_ZEROS = "the filesystem reserves no space, which is taken by writing zeros (%s)"
+_BUFFERED = "%s: buffered I/O with fdatasync: %s"
+_WRITE, _FLUSH, _UNLOCK, _LINKED = Kind.WRITE, Kind.FLUSH, Kind.UNLOCK, Kind.LINKED
+_writers: weakref.WeakSet[PosixWriter] = weakref.WeakSet()
+
+
+class PosixWriter(Writer):
+    """The files of one folder, moved by an operations engine; ``reason`` is why by that one, for the statistics."""
+
+    persists_at_once = True
+
+    def __init__(self, folder: str | os.PathLike[str], operations: Operations, reason: str = "") -> None:
+        self._folder = Folder(folder)
+        self._operations = operations
+        self._reason = reason
+        self._facts: FileSystemFacts | None = None
+        self._files: set[File] = set()
+        self._closed = False
+        _writers.add(self)
+        self._clock = StageClock("write", "read", "flush")
+
+    async def prepare(self, *, create: bool) -> FileSystemFacts:
+        if create:
+            await self._make_folder()
+        self._facts = await self._operations.call(probe, self._folder.path, create)
+        if not self._facts.direct:
+            write(logging.INFO, "buffered", _BUFFERED, self._folder.path, self._facts.why)
+        return self._facts
+
+    async def _make_folder(self) -> None:
+        try:
+            await self._operations.call(self._folder.create)
+            await self._operations.call(self._folder.hold)
+        except OSError as error:
+            if error.errno in _NO_SPACE:
+                raise self._mapped(error, "") from error
+            raise folder_error(error, self._folder.path) from error
+
+    async def names(self) -> list[str]:
+        try:
+            return await self._operations.call(self._folder.names)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise read_error(error, self._folder.path) from error
+
+    async def read_small(self, name: str) -> bytes | None:
+        try:
+            return await self._operations.call(self._folder.read_small, name)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise read_error(error, self._folder.path / name) from error
+
+    async def write_small(self, name: str, data: bytes) -> None:
+        try:
+            await self._operations.call(self._folder.write_small, name, data)
+        except OSError as error:
+            raise self._mapped(error, name) from error
+
+    async def rename(self, name: str, to: str) -> None:
+        await self._change(to, self._folder.replace, name, to)
+
+    async def unlink(self, name: str) -> None:
+        await self._change(name, self._folder.unlink, name)
+
+    async def sync_folder(self) -> None:
+        with self._clock.timed("flush"):
+            await self._change("", self._folder.sync)
+
+    async def create(self, name: str, nbytes: int) -> File:
+        reserved = not self._folder.zeros
+        try:
+            file = await self._obtain(name, self._folder.make, os.O_RDWR | self._direct_flag, nbytes)
+        except OSError as error:
+            raise self._mapped(error, name) from error
+        if reserved and self._folder.zeros:
+            with suppress(Exception):  # of a handler of the log: nobody would know of the file
+                write(logging.INFO, "zeros", "%s: %s", self._folder.path, _ZEROS % self._folder.zeros)
+        return file
+
+    async def open(self, name: str, *, writable: bool) -> File:
+        path = self._folder.path / name
+        flags = (os.O_RDWR if writable else os.O_RDONLY) | self._direct_flag
+        try:
+            return await self._obtain(name, self._folder.open, flags)
+        except (FileNotFoundError, NotADirectoryError):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path)) from None
+        except OSError as error:
+            raise (write_error if writable else read_error)(error, path) from error
+
+    async def close_file(self, file: File) -> None:
+        if file in self._files:
+            self._files.remove(file)
+            with suppress(OSError):
+                # Not left to the descriptor's end: the kernel may hold the open file a moment longer than the request.
+                fcntl.flock(file.fd, fcntl.LOCK_UN)
+            self._folder.close_file(file.fd)
+            file.fd = -1
+
+    async def in_place(self, file: File) -> bool:
+        try:
+            return await self._operations.call(self._folder.leads_to, file.name, file.fd)
+        except OSError as error:
+            raise read_error(error, self._folder.path / file.name) from error
+
+    async def try_lock(self, file: File, *, shared: bool = False) -> bool:
+        # Without waiting flock returns at once, so it needs no helper thread.
+        try:
+            fcntl.flock(file.fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise (read_error if shared else write_error)(error, self._folder.path / file.name) from error
+        return True
+
+    async def unlock(self, file: File) -> None:
+        try:
+            fcntl.flock(file.fd, fcntl.LOCK_UN)
+        except OSError as error:
+            raise write_error(error, self._folder.path / file.name) from error
+
+    async def write(self, file: File, offset: int, data: memoryview) -> None:
+        try:
+            with self._clock.timed("write", len(data)):
+                await self._transfer(file, self._operations.write, offset, data)
+        except OSError as error:
+            raise self._mapped(error, file.name) from error
+
+    async def read(self, file: File, offset: int, into: memoryview) -> int:
+        try:
+            with self._clock.timed("read", len(into)):
+                return await self._transfer(file, self._operations.read, offset, into)
+        except OSError as error:
+            raise read_error(error, self._folder.path / file.name) from error
+
+    async def flush(self, file: File) -> None:
+        try:
+            with self._clock.timed("flush"):
+                await self._operations.flush(file.fd)
+        except OSError as error:
+            raise self._mapped(error, file.name) from error
+
+    async def persist(self, parts: Sequence[Part], unsure: Callable[[OSError], None], *, final: bool = False) -> None:
+        files, steps = _steps(parts)
+        done = 0
+        cancelled = unknown = False
+        failure: OSError | None = None
+        while done < len(steps):
+            direct = [file for file in files if file.direct]
+            start = time.perf_counter()
+            ended: list[Step] = []
+            try:
+                await self._operations.chain(steps[done:], ended)
+            except asyncio.CancelledError:  # too late: it went on to its end
+                cancelled = True
+            except OSError as error:  # nothing of it happened
+                failure = self._mapped(error, files[done].name)
+                failure.__cause__ = error
+                unknown = _flushes(steps[:done])
+                break
+            failure = self._count(files[done:], steps[done:], ended, start)
+            done += len(ended)
+            if failure is None:
+                continue
+            last = done - 1
+            if failure.errno != errno.EINVAL or steps[last][0] != _WRITE or files[last] not in direct:
+                unknown = _flushes(steps[:done]) or steps[last][0] == _LINKED
+                break
+            self._give_up_direct(files[last])
+            done = last  # once more
+        if failure is not None and unknown:
+            unsure(failure)
+        if cancelled and not final:
+            raise asyncio.CancelledError
+        if failure is not None:
+            raise failure
+
+    async def close(self) -> None:
+        self._closed = True
+        for file in list(self._files):
+            await self.close_file(file)
+        self._folder.close()
+
+    def abandon(self) -> None:
+        self._closed = True
+        self._folder.abandon()
+        for file in self._files:
+            file.fd = -1
+        self._files.clear()
+
+    def statistics(self) -> WriterStatistics:
+        why = self._facts.why if self._facts else "not opened yet"
+        if self._folder.zeros:
+            why += f"; {_ZEROS % self._folder.zeros}"
+        return WriterStatistics(
+            engine=self._operations.name,
+            direct=self._facts is not None and self._facts.direct,
+            why=f"{why}; {self._reason}" if self._reason else why,
+            **self._clock.stages(),
+        )
+
+    @property
+    def _direct_flag(self) -> int:
+        return os.O_DIRECT if self._facts is not None and self._facts.direct else 0
+
+    async def _obtain(self, name: str, opening: Callable[..., int], *arguments: int) -> File:
+        # A descriptor that nobody knows would keep its lock.
+        fd = await self._operations.obtain(self._folder.close_file, opening, name, *arguments)
+        file = File(name, os.fstat(fd).st_size, fd, direct=bool(self._direct_flag))
+        self._files.add(file)
+        if self._closed:
+            self.abandon()
+            raise ClosedError(f"{self._folder.path} was closed meanwhile")
+        return file
+
+    async def _transfer(
+        self, file: File, move: Callable[[int, int, memoryview], Awaitable[T]], offset: int, data: memoryview
+    ) -> T:
+        was_direct = file.direct
+        try:
+            return await move(file.fd, offset, data)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not was_direct:
+                raise
+            self._give_up_direct(file)
+            return await move(file.fd, offset, data)
+
+    def _count(
+        self, files: Sequence[File], steps: Sequence[ChainStep], ended: Sequence[Step], start: float
+    ) -> OSError | None:
+        """Count what happened of a chain as if each step were an operation; return the error with which it ended."""
+        note = self._clock.note
+        for step, (_, end) in zip(steps, ended, strict=False):
+            kind = step[0]
+            if kind == _WRITE:
+                note("write", start, end, len(step[3]))
+            elif kind == _FLUSH:
+                note("flush", start, end)
+            start = end
+        if not ended or ended[-1][0] >= 0:
+            return None
+        number = -ended[-1][0]
+        removed = steps[len(ended) - 1][0] == _LINKED
+        error = OSError(number, _REMOVED if removed else os.strerror(number))
+        failure = self._mapped(error, files[len(ended) - 1].name)
+        failure.__cause__ = error
+        return failure
+
+    def _give_up_direct(self, file: File) -> None:
+        """Turn direct I/O off where a filesystem accepted the flag and then refuses the transfer."""
+        if not file.direct or self._facts is None:
+            return  # another transfer of this file did it meanwhile
+        fcntl.fcntl(file.fd, fcntl.F_SETFL, fcntl.fcntl(file.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+        file.direct = False
+        if self._facts.direct:
+            why = "the filesystem accepted O_DIRECT and then refused a transfer (EINVAL)"
+            self._facts = FileSystemFacts(self._facts.block_bytes, self._facts.memory_alignment, direct=False, why=why)
+            with suppress(Exception):  # of a handler of the log: it would end a write that goes on
+                write(logging.WARNING, "direct_refused", _BUFFERED, self._folder.path, why)
+
+    async def _change(self, name: str, function: Callable[..., T], *arguments: object) -> T:
+        try:
+            return await self._operations.call(function, *arguments)
+        except OSError as error:
+            raise self._mapped(error, name) from error
+
+    def _mapped(self, error: OSError, name: str) -> OSError:
+        path = self._folder.path / name
+        if error.errno in _NO_SPACE:
+            return StoreFullError(error.errno, f"{error.strerror}; the last checkpoint is untouched", os.fspath(path))
+        return write_error(error, path)
+
+
+def _flushes(steps: Sequence[ChainStep]) -> bool:
+    """Whether one of these is a flush, after which nobody knows what is durable where not all succeed."""
+    return any(kind == _FLUSH for kind, *_ in steps)
+
+
+def _steps(parts: Sequence[Part]) -> tuple[list[File], list[ChainStep]]:
+    """Return the steps that persist ``parts``, and of each the file; the last part's file stays locked."""
+    files = [file for file, _ in parts]
+    # First whether they have names: else all could succeed, and be gone with the descriptors.
+    steps: list[ChainStep] = [(_LINKED, file.fd) for file in files]
+    for file, pieces in parts:
+        fd = file.fd
+        steps += [(_WRITE, fd, offset, data) for offset, data in pieces]
+        steps += ((_FLUSH, fd), (_UNLOCK, fd))
+        files += [file] * (len(pieces) + 2)
+    return files, steps[:-1]
+
+
+def _abandon_in_child() -> None:
+    # The child shares the parent's open files, and with them its locks: an orphaned DataLoader worker must not keep
+    # them.
+    for writer in list(_writers):
+        writer.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_in_child)

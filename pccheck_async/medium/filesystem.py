@@ -1,0 +1,134 @@
+"""What kind of filesystem a folder is on, and what direct I/O asks for there: from the kernel, and by trying."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from pccheck_async.format.record import COMMIT_NAME, REGION_NBYTES
+from pccheck_async.medium.base import FileSystemFacts
+from pccheck_async.medium.regular_file import open_regular
+from pccheck_async.transfer.memory import PAGE_BYTES, map_memory
+
+try:
+    from pccheck_async._ext import dio_alignment
+except ImportError:  # built without a compiler
+
+    def dio_alignment(fd: int, /) -> tuple[int, int] | None:
+        """Without the extension the kernel is not asked."""
+        return None
+
+
+__all__ = ["IN_MEMORY", "WEAK_RESERVATION", "direct_alignment", "filesystem_type", "probe"]
+
+IN_MEMORY = frozenset({"tmpfs", "ramfs"})
+"""Newer kernels accept O_DIRECT here, aligned or not, and go through the page cache all the same."""
+WEAK_RESERVATION = frozenset(
+    {"btrfs", "zfs", "bcachefs", "overlay", "nfs", "nfs4", "cifs", "smb3", "ceph", "9p", "virtiofs"}
+)
+"""Copy-on-write, layered or remote: space that was reserved may still be missing when it is written."""
+
+
+def direct_alignment(fd: int) -> tuple[int, int]:
+    """Return (memory alignment, offset and length alignment) in bytes for direct I/O on an open file.
+
+    Where the kernel does not say (before Linux 6.1, some filesystems), the larger of page and preferred block size is
+    assumed: every filesystem known to do direct I/O accepts it. Raises OSError where the kernel says there is none.
+    """
+    told = dio_alignment(fd)
+    if told == (0, 0):
+        raise OSError(errno.EOPNOTSUPP, "the kernel says that this file takes no direct I/O")
+    if told is not None:
+        return told
+    preferred = os.fstat(fd).st_blksize
+    power_of_two = preferred if preferred & (preferred - 1) == 0 else PAGE_BYTES
+    return PAGE_BYTES, max(PAGE_BYTES, min(power_of_two, 64 * 1024))
+
+
+def filesystem_type(folder: str | os.PathLike[str]) -> str:
+    """Return the name of the filesystem that ``folder`` is on ("ext4"), "unknown" where the kernel does not tell."""
+    try:
+        # By the mount, not by the device: that of a btrfs subvolume, or of an overlay, is not the one that is mounted.
+        wanted = _mount(folder)
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
+            for line in mounts:
+                fields = line.split()
+                if fields[0] == wanted:
+                    return fields[fields.index("-") + 1]
+    except (OSError, ValueError, IndexError):
+        pass
+    return "unknown"
+
+
+def _mount(folder: str | os.PathLike[str]) -> str:
+    """Return the kernel's number of the mount that ``folder`` is reached by."""
+    fd = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+    try:
+        lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
+    finally:
+        os.close(fd)
+    return next((line.split()[1] for line in lines if line.startswith("mnt_id:")), "")
+
+
+def probe(folder: Path, create: bool) -> FileSystemFacts:
+    """Find out by trying: the flag may be refused at open, or only at the first transfer."""
+    kind = filesystem_type(folder)
+    if kind in IN_MEMORY:
+        return _buffered(f"{kind} lies in memory")
+    try:
+        fd, writable = _open_probe(folder, create)
+    except OSError as error:
+        return _buffered(f"O_DIRECT is refused at open ({error.strerror})")
+    try:
+        memory_alignment, block = direct_alignment(fd)
+        if block > REGION_NBYTES or block & (block - 1):  # XFS: whole allocation units where it copies on write
+            return _buffered(f"O_DIRECT takes blocks of {block} bytes here; a store's are powers of two up to 64 KiB")
+        with map_memory(block) as memory, memoryview(memory)[:block] as view:
+            if writable:
+                os.pwrite(fd, view, 0)
+            else:
+                _try_to_read(fd, view)
+    except OSError as error:
+        return _buffered(f"O_DIRECT is refused at the first transfer ({error.strerror})")
+    finally:
+        os.close(fd)
+    reservation = "; space reserved here may still be missing later" if kind in WEAK_RESERVATION else ""
+    return FileSystemFacts(
+        block,
+        memory_alignment,
+        direct=True,
+        why=f"O_DIRECT works on this {kind} in blocks of {block} bytes{reservation}",
+    )
+
+
+def _try_to_read(fd: int, view: memoryview) -> None:
+    """Read a block directly; a device that fails to has taken the transfer."""
+    try:
+        os.preadv(fd, [view], 0)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+
+
+def _open_probe(folder: Path, create: bool) -> tuple[int, bool]:
+    """An existing store is probed by reading, so that opening it writes nothing; a new folder by a nameless file."""
+    flags = os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return open_regular(folder / COMMIT_NAME, os.O_RDONLY | os.O_DIRECT), False
+    except FileNotFoundError:
+        if not create:
+            raise
+    try:
+        return os.open(folder, os.O_RDWR | os.O_TMPFILE | flags, 0o600), True
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
+            raise
+    probe = folder / f".probe-{os.getpid()}"
+    fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL | flags, 0o600)
+    probe.unlink()
+    return fd, True
+
+
+def _buffered(why: str) -> FileSystemFacts:
+    return FileSystemFacts(PAGE_BYTES, 1, direct=False, why=why)

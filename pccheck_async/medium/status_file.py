@@ -1,0 +1,212 @@
+"""The status file: what a running engine tells other processes about itself.
+
+``<store>/status`` is no part of the store's format: nothing is decided by it, nothing of it is flushed, and any of it
+may be missing. It is one line ``pccheck-status 1 <length> <CRC-32>``, both in eight hexadecimal digits, and a JSON
+document of that length. An engine makes the file when its first checkpoint was admitted, writes over it twice a second,
+keeps ``flock`` on it as long as it lives, and removes it when it is closed, as it does with one that it found. So a
+file that nobody has locked is what was last known of a process that died.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from pccheck_async.errors import CorruptStoreError
+from pccheck_async.format.checksum import crc32
+from pccheck_async.medium.regular_file import open_regular
+
+__all__ = [
+    "STATUS_NAME",
+    "Committed",
+    "InFlight",
+    "Published",
+    "Status",
+    "encode_status",
+    "read_status",
+    "starts_status",
+]
+
+STATUS_NAME = "status"
+_MAGIC = b"pccheck-status 1 "
+_HEAD = re.compile(_MAGIC + rb"([0-9a-f]{8}) ([0-9a-f]{8})\n")
+_MOST_BYTES = 1 << 20
+_TRIES = 20
+_STALE_SECONDS = 10.0
+"""Where the filesystem locks nothing, a writer that has not been heard of for so long is taken for dead."""
+
+
+_Int = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+"""What computing with makes a float: larger ones are forged."""
+
+
+class InFlight(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint on its way, as ``PendingCheckpoint.progress`` tells it. Seconds since admission."""
+
+    step: _Int
+    counter: _Int
+    phase: str
+    nbytes: _Int
+    captured: _Int
+    written: _Int
+    seconds: float
+
+
+class Committed(msgspec.Struct, frozen=True, kw_only=True):
+    """A durable checkpoint; see :class:`pccheck_async.CheckpointInfo`."""
+
+    step: _Int
+    counter: _Int
+    nbytes: _Int
+    time: float
+    pinned: bool
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine published.
+
+    Attributes:
+        pid: Its process.
+        host: The machine.
+        started: When the engine was opened, in seconds since the epoch.
+        time: When this was published.
+        in_flight: Oldest first.
+        committed: The newest ones, newest first.
+        counts: By name: admitted, durable, superseded, failed, skipped, abandoned.
+        durable_bytes: Of all that committed.
+        save_seconds: From admission to durable, on average; None before the first.
+        stall_seconds: What training was kept waiting so far.
+        stage_bytes: By stage, so far.
+        stage_seconds: By stage, so far, summed over concurrent operations.
+        pool_bytes: Staging memory that was ever used.
+        pool_in_use_bytes: That is in use.
+        host_memory: That may be used.
+        slots: Slots on storage.
+        slot_bytes: Their bytes.
+        io: The I/O engine, and why.
+        interval: Steps between checkpoints that the policy has decided on; None where it goes by time or does not know.
+        interval_seconds: Seconds between them; None where not known.
+        reason: Why.
+        step: The last training step that was bracketed, None without ``engine.step``.
+        step_seconds: What it took.
+        next_step: After which the next checkpoint is due, None where not known.
+        next_time: When it is due, in seconds since the epoch, None where not known.
+        failure: What stopped the store from taking commits, empty while it does.
+    """
+
+    pid: _Int
+    host: str
+    started: float
+    time: float
+    in_flight: list[InFlight]
+    committed: list[Committed]
+    counts: dict[str, _Int]
+    durable_bytes: _Int
+    save_seconds: float | None
+    stall_seconds: float
+    stage_bytes: dict[str, _Int]
+    stage_seconds: dict[str, float]
+    pool_bytes: _Int
+    pool_in_use_bytes: _Int
+    host_memory: _Int
+    slots: _Int
+    slot_bytes: _Int
+    io: str
+    interval: _Int | None
+    interval_seconds: float | None
+    reason: str
+    step: _Int | None
+    step_seconds: float | None
+    next_step: _Int | None
+    next_time: float | None
+    failure: str
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What a status file says, and whether the engine that wrote it still runs."""
+
+    status: Status
+    alive: bool
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Status)
+
+
+def encode_status(status: Status) -> bytes:
+    """Return the bytes of a status file."""
+    body = _encoder.encode(status)
+    return b"%b%08x %08x\n%b" % (_MAGIC, len(body), crc32(body), body)
+
+
+def starts_status(head: bytes) -> bool:
+    """Whether a file that begins like this is a status file: an empty one is not yet anything else."""
+    return not head or head.startswith(_MAGIC)
+
+
+def read_status(path: str | os.PathLike[str]) -> Published | None:
+    """Read what the engine of a store published last; None where there is nothing, or nothing that can be understood.
+
+    Takes no lock of the store, and writes nothing.
+
+    Args:
+        path: Folder of the store.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    name = Path(path) / STATUS_NAME
+    while True:
+        try:
+            fd = open_regular(name, os.O_RDONLY)
+        except (FileNotFoundError, NotADirectoryError, CorruptStoreError):
+            return None
+        try:
+            if (status := _read(fd)) is None:
+                return None
+            # An engine that is closed removes its file, and only then lets go of the lock.
+            if (alive := _is_locked(fd, status)) or _leads_to(name, fd):
+                return Published(status, alive)
+        finally:
+            os.close(fd)
+
+
+def _leads_to(name: Path, fd: int) -> bool:
+    try:
+        return os.path.samestat(name.lstat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def _read(fd: int) -> Status | None:
+    for _ in range(_TRIES):  # the writer may be writing right now
+        data = os.pread(fd, _MOST_BYTES, 0)
+        if (head := _HEAD.match(data)) is None:
+            return None
+        body = data[head.end() :][: int(head[1], 16)]
+        if len(body) == int(head[1], 16) and crc32(body) == int(head[2], 16):
+            try:
+                return _decoder.decode(body)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                return None
+        time.sleep(0.001)
+    return None
+
+
+def _is_locked(fd: int, status: Status) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return time.time() - status.time < _STALE_SECONDS
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return False

@@ -1,0 +1,234 @@
+"""How leaves lay when they were last laid out, so that leaves that lie the same way need not be laid out again.
+
+A layout depends on what each leaf is (type, dtype, shape, strides, where in its storage it begins) and on how their
+memory relates: which leaves view one storage, and whether storages overlap. It does not depend on the addresses. So
+all of that is compared at every save, with every address and size read anew, and where nothing differs only the
+sources are made again. Whatever differs, or cannot be told quickly, leads to a full :func:`lay_out`. Where every
+storage is where it was and as large as it was, as in everyday training, how they relate need not be worked out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pccheck_async.format import dtypes
+from pccheck_async.state.cache.fingerprints import Forms, tell
+from pccheck_async.state.leaves import Leaves
+from pccheck_async.state.sources import Sources
+from pccheck_async.state.storages import Layout, Origins, lay_out
+from pccheck_async.state.tensor_access import untyped_storage
+from pccheck_async.state.views import View, view_of
+
+__all__ = ["Arrangement", "arranged"]
+
+_Numbers: TypeAlias = npt.NDArray[np.int64]
+
+_BLOCK: Final = 1024
+"""Tensors that are looked at together: what all looks at them need of them stays in a core's cache."""
+
+_address: Final = torch.UntypedStorage.data_ptr
+_nbytes: Final = torch.UntypedStorage.nbytes
+
+
+def arranged(leaves: Leaves, last: Arrangement | None = None) -> tuple[Layout, Arrangement | None]:
+    """Lay out ``leaves``, quickly where they lie as they did when ``last`` was returned.
+
+    Returns:
+        The layout, and what to give as ``last`` the next time.
+
+    Raises:
+        UnsupportedStateError: A leaf cannot be saved; names its path.
+    """
+    layout = last.again(leaves) if last is not None else None
+    if layout is not None:
+        return layout, last
+    leaves.check()
+    layout, origins = lay_out(leaves)
+    return layout, _remembered(leaves, layout, origins)
+
+
+def _remembered(leaves: Leaves, layout: Layout, origins: Origins) -> Arrangement | None:
+    if origins.several:
+        return None
+    arrangement = Arrangement(leaves, layout, origins)
+    found = arrangement.again(leaves)  # refuses what cannot be told quickly: better now than at every save
+    if found is None or not np.array_equal(found.sources.addresses, layout.sources.addresses):
+        return None
+    return arrangement
+
+
+class Arrangement:
+    """What a layout depended on. Holds no array and no memory.
+
+    Args:
+        leaves: What was laid out.
+        layout: How.
+        origins: Where its sources come from.
+    """
+
+    def __init__(self, leaves: Leaves, layout: Layout, origins: Origins) -> None:
+        values = leaves.values
+        self._layout = layout.filled(Sources())
+        self._sources_then = layout.sources.again(layout.sources.addresses[:0], [])
+        self._packings = origins.packings
+        self._shifts = np.array(origins.shifts, np.int64)
+        self._types = [*map(type, values)]
+        # From here on tensors come before arrays.
+        self._tensors = [number for number, value in enumerate(values) if isinstance(value, torch.Tensor)]
+        self._arrays = [number for number, value in enumerate(values) if isinstance(value, np.ndarray)]
+        self._order = self._tensors + self._arrays
+        self._places: list[int] = np.argsort(self._order)[np.array(origins.leaves, np.intp)].tolist()
+        self._in_order = self._places == [*range(len(values))]
+        tensors, views = self._split(leaves)
+        self._blocks = [Forms(tensors[start : start + _BLOCK]) for start in range(0, len(tensors), _BLOCK)]
+        self._array_forms = [*self._forms_of_arrays(leaves, views)]
+        spans = [span for block in self._blocks for span in block.spans] + [*map(_span, views)]
+        bases = _Memory.of_tensors(tensors).and_arrays(views).bases
+        self._relations = _Relations(np.array(bases, np.int64), np.array(spans, np.int64).reshape(-1, 3))
+        self._place: _Place | None = None
+
+    def again(self, leaves: Leaves) -> Layout | None:
+        """Return the layout of ``leaves``, None where they do not lie as they did."""
+        if [*map(type, leaves.values)] != self._types:
+            return None
+        tensors, views = self._split(leaves)
+        if views and [*self._forms_of_arrays(leaves, views)] != self._array_forms:
+            return None
+        memory = _Memory([], [], [])
+        place = self._place
+        told: list[bytes | None] = []
+        in_place: list[tuple[Forms, list[torch.Tensor]]] = []
+        for number, forms in enumerate(self._blocks):
+            block = tensors[number * _BLOCK : (number + 1) * _BLOCK]
+            told.append(tell(block, addresses=True))
+            told_same = told[-1] is not None and place is not None and told[-1] == place.told[number]
+            if told_same:
+                in_place.append((forms, block))
+            try:
+                if not forms.same(block, told_same=told_same):
+                    return None
+                memory.add_tensors(block)
+            except RuntimeError:  # of a tensor without strides or without a storage
+                return None
+        memory.and_arrays(views)
+        if place is None or memory.bases != place.bases or memory.sizes != place.sizes:
+            if not all(forms.same_offsets(block) for forms, block in in_place):
+                return None
+            bases = np.array(memory.bases, np.int64)
+            if not self._relations.hold(bases, np.array(memory.sizes, np.int64)):
+                return None
+            place = self._place = _Place(memory.bases, memory.sizes, told, self._addresses(bases))
+        return self._layout.filled(self._sources(leaves, place.addresses, memory.owners))
+
+    def _split(self, leaves: Leaves) -> tuple[list[Any], list[View | None]]:
+        values = leaves.values
+        if not self._arrays:
+            return values, []
+        return [values[number] for number in self._tensors], [view_of(n, leaves[n]) for n in self._arrays]
+
+    def _forms_of_arrays(self, leaves: Leaves, views: list[View | None]) -> Iterator[Any]:
+        for number, view in zip(self._arrays, views, strict=True):
+            array: Any = leaves.values[number]
+            form = (array.dtype.str, array.shape, dtypes.numpy_name(array.dtype))
+            if view is None:
+                yield form
+            else:
+                places = (view.low, view.high, view.first)
+                yield form, view.stride, view.lazy, *(place - view.memory[1] for place in places)
+
+    def _addresses(self, bases: _Numbers) -> npt.NDArray[np.uint64]:
+        addresses = (bases if self._in_order else bases[self._places]) + self._shifts
+        addresses[[*self._packings]] = 0
+        found = addresses.view(np.uint64)
+        found.flags.writeable = False  # several saves have it
+        return found
+
+    def _sources(self, leaves: Leaves, addresses: npt.NDArray[np.uint64], owners: list[Any]) -> Sources:
+        if not self._in_order:
+            owners = [*map(owners.__getitem__, self._places)]
+        for number, pack in self._packings.items():
+            owners[number] = pack(leaves.values[self._order[self._places[number]]], owners[number])
+        return self._sources_then.again(addresses, owners)
+
+
+@dataclass(slots=True, eq=False)
+class _Memory:
+    """Of each leaf: where its storage begins, how many bytes it has, and what keeps it."""
+
+    bases: list[int]
+    sizes: list[int]
+    owners: list[Any]
+
+    @classmethod
+    def of_tensors(cls, tensors: Sequence[torch.Tensor]) -> _Memory:
+        found = cls([], [], [])
+        found.add_tensors(tensors)
+        return found
+
+    def add_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        owners: list[Any] = [*map(untyped_storage, tensors)]
+        self.bases += map(_address, owners)
+        self.sizes += map(_nbytes, owners)
+        self.owners += owners
+
+    def and_arrays(self, views: Sequence[View | None]) -> _Memory:
+        for view in views:
+            self.bases.append(view.memory[1] if view is not None else 0)
+            self.sizes.append(_span(view)[1])
+            self.owners.append(view.owner if view is not None else None)
+        return self
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Place:
+    """Where all storages were, what was told of the tensors in them, and the addresses of the sources that follow."""
+
+    bases: list[int]
+    sizes: list[int]
+    told: list[bytes | None]
+    addresses: npt.NDArray[np.uint64]
+
+
+def _span(view: View | None) -> tuple[int, int, int]:
+    """See :attr:`Forms.spans`."""
+    return (view.low - view.memory[1], view.high - view.memory[1], view.lazy) if view is not None else (0, 0, 0)
+
+
+class _Relations:
+    """Which leaves lie in one storage, and that different storages do not overlap.
+
+    Args:
+        bases: Of each leaf where its storage begins.
+        spans: Of each leaf what it takes of its storage (see :attr:`Forms.spans`).
+    """
+
+    def __init__(self, bases: _Numbers, spans: _Numbers) -> None:
+        lows, highs, lazy = spans.T
+        self._with_bytes = np.flatnonzero(lows < highs)
+        self._reaches = highs[self._with_bytes]
+        # What is lazy is saved apart, whatever memory it shares.
+        self._members = np.flatnonzero((lows < highs) & (lazy == 0))
+        _, first, storage = np.unique(bases[self._members], return_index=True, return_inverse=True)
+        storage = storage.reshape(-1)
+        self._firsts = self._members[first]  # one leaf of each storage
+        self._twins = self._firsts[storage]  # for each leaf, the one of its storage
+        self._starts, self._ends = np.zeros(len(first), np.int64), np.zeros(len(first), np.int64)
+        np.minimum.at(self._starts, storage, lows[self._members])
+        np.maximum.at(self._ends, storage, highs[self._members])
+
+    def hold(self, bases: _Numbers, sizes: _Numbers) -> bool:
+        """Whether all storages are large enough, shared by the leaves that shared them, and apart from each other."""
+        if not bases[self._with_bytes].all() or (sizes[self._with_bytes] < self._reaches).any():
+            return False  # freed or shrunk
+        if not np.array_equal(bases[self._members], bases[self._twins]):
+            return False
+        each = bases[self._firsts]
+        starts, ends = each + self._starts, each + self._ends
+        order = np.argsort(starts, kind="stable")  # quick where they are in order already
+        return bool((starts[order][1:] >= ends[order][:-1]).all())

@@ -1,0 +1,237 @@
+"""What a state was made of when it was last taken apart, so that what is as it was is not taken apart again.
+
+An outline knows keys and types, and the nodes that were made of them; it holds no array. It says nothing about the
+arrays' memory, which is looked at anew at every save (:mod:`pccheck_async.state.cache.layout_cache`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from operator import is_
+from typing import Any, Final, Protocol, TypeAlias
+
+from pccheck_async.format.skeleton import ArrayNode, DictNode, Node, OrderedDictNode, StatefulNode
+from pccheck_async.state import values
+from pccheck_async.state.leaves import KINDS, Leaves
+
+__all__ = [
+    "Branches",
+    "ContainerOutline",
+    "Content",
+    "Flat",
+    "LeafOutline",
+    "Met",
+    "ObjectOutline",
+    "Outline",
+    "Rows",
+    "Shape",
+    "same_objects",
+]
+
+_COMPARABLE: Final = frozenset((str, int))
+"""Types of keys that have the same node if they are equal; 0.0 equals -0.0, and (1,) equals (True,)."""
+
+
+class Outline(Protocol):
+    """What is remembered of one value."""
+
+    def again(self, value: Any, leaves: Leaves) -> Met | None:
+        """Return the node of a value that is made as it was, and its arrays in ``leaves``.
+
+        None where that takes a longer look; nothing was touched then.
+        """
+
+
+Met: TypeAlias = tuple[Node, Outline | None]
+"""The node of a value, and what to remember of it."""
+
+
+@dataclass(slots=True, eq=False)
+class LeafOutline:
+    """An array beside containers."""
+
+    path: str
+    node: ArrayNode
+
+    def again(self, value: Any, leaves: Leaves) -> Met | None:
+        """See :class:`Outline`."""
+        if type(value) not in KINDS or self.node.index != len(leaves.values):
+            return None
+        leaves.values.append(value)
+        leaves.paths.append(self.path)
+        return self.node, self
+
+
+@dataclass(slots=True, eq=False)
+class ObjectOutline:
+    """A Stateful: what its ``state_dict()`` returned."""
+
+    node: StatefulNode
+    below: Outline
+
+    def again(self, value: Any, leaves: Leaves) -> Met | None:
+        """See :class:`Outline`: it has to be asked first."""
+        return None
+
+
+class Shape:
+    """A container without its items.
+
+    Args:
+        kind: Its type.
+        keys: Of a mapping; None for a sequence.
+        key_nodes: Their nodes.
+        names: How the items are called in paths.
+        make: Makes its node.
+    """
+
+    __slots__ = ("_key_nodes", "_kind", "_make", "keys", "names")
+
+    def __init__(
+        self, kind: type, keys: list[Any] | None, key_nodes: list[Node], names: list[str], make: Callable[..., Node]
+    ) -> None:
+        self._kind: Any = kind
+        self.keys = keys
+        self._key_nodes = key_nodes
+        self.names = names
+        self._make = make
+
+    def items(self, value: Any) -> Sequence[Any] | None:
+        """Return the items of a container that has this shape, None where it has another one."""
+        if type(value) is not self._kind or len(value) != len(self.names):
+            return None
+        keys = self.keys
+        if keys is None:
+            items: Sequence[Any] = value
+            return items
+        if not all(map(is_, value, keys)):  # a module makes the names of its parameters anew
+            found = [*value]
+            if found != keys or not _COMPARABLE.issuperset(map(type, found + keys)):
+                return None
+        return [*value.values()]
+
+    def node(self, nodes: list[Node], metadata: list[Node]) -> Node:
+        """Return the node of a container with the nodes of its items."""
+        if self.keys is None:
+            return self._make(nodes)
+        if self._make is OrderedDictNode:
+            return self._make(self._key_nodes, nodes, metadata)
+        return self._make(self._key_nodes, nodes)
+
+
+class Flat:
+    """Items none of which is a container: arrays and plain values.
+
+    Args:
+        items: The items.
+        nodes: Their nodes.
+        paths: Of the arrays among them.
+    """
+
+    __slots__ = ("_arrays", "_first", "_kinds", "_paths", "_plain", "_values", "nodes")
+
+    def __init__(self, items: Sequence[Any], nodes: list[Node], paths: list[str]) -> None:
+        self.nodes = nodes
+        self._paths = paths
+        self._kinds = [*map(type, items)]
+        self._arrays = [number for number, kind in enumerate(self._kinds) if kind in KINDS]
+        self._plain = [number for number, kind in enumerate(self._kinds) if kind not in KINDS]
+        # What may have changed and still be the same object is never the same.
+        self._values = [object() if type(items[n]) is bytearray else items[n] for n in self._plain]
+        first = nodes[self._arrays[0]] if self._arrays else None
+        self._first = first.index if isinstance(first, ArrayNode) else None
+
+    def again(self, items: Sequence[Any], leaves: Leaves) -> list[Node] | None:
+        """Return the nodes of items of the types they had; the very list it was where the plain values are, too.
+
+        None where something else is among them; nothing was touched then.
+        """
+        found = leaves.values
+        if [*map(type, items)] != self._kinds or self._first not in (None, len(found)):
+            return None
+        leaves.paths += self._paths
+        if not self._plain:
+            found += items
+            return self.nodes
+        found += [items[number] for number in self._arrays]
+        plain = [items[number] for number in self._plain]
+        if same_objects(plain, self._values):
+            return self.nodes
+        nodes = self.nodes.copy()
+        for number, value in zip(self._plain, plain, strict=True):
+            nodes[number] = values.ATOMS[type(value)](value)
+        return nodes
+
+
+class Rows:
+    """Dicts of flat items: one per parameter, or per module. Taken all at once.
+
+    Args:
+        dicts: The dicts.
+        nodes: Their nodes.
+        paths: Of the arrays in them.
+    """
+
+    __slots__ = ("_flat", "_keys", "_lengths", "nodes")
+
+    def __init__(self, dicts: Sequence[dict[Any, Any]], nodes: list[Node], paths: list[str]) -> None:
+        self.nodes = nodes
+        self._lengths = [*map(len, dicts)]
+        self._keys = [*chain.from_iterable(dicts)]
+        inner = [node for row in nodes if isinstance(row, DictNode) for node in row.values]
+        self._flat = Flat([*chain.from_iterable(map(dict.values, dicts))], inner, paths)
+
+    def again(self, items: Sequence[Any], leaves: Leaves) -> list[Node] | None:
+        """Return the nodes of dicts with the keys they had (see :meth:`Flat.again`)."""
+        if {*map(type, items)} != {dict} or [*map(len, items)] != self._lengths:
+            return None
+        if not same_objects(chain.from_iterable(items), self._keys):
+            return None
+        inner = self._flat.again([*chain.from_iterable(map(dict.values, items))], leaves)
+        if inner is None or inner is self._flat.nodes:
+            return None if inner is None else self.nodes
+        each = iter(inner)
+        return [DictNode(row.keys, [*islice(each, len(row.keys))]) for row in self.nodes if isinstance(row, DictNode)]
+
+
+@dataclass(slots=True, eq=False)
+class Branches:
+    """Items some of which are containers or objects, and what to remember of each."""
+
+    nodes: list[Node]
+    below: list[Outline | None]
+
+    def again(self, items: Sequence[Any], leaves: Leaves) -> list[Node] | None:
+        """Do not: they have to be walked."""
+        return None
+
+
+Content: TypeAlias = Flat | Rows | Branches
+
+
+@dataclass(slots=True, eq=False)
+class ContainerOutline:
+    """A dict, list or tuple with arrays somewhere below, or the ``_metadata`` of a module."""
+
+    shape: Shape
+    content: Content
+    metadata: list[Met]
+    node: Node
+
+    def again(self, value: Any, leaves: Leaves) -> Met | None:
+        """See :class:`Outline`."""
+        if type(value) is OrderedDict or type(self.content) is Branches:
+            return None
+        items = self.shape.items(value)
+        nodes = self.content.again(items, leaves) if items is not None else None
+        if nodes is None:
+            return None
+        return (self.node if nodes is self.content.nodes else self.shape.node(nodes, [])), self
+
+
+def same_objects(one: Iterable[object], other: Iterable[object]) -> bool:
+    """Whether two sequences of one length hold the same objects."""
+    return all(map(is_, one, other))

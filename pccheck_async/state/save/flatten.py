@@ -1,0 +1,360 @@
+"""The app state taken apart: a skeleton of nodes and a table of tensors and arrays. No byte of an array is copied."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pccheck_async.errors import UnsupportedStateError
+from pccheck_async.format.keys import MOST_ALIKE, too_alike
+from pccheck_async.format.skeleton import (
+    MAX_DEPTH,
+    ArrayNode,
+    CounterNode,
+    DictNode,
+    FrozenSetNode,
+    ListNode,
+    Node,
+    OrderedDictNode,
+    SetNode,
+    StatefulNode,
+    TupleNode,
+)
+from pccheck_async.state import paths, values
+from pccheck_async.state.cache.tree_cache import (
+    Branches,
+    ContainerOutline,
+    Content,
+    Flat,
+    LeafOutline,
+    Met,
+    ObjectOutline,
+    Outline,
+    Rows,
+    Shape,
+    same_objects,
+)
+from pccheck_async.state.leaves import KINDS, Array, ArrayLeaf, Kind, Leaves
+from pccheck_async.state.save.advice import full_name, unsupported
+from pccheck_async.state.save.detached import refuse_unstepped
+from pccheck_async.state.stateful import Stateful, is_stateful
+
+__all__ = [
+    "Array",
+    "ArrayLeaf",
+    "FlatState",
+    "Kind",
+    "Leaves",
+    "Stateful",
+    "check_outermost",
+    "flatten",
+    "is_stateful",
+    "noting",
+    "take_apart",
+]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatState:
+    """A state taken apart; ``ArrayNode.index`` counts into ``leaves``, ``objects`` are those that were asked."""
+
+    skeleton: Node
+    leaves: Leaves
+    outline: Outline | None
+    objects: list[Any]
+
+
+def flatten(state: Mapping[str, Any]) -> FlatState:
+    """Take ``state`` apart on the calling thread, asking every Stateful in it for its ``state_dict()``.
+
+    Args:
+        state: The app state. Keys of this outermost mapping are strings.
+
+    Returns:
+        The skeleton, in which plain values are already copied, and the live tensors and arrays.
+
+    Raises:
+        UnsupportedStateError: A value cannot be saved as it is; names its path and says what to do.
+    """
+    flat = take_apart(state)
+    flat.leaves.check()
+    return flat
+
+
+def take_apart(state: Mapping[str, Any], last: Outline | None = None) -> FlatState:
+    """Do the same without a look at the arrays, sparing what is made as it was when ``last`` was returned.
+
+    Whether the arrays can be saved is left to :meth:`Leaves.check`, or to somebody who knows these arrays already.
+    """
+    check_outermost(state)
+    if "param_groups" in state:
+        refuse_unstepped(state, "")
+    flattener = _Flattener()
+    try:
+        skeleton, outline = flattener.inside(state, "", 1, last, make=DictNode)
+    except RecursionError:
+        raise UnsupportedStateError("the state is nested too deeply for Python's stack") from None
+    return FlatState(skeleton, flattener.leaves, outline, flattener.objects)
+
+
+def check_outermost(state: object) -> None:
+    """Raise UnsupportedStateError for anything but a mapping whose keys are strings."""
+    if not isinstance(state, (dict, Mapping)):  # the former is what takes no time
+        raise UnsupportedStateError(
+            f"the state is a {type(state).__qualname__}; give a mapping from names to objects and values"
+        )
+    if not {*map(type, state)} <= {str}:
+        key = next(key for key in state if type(key) is not str)
+        raise UnsupportedStateError(f"the state has the key {key!r}; the keys of the outermost mapping are strings")
+
+
+@contextmanager
+def noting(call: str, path: str, value: object, consequence: str = "") -> Iterator[None]:
+    """Let an exception of a Stateful's own code pass, with a note on whose it is."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"raised by {call}() of {path}, a {full_name(value)}{consequence}")
+        raise
+
+
+class _Flattener:
+    """One walk over a state. What it is told to be ``last`` may be wrong: it is used only where the value fits it."""
+
+    def __init__(self) -> None:
+        self.leaves = Leaves()
+        self.objects: list[Any] = []
+        self._open: set[int] = set()  # identities of the containers between the root and here
+        self._in_metadata = False
+        self._asked = 0  # Statefuls between the root and here: what they return is as new as can be
+
+    def met(self, value: Any, path: str, depth: int, last: Outline | None) -> Met:
+        met = last.again(value, self.leaves) if last is not None else None
+        return self.node(value, path, depth, last) if met is None else met
+
+    def node(self, value: Any, path: str, depth: int, last: Outline | None = None) -> Met:
+        kind = type(value)
+        convert = values.ATOMS.get(kind)
+        if convert is not None:
+            return convert(value), None
+        if kind in KINDS:
+            node = ArrayNode(len(self.leaves))
+            self.leaves.paths.append(path)
+            self.leaves.values.append(value)
+            return node, LeafOutline(path, node)
+        if isinstance(value, (np.generic, np.dtype)):
+            return values.numpy_value(value, path), None
+        return self.container(value, path, depth, last)
+
+    def container(self, value: Any, path: str, depth: int, last: Outline | None) -> Met:
+        if depth > MAX_DEPTH:
+            raise UnsupportedStateError(f"{path}: nested more than {MAX_DEPTH} levels deep; flatten it")
+        if id(value) in self._open:
+            raise UnsupportedStateError(f"{path}: a {type(value).__qualname__} that contains itself cannot be saved")
+        self._open.add(id(value))
+        try:
+            kind = type(value)
+            if kind is dict:
+                if "param_groups" in value and not self._asked:
+                    refuse_unstepped(value, path)
+                return self.inside(value, path, depth, last, make=DictNode)
+            if kind is list or kind is tuple:
+                return self.sequence(value, path, depth, last)
+            if kind is OrderedDict:
+                return self.ordered(value, path, depth, last)
+            if kind is Counter:
+                _refuse_attributes(value, path, allowed=())
+                return self.inside(value, path, depth, last, make=CounterNode)[0], None
+            if kind is set:
+                return SetNode(_set(value, path, depth)), None
+            if kind is frozenset:
+                return FrozenSetNode(_set(value, path, depth)), None
+            if is_stateful(value):
+                return self.object(value, path, depth, last)
+            raise unsupported(value, path)
+        finally:
+            self._open.discard(id(value))
+
+    def ordered(self, value: OrderedDict[Any, Any], path: str, depth: int, last: Outline | None) -> Met:
+        _refuse_attributes(value, path, allowed=("_metadata",))
+        outer, self._in_metadata = self._in_metadata, True
+        known = last.metadata if isinstance(last, ContainerOutline) else ()
+        metadata = [
+            self.met(item, paths.child(path, "<_metadata>"), depth + 1, known[0][1] if known else None)
+            for name, item in vars(value).items()
+            if name == "_metadata"
+        ]
+        self._in_metadata = outer
+        return self.inside(value, path, depth, last, metadata, make=OrderedDictNode)
+
+    def sequence(self, value: list[Any] | tuple[Any, ...], path: str, depth: int, last: Outline | None) -> Met:
+        kinds = set(map(type, value))
+        if kinds <= values.VERBATIM and (int not in kinds or (kinds == {int} and values.all_small(value))):
+            nodes = list(value)  # a loader's permutation may have millions of numbers
+            return (ListNode(nodes) if type(value) is list else TupleNode(nodes)), None
+        return self.inside(value, path, depth, last, make=ListNode if type(value) is list else TupleNode)
+
+    def object(self, value: Any, path: str, depth: int, last: Outline | None) -> Met:
+        known = last if isinstance(last, ObjectOutline) else None
+        self.objects.append(value)
+        with noting("state_dict", path, value):
+            state = value.state_dict()
+        self._asked += 1
+        child, below = self.met(state, path, depth + 1, known.below if known is not None else None)
+        self._asked -= 1
+        if known is not None and below is known.below:
+            return (known.node if child is known.node.child else StatefulNode(child)), known
+        node = StatefulNode(child)
+        return node, ObjectOutline(node, below) if below is not None else None
+
+    def inside(
+        self,
+        value: Any,
+        path: str,
+        depth: int,
+        last: Outline | None,
+        metadata: Sequence[Met] = (),
+        *,
+        make: Callable[..., Node],
+    ) -> Met:
+        """Take the items of a mapping or a sequence."""
+        known = last if isinstance(last, ContainerOutline) else None
+        items = known.shape.items(value) if known is not None else None
+        if known is None or items is None:
+            known, shape = None, _shape(value, path, depth, make)
+            items = value if shape.keys is None else list(value.values())
+        else:
+            shape = known.shape
+        nodes, content = self.content(shape.names, items, path, depth, known.content if known is not None else None)
+        made = [item for item, _ in metadata]
+        if known is not None and content is known.content and _same_metadata(metadata, known.metadata):
+            # An outline keeps the node of its content as it was remembered: plain values may change back to those.
+            return (known.node if nodes is content.nodes else shape.node(nodes, made)), known
+        node = shape.node(nodes, made)
+        if content is None:
+            return node, None
+        remembered = node if nodes is content.nodes else shape.node(content.nodes, made)
+        return node, ContainerOutline(shape, content, list(metadata), remembered)
+
+    def content(
+        self, names: Sequence[str], items: Sequence[Any], path: str, depth: int, last: Content | None
+    ) -> tuple[list[Node], Content | None]:
+        prefix = path + "." if path else ""
+        if isinstance(last, Branches):
+            return self.branches(names, items, prefix, depth, last)
+        nodes = last.again(items, self.leaves) if last is not None else None
+        return (nodes, last) if nodes is not None else self.each(names, items, prefix, depth)
+
+    def branches(
+        self, names: Sequence[str], items: Sequence[Any], prefix: str, depth: int, last: Branches
+    ) -> tuple[list[Node], Branches]:
+        nodes: list[Node] = []
+        below: list[Outline | None] = []
+        for name, item, known in zip(names, items, last.below, strict=True):
+            met = known.again(item, self.leaves) if known is not None else None
+            if met is None:
+                met = self.node(item, prefix + name, depth + 1, known)
+            nodes.append(met[0])
+            below.append(met[1])
+        if same_objects(below, last.below):  # plain values may differ
+            return (last.nodes if same_objects(nodes, last.nodes) else nodes), last
+        return nodes, Branches(nodes, below)
+
+    def each(
+        self, names: Iterable[str], items: Sequence[Any], prefix: str, depth: int
+    ) -> tuple[list[Node], Content | None]:
+        nodes: list[Node] = []
+        below: list[Outline | None] = []
+        walked = False
+        atoms, found, known = values.ATOMS, self.leaves.values, self.leaves.paths
+        first = len(found)
+        for name, item in zip(names, items, strict=True):
+            kind = type(item)
+            convert = atoms.get(kind)
+            outline = None
+            if convert is not None:
+                node = convert(item)
+            elif kind in KINDS:
+                node = ArrayNode(len(found))
+                found.append(item)
+                known.append(prefix + name)
+            else:
+                node, outline = self.node(item, prefix + name, depth + 1)
+                walked = True
+            nodes.append(node)
+            below.append(outline)
+        if len(found) == first and not self._in_metadata:
+            return nodes, None  # plain values may be many, and to take them anew is all that can be done
+        if not walked:
+            return nodes, Flat(items, nodes, known[first:])
+        if all(type(item) is dict and _is_flat(outline) for item, outline in zip(items, below, strict=True)):
+            return nodes, Rows(items, nodes, known[first:])
+        for number, node in enumerate(nodes):
+            if isinstance(node, ArrayNode):
+                below[number] = LeafOutline(known[node.index], node)
+        return nodes, Branches(nodes, below)
+
+
+def _same_metadata(one: Sequence[Met], other: Sequence[Met]) -> bool:
+    return len(one) == len(other) and all(map(same_objects, one, other))
+
+
+def _is_flat(outline: Outline | None) -> bool:
+    return isinstance(outline, ContainerOutline) and isinstance(outline.content, Flat)
+
+
+def _shape(value: Any, path: str, depth: int, make: Callable[..., Node]) -> Shape:
+    if make is ListNode or make is TupleNode:
+        return Shape(type(value), None, [], [*map(str, range(len(value)))], make)
+    keys = list(value)
+    key_nodes = [key if type(key) is str and key.isascii() else _key(key, path, depth) for key in keys]
+    _check_alike(key_nodes, keys, path)
+    return Shape(type(value), keys, key_nodes, paths.components(keys), make)
+
+
+def _key(key: Any, path: str, depth: int) -> Node:
+    """The node of a dict's key or a set's item: hashable, without arrays, equal to itself."""
+    if depth > MAX_DEPTH:
+        raise UnsupportedStateError(f"{path}: a key nested more than {MAX_DEPTH} levels deep")
+    kind = type(key)
+    if kind is tuple:
+        return TupleNode([_key(item, path, depth + 1) for item in key])
+    if kind is frozenset:
+        return FrozenSetNode(_set(key, path, depth + 1))
+    if kind in values.ATOMS or (isinstance(key, (np.generic, np.dtype)) and not isinstance(key, np.void)):
+        if not key == key:  # noqa: PLR0124 - NaN, of whatever type
+            raise UnsupportedStateError(f"{path}: NaN as a key or in a set cannot be saved: it never equals itself")
+        return values.atom(key, path)
+    raise UnsupportedStateError(
+        f"{path}: a {kind.__qualname__} as a key or in a set cannot be saved; use a plain value, or a list for tensors"
+    )
+
+
+def _set(items: Iterable[Any], path: str, depth: int) -> list[Node]:
+    """The items of a set, in an order that does not change from process to process."""
+    found = list(items)
+    nodes = [_key(item, path, depth) for item in found]
+    _check_alike(nodes, found, path)
+    return sorted(nodes, key=msgspec.msgpack.encode)
+
+
+def _check_alike(nodes: Sequence[Node], keys: Sequence[Any], path: str) -> None:
+    if too_alike(nodes, keys):
+        raise UnsupportedStateError(
+            f"{path}: more than {MOST_ALIKE} keys or items have the same hash, and could not be read back in time that "
+            "is worth the wait; store them in a list"
+        )
+
+
+def _refuse_attributes(value: object, path: str, allowed: tuple[str, ...]) -> None:
+    for name in vars(value):
+        if name not in allowed:
+            raise UnsupportedStateError(
+                f"{path}: the attribute {name!r} on a {type(value).__qualname__} would be lost; store it under a key"
+            )

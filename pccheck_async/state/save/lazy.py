@@ -1,0 +1,253 @@
+"""Memory that may be captured while training goes on, because only an optimizer's step changes it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pccheck_async.state.cache.fingerprints import tell
+from pccheck_async.state.cache.tree_cache import Outline
+from pccheck_async.state.sources import Sources
+from pccheck_async.state.tensor_access import untyped_storage
+
+__all__ = ["ChangingTables", "LazyMemory", "LazySources", "optimized", "sharing_nothing"]
+
+_Which: TypeAlias = npt.NDArray[np.bool_]
+
+_address: Final = torch.Tensor.data_ptr
+_is_contiguous: Final = torch.Tensor.is_contiguous
+_nbytes: Final = attrgetter("nbytes")
+_requires_grad: Final = attrgetter("requires_grad")
+
+
+def optimized(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """Return the parameters that ``optimizers`` change, and the tensors they keep for them (moments, step counts).
+
+    Optimizers are often given all parameters of a model. Frozen ones they leave as they are, and somebody else may
+    change them (the key encoder of MoCo follows by hand).
+    """
+    found: list[torch.Tensor] = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            found += filter(_requires_grad, group["params"])
+        kept = [each for each in optimizer.state.values() if isinstance(each, dict)]
+        found += [value for value in chain.from_iterable(map(dict.values, kept)) if isinstance(value, torch.Tensor)]
+    return found
+
+
+def sharing_nothing(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return those of ``tensors`` whose storage is of none of ``others``: two parameters may have the same memory."""
+    taken = set(map(_storage, others))
+    return [tensor for tensor in tensors if _storage(tensor) not in taken]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    try:
+        return untyped_storage(tensor).data_ptr()
+    except (NotImplementedError, RuntimeError):  # none: sparse, or of a class that wraps others
+        return -id(tensor)
+
+
+class ChangingTables:
+    """The weights of embeddings with ``max_norm``, which change in the forward pass. May be used from several threads.
+
+    Embeddings are looked for only where the state's outline is another one, or other modules are in it.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[Outline | None, _Modules] = (None, _Modules([]))
+
+    def among(self, objects: Iterable[Any], outline: Outline | None) -> list[torch.Tensor]:
+        """Return those of the modules among ``objects``, which were asked for their ``state_dict()``.
+
+        Args:
+            objects: Of the state.
+            outline: What it made the state of.
+        """
+        modules = [each for each in objects if isinstance(each, torch.nn.Module)]
+        then, last = self._last
+        if outline is None or outline is not then or not last.are(modules):
+            last = _Modules(modules)
+            self._last = outline, last
+        return last.changed_by_forward()
+
+
+class _Modules:
+    """Modules and all in them. They are not held."""
+
+    def __init__(self, roots: Sequence[torch.nn.Module]) -> None:
+        parts = [part for root in roots for part in root.modules()]
+        tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+        self._roots = [*map(weakref.ref, roots)]
+        self._parts = [*map(weakref.ref, parts)]
+        self._children = [weakref.ref(child) for part in parts for child in _children(part)]
+        self._tables = [weakref.ref(part) for part in parts if isinstance(part, tables)]
+
+    def are(self, roots: Sequence[torch.nn.Module]) -> bool:
+        """Whether these are the same modules with the same modules in them."""
+        if len(roots) != len(self._roots) or not all(map(is_, roots, map(_alive, self._roots))):
+            return False
+        parts = [*map(_alive, self._parts)]
+        if None in parts:
+            return False
+        children = [child for part in parts for child in _children(part)]
+        return len(children) == len(self._children) and all(map(is_, children, map(_alive, self._children)))
+
+    def changed_by_forward(self) -> list[torch.Tensor]:
+        """Return those that change in the forward pass: the weights of embeddings with ``max_norm``."""
+        alive = map(_alive, self._tables)
+        return [table.weight for table in alive if table is not None and table.max_norm is not None]
+
+
+def _alive(reference: weakref.ref[Any]) -> Any:
+    return reference()
+
+
+def _children(module: Any) -> list[Any]:
+    return [child for child in module._modules.values() if child is not None]
+
+
+class LazyMemory:
+    """Ranges of memory, by address.
+
+    Args:
+        tensors: Whose bytes; those with holes between them, and those without plain memory, are left out.
+        without: Tensors among them that are left out, too.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor], without: Iterable[torch.Tensor] = ()) -> None:
+        excluded = set(map(id, without))
+        lows, highs = _ranges([tensor for tensor in tensors if id(tensor) not in excluded])
+        order = np.argsort(lows, kind="stable")
+        lows, highs = lows[order], np.maximum.accumulate(highs[order]) if len(order) else highs
+        first = np.ones(len(lows), np.bool_)
+        first[1:] = lows[1:] > highs[:-1]  # ranges that touch are one: leaves that touch are one extent
+        self._lows = lows[first]
+        self._highs = highs[np.flatnonzero(np.append(first[1:], True))] if len(lows) else highs
+
+    def covers(self, sources: Sources) -> npt.NDArray[np.bool_]:
+        """Return which of ``sources`` lie in it with all their bytes; packed ones do not."""
+        lows = sources.addresses.astype(np.int64)
+        return self._around(lows, lows + sources.lengths) & ~sources.packed
+
+    def _around(self, lows: npt.NDArray[np.int64], highs: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        if not len(self._lows):
+            return np.zeros(len(lows), np.bool_)
+        at = np.searchsorted(self._lows, lows, side="right") - 1
+        return (at >= 0) & (highs <= self._highs[at])
+
+
+class LazySources:
+    """Which sources lie in lazy memory, remembered for as long as neither they nor that memory change."""
+
+    def __init__(self) -> None:
+        self._addresses: npt.NDArray[np.uint64] | None = None
+        self._last: _Known | None = None
+
+    def among(self, sources: Sources, values: Sequence[Any], tensors: list[torch.Tensor]) -> _Which:
+        """Return which of ``sources`` lie in the memory of ``tensors`` (see :class:`LazyMemory`). Not to be changed.
+
+        Args:
+            sources: Where they are; the very table of addresses that it was, where all leaves lie as they did.
+            values: The leaves, some of which may be among ``tensors`` themselves: where the leaves lie as they did,
+                those need no look.
+            tensors: Whose memory.
+        """
+        addresses, last = sources.addresses, self._last
+        if last is not None and addresses is last.addresses and last.holds(values, tensors):
+            return last.which
+        which = LazyMemory(tensors).covers(sources)
+        # States that move at every save are not worth remembering.
+        self._last = _Known.of(addresses, which, values, tensors) if addresses is self._addresses else None
+        self._addresses = addresses
+        return which
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Known:
+    """What was found out, and what about: holds no tensor."""
+
+    addresses: npt.NDArray[np.uint64]
+    which: _Which
+    leaves: list[int]
+    """Numbers of the leaves that are among the tensors, in the order of those."""
+    same: list[int]
+    """The numbers of those tensors."""
+    others: list[int]
+    """And of the other ones."""
+    forms: object
+    """Of the other ones."""
+
+    @classmethod
+    def of(
+        cls, addresses: npt.NDArray[np.uint64], which: _Which, values: Sequence[Any], tensors: list[torch.Tensor]
+    ) -> _Known | None:
+        number_of = dict(zip(map(id, values), range(len(values)), strict=True))
+        found = [number_of.get(id(tensor), -1) for tensor in tensors]
+        same = [number for number, leaf in enumerate(found) if leaf >= 0]
+        others = [number for number, leaf in enumerate(found) if leaf < 0]
+        forms = _forms([tensors[number] for number in others])
+        return cls(addresses, which, [found[n] for n in same], same, others, forms) if forms is not None else None
+
+    def holds(self, values: Sequence[Any], tensors: list[torch.Tensor]) -> bool:
+        """Whether this says it of ``tensors``, of leaves that lie as they did."""
+        if len(tensors) != len(self.same) + len(self.others):
+            return False
+        if self.same:
+            if not all(map(is_, map(values.__getitem__, self.leaves), map(tensors.__getitem__, self.same))):
+                return False
+            tensors = [*map(tensors.__getitem__, self.others)]
+        return _forms(tensors) == self.forms
+
+
+def _forms(tensors: list[torch.Tensor]) -> object:
+    """Where tensors are and what they take, to compare; None where that is not told quickly."""
+    told = tell(tensors, addresses=True)
+    if told is not None:
+        return told
+    try:
+        if all(map(_is_contiguous, tensors)):
+            return [*map(_address, tensors)], [*map(_nbytes, tensors)]
+    except RuntimeError:  # no plain memory
+        pass
+    return None
+
+
+def _ranges(tensors: list[torch.Tensor]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    try:
+        dense = [*map(_is_contiguous, tensors)]  # no Python per tensor: there may be ten thousands
+        lows = np.fromiter(map(_address, tensors), np.int64, len(tensors))
+    except RuntimeError:  # a tensor without plain memory: sparse, or of a class that wraps others
+        return _ranges([tensor for tensor in tensors if _has_memory(tensor)])
+    if not all(dense):
+        dense = [flag or _is_run(each.shape, each.stride()) for flag, each in zip(dense, tensors, strict=True)]
+    highs = lows + np.fromiter(map(_nbytes, tensors), np.int64, len(tensors))
+    known = (lows > 0) & (lows < highs) & np.array(dense, np.bool_)
+    return lows[known], highs[known]
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    try:
+        tensor.is_contiguous()
+        return tensor.data_ptr() > 0
+    except RuntimeError:
+        return False
+
+
+def _is_run(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether the elements of a tensor are one run, in whatever order."""
+    reach = 1
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size > 1:
+            if step != reach:
+                return False
+            reach *= size
+    return True

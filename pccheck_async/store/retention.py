@@ -1,0 +1,236 @@
+"""Which checkpoints a record keeps (invariant I6), and the space that takes."""
+
+from __future__ import annotations
+
+import errno
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from msgspec.structs import replace
+
+from pccheck_async.errors import NoCheckpointError, StoreFullError
+from pccheck_async.format.record import MOST_ENTRIES, Entry
+
+__all__ = ["Best", "KeepAll", "Kept", "Retention", "SpaceNeeded", "make_best"]
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best checkpoints by a number in their metadata.
+
+    Attributes:
+        metric: Its name.
+        count: How many are kept.
+        mode: Whether small or large is good.
+    """
+
+    metric: str
+    count: int
+    mode: Literal["min", "max"]
+
+    def number(self, entry: Entry) -> float | None:
+        """Return the number of that name in the metadata of a checkpoint, None where there is none."""
+        value = entry.metadata.get(self.metric)
+        return None if isinstance(value, bool) or not isinstance(value, int | float) else value
+
+    def rank(self, entry: Entry) -> float | None:
+        """Return a number that is smaller for a better checkpoint, None where it has no such number or that is NaN."""
+        value = self.number(entry)
+        if value is None or math.isnan(value):
+            return None
+        return value if self.mode == "min" else -value
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What becomes of the committed checkpoints.
+
+    Attributes:
+        entries: Those kept, newest first.
+        crowded_out: Those that ``keep_every`` keeps and that are dropped because a record has no room for all of them.
+    """
+
+    entries: list[Entry]
+    crowded_out: list[Entry]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """Rules for what is kept; a checkpoint stays where any of them says so, and as long as it is pinned.
+
+    Attributes:
+        keep_last: So many of the newest by counter.
+        keep_every: The first one at or after each multiple of so many steps, counted as ``interval`` counts them: after
+            step s, s + 1 have ended. The first is that of the smallest step, whichever was committed first; of equal
+            steps, after a rollback, the newest.
+        keep_best: The best by a number in their metadata; of equal ones the newest.
+
+    Raises:
+        ValueError: a rule is out of range, or a record cannot name as many checkpoints.
+        TypeError: a rule is none.
+    """
+
+    keep_last: int = 1
+    keep_every: int | None = None
+    keep_best: Best | None = None
+
+    def __post_init__(self) -> None:
+        _check_count("keep_last", self.keep_last)
+        if self.keep_every is not None:
+            _check_count("keep_every", self.keep_every)
+        if self.reserved > MOST_ENTRIES:
+            what = "keep_last" if self.keep_best is None else "keep_last and the count of keep_best together"
+            raise ValueError(f"{what} is at most {MOST_ENTRIES} (the commit record's size), not {self.reserved}")
+
+    @property
+    def reserved(self) -> int:
+        """The most checkpoints that the rules keep at a time, those of ``keep_every`` left out: they have no end."""
+        return self.keep_last + (self.keep_best.count if self.keep_best else 0)
+
+    def retain(self, committed: Sequence[Entry], new: Entry, damaged: Collection[int] = ()) -> Kept:
+        """Return what the next record names; ``new`` is not among it where it is superseded.
+
+        With ``keep_last=1`` alone this is PCcheck's rule (section 3.2: a checkpoint commits only over an older one).
+
+        Args:
+            committed: What the newest record names.
+            new: The checkpoint to commit.
+            damaged: Counters of checkpoints known to be damaged; these are dropped.
+        """
+        candidates = sorted([entry for entry in (*committed, new) if entry.counter not in damaged], key=_by_counter)
+        kept = {entry.counter for entry in candidates[: self.keep_last]}
+        kept.update([entry.counter for entry in candidates if entry.pinned])
+        if self.keep_best is not None:
+            kept.update([entry.counter for entry in self._best(candidates, self.keep_best)])
+        crowded_out: list[Entry] = []
+        if self.keep_every is not None:
+            periodic = [entry for entry in self._periodic(candidates, self.keep_every) if entry.counter not in kept]
+            room = max(0, MOST_ENTRIES - len(kept))
+            kept.update([entry.counter for entry in periodic[:room]])
+            crowded_out = periodic[room:]
+        return Kept([entry for entry in candidates if entry.counter in kept], crowded_out)
+
+    def pin(self, entries: Sequence[Entry], step: int, pinned: bool) -> list[Entry]:
+        """Return ``entries``, newest first, with the newest one of ``step`` pinned, or none of that step any more.
+
+        Raises:
+            NoCheckpointError: there is none of ``step``.
+            StoreFullError: a record would have no room for the pinned ones and those that the rules keep.
+        """
+        found = [at for at, entry in enumerate(entries) if entry.step == step]
+        if not found:
+            raise NoCheckpointError(f"there is no checkpoint of step {step}")
+        changed = list(entries)
+        for at in found[:1] if pinned else found:  # after a rollback the pinned one may be an older one of that step
+            changed[at] = replace(entries[at], pinned=pinned)
+        self.check_room(changed)
+        return changed
+
+    def check_room(self, entries: Iterable[Entry]) -> None:
+        """Raise StoreFullError where a record has no room for the pinned of these and for those that the rules keep."""
+        pinned = sum(entry.pinned for entry in entries)
+        if pinned + self.reserved > MOST_ENTRIES:
+            raise StoreFullError(
+                errno.ENOSPC,
+                f"{pinned} checkpoints pinned and {self.reserved} kept by rules are more than the {MOST_ENTRIES} that "
+                "a commit record names: unpin some, or keep fewer",
+            )
+
+    def dropped(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Return those of the committed checkpoints that the rules do not keep."""
+        kept = self.retain(entries[1:], entries[0]).entries if entries else []
+        return [entry for entry in entries if entry not in kept]
+
+    @staticmethod
+    def _best(entries: Iterable[Entry], best: Best) -> list[Entry]:
+        ranked = [(rank, -entry.counter, entry) for entry in entries if (rank := best.rank(entry)) is not None]
+        return [entry for *_, entry in sorted(ranked, key=lambda one: one[:2])[: best.count]]
+
+    @staticmethod
+    def _periodic(entries: Iterable[Entry], steps: int) -> list[Entry]:
+        """Return the first at or after each multiple of so many steps, newest first, as ``entries`` are."""
+        first: dict[int, Entry] = {}
+        for entry in entries:
+            multiple = (entry.step + 1) // steps
+            if multiple > 0 and (multiple not in first or entry.step < first[multiple].step):
+                first[multiple] = entry
+        return sorted(first.values(), key=_by_counter)
+
+    def space_needed(self, slot_bytes: int, in_flight: int, available_bytes: int) -> SpaceNeeded:
+        """Return the space that the rules take for slots of ``slot_bytes``."""
+        slots = {"in flight": in_flight, f"the last {self.keep_last}": self.keep_last}
+        if self.keep_best is not None:
+            slots[f"the best {self.keep_best.count} by {self.keep_best.metric!r}"] = self.keep_best.count
+        return SpaceNeeded(slot_bytes, slots, self.keep_every, available_bytes)
+
+
+class KeepAll(Retention):
+    """Drops nothing: for those who change a store whose rules they do not know."""
+
+    @property
+    def reserved(self) -> int:
+        """None: no slot is reserved beyond those that are committed."""
+        return 0
+
+    def retain(self, committed: Sequence[Entry], new: Entry, damaged: Collection[int] = ()) -> Kept:
+        """Return all that is not known to be damaged. Raises StoreFullError where a record cannot name as many."""
+        kept = sorted((entry for entry in (*committed, new) if entry.counter not in damaged), key=_by_counter)
+        if len(kept) > MOST_ENTRIES:
+            raise StoreFullError(errno.ENOSPC, f"a commit record names {MOST_ENTRIES} checkpoints: remove some first")
+        return Kept(kept, [])
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceNeeded:
+    """The storage that a store takes.
+
+    Attributes:
+        slot_bytes: Of the tensors of one checkpoint; its manifest comes on top, some 100 bytes for each of them.
+        slots: How many each rule needs, at the most; they are reserved with the first checkpoint.
+        keep_every: Every multiple of so many steps takes one more, as long as the run goes on; None for none.
+        available_bytes: What the filesystem has free, and what the slots of the store take already.
+    """
+
+    slot_bytes: int
+    slots: Mapping[str, int]
+    keep_every: int | None
+    available_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slots of all rules but ``keep_every``."""
+        return sum(self.slots.values()) * self.slot_bytes
+
+    def __str__(self) -> str:
+        count = sum(self.slots.values())
+        parts = " + ".join(f"{slots} ({rule})" for rule, slots in self.slots.items())
+        text = f"{parts} = {count} slots of {self.slot_bytes} bytes: {self.nbytes} bytes"
+        if self.keep_every is not None:
+            text += f", and {self.slot_bytes} bytes more with every multiple of {self.keep_every} steps"
+        return f"{text}; {self.available_bytes} bytes are available"
+
+
+def make_best(best: object) -> Best:
+    """Validate a user's ``keep_best``. Raises TypeError, ValueError."""
+    if isinstance(best, Best):
+        best = best.metric, best.count, best.mode
+    if not isinstance(best, tuple) or len(best) != 3:
+        raise TypeError(f'keep_best is a metric, a count and "min" or "max", such as ("loss", 3, "min"), not {best!r}')
+    found = Best(*best)
+    if not isinstance(found.metric, str):
+        raise TypeError(f"keep_best names a metric of the metadata, not {found.metric!r}")
+    _check_count("the count of keep_best", found.count)
+    if found.mode not in ("min", "max"):
+        raise ValueError(f"keep_best ends with 'min' or 'max', not {found.mode!r}")
+    return found
+
+
+def _by_counter(entry: Entry) -> int:
+    return -entry.counter
+
+
+def _check_count(name: str, value: object) -> None:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} is a whole number of at least 1, not {value!r}")

@@ -1,0 +1,257 @@
+"""A store opened for reading, also beside a running writer of another process. Nothing here writes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeVar
+
+from pccheck_async.engine.config import EngineConfig, decide
+from pccheck_async.engine.loop import EngineLoop
+from pccheck_async.errors import CorruptStoreError, DamagedError, NoCheckpointError, ReadError, is_exhausted
+from pccheck_async.format.manifest import MIN_BLOCK, Manifest
+from pccheck_async.format.record import COMMIT_NAME, IDENTITY_NAME, Entry, Identity, Record, slot_name, slot_number
+from pccheck_async.medium import File
+from pccheck_async.medium.files import PosixWriter
+from pccheck_async.medium.open_medium import IO, Session, open_session
+from pccheck_async.store.reading import choose, warn_damaged
+from pccheck_async.store.records import read_identity, read_record
+from pccheck_async.store.restore import read_manifest, verify_payload
+from pccheck_async.transfer.copying import HostCopy
+from pccheck_async.transfer.machine import available_cores, available_memory
+from pccheck_async.transfer.pool import BufferPool
+
+__all__ = ["OneLoop", "StoreReader", "no_store", "why_no_store", "with_session"]
+
+T = TypeVar("T")
+_POLL_SECONDS = 0.001
+_LOCK_SECONDS = 30.0
+
+
+def no_store(session: Session, path: str | os.PathLike[str], what: str = "no store") -> NoCheckpointError:
+    """Return what to raise where there is no store."""
+    if isinstance(session.writer, PosixWriter):  # of other writers' folders only they know what and where they are
+        return NoCheckpointError(why_no_store(path, what))
+    return NoCheckpointError(f"{os.fspath(path)} holds {what}")
+
+
+def why_no_store(path: str | os.PathLike[str], what: str = "no store") -> str:
+    """Say why there is no store: whether the path is wrong, nothing was saved there, or it lost its identity."""
+    text = f"{os.fspath(path)} holds {what}"
+    if not os.path.lexists(path):
+        return f"{os.fspath(path)} does not exist, so it holds {what}; check the path"
+    if not os.path.isdir(path):
+        return f"{os.fspath(path)} is no folder, so it holds {what}; give the folder that the engine saved into"
+    parts, stores = _inside(path)
+    if parts:
+        return (
+            f"{text}, but parts of one without {IDENTITY_NAME}: `pccheck recover {os.fspath(path)}` says what is left"
+        )
+    return f"{text}; there are stores in it: {', '.join(stores)}" if stores else text
+
+
+def _inside(path: str | os.PathLike[str]) -> tuple[bool, list[str]]:
+    """Whether there are files of a store in a folder, and the names of a few folders in it that are stores."""
+    try:
+        with os.scandir(path) as entries:
+            found = list(islice(entries, 1000))
+    except OSError:
+        return False, []
+    stores = [each.name for each in found if os.path.exists(os.path.join(each.path, IDENTITY_NAME))]
+    parts = any(each.name == COMMIT_NAME or slot_number(each.name) is not None for each in found)
+    return parts, [*sorted(stores)[:5], *(["..."] if len(stores) > 5 else [])]
+
+
+class OneLoop:
+    """A loop for the length of one call, blocking or awaited."""
+
+    def __init__(self, name: str = "pccheck-read") -> None:
+        self._name = name
+
+    def __enter__(self) -> EngineLoop:
+        self._loop = EngineLoop(self._name)
+        return self._loop
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.stop()
+
+    async def __aenter__(self) -> EngineLoop:
+        return self.__enter__()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._loop.stopped()
+
+
+@dataclass(slots=True)
+class StoreReader:
+    """An open store, read-only.
+
+    Attributes:
+        session: Moves the bytes.
+        identity: What ``store.json`` says.
+        commit: The file of the records.
+    """
+
+    session: Session
+    identity: Identity
+    commit: File
+
+    @classmethod
+    async def open(cls, session: Session) -> StoreReader | None:
+        """Open the store of ``session``; None where there is no (complete) one. Raises CorruptStoreError."""
+        identity = await read_identity(session.writer)
+        if identity is None:
+            return None
+        await session.writer.prepare(create=False)
+        try:
+            commit = await session.writer.open(COMMIT_NAME, writable=False)
+        except FileNotFoundError:
+            text = f"the store has no {COMMIT_NAME!r} file: see what is left with `pccheck recover`"
+            raise CorruptStoreError(text) from None
+        return cls(session, identity, commit)
+
+    async def record(self) -> Record:
+        """Return the newest record as it is now. Raises CorruptStoreError where there is none."""
+        return await read_record(self.session.writer, self.commit, self.identity)
+
+    async def lock(
+        self, pick: Callable[[Record], Entry | None]
+    ) -> tuple[Entry, File | DamagedError | ReadError] | None:
+        """Lock the picked checkpoint's slot against reuse, and return its file, or why there is none to be read.
+
+        None where nothing is picked. One that was superseded (:attr:`Record.superseded`) may be written over by then.
+
+        A slot that is locked shared, and that a record read *after* locking still names, keeps its bytes: writers take
+        only free slots, and pass over locked ones. Otherwise the record has moved on: start over.
+        """
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + _LOCK_SECONDS
+        writer = self.session.writer
+        while True:
+            record = await self.record()
+            entry = pick(record)
+            if entry is None:
+                return None
+            superseded = entry in record.superseded
+            try:
+                file = await writer.open(slot_name(entry.slot), writable=False)
+            except (FileNotFoundError, CorruptStoreError, ReadError) as error:
+                if is_exhausted(error):
+                    raise
+                if _names(await self.record(), entry, superseded):
+                    return entry, error if isinstance(error, ReadError) else _damaged(entry, error)
+            else:
+                locked = await writer.try_lock(file, shared=True)
+                if locked and _names(await self.record(), entry, superseded):
+                    return entry, file
+                await writer.close_file(file)
+                if superseded and not locked:
+                    return entry, DamagedError(f"{file.name} is being written over")
+            if clock() > deadline:
+                raise ReadError(f"the checkpoints change faster than they can be locked ({_LOCK_SECONDS} s)")
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def read(
+        self,
+        path: str | os.PathLike[str],
+        step: int | None,
+        use: Callable[[Entry, File, Manifest], Awaitable[T]],
+        *,
+        keep: bool = False,
+    ) -> T:
+        """Lock the newest checkpoint (or that of ``step``) and use it; the next older one where it is damaged.
+
+        Also one that the newest record superseded, where all of it is whole.
+
+        Args:
+            path: Folder of the store, for messages.
+            step: The user's step; then damage raises.
+            use: What to do with its entry, its slot and its manifest.
+            keep: Leave the slot open and locked where ``use`` returned.
+
+        Raises:
+            NoCheckpointError: there is none, or none of ``step``.
+            DamagedError: damaged, and nothing older to fall back to.
+            CorruptStoreError: this version does not understand it.
+            ReadError: the device failed, and nothing older to fall back to.
+        """
+        unreadable: set[int] = set()
+        unread: set[int] | None = set()  # by the device; None once all of them were tried again
+        failure: tuple[Entry, Exception] | None = None
+        record: Record
+
+        def pick(found: Record) -> Entry | None:
+            nonlocal record
+            record = found
+            return choose(record.entries, step, unreadable, record.superseded)
+
+        while True:
+            locked = await self.lock(pick)
+            if locked is None:
+                raise NoCheckpointError(
+                    f"{os.fspath(path)} holds no checkpoint" + ("" if step is None else f" of step {step}")
+                )
+            entry, file = locked
+            superseded, used = entry in record.superseded, False
+            try:
+                if not isinstance(file, File):
+                    raise file
+                manifest = await read_manifest(self.session.writer, file, entry, self.identity.block_bytes)
+                if superseded:
+                    await self._verify(file, manifest)
+                result = await use(entry, file, manifest)
+                if superseded and failure is not None:
+                    warn_damaged(failure[0], entry, failure[1])
+                used = True
+                return result
+            except (DamagedError, ReadError) as error:
+                if is_exhausted(error):
+                    raise
+                unreadable.add(entry.counter)
+                if failure is None or not superseded:
+                    failure = entry, error
+                older = pick(await self.record())
+                if step is not None or older is None:
+                    raise failure[1] from None
+                if unread is not None and isinstance(error, ReadError):
+                    unread.add(entry.counter)
+                if older in record.superseded and unread:  # as a restore does
+                    unreadable -= unread
+                    unread = None
+                elif older in record.entries:
+                    warn_damaged(failure[0], older, failure[1])
+            finally:
+                if isinstance(file, File) and not (used and keep):
+                    await self.session.writer.close_file(file)
+
+    async def _verify(self, file: File, manifest: Manifest) -> None:
+        session = self.session
+        largest = max((chunk.nbytes for chunk in manifest.chunks), default=MIN_BLOCK)
+        pool = BufferPool(2 * largest, largest)
+        await verify_payload(session.writer, HostCopy(session.operations), pool, file, manifest)
+
+
+async def with_session(
+    path: str | os.PathLike[str], io: IO, work: Callable[[Session], Coroutine[Any, Any, T]], config: EngineConfig
+) -> T:
+    """Call ``work`` with what moves bytes of one folder; its files are closed when it ended."""
+    decided = decide(config, block_bytes=MIN_BLOCK, cores=available_cores(), memory=available_memory())
+    session = await open_session(path, io, writers=decided.writers, copiers=decided.copiers)
+    try:
+        return await work(session)
+    finally:
+        await session.close()
+
+
+def _damaged(entry: Entry, error: Exception) -> DamagedError:
+    missing = f"{slot_name(entry.slot)}, which the newest record names, is missing"
+    return DamagedError(missing if isinstance(error, FileNotFoundError) else str(error))
+
+
+def _names(record: Record, entry: Entry, superseded: bool) -> bool:
+    """Whether a record still names (or superseded) a checkpoint; its metadata may hold NaN, which equals nothing."""
+    entries = record.superseded if superseded else record.entries
+    return any((found.counter, found.slot) == (entry.counter, entry.slot) for found in entries)

@@ -1,0 +1,176 @@
+"""What happens to the checkpoints of an engine, as frozen values: for ``engine.on_event`` and for the log.
+
+The log has a line for those that say so (:mod:`pccheck_async.telemetry.logs` has the names and levels).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+__all__ = [
+    "Abandoned",
+    "Admitted",
+    "Captured",
+    "Closed",
+    "Durable",
+    "Event",
+    "Failed",
+    "Opened",
+    "Restored",
+    "Skipped",
+    "Superseded",
+    "Waited",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that happened.
+
+    Attributes:
+        name: In the log.
+        level: Of its line in the log; None: it has none.
+        text: That line.
+        time: Seconds since the epoch.
+    """
+
+    name: ClassVar[str] = ""
+    level: ClassVar[int | None] = None
+    text: ClassVar[str] = ""
+    time: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened(Event):
+    """The store was opened: how many checkpoints it holds, the newest one's step, and what I/O it uses."""
+
+    name = "opened"
+    level = logging.INFO
+    text = "opened %(store)s with %(checkpoints)d checkpoint(s); %(io)s"
+    checkpoints: int
+    step: int | None
+    io: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closed(Event):
+    """The engine was closed: what became of its checkpoints, the bytes of the durable ones, its seconds."""
+
+    name = "closed"
+    level = logging.INFO
+    text = (
+        "closed %(store)s after %(seconds).1f s: %(durable)d checkpoint(s) durable (%(nbytes)d bytes), %(superseded)d "
+        "superseded, %(failed)d failed, %(skipped)d skipped; training was kept waiting for %(stall).3f s"
+    )
+    durable: int
+    superseded: int
+    failed: int
+    skipped: int
+    nbytes: int
+    seconds: float
+    stall: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OfCheckpoint(Event):
+    """Attributes: the user's and the engine's number of the checkpoint."""
+
+    step: int
+    counter: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted(_OfCheckpoint):
+    """A checkpoint was given its counter."""
+
+    name = "admitted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured(_OfCheckpoint):
+    """Its bytes are out of the trainer's reach, so many seconds after it was admitted."""
+
+    name = "captured"
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Durable(_OfCheckpoint):
+    """It is committed: seconds since it was admitted, those until captured, those training waited for it so far."""
+
+    name = "durable"
+    level = logging.DEBUG
+    text = "checkpoint of step %(step)d durable: %(nbytes)d bytes in %(seconds).3f s, training waited %(stall).3f s"
+    nbytes: int
+    seconds: float
+    capture_seconds: float
+    stall: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Superseded(_OfCheckpoint):
+    """Newer ones became durable first and made it pointless, so many seconds after it was admitted."""
+
+    name = "superseded"
+    level = logging.DEBUG
+    text = "checkpoint of step %(step)d superseded by newer ones after %(seconds).3f s"
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed(_OfCheckpoint):
+    """It failed, or was cancelled; nothing of it is committed."""
+
+    name = "failed"
+    level = logging.WARNING
+    text = "checkpoint of step %(step)d failed: %(error)s"
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped(Event):
+    """All places were in flight and ``on_busy="skip"``; ``counter`` is that of the newest one in flight."""
+
+    name = "skipped"
+    level = logging.WARNING
+    text = "skipped the checkpoint of step %(step)s: %(in_flight)d are in flight"
+    step: int | None
+    counter: int
+    in_flight: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abandoned(_OfCheckpoint):
+    """Its capture held an optimizer's step up for longer than ``max_stall`` (seconds). A :class:`Failed` follows."""
+
+    name = "abandoned"
+    level = logging.WARNING
+    text = (
+        "abandoned the checkpoint of step %(step)d: its capture held an optimizer's step up for longer than "
+        "max_stall = %(seconds)s s"
+    )
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waited(_OfCheckpoint):
+    """The training thread was kept waiting: in a call of ``checkpoint()``, or in an optimizer's step."""
+
+    name = "waited"
+    seconds: float
+    where: Literal["checkpoint", "optimizer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored(_OfCheckpoint):
+    """A checkpoint was restored into a state."""
+
+    name = "restored"
+    level = logging.INFO
+    text = "restored step %(step)d in %(seconds).3f s"
+    nbytes: int
+    seconds: float

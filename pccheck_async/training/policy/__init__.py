@@ -1,0 +1,33 @@
+"""When to checkpoint: policies that are told of every step and every checkpoint, and answer yes or no.
+
+Pure: time comes in with the reports, so that a run can be replayed or simulated.
+"""
+
+from pccheck_async.engine.policy import Decision, Policy, SaveReport, StepReport
+from pccheck_async.training.policy.adaptive import Adaptive
+from pccheck_async.training.policy.checkfreq import CheckFreqInterval
+from pccheck_async.training.policy.every import EverySeconds, EverySteps
+from pccheck_async.training.policy.formulas import CheckFreqChoice, checkfreq_interval, daly_seconds, young_seconds
+from pccheck_async.training.policy.make import make_policy
+from pccheck_async.training.policy.measured import Measured
+from pccheck_async.training.policy.pccheck import PCcheckInterval
+from pccheck_async.training.policy.young_daly import YoungDaly
+
+__all__ = [
+    "Adaptive",
+    "CheckFreqChoice",
+    "CheckFreqInterval",
+    "Decision",
+    "EverySeconds",
+    "EverySteps",
+    "Measured",
+    "PCcheckInterval",
+    "Policy",
+    "SaveReport",
+    "StepReport",
+    "YoungDaly",
+    "checkfreq_interval",
+    "daly_seconds",
+    "make_policy",
+    "young_seconds",
+]

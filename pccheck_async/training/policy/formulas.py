@@ -1,0 +1,148 @@
+"""The published intervals, as functions of measured times."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from pccheck_async.training.policy.checks import check_overhead
+
+__all__ = [
+    "CheckFreqChoice",
+    "checkfreq_interval",
+    "daly_seconds",
+    "interval_floor",
+    "sustained_interval",
+    "whole_steps",
+    "young_seconds",
+]
+
+_FUZZ = 1e-9
+"""Relative error of sums of floats: a quotient this little above a whole number is that number."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckFreqChoice:
+    """Outcome of CheckFreq's Algorithm 1.
+
+    Attributes:
+        mode: Where to copy the state first: "device", or "host".
+        interval: Steps between checkpoints (k).
+        overhead_seconds: What one checkpoint costs training (To).
+    """
+
+    mode: Literal["device", "host"]
+    interval: int
+    overhead_seconds: float
+
+
+def checkfreq_interval(
+    *,
+    step_seconds: float,
+    update_seconds: float = 0.0,
+    host_copy_seconds: float,
+    persist_seconds: float,
+    overhead: float,
+    device_copy_seconds: float | None = None,
+    device_free_bytes: int = 0,
+    nbytes: int = 0,
+) -> CheckFreqChoice:
+    """Return where to snapshot and how often (CheckFreq, FAST'21, Algorithm 1).
+
+    A copy to the host hides behind forward and backward, which are all of a step but the weight update:
+    Toc = max(0, Tc - (Ti - Tw)). One on the device does not: Tog = Tg. It is made on the device where it fits and costs
+    no more. Then k = ceil(max((Tc + Ts - To)/Ti, To/(p Ti))): the one in flight is durable before the next begins, and
+    the overhead stays within p.
+
+    Args:
+        step_seconds: A training step (Ti).
+        update_seconds: The part of it that is the weight update (Tw; not the write time that PCcheck calls Tw).
+        host_copy_seconds: The copy to the host (Tc).
+        persist_seconds: From there to storage (Ts).
+        overhead: Budget as a share of the training time (p).
+        device_copy_seconds: A copy on the device (Tg); None where there is none.
+        device_free_bytes: Free device memory (Mmax - M).
+        nbytes: Size of a checkpoint (m).
+    """
+    check_overhead(overhead)
+    if not step_seconds > 0:
+        raise ValueError(f"step_seconds is positive, not {step_seconds!r}")
+    cost = max(0.0, host_copy_seconds - (step_seconds - update_seconds))
+    mode: Literal["device", "host"] = "host"
+    if device_copy_seconds is not None and device_free_bytes > nbytes and device_copy_seconds <= cost:
+        mode, cost = "device", device_copy_seconds
+    one_in_flight = host_copy_seconds + persist_seconds - cost
+    return CheckFreqChoice(mode, whole_steps(max(one_in_flight, cost / overhead), step_seconds), cost)
+
+
+def young_seconds(cost_seconds: float, mtbf_seconds: float) -> float:
+    """Return the compute time between checkpoints that loses least, to first order: sqrt(2 delta M).
+
+    J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
+
+    Args:
+        cost_seconds: What one checkpoint costs training (delta).
+        mtbf_seconds: Mean time between failures (M).
+    """
+    _check_failures(cost_seconds, mtbf_seconds)
+    return math.sqrt(2 * cost_seconds * mtbf_seconds)
+
+
+def daly_seconds(cost_seconds: float, mtbf_seconds: float) -> float:
+    """Return the same to a higher order: better than Young's where a checkpoint costs a good part of the MTBF.
+
+    sqrt(2 delta M) (1 + sqrt(x)/3 + x/9) - delta with x = delta/(2 M) where delta < 2 M, else M.
+    J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22(3), 2006.
+
+    Args:
+        cost_seconds: What one checkpoint costs training (delta).
+        mtbf_seconds: Mean time between failures (M).
+    """
+    first_order = young_seconds(cost_seconds, mtbf_seconds)
+    if cost_seconds >= 2 * mtbf_seconds:
+        return mtbf_seconds
+    x = cost_seconds / (2 * mtbf_seconds)
+    return max(0.0, first_order * (1 + math.sqrt(x) / 3 + x / 9) - cost_seconds)
+
+
+def whole_steps(seconds: float, step_seconds: float) -> int:
+    """Return the fewest steps, at least one, that last ``seconds``."""
+    return max(1, math.ceil(seconds / step_seconds * (1 - _FUZZ)))
+
+
+def _check_failures(cost_seconds: float, mtbf_seconds: float) -> None:
+    if not (cost_seconds >= 0 and mtbf_seconds > 0):
+        raise ValueError(
+            f"cost_seconds is not negative and mtbf_seconds is positive, not {cost_seconds!r} and {mtbf_seconds!r}"
+        )
+
+
+def interval_floor(nbytes: int, bandwidth: float, step_seconds: float, slowdown: float = 1.03) -> int:
+    """Return f_min = ceil(m / (B q t)), the steps between checkpoints that no scheme can go below.
+
+    Args:
+        nbytes: Size of a checkpoint (m).
+        bandwidth: Of the storage, bytes per second (B).
+        step_seconds: Time of a training step (t).
+        slowdown: Tolerated factor (q): 1.03 is 3 %.
+    """
+    return _steps(nbytes / bandwidth, step_seconds, slowdown)
+
+
+def sustained_interval(seconds: float, max_in_flight: int, step_seconds: float, slowdown: float = 1.03) -> int:
+    """Return f* = ceil(Tw(N) / (N q t)), the fewest steps between checkpoints that do not pile up (PCcheck, eq. 3).
+
+    Args:
+        seconds: Tw(N), what one checkpoint takes to become durable with N in flight.
+        max_in_flight: N.
+        step_seconds: Time of a training step (t).
+        slowdown: Tolerated factor (q): 1.03 is 3 %.
+    """
+    return _steps(seconds / max_in_flight, step_seconds, slowdown)
+
+
+def _steps(seconds: float, step_seconds: float, slowdown: float) -> int:
+    if not (step_seconds > 0 and slowdown > 0):
+        raise ValueError(f"step_seconds and slowdown are positive, not {step_seconds} and {slowdown}")
+    return max(1, math.ceil(seconds / (slowdown * step_seconds)))

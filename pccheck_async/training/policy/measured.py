@@ -1,0 +1,345 @@
+"""The frame of the policies that measure: profile, calibrate, and then steer by what checkpoints cost."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from statistics import median
+
+from pccheck_async.engine.policy import Decision, SaveReport, StepReport
+from pccheck_async.training.policy.age import AgeLimit
+from pccheck_async.training.policy.checks import LEAP, check_count, check_overhead
+from pccheck_async.training.policy.formulas import whole_steps
+from pccheck_async.training.policy.level import Level
+from pccheck_async.training.policy.meter import OverheadMeter
+
+__all__ = ["Measured", "MeasuredPolicy", "Wanted"]
+
+_WARM_UP = 2
+"""Steps that compile, allocate and fill caches: not like the others."""
+
+_PROFILE = 5
+_CALIBRATIONS = 5
+"""Early checkpoints: the first pays for slots and staging memory, four show what one costs (one may be stray)."""
+
+_TAIL = (4, 32)
+"""Least and most clean steps to wait for where clean steps are scarce."""
+
+_SURE = 2.5
+_SURE_LATER = 1.75
+"""Standard errors by which the cost must be over the budget before the interval grows: of few periods, and of many."""
+
+_MANY = 16
+
+_FEWEST = 2
+"""Periods without which nobody knows what a checkpoint costs."""
+
+_GO_UP = 1.02
+"""A longer interval that is not this much longer is not worth a word."""
+
+_COME_DOWN = 0.85
+"""A shorter interval is taken only where it is this much shorter (hysteresis)."""
+
+_LEAVE_OUT_EVERY = 10
+_DOUBTFUL = 4
+"""Periods after which an interval is left out where there are no clean steps otherwise: as a rule, and in doubt."""
+
+_JUST = 1.01
+"""Where N in flight just follow, by which one may seem not to."""
+
+_LEARN = 3
+"""Checkpoints that tell what one takes when they do not pile up."""
+
+_TINY = 1e-9
+"""Seconds of a step that a coarse clock took for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a policy found out so far; 0 where it did not yet.
+
+    Attributes:
+        step_seconds: A step with no checkpoint in flight (t).
+        save_seconds: A checkpoint, from admission to durable (Tw).
+        cost_seconds: What one costs training: stall and interference.
+        overhead: Stall and interference as a share of the training time, waiting for a place included; None before the
+            first checkpoint.
+    """
+
+    step_seconds: float
+    save_seconds: float
+    cost_seconds: float
+    overhead: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Attributes: an interval in steps, why it is not less, and whether because checkpoints would pile up."""
+
+    steps: int
+    why: str
+    piling: bool = False
+
+
+class MeasuredPolicy(ABC):
+    """Chooses an interval from what it measures, and goes on measuring.
+
+    The first steps are timed without a checkpoint. Five early checkpoints follow, with some clean steps after each.
+    From then on every period (one checkpoint to the next) is priced by an :class:`OverheadMeter`. The interval grows
+    where the cost is over the budget by more than the noise explains, and shrinks where a much shorter one would do
+    even if the cost were somewhat higher than measured. Where all steps are busy, now and then an interval is left out.
+
+    Args:
+        overhead: Budget as a share of the training time.
+        max_in_flight: Checkpoints in flight (N).
+        most_seconds: Most age of the newest durable checkpoint, for which the budget is given up (see
+            :class:`~pccheck_async.training.policy.age.AgeLimit`); None for no limit.
+
+    Raises:
+        ValueError, TypeError: an argument makes no sense.
+    """
+
+    def __init__(self, overhead: float, max_in_flight: int, most_seconds: float | None) -> None:
+        self._overhead = check_overhead(overhead)
+        self._places = check_count("max_in_flight", max_in_flight)
+        self._age = AgeLimit(most_seconds)
+        self._meter = OverheadMeter()
+        self._saves = Level(odd_first=True)
+        self._captures = Level(odd_first=True)
+        self._nbytes = 0
+        self._interval: int | None = None
+        self._reason = f"measuring the first {_WARM_UP + _PROFILE} steps without a checkpoint"
+        self._steps = 0  # reports so far
+        self._since = 0  # steps since the last checkpoint, or the end of the warm-up
+        self._starts = 0
+        self._ended = False  # that checkpoint, as far as reports tell
+        self._after = 0  # steps since then
+        self._longest = 0.0  # of the checkpoints that ended in this period
+        self._priced = False  # this period: it is only being waited for a longer interval
+        self._again = False
+        self._left_out = 0  # periods since an interval was left out
+        self._leave_out = False
+        self._saturated: float | None = None  # seconds per checkpoint when they last piled up, while it is learned
+        self._alone: list[float] = []  # what they took after that
+        self._share = 1 / self._places
+        self._raised_at = 0
+        self._before: int | None = None  # the interval before it grew, until clean steps have told that this was right
+
+    # -- the protocol
+
+    def due(self, report: StepReport) -> bool:
+        """Tell whether to checkpoint now."""
+        overdue = self._age.reached(report, self._saves.upper)
+        self._steps += 1
+        if self._steps > _WARM_UP:
+            self._meter.step(report)
+            self._since += 1
+        if self._starts and not report.in_flight:
+            self._ended = True  # also where it failed, which nobody reports
+        self._after += self._ended
+        if self._again:
+            self._again = False
+            self._restart(report)
+            return True
+        if self._before is not None and self._meter.clean >= _TAIL[0]:
+            self._confirm()
+        if not overdue and not self._complete():
+            return False
+        if not self._priced:
+            self._price()
+        if not overdue and self._interval is not None and self._since < self._interval:
+            self._priced = True  # it has just become longer
+            return False
+        self._starts += 1
+        self._restart(report)
+        return True
+
+    def skipped(self, report: StepReport) -> None:
+        """Try again after the next step; the period goes on."""
+        self._again = True
+
+    def saved(self, report: SaveReport) -> None:
+        """Learn what a checkpoint takes."""
+        self._age.saved(report)
+        self._nbytes = report.nbytes
+        self._longest = max(self._longest, report.seconds)
+        if self._saves.add(report.seconds):
+            self._meter.forget()  # the storage is another now
+        self._captures.add(report.capture_seconds)
+        self._ended = True
+        if self._saturated is not None and report.step >= self._raised_at:
+            self._alone.append(report.seconds)
+            if len(self._alone) == _LEARN:
+                self._learn_share()
+
+    def decision(self) -> Decision:
+        """Return the present interval, and why."""
+        seconds = None if self._interval is None else self._interval * self._step_seconds
+        return Decision(self._interval, seconds, self._reason, self._age.most_seconds)
+
+    def measured(self) -> Measured:
+        """Return what the decision rests on."""
+        meter = self._meter
+        return Measured(meter.step_seconds, self._saves.median, max(0.0, meter.cost().seconds), meter.overhead)
+
+    # -- what a subclass says, and what it may use
+
+    @abstractmethod
+    def _wanted(self, cost: float) -> Wanted:
+        """Return the interval if a checkpoint costs ``cost`` seconds of training."""
+
+    @property
+    def _step_seconds(self) -> float:
+        return max(_TINY, self._meter.step_seconds)
+
+    @property
+    def _sustained(self) -> float:
+        """Seconds in which one checkpoint becomes durable if there are always some in flight."""
+        return self._saturated if self._saturated is not None else self._saves.upper * self._share
+
+    def _for_budget(self, cost: float) -> Wanted:
+        return Wanted(
+            whole_steps(cost / self._overhead, self._step_seconds),
+            f"a checkpoint costs {_say(cost)} of training, {self._overhead:.1%} of what steps of "
+            f"{_say(self._step_seconds)} take in that time",
+        )
+
+    def _for_storage(self) -> Wanted:
+        return Wanted(
+            whole_steps(self._sustained, self._step_seconds),
+            f"a checkpoint takes {_say(self._saves.upper)} to become durable, and with {self._places} in flight "
+            "more of them would pile up",
+            piling=True,
+        )
+
+    # -- how it goes on
+
+    def _complete(self) -> bool:
+        """Tell whether the period is over."""
+        if not self._starts:
+            return self._since >= _PROFILE
+        if self._interval is None:
+            wanted = min(_TAIL[1], max(_TAIL[0], (self._since - self._meter.clean) // 2))
+            enough = self._meter.clean >= wanted or self._after >= _TAIL[1]
+            patience = 1 if self._saves.values else self._starts  # all failed so far: ever later
+            return self._ended and enough and self._since >= _PROFILE * patience
+        if self._since < self._interval:
+            return False
+        if self._priced or not self._leave_out:
+            return True
+        # Nothing but busy steps for long: wait until nothing is in flight, and for some steps more.
+        enough = self._meter.clean >= self._tail
+        return enough or self._since >= 2 * self._interval + self._busy_steps + self._tail
+
+    @property
+    def _tail(self) -> int:
+        """Clean steps that are enough to compare with."""
+        return min(_TAIL[1], max(_TAIL[0], (self._interval or 0) // 2))
+
+    def _scarce(self, periods: int) -> bool:
+        """Tell whether in so many periods no interval was left out, and clean steps did not come of themselves."""
+        return self._left_out >= periods and self._meter.clean_in(periods) < self._tail
+
+    @property
+    def _busy_steps(self) -> int:
+        return whole_steps(self._saves.median, self._step_seconds)
+
+    def _price(self) -> None:
+        """End the period, and choose the interval anew."""
+        if not self._starts:
+            self._meter.close(first=True)
+            self._reason = "checkpointing early, to learn what one costs"
+            return
+        # Where N in flight did not follow, checkpoints waited for each other: that is not what one costs.
+        self._meter.close(counted=self._longest <= _JUST * self._since * self._step_seconds * self._places)
+        self._left_out = 0 if self._leave_out else self._left_out + 1
+        self._leave_out = self._scarce(_LEAVE_OUT_EVERY)
+        if self._starts >= _CALIBRATIONS and self._saves.values:
+            self._choose()
+
+    def _choose(self) -> None:
+        if self._interval is not None and self._meter.periods < _FEWEST:
+            return  # it was forgotten what one costs
+        cost = self._meter.cost()
+        likely = self._limited(self._wanted(max(0.0, cost.seconds + cost.error)))
+        if self._interval is None:
+            self._take(likely, "measured")
+            return
+        sure = _SURE if self._meter.periods < _MANY else _SURE_LATER
+        least = self._limited(self._wanted(max(0.0, cost.seconds - sure * cost.error)))
+        if least.steps > self._interval * _GO_UP:
+            most = self._interval * LEAP
+            if least.piling:
+                self._take(replace(least, steps=min(least.steps, most)), "up")
+            elif self._meter.clean_age < 2:
+                self._take(replace(likely, steps=min(likely.steps, most)), "up")
+            else:
+                self._leave_out = True  # it may be the steps that have changed, not the checkpoints
+        elif likely.steps > self._interval:  # perhaps over the budget: find out
+            self._leave_out = self._scarce(_DOUBTFUL)
+        elif likely.steps <= self._interval * _COME_DOWN and self._saturated is None:
+            self._take(likely, "down")
+
+    def _confirm(self) -> None:
+        """Take a longer interval back where the steps have become slower, and not the checkpoints dearer.
+
+        The clean steps that were compared with were older than that, and the longer the interval the later the next
+        ones would tell.
+        """
+        assert self._before is not None
+        before, self._before = self._before, None
+        if not self._meter.moved or self._interval is None or before >= self._interval:
+            return
+        self._meter.close(first=True)
+        self._saturated = None
+        longer, self._interval = self._interval, before
+        self._reason = (
+            f"back from {longer} to {before} steps: steps take {_say(self._step_seconds)} now, with or without "
+            "a checkpoint"
+        )
+
+    def _take(self, wanted: Wanted, direction: str) -> None:
+        self._before = self._interval if direction == "up" else None
+        if direction == "up" and wanted.piling:
+            self._saturated = self._sustained_now()
+            self._alone = []
+            self._raised_at = 1 << 62  # of the next checkpoint: see _restart
+        change = "" if self._interval is None else f"{direction} from {self._interval} "
+        self._interval = wanted.steps
+        self._reason = f"{change}{'to ' if change else ''}{wanted.steps} steps: {wanted.why}"
+
+    def _limited(self, wanted: Wanted) -> Wanted:
+        seconds = self._age.apart(self._saves.upper)
+        if wanted.steps * self._step_seconds <= seconds:
+            return wanted
+        return Wanted(
+            max(1, int(seconds / self._step_seconds)), f"no more than {_say(seconds)} apart, though {wanted.why}"
+        )
+
+    def _sustained_now(self) -> float:
+        return max(self._saves.upper / self._places, self._saves.upper * self._share)
+
+    def _learn_share(self) -> None:
+        """Take from what checkpoints cost together and alone how much being several helps on this storage.
+
+        On one that a single checkpoint saturates it does not: then N in flight take N times as long each, and the time
+        of one that is alone, divided by N, would be an interval at which they pile up again.
+        """
+        assert self._saturated is not None
+        self._share = min(1.0, max(self._share, self._saturated / max(_TINY, median(self._alone))))
+        self._saturated = None
+
+    def _restart(self, report: StepReport) -> None:
+        if self._saturated is not None and not self._alone:
+            self._raised_at = min(self._raised_at, report.step)
+        self._age.begin(report)
+        self._since = self._after = 0
+        self._ended = self._priced = False
+        self._longest = 0.0
+
+
+def _say(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= 0.9995 * scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"

@@ -1,0 +1,225 @@
+"""What a checkpoint costs training, measured against steps during which none was in flight."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass
+
+from pccheck_async.engine.policy import StepReport
+from pccheck_async.training.policy.level import Level
+
+__all__ = ["Cost", "OverheadMeter"]
+
+_CLEAN_ENOUGH = 8
+"""Clean steps without which the reference goes further back than one period."""
+
+_WINDOW = 31
+"""Periods that count."""
+
+_STRAY = 4.0
+"""A clean step so many times as long as all others that are compared with says nothing about steps."""
+
+_BEYOND_NOISE = 2.5
+_SOME = 3
+_MOVED = 3.0
+_LEAST_MOVE = 0.02
+_MEDIAN = 1.25
+"""Standard error of a median, in those of a mean."""
+
+_NORMAL = 1.48
+"""Standard deviation, in medians of absolute deviations."""
+
+_DEVIATIONS = 128
+_SAMPLES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds of training that one checkpoint costs.
+
+    Attributes:
+        seconds: Stall and interference; the median of some periods.
+        error: Standard error of it.
+    """
+
+    seconds: float
+    error: float
+
+
+@dataclass(slots=True)
+class _Steps:
+    """Steps of one kind in a period: how many, their seconds, and the longest two of these."""
+
+    count: int = 0
+    seconds: float = 0.0
+    longest: tuple[float, ...] = ()
+
+    def add(self, seconds: float) -> None:
+        self.count += 1
+        self.seconds += seconds
+        self.longest = tuple(sorted((*self.longest, seconds))[-2:])
+
+    def __add__(self, other: _Steps) -> _Steps:
+        longest = tuple(sorted(self.longest + other.longest)[-2:])
+        return _Steps(self.count + other.count, self.seconds + other.seconds, longest)
+
+    @property
+    def mean(self) -> float:
+        """Their mean; one that alone is far longer than all others (data was late) counts as the next longest."""
+        if not self.count:
+            return 0.0
+        second, longest = self.longest[0], self.longest[-1]
+        return (self.seconds - (longest - second if longest > _STRAY * second else 0.0)) / self.count
+
+
+class OverheadMeter:
+    """Splits training into periods, from one checkpoint to the next, and prices each.
+
+    A period costs the stalls in it, and what its busy steps (a checkpoint in flight) took longer than clean ones. The
+    clean ones are the nearest: the tail of the period itself and that of the one before, so that a machine that gets
+    slower or faster as a whole is not taken for interference. Within a period means are compared with means: a median
+    would pass over the few steps that a checkpoint hits hardest, and find interference where every tenth step is slow
+    of its own accord. The median is taken over periods, whose stray ones it passes over.
+    """
+
+    def __init__(self) -> None:
+        self._tails: deque[_Steps] = deque(maxlen=_WINDOW)  # clean steps of each period
+        self._deviations: deque[float] = deque(maxlen=_DEVIATIONS)
+        self._costs = Level(_WINDOW, 0.25, odd_first=True)
+        self._lengths: deque[int] = deque(maxlen=_WINDOW)  # busy steps of the periods counted
+        self._unsure = 0  # costs counted last, of periods without clean steps of their own
+        self._clean = Level()
+        self._overheads = Level()
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin the period anew."""
+        self._stall = 0.0
+        self._busy, self._idle = _Steps(), _Steps()
+        self._samples: deque[float] = deque(maxlen=_SAMPLES)
+
+    def step(self, report: StepReport) -> None:
+        """Take a step."""
+        self._stall += report.stall
+        if report.in_flight:
+            self._busy.add(report.seconds)
+        else:
+            self._idle.add(report.seconds)
+            self._samples.append(report.seconds)
+
+    def close(self, *, first: bool = False, counted: bool = True) -> None:
+        """End the period, since the next checkpoint begins.
+
+        Args:
+            first: It had no checkpoint: nothing but clean steps to compare with.
+            counted: What it cost is what a checkpoint costs; not so where checkpoints waited for each other.
+        """
+        busy = self._busy.count
+        steps = busy + self._idle.count
+        if steps == 0:
+            return
+        if not self._idle.count and not self._clean.values:  # there was never a clean step: better than nothing
+            self._idle = self._busy
+        moved = self._take_tail()
+        if not first:
+            reference = self._reference()
+            usual = reference.mean or self._clean.median
+            cost = self._stall + self._busy.seconds - busy * usual
+            if usual > 0:
+                self._overheads.add(cost / (steps * usual))
+            if counted and not moved:
+                error = self._noise() * math.sqrt(busy + busy**2 / max(1, reference.count))
+                self._lengths.append(busy)
+                self._unsure += self._idle.count < _SOME
+                self._costs.add(cost, _BEYOND_NOISE * error)
+        self.restart()
+
+    def forget(self) -> None:
+        """Forget what checkpoints cost, but for the last ones."""
+        self._costs.forget(but=2)
+
+    @property
+    def moved(self) -> bool:
+        """Whether the clean steps of this period take another time than those before it."""
+        return self._has_moved()
+
+    @property
+    def clean(self) -> int:
+        """Clean steps in this period."""
+        return self._idle.count
+
+    def clean_in(self, periods: int) -> int:
+        """Return how many clean steps the last periods had."""
+        return sum(tail.count for tail in list(self._tails)[-periods:])
+
+    @property
+    def clean_age(self) -> int:
+        """Whole periods since there was a clean step."""
+        return next((age for age, tail in enumerate(reversed(self._tails)) if tail.count), len(self._tails))
+
+    @property
+    def step_seconds(self) -> float:
+        """Time of a clean step; 0 where none was seen."""
+        return self._clean.median
+
+    @property
+    def overhead(self) -> float | None:
+        """Stall and interference as a share of the training time, all waiting included; None before the first."""
+        return self._overheads.median if self._overheads.values else None
+
+    @property
+    def periods(self) -> int:
+        """Periods that the cost is the median of."""
+        return len(self._costs.values)
+
+    def cost(self) -> Cost:
+        """Return what a checkpoint costs."""
+        count = len(self._costs.values)
+        if not count:
+            return Cost(0.0, 0.0)
+        busy = statistics.median(list(self._lengths)[-count:])
+        clean = sum(tail.count for tail in list(self._tails)[-count - 1 :])
+        noise = self._noise()
+        # The scatter of few periods says little: the noise of the steps is a lower limit. What is off by the clean
+        # steps is off alike in all periods that are compared with the same ones.
+        scatter = max(noise * math.sqrt(busy), self._costs.deviation) * (_MEDIAN if count > 2 else 1.0)
+        error = math.hypot(scatter / math.sqrt(count), noise * busy / math.sqrt(max(1, clean)))
+        return Cost(self._costs.median, error)
+
+    def _take_tail(self) -> bool:
+        """Keep the clean steps of the period; return whether steps take another time than in the periods before."""
+        moved = self._has_moved()
+        if moved:
+            self._tails.clear()
+            self._costs.drop(self._unsure)  # nobody knows since when
+        if self._idle.count >= _SOME:
+            self._unsure = 0
+        self._tails.append(self._idle)
+        if self._idle.count:
+            # Of a short tail the mean is noisy: it counts with those before it.
+            self._clean.add(self._reference().mean)
+        if len(self._samples) > 2:
+            middle = statistics.median(self._samples)
+            scale = math.sqrt(len(self._samples) / (len(self._samples) - 1))
+            self._deviations.extend(scale * abs(sample - middle) for sample in self._samples)
+        return moved
+
+    def _has_moved(self) -> bool:
+        idle, before = self._idle, self._reference()
+        if idle.count < _SOME or before.count < _SOME:
+            return False
+        limit = _MOVED * self._noise() * math.sqrt(1 / idle.count + 1 / before.count)
+        return abs(idle.mean - before.mean) > max(limit, _LEAST_MOVE * before.mean)
+
+    def _reference(self) -> _Steps:
+        found = _Steps()
+        for age, tail in enumerate(reversed(self._tails)):
+            if age > 1 and found.count >= _CLEAN_ENOUGH:
+                break
+            found += tail
+        return found
+
+    def _noise(self) -> float:
+        return _NORMAL * statistics.median(self._deviations) if self._deviations else 0.0

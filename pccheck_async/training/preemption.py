@@ -1,0 +1,404 @@
+"""Signals that ask the process to go: one last checkpoint at the next safe point, and then it goes.
+
+After the signal the step that runs is finished, saved (``on_busy="skip"`` does not skip it) and waited for until it is
+durable. Then the handlers from before are put back and the process goes: a Python handler from before is called
+(SIGINT's raises ``KeyboardInterrupt``, also under ``asyncio.run``), else ``SystemExit(128 + signum)`` is raised, 143
+for SIGTERM, so ``finally`` blocks run. A handler that returns decides what becomes of the process; training goes on
+until it stops it. Inside a window of gradient accumulation the window's end is waited for, because gradients are not
+saved. Where no step ends within ``deadline`` seconds of the signal, or when it comes again more than a second later,
+the process goes at once in the same way. The log has a line each for the request, for what was saved, and for giving
+up. Handlers of Python run between instructions of the main thread: while that hangs in one call into a library,
+nothing notices the signal.
+
+Several engines of one process all save, if they bracket steps. Forked children, such as the workers of a
+``DataLoader``, have the handlers from before. If they die of a signal that the whole process group gets, the trainer's
+next batch raises: outside a step, leaving the engine's context still saves the last finished one; inside a step nothing
+more is saved. So use a signal of your own where all processes get it: forked workers ignore those, SIGTERM and SIGINT
+aside.
+
+SLURM sends the signal of ``--signal`` to all processes of the steps that ``srun`` started, up to a minute earlier than
+told, and not to the batch shell; with ``B:`` only to that shell, which ``exec`` makes the trainer. At the time limit
+come SIGTERM and, after ``KillWait`` (30 s by default), SIGKILL::
+
+    #SBATCH --requeue --open-mode=append
+    #SBATCH --signal=USR1@120
+    srun python train.py    # engine.on_preemption(signal.SIGUSR1, deadline=100)
+    [ $? -eq 138 ] && scontrol requeue "$SLURM_JOB_ID"
+
+    #SBATCH --requeue --signal=B:TERM@60
+    exec python train.py    # engine.on_preemption(deadline=50); no data loader's worker gets it
+
+Kubernetes sends SIGTERM to process 1 of each container, and SIGKILL ``terminationGracePeriodSeconds`` after the
+deletion began, the time of a ``preStop`` hook included. Process 1 has to be the trainer: a shell there calls it with
+``exec``::
+
+    spec:
+      terminationGracePeriodSeconds: 60   # 30 by default; engine.on_preemption(deadline=50)
+      containers:
+        - {name: trainer, image: trainer, command: [python, train.py]}
+
+How: a handler runs in the main thread between any two of its instructions, so it takes no lock, writes no log and
+raises nothing on the first signal: it notes the request and starts a thread that may do all that. Who lets the process
+go is decided by one lock that is only ever tried: the training step that saved, or that thread, when the time is over.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any, Protocol
+
+from pccheck_async.telemetry.logs import write
+
+__all__ = ["Preemption"]
+
+_SAME_SECONDS = 1.0
+"""Signals so soon after the first are the same one: launchers pass on what the whole process group got anyway."""
+_LATE_SECONDS = 0.5
+"""What a safe point that gives up at the deadline gets to go by itself."""
+
+
+class _Engine(Protocol):
+    path: str
+
+    @property
+    def newest_step(self) -> int | None: ...
+
+    def limit(self, until: float | None) -> None: ...
+
+
+class _Request:
+    """A signal that came: when, whom it concerns, and who lets the process go.
+
+    Args:
+        signum: The signal.
+        seconds: Until when, from now on.
+        asked: The engines that wanted to know.
+    """
+
+    def __init__(self, signum: int, seconds: float, asked: list[Preemption]) -> None:
+        self.signum = signum
+        self.seconds = seconds
+        self.asked = asked
+        self.began = time.monotonic()
+        self.until = self.began + seconds
+        self.left = False
+        self.again = False
+        self._claim = threading.Lock()
+        self._wake = threading.Lock()
+        self._gone = threading.Lock()
+        self._wake.acquire()
+        self._gone.acquire()
+
+    def claim(self) -> bool:
+        """Take over letting the process go; whoever is first does it."""
+        return self._claim.acquire(blocking=False)
+
+    @property
+    def claimed(self) -> bool:
+        return self._claim.locked()
+
+    def wake(self) -> None:
+        """End the waiting of the thread that watches the time."""
+        with suppress(RuntimeError):  # it was woken before
+            self._wake.release()
+
+    def wait_woken(self) -> None:
+        self._wake.acquire(timeout=max(0.0, self.until + _LATE_SECONDS - time.monotonic()))
+
+    def leave(self) -> bool:
+        """Note that the process goes now; False where that was noted before."""
+        if self.left:
+            return False
+        self.left = True
+        self._gone.release()
+        return True
+
+    def wait_left(self) -> None:
+        self._gone.acquire(timeout=1.0)
+
+
+class _Signals:
+    """The handlers of this process, and the engines behind them."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._previous: dict[int, Any] = {}
+        self.engines: list[Preemption] = []
+        self._request: _Request | None = None
+
+    def watch(self, preemption: Preemption) -> None:
+        """Install handlers for what ``preemption`` wants. Main thread only."""
+        if preemption not in self.engines:
+            self.engines.append(preemption)
+        for signum in preemption.signals:
+            current = signal.getsignal(signum)
+            if current != self._on_signal:
+                self._previous[signum] = signal.SIG_DFL if current is None else current  # None: not from Python
+                signal.signal(signum, self._on_signal)
+
+    def forget(self, preemption: Preemption) -> None:
+        """Put back what no engine wants any more, unless a request is pending that still needs it."""
+        if preemption in self.engines:
+            self.engines.remove(preemption)
+        if self._request is None or self._request.left:
+            self._put_back(set(self._previous) - {each for other in self.engines for each in other.signals})
+
+    def let_go(self, request: _Request) -> None:
+        """Let the process go, from a safe point on any thread. Returns where a previous handler decides otherwise."""
+        mine, main = request.claim(), threading.current_thread() is threading.main_thread()
+        request.wake()
+        if main:
+            if not mine:
+                request.wait_left()  # the handler runs here, in this thread
+            self._leave(request, sys._getframe())
+        elif mine:
+            callable_before = callable(self._previous.get(request.signum))
+            self._wake_main(request)
+            if not callable_before:
+                raise SystemExit(128 + request.signum)
+
+    def drop(self, request: _Request) -> None:
+        """Take a request back: the process ends by an error of its own."""
+        if request.claim():
+            request.leave()
+            request.wake()
+            self._put_back(set(self._previous))
+
+    def forked(self) -> None:
+        """In a forked child: everything as if there were no engine."""
+        self._pid = os.getpid()
+        for each in self.engines:
+            each.request = None
+        self.engines, self._request = [], None
+        previous = dict(self._previous)
+        self._put_back(set(previous))
+        for signum, handler in previous.items():
+            # multiprocessing ends its children with SIGTERM. Any other signal that nobody handled is for the parent,
+            # which dies of a data loader's worker that dies.
+            if handler == signal.SIG_DFL and signum not in (signal.SIGTERM, signal.SIGINT):
+                with suppress(ValueError):
+                    signal.signal(signum, signal.SIG_IGN)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._pid:
+            request = self._request
+            if request is not None and not request.left:
+                if request.claimed:
+                    self._leave(request, frame)
+                elif time.monotonic() - request.began >= _SAME_SECONDS:
+                    request.again = True
+                    request.wake()
+                return
+            asked = [each for each in self.engines if signum in each.signals]
+            if asked:
+                request = self._request = _Request(signum, min(each.seconds for each in asked), asked)
+                for each in asked:
+                    each.request = request
+                with suppress(RuntimeError):  # no thread can be started any more: then nobody watches the time
+                    threading.Thread(
+                        target=self._watch_time, args=(request,), name="pccheck-preemption", daemon=True
+                    ).start()
+                return
+        self._pass_on(signum, frame)
+
+    def _watch_time(self, request: _Request) -> None:
+        name = _name(request.signum)
+        write(
+            logging.WARNING,
+            "preemption",
+            "got %s: saving once more after this training step, then the process goes, in %g s at the latest",
+            name,
+            request.seconds,
+        )
+        for each in request.asked:
+            each.limit(request.until)
+        request.wait_woken()
+        if not request.claim():
+            return
+        for each in request.asked:
+            each.limit(time.monotonic())
+        why = f"{name} came again" if request.again else f"{request.seconds:g} s after {name}"
+        for each in [each for each in request.asked if each.in_use and not each.settled] or request.asked:
+            each.write("%s: the process goes now; nothing newer than %s", why, each.newest)
+        self._wake_main(request)
+
+    def _wake_main(self, request: _Request) -> None:
+        """Have the handler run in the main thread, whatever system call that waits in."""
+        ident = threading.main_thread().ident
+        if ident is not None and signal.getsignal(request.signum) == self._on_signal:
+            signal.pthread_kill(ident, request.signum)
+
+    def _leave(self, request: _Request, frame: FrameType | None) -> None:
+        if not request.leave():
+            return
+        previous = self._previous.get(request.signum)
+        self.engines = []
+        self._put_back(set(self._previous))
+        if not callable(previous):
+            raise SystemExit(128 + request.signum)
+        previous(request.signum, frame)
+
+    def _pass_on(self, signum: int, frame: FrameType | None) -> None:
+        """Do what would happen without these handlers: they could not be put back from the thread that closed."""
+        previous = self._previous.get(signum)
+        ours = signal.getsignal(signum) == self._on_signal
+        self._put_back({signum} & set(self._previous))
+        if callable(previous):
+            previous(signum, frame)
+        elif previous == signal.SIG_DFL and ours:
+            os.kill(os.getpid(), signum)
+        elif previous == signal.SIG_DFL:
+            raise SystemExit(128 + signum)
+
+    def _put_back(self, signums: set[int]) -> None:
+        for signum in signums:
+            if signal.getsignal(signum) == self._on_signal:
+                try:
+                    signal.signal(signum, self._previous.get(signum, signal.SIG_DFL))
+                except ValueError:  # not the main thread: the next signal passes through, and puts it back
+                    continue
+            self._previous.pop(signum, None)
+
+
+_signals = _Signals()
+os.register_at_fork(after_in_child=_signals.forked)
+
+
+class Preemption:
+    """One engine's share in the signals that ask the process to go.
+
+    Args:
+        engine: Its drains end when time is over.
+
+    Attributes:
+        signals: Those that are watched.
+        seconds: From the signal until the process goes.
+        request: The one that came, or None.
+        in_use: Whether training steps are bracketed with this engine, so that there are safe points to wait for.
+        settled: Whether the last checkpoint was taken, or failed.
+    """
+
+    def __init__(self, engine: _Engine) -> None:
+        self._engine = engine
+        self.signals: frozenset[int] = frozenset()
+        self.seconds = 0.0
+        self.request: _Request | None = None
+        self.in_use = False
+        self.settled = False
+        self._limited = False
+
+    def watch(self, signals: tuple[int, ...], deadline: float) -> None:
+        """Install handlers; see :meth:`pccheck_async.CheckpointEngine.on_preemption`."""
+        if not deadline > 0:
+            raise ValueError(f"deadline is seconds, more than 0, not {deadline!r}")
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("only the main thread may install signal handlers; call engine.on_preemption there")
+        for each in signals:
+            if not isinstance(each, int):
+                raise TypeError(f"signals are numbers, such as signal.SIGTERM, not {each!r}")
+        chosen = frozenset(map(int, signals or (signal.SIGTERM,)))
+        if odd := chosen - set(signal.valid_signals()) | chosen & {signal.SIGKILL, signal.SIGSTOP}:
+            raise ValueError(f"no process can handle {', '.join(map(_name, sorted(odd)))}")
+        self.signals |= chosen
+        self.seconds = deadline
+        if self.request is not None and self.request.left:
+            self.request, self.settled = None, False
+        _signals.watch(self)
+
+    @property
+    def asked(self) -> bool:
+        """Whether a signal came."""
+        return self.request is not None
+
+    @property
+    def pending(self) -> bool:
+        """Whether a signal came and the process has not been let go yet."""
+        return self.request is not None and not self.request.left
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds that may still be spent on ending what is in flight; None: any."""
+        return None if self.request is None else max(_LATE_SECONDS, self.request.until - time.monotonic())
+
+    @property
+    def newest(self) -> str:
+        """What there is, in words."""
+        step = self._engine.newest_step
+        return f"{'no checkpoint' if step is None else f'the checkpoint of step {step}'} is in {self._engine.path}"
+
+    def limit(self, until: float) -> None:
+        """Let the engine's last drain end at a time, in seconds of the monotonic clock."""
+        self._limited = True
+        self._engine.limit(until)
+
+    def go_on(self) -> None:
+        """Note that the engine is used: where a previous handler let the process stay, drains may take their time."""
+        if self._limited and self.request is not None and self.request.left:
+            self._limited = False
+            self._engine.limit(None)
+
+    def settle(self) -> None:
+        """Note that this engine did what it could, and let the process go when all did that."""
+        self.settled = True
+        request = self.request
+        if request is not None and not request.left and not self._others(request):
+            _signals.let_go(request)
+
+    @contextmanager
+    def ending(self, *, go: bool = True) -> Iterator[None]:
+        """Around closing the engine: put handlers back, and let the process go where that was asked for.
+
+        Args:
+            go: False where something else ends the process already.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+            raise
+        finally:
+            self._end(failure, go)
+
+    def _end(self, failure: Exception | None, go: bool) -> None:
+        request = self.request
+        _signals.forget(self)
+        if request is None or request.left or self._others(request):
+            return
+        if not go:
+            _signals.drop(request)
+            return
+        name = _name(request.signum)
+        if failure is not None:
+            self.write("%s: gave up: %s; nothing newer than %s", name, failure, self.newest)
+        elif not self.settled:
+            self.write("%s: the engine was closed; %s; the process goes", name, self.newest)
+        _signals.let_go(request)
+
+    def _others(self, request: _Request) -> bool:
+        """Whether other engines have not come to a safe point yet."""
+        others = (each for each in _signals.engines if each is not self and each.request is request)
+        return any(each.in_use and not each.settled for each in others)
+
+    def say(self, message: str, *arguments: Any) -> None:
+        """Log what became of the last checkpoint."""
+        if self.request is not None:
+            self.write(f"%s: {message}", _name(self.request.signum), *arguments)
+
+    def write(self, message: str, *arguments: Any) -> None:
+        """Log what becomes of this engine."""
+        write(logging.WARNING, "preemption", message, *arguments, store=self._engine.path)
+
+
+def _name(signum: int) -> str:
+    with suppress(ValueError):
+        return signal.Signals(signum).name
+    return f"signal {signum}"

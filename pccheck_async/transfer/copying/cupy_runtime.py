@@ -1,0 +1,87 @@
+"""The CUDA runtime by CuPy. The one module that imports CuPy."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import cupy
+import numpy as np
+import torch
+from cupy.cuda import runtime
+
+from pccheck_async.telemetry.logs import write
+from pccheck_async.transfer.copying.kernel import MOVE_SOURCE
+from pccheck_async.transfer.copying.runtime import PORTABLE, Gather, Side
+
+__all__ = ["CupyRuntime"]
+
+_THREADS: Final = 256
+"""Of one block of the kernel."""
+
+try:
+    runtime.getDeviceCount()
+except runtime.CUDARuntimeError as error:  # importing it tells nothing: it brings a runtime of its own
+    raise ImportError(f"this CuPy does not work with this driver: {error}") from error
+
+_move = cupy.RawKernel(MOVE_SOURCE, "pccheck_move")
+
+
+class CupyRuntime:
+    """CuPy's streams and copies (see :class:`pccheck_async.transfer.copying.runtime.Runtime`)."""
+
+    def __init__(self) -> None:
+        self._streams: dict[int, Any] = {}  # by handle; CuPy destroys those that nobody holds
+
+    def use(self, index: int) -> None:
+        torch.cuda.set_device(index)
+        runtime.setDevice(index)  # each has a runtime of its own
+
+    def stream(self, index: int) -> torch.cuda.Stream:
+        own = cupy.cuda.Stream(non_blocking=True)
+        self._streams[own.ptr] = own
+        return torch.cuda.ExternalStream(own.ptr, device=index)  # type: ignore[no-untyped-call]
+
+    def kernel(self, index: int) -> Gather | None:
+        return self._gather if _compiled(index) else None
+
+    def _gather(self, stream: torch.cuda.Stream, table: int, count: int) -> None:
+        with self._streams[stream.cuda_stream]:
+            _move((count,), (_THREADS,), (np.uint64(table),))
+
+    def copy(self, stream: torch.cuda.Stream, into: int, source: int, nbytes: int, host: Side | None = None) -> None:
+        runtime.memcpyAsync(into, source, nbytes, runtime.memcpyDefault, stream.cuda_stream)  # knows what is where
+
+    def zero(self, stream: torch.cuda.Stream, address: int, nbytes: int) -> None:
+        runtime.memsetAsync(address, 0, nbytes, stream.cuda_stream)
+
+    def register(self, address: int, nbytes: int) -> None:
+        runtime.hostRegister(address, nbytes, PORTABLE)
+
+    def unregister(self, address: int) -> None:
+        runtime.hostUnregister(address)
+
+
+@cache
+def _compiled(index: int) -> bool:
+    """Compile the kernel for the current device, which is ``index``; False where that cannot be done (no NVRTC)."""
+    # CuPy before 14 does not look for the compiler that comes with torch from PyPI, but takes it once it is loaded.
+    for library in Path(torch.__file__).parents[1].glob("nvidia/*/lib/libnvrtc.so.*"):
+        with suppress(OSError):
+            ctypes.CDLL(str(library))
+    try:
+        try:
+            _ = _move.num_regs  # compiles for this device alone; compile() would forget the others
+        except OSError:  # there is no home, or it is read-only
+            os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
+            _ = _move.num_regs
+    except Exception as error:  # noqa: BLE001 - whatever the compiler says, copying goes on without it
+        text = "device %d: the copy kernel cannot be compiled (%s); many small tensors are copied one by one, slower"
+        write(logging.WARNING, "no_kernel", text, index, str(error))  # its traceback would keep the stream
+        return False
+    return True

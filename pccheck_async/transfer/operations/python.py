@@ -1,0 +1,276 @@
+"""The pure-Python engine: ``os.pwritev`` and friends on threads. Works where nothing compiles."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import struct
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+import numpy as np
+
+from pccheck_async.format.checksum import crc32
+from pccheck_async.transfer.operations.base import (
+    Call,
+    Chain,
+    ChainStep,
+    Checksum,
+    Flush,
+    Gather,
+    Kind,
+    Operation,
+    Operations,
+    Read,
+    Scatter,
+    Step,
+    Write,
+)
+from pccheck_async.transfer.operations.threads import WorkerThreads
+
+__all__ = ["OperationsAtOnce", "PythonOperations"]
+
+T = TypeVar("T")
+_IO = (Write, Read, Flush, Chain)
+_SEGMENT = struct.Struct("=QQQ")
+_LAST_ADDRESS = ctypes.c_size_t(-1).value
+_LAST_OFFSET = 2**63 - 1
+_SMALLEST_SECTOR = 512
+"""No direct I/O is aligned to less."""
+_MOST_PER_CALL = 1 << 30
+"""Linux moves at most 2 GiB - 4 KiB per call; a power of two keeps direct I/O aligned."""
+_MOST_RETRIES = 1000
+"""Busy answers in a row, a millisecond apart, before they are reported."""
+
+
+class PythonOperations(Operations):
+    """Operations on Python threads; system calls, ``memmove`` and ``zlib.crc32`` all release the GIL.
+
+    Args:
+        io_threads: Threads for write, read, flush and chain.
+        copy_threads: Threads for gather, scatter and checksum.
+    """
+
+    name = "python"
+
+    def __init__(self, *, io_threads: int, copy_threads: int) -> None:
+        super().__init__()
+        with ExitStack() as started:  # to be ended where no more can be
+            started.callback(self._helpers.close)
+            self._io = WorkerThreads(self._loop, self._complete, count=io_threads, name="pccheck-io")
+            started.callback(self._io.close)
+            self._copy = WorkerThreads(self._loop, self._complete, count=copy_threads, name="pccheck-copy")
+            started.pop_all()
+
+    def gather_at_once(self, segments: bytes, into: memoryview) -> int:
+        """Gather on this thread (see :class:`Operations`)."""
+        return gather(segments, into)
+
+    def _submit(self, batch: Sequence[tuple[int, Operation]]) -> None:
+        # The operation itself goes along as the argument: it holds the buffers and the keepalive until it ended.
+        io = [(token, _perform, (op,)) for token, op in batch if isinstance(op, _IO)]
+        memory = [(token, _perform, (op,)) for token, op in batch if not isinstance(op, _IO)]
+        if io:
+            self._io.submit(io)
+        if memory:
+            self._copy.submit(memory)
+
+    def _cancel(self, token: int) -> None:
+        if not self._io.cancel(token):
+            self._copy.cancel(token)
+
+    def _shutdown(self) -> None:
+        self._io.close()
+        self._copy.close()
+
+
+class OperationsAtOnce(Operations):
+    """Operations on the thread that asks for them: no other thread, no loop, and whoever awaits one is not suspended.
+
+    For a few small reads, which take less time than to start threads.
+    """
+
+    name = "python"
+
+    def __init__(self) -> None: ...
+
+    async def obtain(self, undo: Callable[[T], object], function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function that nobody can interrupt (see :class:`Operations`)."""
+        return function(*arguments)
+
+    async def close(self) -> None:
+        """Nothing is running."""
+
+    def gather_at_once(self, segments: bytes, into: memoryview) -> int:
+        """Gather on this thread (see :class:`Operations`)."""
+        return gather(segments, into)
+
+    async def _perform(self, operation: Operation) -> Any:
+        return _perform(operation)
+
+    def _submit(self, batch: object) -> None:
+        raise AssertionError("nothing is ever in flight here")
+
+    _cancel = _shutdown = _submit  # type: ignore[assignment]
+
+
+def _perform(operation: Operation) -> Any:
+    match operation:
+        case Write(fd, offset, data):
+            return write_all(fd, offset, data)
+        case Read(fd, offset, into):
+            return read_all(fd, offset, into)
+        case Flush(fd):
+            return os.fdatasync(fd)
+        case Gather(segments, into):
+            return gather(segments, into)
+        case Scatter(source, checksum, segments):
+            return scatter(source, checksum, segments)
+        case Checksum(data):
+            return crc32(data)
+        case Chain(steps):
+            return chain(steps)
+        case Call(function, arguments):
+            return function(*arguments)
+
+
+def chain(steps: Sequence[ChainStep]) -> list[Step]:
+    """Perform ``steps`` until one fails; none where one is impossible."""
+    for kind, *arguments in steps:
+        if kind not in _STEPS:
+            raise ValueError(f"a chain has no steps of kind {kind}")
+        if kind == Kind.WRITE:
+            _, offset, data = arguments
+            _check_offset(offset, data.nbytes)
+    ended: list[Step] = []
+    for kind, *arguments in steps:
+        result = 0
+        try:
+            _STEPS[kind](*arguments)
+        except OSError as error:
+            result = -(error.errno or errno.EIO)
+        ended.append((result, time.perf_counter()))
+        if result:
+            break
+    return ended
+
+
+def _check_linked(fd: int) -> None:
+    """Raise FileNotFoundError where no name leads to the file; where nobody can tell, the next step will say why."""
+    try:
+        links = os.fstat(fd).st_nlink
+    except OSError:
+        return
+    if not links:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+
+def _unlock(fd: int) -> None:
+    fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def write_all(fd: int, offset: int, data: memoryview) -> None:
+    """Write all of ``data`` at ``offset``, however many system calls that takes."""
+    _check_offset(offset, data.nbytes)
+    done = 0
+    with data.cast("B") as octets:
+        while done < len(octets):
+            with octets[done : done + _MOST_PER_CALL] as part:
+                written = _patiently(os.pwrite, fd, part, offset + done)
+            if written == 0:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            done += written
+
+
+def read_all(fd: int, offset: int, into: memoryview) -> int:
+    """Fill ``into`` from ``offset``; return the bytes read, short only at the end of the file."""
+    _check_offset(offset, into.nbytes)
+    done = 0
+    with into.cast("B") as octets:
+        while done < len(octets):
+            with octets[done : done + _MOST_PER_CALL] as part:
+                try:
+                    got = _patiently(os.preadv, fd, [part], offset + done)
+                except OSError as error:
+                    # A direct read ended inside a sector: that is the end of the file, and some refuse to go on there.
+                    if error.errno == errno.EINVAL and done % _SMALLEST_SECTOR:
+                        break
+                    raise
+            if got == 0:
+                break
+            done += got
+    return done
+
+
+def _patiently(move: Callable[..., int], *arguments: Any) -> int:
+    """Call again where a filesystem or a driver is out of requests for a moment: files always poll as ready."""
+    for _ in range(_MOST_RETRIES):
+        try:
+            return move(*arguments)
+        except BlockingIOError:
+            time.sleep(1e-3)
+    return move(*arguments)
+
+
+def gather(segments: bytes, into: memoryview) -> int:
+    """Copy ``segments`` into ``into``, zero the gaps, and return the CRC-32 of all of it."""
+    checked = _checked(segments, into.nbytes, ordered=True)
+    base = _address(into, writable=True)
+    filled = 0
+    for address, offset, length in checked:
+        ctypes.memset(base + filled, 0, offset - filled)
+        ctypes.memmove(base + offset, address, length)
+        filled = offset + length
+    ctypes.memset(base + filled, 0, into.nbytes - filled)
+    return crc32(into)
+
+
+def scatter(source: memoryview, checksum: int, segments: bytes) -> None:
+    """Verify ``checksum`` over ``source``, then copy ``segments`` of it to their addresses."""
+    checked = _checked(segments, source.nbytes, ordered=False)
+    if crc32(source) != checksum:
+        raise OSError(errno.EBADMSG, "checksum mismatch")
+    base = _address(source, writable=False)
+    for address, offset, length in checked:
+        ctypes.memmove(address, base + offset, length)
+
+
+def _check_offset(offset: int, nbytes: int) -> None:
+    if offset < 0:
+        raise ValueError(f"offset {offset} is negative")
+    if offset > _LAST_OFFSET - nbytes:
+        raise ValueError(f"no file reaches to offset {offset}")
+
+
+def _checked(segments: bytes, size: int, *, ordered: bool) -> list[tuple[int, int, int]]:
+    if len(segments) % _SEGMENT.size:
+        raise ValueError(f"a table of segments has {len(segments)} bytes, no multiple of {_SEGMENT.size}")
+    checked = list(_SEGMENT.iter_unpack(segments))
+    filled = 0
+    for address, offset, length in checked:
+        if offset + length > size or (length and not 0 < address <= _LAST_ADDRESS - (length - 1)):
+            raise ValueError(f"segment [{offset}, {offset + length}) lies outside its buffer of {size} bytes")
+        if ordered and offset < filled:
+            raise ValueError(f"segment [{offset}, {offset + length}) is not behind the one before it")
+        filled = offset + length
+    return checked
+
+
+def _address(buffer: memoryview, *, writable: bool) -> int:
+    if writable and buffer.readonly:
+        raise BufferError("the buffer is read-only")
+    if buffer.nbytes == 0:
+        return 0
+    return int(np.frombuffer(buffer, np.uint8).ctypes.data)
+
+
+_STEPS: dict[int, Callable[..., None]] = {
+    Kind.WRITE: write_all,
+    Kind.FLUSH: os.fdatasync,
+    Kind.UNLOCK: _unlock,
+    Kind.LINKED: _check_linked,
+}

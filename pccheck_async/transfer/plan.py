@@ -1,0 +1,181 @@
+"""The payload: storages laid back to back, the whole cut into chunks, and the tables by which chunks are copied.
+
+Storages start at multiples of 64 bytes, large ones at a block. A chunk is what is copied, checksummed, written and read
+in one piece. The plan depends only on the sizes of the storages, so it is kept while the structure of the state stays
+the same; addresses are looked up anew for every chunk that is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import Final, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from pccheck_async.format.manifest import ALIGNMENT, MIN_BLOCK, StorageEntry
+from pccheck_async.state.sources import HOST, PackedSource, Source, Sources
+from pccheck_async.state.storages import Layout
+from pccheck_async.state.targets import Target, Targets
+from pccheck_async.transfer.segments import PackedPiece, Segments, Table
+
+__all__ = ["Chunk", "Part", "Plan", "Planner", "scatter_segments", "segments"]
+
+_LARGE: Final = 1 << 20
+"""Bytes from which a storage starts at a block, so that its chunks are aligned like its pages."""
+
+_Extents: TypeAlias = npt.NDArray[np.int64]
+
+
+class Part(NamedTuple):
+    """Bytes of one source in one chunk."""
+
+    source: int
+    source_offset: int
+    buffer_offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """A piece of the payload: ``nbytes`` at ``offset``, made of parts of sources, zeros between and after them.
+
+    ``table`` has a row per part, in the order of the buffer; :attr:`parts` is the same for people.
+    """
+
+    offset: int
+    nbytes: int
+    table: npt.NDArray[np.uint64]
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts, in the order of the buffer."""
+        return tuple(Part(*row) for row in self.table.tolist())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """Where each storage lies in the payload, and the chunks that the payload is cut into."""
+
+    storages: tuple[StorageEntry, ...]
+    chunks: tuple[Chunk, ...]
+    payload_nbytes: int
+
+
+class Planner:
+    """Plans payloads; the last plan is used again while the structure stays the same.
+
+    Args:
+        chunk_bytes: Most bytes of a chunk, a multiple of ``block_bytes``.
+        block_bytes: What offsets and lengths of transfers are multiples of.
+    """
+
+    def __init__(self, chunk_bytes: int, block_bytes: int) -> None:
+        if block_bytes <= 0 or block_bytes % MIN_BLOCK:
+            raise ValueError(f"block_bytes is a multiple of {MIN_BLOCK}, not {block_bytes}")
+        if chunk_bytes <= 0 or chunk_bytes % block_bytes:
+            raise ValueError(f"chunk_bytes is a multiple of {block_bytes}, not {chunk_bytes}")
+        self.chunk_bytes = chunk_bytes
+        self.block_bytes = block_bytes
+        self.hits = 0
+        self.misses = 0
+        self._last: tuple[tuple[int, ...], tuple[int, ...], _Extents, Plan] | None = None
+
+    def plan(self, layout: Layout) -> Plan:
+        """Return the plan for ``layout``."""
+        last = self._last
+        nbytes, breaks = layout.storage_nbytes, layout.breaks
+        if last is not None and last[:2] == (nbytes, breaks) and _same(last[2], layout.extents):
+            self.hits += 1
+            return last[3]
+        self.misses += 1
+        storages = self._place(nbytes, {*breaks})
+        end = storages[-1].offset + storages[-1].nbytes if storages else 0
+        payload_nbytes = _align(end, self.block_bytes)
+        bounds = [0, *(storages[number].offset for number in breaks), payload_nbytes]
+        plan = Plan(storages, self._cut(storages, layout.extents, bounds), payload_nbytes)
+        self._last = (nbytes, breaks, layout.extents, plan)
+        return plan
+
+    def _place(self, sizes: Sequence[int], breaks: Set[int]) -> tuple[StorageEntry, ...]:
+        storages = []
+        cursor = 0
+        for number, nbytes in enumerate(sizes):
+            cursor = _align(cursor, self.block_bytes if nbytes >= _LARGE or number in breaks else ALIGNMENT)
+            storages.append(StorageEntry(cursor, nbytes))
+            cursor += nbytes
+        return tuple(storages)
+
+    def _cut(self, storages: Sequence[StorageEntry], extents: _Extents, bounds: Sequence[int]) -> tuple[Chunk, ...]:
+        cuts = [*chain.from_iterable(range(low, high, self.chunk_bytes) for low, high in pairwise(bounds)), bounds[-1]]
+        begins = np.array(cuts, np.int64)
+        offsets = np.array([storage.offset for storage in storages], np.int64)
+        starts = offsets[extents[:, 0]] + extents[:, 1]
+        ends = starts + extents[:, 2]
+        # One row per extent and chunk it touches.
+        first = np.searchsorted(begins, starts, side="right") - 1
+        touched = np.searchsorted(begins, ends, side="left") - first
+        source = np.repeat(np.arange(len(extents)), touched)
+        chunk = np.repeat(first - np.cumsum(touched) + touched, touched) + np.arange(len(source))
+        low = np.maximum(starts[source], begins[chunk])
+        high = np.minimum(ends[source], begins[chunk + 1])
+        rows = np.stack((source, low - starts[source], low - begins[chunk], high - low), axis=1).astype(np.uint64)
+        parts = np.searchsorted(chunk, np.arange(len(cuts)))
+        return tuple(
+            Chunk(offset=begin, nbytes=end - begin, table=rows[parts[number] : parts[number + 1]])
+            for number, (begin, end) in enumerate(pairwise(cuts))
+        )
+
+
+def segments(chunk: Chunk, sources: Sequence[Source]) -> Segments:
+    """Return what fills the buffer of ``chunk``."""
+    known = sources if isinstance(sources, Sources) else Sources(sources)
+    table = chunk.table
+    index = table[:, 0].astype(np.intp)
+    is_packed = known.packed[index]
+    packed: list[PackedPiece] = []
+    if is_packed.any():
+        for number, low, offset, length in table[is_packed].tolist():
+            source = known[number]
+            assert isinstance(source, PackedSource)
+            packed.append((source, low, low + length, offset))
+        table, index = table[~is_packed], index[~is_packed]
+    raw = np.empty((len(table), 3), np.uint64)
+    np.add(known.addresses[index], table[:, 1], out=raw[:, 0])
+    raw[:, 1:] = table[:, 2:]
+    devices = known.device_of
+    return _by_device(raw, None if devices is None else devices[index], packed)
+
+
+def scatter_segments(chunk_offset: int, chunk_nbytes: int, targets: Sequence[Target]) -> Segments:
+    """Return what takes the bytes of a chunk.
+
+    Args:
+        chunk_offset: Where the chunk lies in the payload.
+        chunk_nbytes: Its length.
+        targets: In any order; a :class:`Targets` is searched, another sequence is first made one.
+
+    Returns:
+        Segments in any order, which may overlap; none where no target has bytes in the chunk, so that it need not be
+        read.
+    """
+    known = targets if isinstance(targets, Targets) else Targets(targets)
+    return _by_device(*known.segments(chunk_offset, chunk_nbytes))
+
+
+def _by_device(raw: Table, devices: npt.NDArray[np.int32] | None, packed: Sequence[PackedPiece] = ()) -> Segments:
+    if devices is None:
+        return Segments(raw.tobytes(), packed=packed)
+    found = {device: raw[devices == device] for device in np.unique(devices).tolist()}
+    host = found.pop(HOST, raw[:0])
+    return Segments(host.tobytes(), found, packed)
+
+
+def _same(one: _Extents, other: _Extents) -> bool:
+    return one is other or np.array_equal(one, other)
+
+
+def _align(value: int, alignment: int) -> int:
+    return -(-value // alignment) * alignment

@@ -1,0 +1,146 @@
+"""Staging buffers: one chunk of page-aligned host memory each, leased and returned."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Protocol
+
+from pccheck_async.transfer.limiter import Limiter, Permit
+from pccheck_async.transfer.memory import aligned_buffer
+
+__all__ = ["BufferLease", "BufferPool", "Pinning", "PoolStatistics"]
+
+_LARGEST_SLAB = 256 << 20
+"""Bytes that are pinned at a time, at most: whoever waits for one buffer of a slab waits for all."""
+
+
+class Pinning(Protocol):
+    """What is done to staging memory before its first use, so that devices may copy from and to it directly.
+
+    Attributes:
+        active: Whether there is anything to be done; buffers leased before are done at their next lease.
+    """
+
+    active: bool
+
+    async def pin(self, view: memoryview) -> None:
+        """Do it. Cancellation: raised once it ended."""
+        ...
+
+    def unpin_all(self) -> None:
+        """Undo it; nothing is copied any more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatistics:
+    """Use of the staging memory.
+
+    Attributes:
+        buffer_bytes: Size of one buffer.
+        buffers: Buffers the pool may have.
+        touched: Buffers that were ever used or pinned: what the pool takes of physical memory, in buffers.
+        in_use: Buffers leased now.
+        peak: Most buffers leased at a time.
+        waited: Leases that had to wait for a buffer.
+    """
+
+    buffer_bytes: int
+    buffers: int
+    touched: int
+    in_use: int
+    peak: int
+    waited: int
+
+
+class BufferLease:
+    """A staging buffer for one owner. ``view`` is all of it; it is returned exactly once."""
+
+    __slots__ = ("_permit", "_pool", "index", "view")
+
+    def __init__(self, pool: BufferPool, permit: Permit, index: int, view: memoryview) -> None:
+        self._pool = pool
+        self._permit = permit
+        self.index = index
+        self.view = view
+
+    def release(self) -> None:
+        """Give the buffer back; nothing reads or writes it any more. Raises RuntimeError the second time."""
+        index, self.index = self.index, -1
+        if index < 0:
+            raise RuntimeError("the buffer was given back before")
+        self._pool._take_back(index)
+        self._permit.release()
+
+
+class BufferPool:
+    """At most ``nbytes`` of staging memory in buffers of ``buffer_bytes``; physical memory is taken on first use.
+
+    The buffer returned last is leased first: a state smaller than the pool touches only what it needs.
+
+    Args:
+        nbytes: Most staging memory.
+        buffer_bytes: Size of a buffer.
+        pinning: What to do to buffers before their first use, several at a time; undone by :meth:`close`.
+    """
+
+    def __init__(self, nbytes: int, buffer_bytes: int, pinning: Pinning | None = None) -> None:
+        count = nbytes // buffer_bytes
+        if count < 1:
+            raise ValueError(f"host_memory of {nbytes} bytes holds no buffer of {buffer_bytes} bytes")
+        self.nbytes = count * buffer_bytes
+        self.buffer_bytes = buffer_bytes
+        self._view = aligned_buffer(count * buffer_bytes)
+        self._limiter = Limiter(count)
+        self._free = list(range(count - 1, -1, -1))
+        self._touched = 0
+        self._pinning = pinning
+        self._pinned = 0  # buffers, from the first one on
+        self._turn = asyncio.Lock()
+
+    @property
+    def available(self) -> int:
+        """Buffers that could be leased without waiting."""
+        return len(self._free)
+
+    async def lease(self) -> BufferLease:
+        """Wait for a buffer, first come, first served. Cancellation: leases nothing."""
+        permit = await self._limiter.acquire()
+        index = self._free.pop()
+        self._touched = max(self._touched, index + 1)
+        start = index * self.buffer_bytes
+        lease = BufferLease(self, permit, index, self._view[start : start + self.buffer_bytes])
+        if self._pinning is not None and self._pinning.active and index >= self._pinned:
+            try:
+                await self._pin(self._pinning, index)
+            except BaseException:
+                lease.release()
+                raise
+        return lease
+
+    def close(self) -> None:
+        """Let the memory go; no buffer is leased any more. What was counted stays readable."""
+        if self._pinning is not None:
+            self._pinning.unpin_all()
+        self._view = memoryview(b"")
+
+    def statistics(self) -> PoolStatistics:
+        """Return the current use."""
+        use = self._limiter.statistics()
+        return PoolStatistics(self.buffer_bytes, use.permits, self._touched, use.in_use, use.peak, use.waited)
+
+    async def _pin(self, pinning: Pinning, index: int) -> None:
+        """Pin slabs, each as large as all before it, until a buffer is in one."""
+        async with self._turn:
+            while pinning.active and index >= self._pinned:
+                low, most = self._pinned, max(1, _LARGEST_SLAB // self.buffer_bytes)
+                high = min(low + max(1, min(low, most)), self.nbytes // self.buffer_bytes)
+                try:
+                    await pinning.pin(self._view[low * self.buffer_bytes : high * self.buffer_bytes])
+                finally:
+                    self._pinned = high  # where it was cancelled or refused, too: it is not tried again
+                self._touched = max(self._touched, high)
+
+    def _take_back(self, index: int) -> None:
+        self._free.append(index)

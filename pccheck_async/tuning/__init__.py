@@ -1,0 +1,4 @@
+"""Measuring a disk, and the choice of settings from what was measured.
+
+It may import: training and what is below.
+"""

@@ -1,0 +1,251 @@
+"""Which N, p and b to use: decided from measured times and from what the machine has, with no measuring here.
+
+PCcheck, section 3.4: with N checkpoints in flight, each of which takes Tw(N) to become durable, one is durable every
+Tw(N)/N. The smallest N that brings this within the noise of the best is enough; of the smallest N the smallest p, of
+these the smallest b.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pccheck_async.errors import InfeasibleError
+from pccheck_async.format.record import MOST_ENTRIES, align
+
+__all__ = [
+    "LEAST_BUFFERS",
+    "Choice",
+    "Limits",
+    "Point",
+    "Settled",
+    "choose",
+    "settle",
+    "shortages",
+    "staging_bytes",
+]
+
+LEAST_BUFFERS = 2
+"""Chunks of staging memory without which copying and writing cannot overlap."""
+
+_LEAST_NOISE = 0.03
+_TINY = 1e-4
+_SWEEPS = 40
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Point:
+    """One way to run the engine; the smaller point needs less.
+
+    Attributes:
+        max_in_flight: Checkpoints in flight (N).
+        writers: Writes running at a time (p). All checkpoints in flight share them, so this is what PCcheck calls N p.
+        chunk_bytes: Unit of copying and writing (b).
+    """
+
+    max_in_flight: int
+    writers: int
+    chunk_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What there is to use.
+
+    Attributes:
+        storage_bytes: For slots: free space and what the store's slots hold already.
+        host_memory: Most staging memory in bytes.
+        cores: Cores this process may use.
+        keep_last: Committed checkpoints that are kept, by whatever rules.
+        stream_cpu: Share of a core that one running write takes. PCcheck's writers copy into persistent memory and
+            need a core each (1.0: then the rule is its N p <= cores); writers that wait for a device need less.
+        most_entries: Checkpoints that a commit record can name.
+    """
+
+    storage_bytes: int
+    host_memory: int
+    cores: int
+    keep_last: int = 1
+    stream_cpu: float = 1.0
+    most_entries: int = MOST_ENTRIES
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The point to run with.
+
+    Attributes:
+        point: N, p and b.
+        seconds: Tw there: what one checkpoint takes to become durable with N in flight.
+        host_memory: Staging memory in bytes.
+        reasons: One sentence for each setting, under its name.
+    """
+
+    point: Point
+    seconds: float
+    host_memory: int
+    reasons: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Times of points, freed from the drift of the machine.
+
+    Attributes:
+        seconds: Tw by point.
+        noise: By how much (relative) two of them may differ by chance; infinite where nothing was measured twice.
+    """
+
+    seconds: Mapping[Point, float]
+    noise: float
+
+
+def shortages(point: Point, limits: Limits, nbytes: int) -> dict[str, str]:
+    """Return the constraints that ``point`` violates for checkpoints of ``nbytes``: their names, and what to do.
+
+    The constraints are PCcheck's: (N + keep_last) m <= storage, staging memory <= budget, and p u <= cores, where u is
+    the share of a core that one running write takes (:class:`Limits`).
+    """
+    found: dict[str, str] = {}
+    slots = point.max_in_flight + limits.keep_last
+    if limits.keep_last > limits.most_entries:
+        found["record"] = (
+            f"a commit record names at most {limits.most_entries} checkpoints, not {limits.keep_last}; lower keep_last"
+        )
+    if slots * nbytes > limits.storage_bytes:
+        found["storage"] = (
+            f"{slots} slots ({point.max_in_flight} in flight, {limits.keep_last} kept) of {nbytes} bytes need "
+            f"{slots * nbytes} bytes, {limits.storage_bytes} are free for them; free space"
+            + (" or lower keep_last" if limits.keep_last > 1 else "")
+        )
+    if LEAST_BUFFERS * point.chunk_bytes > limits.host_memory:
+        found["memory"] = (
+            f"{LEAST_BUFFERS} chunks of {point.chunk_bytes} bytes need {LEAST_BUFFERS * point.chunk_bytes} bytes of "
+            f"staging memory, the budget is {limits.host_memory}; raise host_memory or the memory limit"
+        )
+    if point.writers * limits.stream_cpu > limits.cores:
+        found["cpu"] = (
+            f"{point.writers} writers at {limits.stream_cpu:.2f} cores each need "
+            f"{point.writers * limits.stream_cpu:.2f} cores, this process may use {limits.cores}; give it more"
+        )
+    return found
+
+
+def choose(table: Mapping[Point, float], limits: Limits, nbytes: int, noise: float) -> Choice:
+    """Choose the least that is as good as the best.
+
+    Of the points that :class:`Limits` allow, those whose Tw(N)/N is at most ``1 + noise`` times the least are equally
+    good; of them the one with the smallest N, of these with the smallest p, of these with the smallest b.
+
+    Args:
+        table: Tw in seconds by point.
+        limits: What there is to use.
+        nbytes: Size of a checkpoint (m).
+        noise: Relative difference that means nothing.
+
+    Raises:
+        InfeasibleError: no point is allowed; names the constraint.
+    """
+    if not table:
+        raise ValueError("there is nothing to choose from")
+    costs = {p: s / p.max_in_flight for p, s in table.items() if not shortages(p, limits, nbytes)}
+    if not costs:
+        raise _infeasible(table, limits, nbytes)
+    enough = min(costs.values()) * (1 + noise)
+    point = min(p for p, cost in costs.items() if cost <= enough)
+    host_memory = staging_bytes(nbytes, point, limits.host_memory)
+    reasons = {
+        "max_in_flight": _reason(costs, noise, [p for p in costs if p.max_in_flight < point.max_in_flight]),
+        "writers": _reason(
+            costs, noise, [p for p in costs if p.max_in_flight == point.max_in_flight and p.writers < point.writers]
+        ),
+        "chunk_bytes": _reason(
+            costs,
+            noise,
+            [
+                p
+                for p in costs
+                if (p.max_in_flight, p.writers) == (point.max_in_flight, point.writers)
+                and p.chunk_bytes < point.chunk_bytes
+            ],
+        ),
+        "host_memory": _memory_reason(nbytes, point, host_memory, limits),
+    }
+    return Choice(point, table[point], host_memory, reasons)
+
+
+def staging_bytes(nbytes: int, point: Point, budget: int) -> int:
+    """Return how much staging memory to use: whole chunks, at least two of them, at most ``budget`` bytes.
+
+    A capture runs at memory speed while there are free buffers. With N in flight and captures evenly spaced, the N - 1
+    older checkpoints have half of their bytes left to write on average, so (N + 1)/2 states are enough. More than
+    the budget is never used: then a capture goes at the storage's speed once the buffers are full.
+    """
+    wanted = align(-(-nbytes * (point.max_in_flight + 1) // 2), point.chunk_bytes)
+    most = budget // point.chunk_bytes * point.chunk_bytes
+    return min(most, max(LEAST_BUFFERS * point.chunk_bytes, wanted))
+
+
+def settle(rounds: Sequence[Mapping[Point, float]]) -> Settled:
+    """Separate what the points take from how fast the machine happened to be.
+
+    A round measures some points one after the other, so that what a shared machine does to one of them it does to all:
+    each time is taken to be the point's own, times a factor of its round. Both are fitted so that the absolute
+    deviations (of logarithms) are least, which a few stray measurements do not move. Rounds that share points are made
+    comparable by them.
+
+    Args:
+        rounds: Of each round the seconds by point.
+    """
+    points = sorted({point for measured in rounds for point in measured})
+    observed = [(r, points.index(point), seconds) for r, ms in enumerate(rounds) for point, seconds in ms.items()]
+    logs = np.log([seconds for _, _, seconds in observed])
+    design = np.zeros((len(observed), len(points) + len(rounds)))
+    for row, (r, p, _) in enumerate(observed):
+        design[row, p] = design[row, len(points) + r] = 1.0
+    weights = np.ones(len(observed))
+    for _ in range(_SWEEPS):  # iteratively reweighted least squares: least absolute deviations
+        solution = np.linalg.lstsq(design * weights[:, None], logs * weights, rcond=None)[0]
+        residuals = np.abs(logs - design @ solution)
+        weights = 1 / np.sqrt(np.maximum(residuals, _TINY))
+    typical = np.median([solution[len(points) + r] for r, _, _ in observed])
+    seconds = {point: float(np.exp(solution[p] + typical)) for p, point in enumerate(points)}
+    return Settled(seconds, _noise(residuals, design, len(observed) / max(1, len(points))))
+
+
+def _noise(residuals: np.ndarray[tuple[int], np.dtype[np.float64]], design: np.ndarray, repetitions: float) -> float:
+    spare = len(residuals) - int(np.linalg.matrix_rank(design))
+    if spare < 1:
+        return math.inf
+    # The fit goes right through as many measurements as it has parameters: the others tell how far it may be off.
+    deviation = 1.48 * float(np.median(np.sort(residuals)[-spare:]))  # of one measurement
+    return max(_LEAST_NOISE, 1.25 * math.sqrt(2 / repetitions) * deviation)  # of the difference of two medians
+
+
+def _reason(costs: Mapping[Point, float], noise: float, smaller: Sequence[Point]) -> str:
+    text = f"the least measured that is within {noise:.0%} of the best"
+    if smaller:
+        text += f"; less takes {min(costs[point] for point in smaller) / min(costs.values()) - 1:.0%} longer"
+    return text
+
+
+def _memory_reason(nbytes: int, point: Point, host_memory: int, limits: Limits) -> str:
+    if host_memory >= nbytes * (point.max_in_flight + 1) / 2:
+        return "a whole state, and what older ones in flight have left to write: captures run at memory speed"
+    limit = f"the budget of {limits.host_memory} bytes in whole chunks"
+    if host_memory >= nbytes:
+        return f"{limit}: a whole state fits, so that captures run at memory speed when nothing else is in flight"
+    return f"{limit}: a state of {nbytes} bytes does not fit, so that captures end at the storage's speed"
+
+
+def _infeasible(table: Mapping[Point, float], limits: Limits, nbytes: int) -> InfeasibleError:
+    """Name what no point satisfies; where each constraint alone can be met, what the least of the points lacks."""
+    found = {point: shortages(point, limits, nbytes) for point in table}
+    always = set.intersection(*(set(lacks) for lacks in found.values()))
+    named = {name: text for name, text in found[min(table)].items() if name in always or not always}
+    return InfeasibleError(
+        "no setting fits: " + "; ".join(f"{name}: {text}" for name, text in named.items()), constraints=tuple(named)
+    )

@@ -1,0 +1,197 @@
+"""Trials for the tuner: what the storage does, and what a real engine does with one way to run it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from pccheck_async.engine.config import EngineConfig
+from pccheck_async.engine.core import EngineCore
+from pccheck_async.errors import CheckpointError
+from pccheck_async.format.record import align
+from pccheck_async.medium import File, Writer
+from pccheck_async.medium.open_medium import IO, open_session
+from pccheck_async.transfer.failures import first_failure
+from pccheck_async.transfer.memory import PAGE_BYTES, aligned_buffer
+from pccheck_async.tuning.choice import Point, staging_bytes
+
+__all__ = ["Disk", "Sample", "Trial", "run_trial", "saves_of_trial", "try_disk"]
+
+_DISK_STREAMS = 4
+_DISK_CHUNK_BYTES = 8 << 20
+_DISK_FILE = "disk"
+_RANDOM_WORDS = 1 << 20
+_BLOCK_WORDS = 4096 // 8
+_LEAST_SECONDS = 0.05
+"""A trial saves until this has passed: small checkpoints are many."""
+_MOST_SAVES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """What the storage does without an engine.
+
+    Attributes:
+        bandwidth: Bytes per second that are written over what was written before, and flushed.
+        stream_cpu: Share of a core that one running write takes.
+    """
+
+    bandwidth: float
+    stream_cpu: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What a save takes, in seconds: until it is durable, times N (Tw); and until captured, nothing else in flight."""
+
+    durable: float
+    captured: float
+
+    def scaled(self, factor: float) -> Trial:
+        """Return what a state that is ``factor`` times as large would take, were it all proportional to its size."""
+        return Trial(self.durable * factor, self.captured * factor)
+
+
+class Sample:
+    """A state of ``nbytes`` random bytes, so that no layer below compresses them, which changes from save to save."""
+
+    def __init__(self, nbytes: int) -> None:
+        random = np.random.default_rng().integers(-(1 << 63), 1 << 63, _RANDOM_WORDS, np.int64)
+        self._words = torch.from_numpy(np.resize(random, max(1, nbytes // 8)))
+        blocks = self._words[::_BLOCK_WORDS]
+        torch.arange(len(blocks), out=blocks)  # no two blocks are the same
+        self.nbytes = self._words.nbytes
+        self.state = {"sample": self._words}
+
+    def change(self) -> None:
+        """Change every block, so that no layer below finds one again."""
+        self._words[::_BLOCK_WORDS] += 1 << 32
+
+
+async def try_disk(folder: Path, io: IO, *, nbytes: int, seconds: float) -> Disk:
+    """Write a file of at most ``nbytes`` for ``seconds``, and then over it for as long.
+
+    CPU time is that of the whole process: nothing else in it should compute meanwhile.
+    """
+    session = await open_session(folder, io, writers=_DISK_STREAMS, copiers=1)
+    try:
+        facts = await session.writer.prepare(create=True)
+        chunk = align(min(nbytes, _DISK_CHUNK_BYTES), max(facts.block_bytes, PAGE_BYTES))
+        chunks = -(-nbytes // chunk)
+        file = await session.writer.create(_DISK_FILE, chunks * chunk)
+        data = aligned_buffer(chunk)
+        data[:] = np.random.default_rng().bytes(chunk)
+        count = await _write(session.writer, file, data, chunks, seconds, once=True)
+        began, busy = time.perf_counter(), time.process_time()
+        written = await _write(session.writer, file, data, count, seconds, once=False)
+        took, busy = time.perf_counter() - began, time.process_time() - busy
+        await session.writer.close_file(file)
+        await session.writer.unlink(_DISK_FILE)
+    finally:
+        await session.close()
+    return Disk(written * chunk / took, min(1.0, busy / took / _DISK_STREAMS))
+
+
+async def _write(writer: Writer, file: File, data: memoryview, chunks: int, seconds: float, *, once: bool) -> int:
+    """Write chunk after chunk, over and over or ``once``, for ``seconds``; flush; return how many."""
+    end = time.perf_counter() + seconds
+    written = 0
+
+    async def stream() -> None:
+        nonlocal written
+        while not written or (time.perf_counter() < end and not (once and written == chunks)):
+            number, written = written, written + 1
+            await writer.write(file, number % chunks * len(data), data)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(_DISK_STREAMS):
+                group.create_task(stream())
+    except BaseExceptionGroup as error:
+        failure = first_failure(error)
+        raise failure from failure.__cause__
+    await writer.flush(file)
+    return written
+
+
+async def run_trial(folder: Path, io: IO, point: Point, sample: Sample, host_memory: int) -> Trial:
+    """Save the sample back to back with an engine at ``point``.
+
+    Args:
+        folder: Of the store, which is created the first time; its slots are written once before it is timed.
+        io: As for :class:`pccheck_async.CheckpointEngine`.
+        point: How to run the engine.
+        sample: What to save.
+        host_memory: Most staging memory in bytes.
+    """
+    config = EngineConfig(
+        max_in_flight=point.max_in_flight,
+        writers=point.writers,
+        chunk_bytes=point.chunk_bytes,
+        host_memory=staging_bytes(sample.nbytes, point, host_memory),
+    )
+    async with _engine(folder, io, config) as core:
+        # Space that was only reserved is slower to write than space that holds data, and staging memory is slow at
+        # first touch: neither is what a long run sees.
+        written_before = core.infos and core.infos[0].nbytes >= sample.nbytes
+        warm_up = 1 if written_before else point.max_in_flight + 1
+        took = (await _save(core, sample, warm_up)).durable / warm_up
+        most = max(1, _MOST_SAVES // point.max_in_flight)
+        turns = max(_turns(point), min(most, round(_LEAST_SECONDS / took / point.max_in_flight)))
+        count = turns * point.max_in_flight
+        saved = await _save(core, sample, count)
+        return Trial(saved.durable * point.max_in_flight / count, saved.captured)
+
+
+def saves_of_trial(point: Point) -> int:
+    """Return how many saves a trial takes at least."""
+    return 1 + _turns(point) * point.max_in_flight
+
+
+def _turns(point: Point) -> int:
+    return 3 if point.max_in_flight == 1 else 2
+
+
+@asynccontextmanager
+async def _engine(folder: Path, io: IO, config: EngineConfig) -> AsyncIterator[EngineCore]:
+    core = EngineCore(folder, io, config)
+    await core.run(core.open())
+    try:
+        yield core
+    except BaseException as error:
+        try:
+            await core.run(core.close())
+        except CheckpointError as failure:
+            if failure is not error:
+                error.add_note(f"closing the engine failed too: {failure}")
+        raise
+    await core.run(core.close())
+
+
+async def _save(core: EngineCore, sample: Sample, count: int) -> Trial:
+    """Save ``count`` times, as fast as the engine takes them.
+
+    Where N are in flight a capture waits for one to end, so N are in flight but for the first and the last moments.
+
+    Returns:
+        Seconds until all are durable, and until the first is captured.
+    """
+    began = time.perf_counter()
+    captured = 0.0
+    pendings = []
+    for _ in range(count):
+        sample.change()
+        pending, start = core.admit(sample.state, None, None)
+        await pending.captured()
+        captured = captured or time.perf_counter() - start
+        pendings.append(pending)
+    for pending in pendings:
+        await pending.durable()
+    return Trial(time.perf_counter() - began, captured)

@@ -1,0 +1,210 @@
+"""What a tuning found, and the file that carries its settings to later runs."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, TypedDict
+
+import msgspec
+
+from pccheck_async.errors import CorruptStoreError, InvalidTuningError, read_error, write_error
+from pccheck_async.medium.regular_file import open_regular
+from pccheck_async.transfer.machine import available_cores
+from pccheck_async.tuning.choice import Point
+
+__all__ = ["TUNING_NAME", "Measurement", "TunedSettings", "Tuning", "read_tuning"]
+
+TUNING_NAME = "tuning.json"
+"""Name of the file where only its folder is given."""
+
+
+class TunedSettings(TypedDict):
+    """Keyword arguments for :class:`pccheck_async.CheckpointEngine`."""
+
+    max_in_flight: int
+    writers: int
+    chunk_bytes: int
+    host_memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What one way to run the engine takes.
+
+    Attributes:
+        point: Checkpoints in flight, writers, bytes of a chunk.
+        seconds: What one checkpoint takes to become durable with that many in flight (Tw), for ``Tuning.nbytes``.
+        bandwidth: Bytes per second that become durable.
+        capture_bandwidth: Bytes per second of a capture while nothing else is in flight.
+        repetitions: How often it was measured.
+    """
+
+    point: Point
+    seconds: float
+    bandwidth: float
+    capture_bandwidth: float
+    repetitions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """The outcome of a tuning.
+
+    Attributes:
+        settings: For ``CheckpointEngine(path, **tuning.settings)``.
+        reasons: One sentence for each setting.
+        measurements: All that was measured, the least point first.
+        nbytes: Size of a checkpoint that the settings are for.
+        sample_nbytes: Size of the checkpoints that were measured; times are scaled from it to ``nbytes``.
+        noise: Relative difference of two measurements that means nothing.
+        bandwidth: Of the storage, bytes per second: the most that was seen.
+        stream_cpu: Share of a core that one running write took.
+        cores: Cores that this process could use.
+        seconds: Time the tuning took.
+        checkpoint_seconds: Time between checkpoints that the settings can sustain, Tw(N)/N.
+        interval: With a step time: the fewest steps between checkpoints that the settings sustain (f*), else None.
+        interval_floor: With a step time: the fewest that any scheme sustains on this storage (f_min), else None.
+    """
+
+    settings: TunedSettings
+    reasons: Mapping[str, str]
+    measurements: tuple[Measurement, ...]
+    nbytes: int
+    sample_nbytes: int
+    noise: float
+    bandwidth: float
+    stream_cpu: float
+    cores: int
+    seconds: float
+    checkpoint_seconds: float
+    interval: int | None = None
+    interval_floor: int | None = None
+
+    def write(self, path: str | os.PathLike[str]) -> Path:
+        """Write the settings for :func:`pccheck_async.read_tuning`, and return the file's path.
+
+        Args:
+            path: A folder, such as the store's, for a file ``tuning.json`` in it; or a file that ends in ``.json``.
+                Folders that are missing are made.
+
+        Durability: the file is there as a whole or not at all, and survives power loss once this returns.
+
+        Raises:
+            WriteError: it could not be written; a file that was there is untouched.
+        """
+        file = _Stored(
+            version=1,
+            settings=_Settings(**self.settings),
+            cores=self.cores,
+            nbytes=self.nbytes,
+            checkpoint_seconds=self.checkpoint_seconds,
+            bandwidth=self.bandwidth,
+            reasons=dict(self.reasons),
+        )
+        target = _file(path)
+        try:
+            _replace(target, msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n")
+        except OSError as error:
+            raise write_error(error, target) from error
+        return target
+
+
+def read_tuning(path: str | os.PathLike[str]) -> TunedSettings:
+    """Return the settings that :meth:`Tuning.write` wrote, for ``CheckpointEngine(store, **read_tuning(path))``.
+
+    Warns (RuntimeWarning) where they were measured with another number of cores: they work, but tune again.
+
+    Args:
+        path: What :meth:`Tuning.write` was given.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ReadError: it cannot be read.
+        InvalidTuningError: it is damaged, or from another version.
+    """
+    source = _file(path)
+    try:
+        with open(source.resolve(), "rb", opener=open_regular) as file:  # settings may be mounted as links
+            data = file.read()
+    except FileNotFoundError:
+        raise
+    except CorruptStoreError as error:
+        raise InvalidTuningError(str(error)) from error
+    except OSError as error:
+        raise read_error(error, source) from error
+    try:
+        stored = msgspec.json.decode(data, type=_Stored)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidTuningError(
+            f"{source} holds no settings that this version can use ({error}); tune again"
+        ) from error
+    cores = available_cores()
+    if stored.cores != cores:
+        warnings.warn(
+            f"{source} was measured with {stored.cores} cores and this process may use {cores}; tune again",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    settings = stored.settings
+    return {
+        "max_in_flight": settings.max_in_flight,
+        "writers": settings.writers,
+        "chunk_bytes": settings.chunk_bytes,
+        "host_memory": settings.host_memory,
+    }
+
+
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    max_in_flight: _Count
+    writers: _Count
+    chunk_bytes: _Count
+    host_memory: _Count
+
+    def __post_init__(self) -> None:
+        if self.host_memory < self.chunk_bytes:
+            raise ValueError("host_memory is less than one chunk")
+
+
+class _Stored(msgspec.Struct, frozen=True, kw_only=True):
+    """The file: the settings, the machine they are for, and for people what they are based on."""
+
+    version: Literal[1]
+    settings: _Settings
+    cores: _Count
+    nbytes: int
+    checkpoint_seconds: float
+    bandwidth: float
+    reasons: dict[str, str]
+
+
+def _file(path: str | os.PathLike[str]) -> Path:
+    given = Path(path)
+    return given if given.suffix == ".json" and not given.is_dir() else given / TUNING_NAME
+
+
+def _replace(target: Path, data: bytes) -> None:
+    beside = target.with_name(f".{target.name}-{os.getpid()}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(beside, "wb", opener=open_regular) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, target)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            beside.unlink()
+        raise
+    folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,377 @@
+"""The tuner: measures the engine itself on the storage it is for, and picks N, p, b and the staging memory.
+
+Every point is measured by a real engine on a store of its own, in a folder that is gone afterwards: a sample state that
+changes between saves is checkpointed back to back, so that N are always in flight, and Tw(N) is N times what one
+save takes. Not all combinations are measured, but three lines: N with enough writers, then p at the best N, then b;
+each goes on while more is better. The points of a line take turns in rounds, so that a machine whose speed drifts does
+not decide (:func:`pccheck_async.tuning.choice.settle`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pccheck_async.engine.config import EngineConfig, decide
+from pccheck_async.engine.core import EngineCore
+from pccheck_async.errors import InfeasibleError, NoCheckpointError
+from pccheck_async.format.manifest import MIN_BLOCK
+from pccheck_async.medium import Writer
+from pccheck_async.medium.open_medium import IO, check_io
+from pccheck_async.medium.scratch import free_bytes, scratch_folder, slot_bytes
+from pccheck_async.medium.store_path import store_path
+from pccheck_async.state.save.flatten import flatten
+from pccheck_async.state.storages import arrange
+from pccheck_async.store.store_reader import OneLoop
+from pccheck_async.training.policy.formulas import interval_floor, sustained_interval
+from pccheck_async.transfer.machine import available_cores, available_memory
+from pccheck_async.transfer.memory import PAGE_BYTES
+from pccheck_async.transfer.plan import Planner
+from pccheck_async.tuning.choice import (
+    LEAST_BUFFERS,
+    Choice,
+    Limits,
+    Point,
+    Settled,
+    choose,
+    settle,
+    shortages,
+)
+from pccheck_async.tuning.trials import Disk, Sample, Trial, run_trial, saves_of_trial, try_disk
+from pccheck_async.tuning.tuned import Measurement, Tuning
+
+__all__ = ["Progress", "checkpoint_bytes", "tune", "tune_blocking"]
+
+Progress = Callable[[float, str], None]
+"""Called with the part done (0 to 1) and what is being measured, on a thread of the tuner."""
+
+_MIB = 1 << 20
+_MANIFEST_BYTES = _MIB
+"""What a checkpoint may take beside the tensors."""
+
+_WRITERS = 4
+_CHUNK_BYTES = 8 * _MIB
+_CHUNK_SECONDS = 0.02
+"""First guess of b: at most this, and at most what the device writes in this time."""
+_LEAST_CHUNK_BYTES = _MIB // 4
+_MOST = Point(max_in_flight=8, writers=64, chunk_bytes=64 * _MIB)
+
+_LINES = ("max_in_flight", "writers", "chunk_bytes")
+_LEAST_ROUNDS = 3
+_PLANNED_ROUNDS = 4
+_MOST_ROUNDS = 16
+_GOOD_NOISE = 0.04
+_LEAST_TOLERANCE, _MOST_TOLERANCE = 0.05, 0.1
+"""What a smaller setting may be slower by: less does not pay for a slot, more is not given away to noise."""
+
+_LEAST_SAMPLE_BYTES = 2 * _MIB
+_LEAST_CHUNKS = 4
+"""Of a sample: fewer cannot be copied and written at the same time."""
+_STORAGE_SHARE = 64
+"""The stores of a tuning have at most 19 slots (N of 1, 2, 4 and 8, and one more each): a slot is this part of the free
+space, so that most of it stays free."""
+_MEMORY_SHARE = 16
+"""A sample is this part of the memory; with 8 in flight, 4.5 times as much is staging memory."""
+_DISK_BYTES = 256 * _MIB
+_DISK_SECONDS = 0.3
+
+
+async def tune(
+    path: str | os.PathLike[str],
+    *,
+    nbytes: int,
+    config: EngineConfig | None = None,
+    io: IO = "auto",
+    step_seconds: float | None = None,
+    budget_seconds: float = 10.0,
+    progress: Progress | None = None,
+) -> Tuning:
+    """Measure the storage under ``path`` and return the settings for checkpoints of ``nbytes`` there.
+
+    Needs no engine and touches no store; a store in ``path`` is left as it is. What it measures lies in a folder inside
+    ``path`` that is removed at the end, also after an error or a cancellation (after a SIGKILL, by the next tuning).
+
+    Args:
+        path: Folder of the store; need not exist, and then does not exist afterwards.
+        nbytes: Size of a checkpoint. Of a large one a sample is measured and the times are scaled.
+        config: Its ``keep_last``, and its ``host_memory`` as the budget for staging memory.
+        io: As for :class:`pccheck_async.CheckpointEngine`, but not a writer: one writer has one folder.
+        step_seconds: Time of a training step, for the recommended interval.
+        budget_seconds: About how long it may take; a slow device needs more.
+        progress: Called from another thread with the part done and what is measured.
+
+    Cancellation: ends once every operation ended and the folder is gone.
+
+    Raises:
+        InfeasibleError: nothing fits into the storage or memory there is; names what is missing.
+        StoreLockedError: another tuning runs in this folder.
+        WriteError: the storage failed.
+        ValueError: an argument is out of range.
+    """
+    async with OneLoop("pccheck-tune") as loop:
+        return await loop.run(_tune(path, nbytes, config, io, step_seconds, budget_seconds, progress))
+
+
+def tune_blocking(
+    path: str | os.PathLike[str],
+    *,
+    nbytes: int,
+    config: EngineConfig | None = None,
+    io: IO = "auto",
+    step_seconds: float | None = None,
+    budget_seconds: float = 10.0,
+    progress: Progress | None = None,
+) -> Tuning:
+    """Measure and choose, blocking (see :func:`tune`)."""
+    with OneLoop("pccheck-tune") as loop:
+        return loop.call(_tune(path, nbytes, config, io, step_seconds, budget_seconds, progress))
+
+
+def checkpoint_bytes(core: EngineCore, state: Mapping[str, Any] | None, nbytes: int | None) -> int:
+    """Return the size to tune an engine for: ``nbytes``, or that of ``state``, or of the newest checkpoint."""
+    if nbytes is not None:
+        if state is not None:
+            raise ValueError("give state or nbytes, not both")
+        return nbytes
+    if state is not None:
+        return Planner(_MOST.chunk_bytes, MIN_BLOCK).plan(arrange(flatten(state).leaves)).payload_nbytes
+    if not core.infos:
+        raise NoCheckpointError(f"{core.path} has no checkpoint to take the size from; give state or nbytes")
+    return core.infos[0].nbytes
+
+
+async def _tune(
+    path: str | os.PathLike[str],
+    nbytes: int,
+    config: EngineConfig | None,
+    io: IO,
+    step_seconds: float | None,
+    budget_seconds: float,
+    progress: Progress | None,
+) -> Tuning:
+    began = time.perf_counter()
+    config = config or EngineConfig()
+    check_io(io)
+    if isinstance(io, Writer):
+        raise ValueError(
+            "a tuning needs writers of its own: give io as a name, or as a function of folder and operations"
+        )
+    if type(nbytes) is not int or nbytes < 0:
+        raise ValueError(f"nbytes is the size of a checkpoint in bytes, not {nbytes!r}")
+    for name, seconds in (("budget_seconds", budget_seconds), ("step_seconds", step_seconds)):
+        if seconds is not None and not seconds > 0:
+            raise ValueError(f"{name} is positive, not {seconds!r}")
+    cores, memory = available_cores(), available_memory()
+    folder = Path(store_path(path))
+    free = free_bytes(folder)
+    limits = Limits(
+        storage_bytes=free + slot_bytes(folder),
+        host_memory=_memory_budget(config, cores, memory),
+        cores=cores,
+        keep_last=config.retention.reserved,
+    )
+    _check_feasible(limits, nbytes, free)
+    tell = progress or (lambda part, what: None)
+    with scratch_folder(folder) as space:
+        tell(0.0, "the storage")
+        size = min(_DISK_BYTES, max(nbytes, _LEAST_SAMPLE_BYTES), free // _STORAGE_SHARE)
+        disk = await try_disk(space / "disk", io, nbytes=size, seconds=min(_DISK_SECONDS, budget_seconds / 20))
+        limits = replace(limits, stream_cpu=disk.stream_cpu)
+        most = min(nbytes, free // _STORAGE_SHARE, memory // _MEMORY_SHARE)
+        search = _Search(space, io, limits, nbytes, most, disk, budget_seconds, tell)
+        choice = await search.run()
+    table = search.measurements()
+    bandwidth = max(disk.bandwidth, *(row.bandwidth for row in table))
+    tell(1.0, "done")
+    point = choice.point
+    checkpoint_seconds = choice.seconds / point.max_in_flight
+    return Tuning(
+        settings={
+            "max_in_flight": point.max_in_flight,
+            "writers": point.writers,
+            "chunk_bytes": point.chunk_bytes,
+            "host_memory": choice.host_memory,
+        },
+        reasons=choice.reasons,
+        measurements=table,
+        nbytes=nbytes,
+        sample_nbytes=search.sample_nbytes,
+        noise=search.settled.noise,
+        bandwidth=bandwidth,
+        stream_cpu=disk.stream_cpu,
+        cores=cores,
+        seconds=time.perf_counter() - began,
+        checkpoint_seconds=checkpoint_seconds,
+        interval=sustained_interval(choice.seconds, point.max_in_flight, step_seconds) if step_seconds else None,
+        interval_floor=interval_floor(nbytes, bandwidth, step_seconds) if step_seconds else None,
+    )
+
+
+class _Search:
+    """Three lines of points, each measured in rounds, each going on while more is better."""
+
+    def __init__(
+        self,
+        space: Path,
+        io: IO,
+        limits: Limits,
+        nbytes: int,
+        most_sample: int,
+        disk: Disk,
+        budget_seconds: float,
+        tell: Progress,
+    ) -> None:
+        self._space = space
+        self._io = io
+        self._limits = limits
+        self._nbytes = nbytes
+        self._most_sample = most_sample
+        self._bandwidth = disk.bandwidth
+        self._seconds = budget_seconds
+        self._began = time.perf_counter()
+        self._tell = tell
+        self._part = 0.0
+        self._rounds: list[dict[Point, Trial]] = []
+        self._too_much: dict[str, str] = {}
+        self.settled = Settled({}, 0.0)
+        self.sample_nbytes = 0
+
+    async def run(self) -> Choice:
+        """Measure the lines and choose."""
+        most_chunk = max(_LEAST_CHUNK_BYTES, self._most_sample // _LEAST_CHUNKS)
+        chunk = _chunk_bytes(min(_CHUNK_BYTES, int(self._bandwidth * _CHUNK_SECONDS), most_chunk), self._limits)
+        least_chunk = min(chunk, _LEAST_CHUNK_BYTES)
+        # Enough writers, so that they do not hide what more in flight would bring; but no more than the cores feed.
+        most_writers = _power_of_two(int(self._limits.cores / max(self._limits.stream_cpu, 1 / _MOST.writers)))
+        await self._line("max_in_flight", 1, 2, lambda n: Point(n, min(max(_WRITERS, n), most_writers), chunk))
+        best = self._choose().point
+        await self._line("writers", max(1, best.writers // 4), best.writers, lambda p: replace(best, writers=p))
+        best = self._choose().point
+        await self._line(
+            "chunk_bytes",
+            max(least_chunk, chunk // 4),
+            chunk,
+            lambda b: replace(best, chunk_bytes=b),
+            most=min(most_chunk, _MOST.chunk_bytes),
+        )
+        choice = self._choose()
+        return replace(
+            choice, reasons={name: text + self._too_much.get(name, "") for name, text in choice.reasons.items()}
+        )
+
+    def measurements(self) -> tuple[Measurement, ...]:
+        """Return what was measured, times scaled to the checkpoints that the tuning is for."""
+        trials = [item for measured in self._rounds for item in measured.items()]
+        repetitions = Counter(point for point, _ in trials)
+        return tuple(
+            Measurement(
+                point=point,
+                seconds=seconds,
+                bandwidth=self._nbytes * point.max_in_flight / seconds,
+                capture_bandwidth=self._nbytes / median(trial.captured for found, trial in trials if found == point),
+                repetitions=repetitions[point],
+            )
+            for point, seconds in sorted(self.settled.seconds.items())
+        )
+
+    @property
+    def _tolerance(self) -> float:
+        return min(max(self.settled.noise, _LEAST_TOLERANCE), _MOST_TOLERANCE)
+
+    def _choose(self) -> Choice:
+        return choose(self.settled.seconds, self._limits, _storage_bytes(self._nbytes), self._tolerance)
+
+    async def _line(
+        self, name: str, first: int, last: int, at: Callable[[int], Point], most: int | None = None
+    ) -> None:
+        """Measure from ``first`` to ``last``, doubling, and beyond while the last is the best of them."""
+        most = most or getattr(_MOST, name)
+        points: list[Point] = []
+        value = first
+        while value <= most:
+            lacks = shortages(at(value), self._limits, _storage_bytes(self._nbytes))
+            if lacks:
+                self._too_much[name] = f"; {value} would not fit: {'; '.join(lacks.values())}"
+                break
+            points.append(at(value))
+            value *= 2
+            if value > last:
+                await self._measure(name, points)
+                if len(points) > 1 and not self._still_better(points):
+                    return
+                points = points[-1:]  # what comes next is measured beside it
+        if len(points) > 1 or points[0] not in self.settled.seconds:
+            await self._measure(name, points)
+
+    def _still_better(self, points: Sequence[Point]) -> bool:
+        costs = [self.settled.seconds[point] / point.max_in_flight for point in points]
+        return costs[-1] * (1 + self._tolerance) < min(costs[:-1])
+
+    async def _measure(self, name: str, points: Sequence[Point]) -> None:
+        """Measure the points in turns; more often while they are noisy and the line's share of the budget is left."""
+        line = _LINES.index(name)
+        end = self._began + self._seconds * (line + 1) / len(_LINES)
+        sample = Sample(self._sample_bytes(points))
+        self.sample_nbytes = max(self.sample_nbytes, sample.nbytes)
+        for turn in range(_MOST_ROUNDS):
+            if turn >= _LEAST_ROUNDS and (self.settled.noise <= _GOOD_NOISE or time.perf_counter() > end):
+                break
+            measured: dict[Point, Trial] = {}
+            for point in points if turn % 2 else reversed(points):
+                done = min(1.0, (turn + len(measured) / len(points)) / _PLANNED_ROUNDS)
+                self._part = max(self._part, (line + done) / len(_LINES))
+                self._tell(self._part, _named(point))
+                folder = self._space / f"in-flight-{point.max_in_flight}"
+                trial = await run_trial(folder, self._io, point, sample, self._limits.host_memory)
+                measured[point] = trial.scaled(max(1.0, self._nbytes / sample.nbytes))
+            self._rounds.append(measured)
+            self.settled = settle([{p: t.durable for p, t in each.items()} for each in self._rounds])
+        best = min(self.settled.seconds[point] / point.max_in_flight for point in points)
+        self._bandwidth = max(self._bandwidth, self._nbytes / best)
+
+    def _sample_bytes(self, points: Sequence[Point]) -> int:
+        """As much as the storage takes in a quarter of the budget (three lines, and one that goes on)."""
+        saves = sum(_PLANNED_ROUNDS * saves_of_trial(point) + point.max_in_flight for point in points)
+        wanted = int(self._bandwidth * self._seconds / (len(_LINES) + 1) / saves)
+        chunks = _LEAST_CHUNKS * max(point.chunk_bytes for point in points)
+        return min(max(wanted, chunks, _LEAST_SAMPLE_BYTES), self._most_sample)
+
+
+def _named(point: Point) -> str:
+    return f"{point.max_in_flight} in flight, {point.writers} writer(s), chunks of {point.chunk_bytes >> 10} KiB"
+
+
+def _power_of_two(most: int) -> int:
+    """The largest of at most ``most``, at least 1."""
+    return 1 << max(1, most).bit_length() - 1
+
+
+def _chunk_bytes(most: int, limits: Limits) -> int:
+    return max(PAGE_BYTES, _power_of_two(min(most, limits.host_memory // LEAST_BUFFERS)))
+
+
+def _storage_bytes(nbytes: int) -> int:
+    return nbytes + _MANIFEST_BYTES
+
+
+def _memory_budget(config: EngineConfig, cores: int, memory: int) -> int:
+    if config.host_memory != "auto":
+        return config.host_memory
+    return decide(config, block_bytes=PAGE_BYTES, cores=cores, memory=memory).host_memory
+
+
+def _check_feasible(limits: Limits, nbytes: int, free: int) -> None:
+    """Raise InfeasibleError where not even the least fits, or the tuning itself has no room."""
+    least = Point(1, 1, _chunk_bytes(_LEAST_CHUNK_BYTES, limits))
+    choose({least: 1.0}, limits, _storage_bytes(nbytes), 0.0)
+    needed = _STORAGE_SHARE * min(nbytes, _LEAST_SAMPLE_BYTES)
+    if free < needed:
+        raise InfeasibleError(
+            f"storage: measuring needs {needed} free bytes, there are {free}; free space", constraints=("storage",)
+        )

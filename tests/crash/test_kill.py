@@ -1,0 +1,162 @@
+"""SIGKILL at random moments: every restart finds the last acknowledged checkpoint or a newer one, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pccheck_async import SyncCheckpointEngine, load_sync
+from tests.conftest import need
+from tests.support.kill_harness import PHASES, Campaign
+
+
+@pytest.mark.slow
+def test_killed_in_every_phase(tmp_path: Path, io: str) -> None:
+    outcome = Campaign(tmp_path, io=io, elements=50_000, seed=1).run(2 * len(PHASES))
+    assert {*outcome.kills, "recovery"} == {*PHASES}
+    assert outcome.acknowledged >= 0
+
+
+@pytest.mark.slow
+def test_killed_while_a_state_is_written_in_one_piece(tmp_path: Path, io: str) -> None:
+    campaign = Campaign(tmp_path, io=io, elements=5_000, seed=4)
+    campaign.live("acknowledged")
+    for phase in ("flush", "record", "between") * 3:
+        campaign.live(phase)
+    campaign.live(None)
+    assert campaign.outcome.restored[-1] >= campaign.outcome.acknowledged >= 0
+
+
+@pytest.mark.campaign
+def test_two_hundred_kills(tmp_path: Path, io: str) -> None:
+    outcome = Campaign(tmp_path, io=io, elements=500_000, seed=2).run(210)
+    print(f"\n{io}: kills by phase {dict(outcome.kills)}, {outcome.restarts} restarts, last {outcome.acknowledged}")
+    assert min(outcome.kills.values()) >= 30
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("seed", range(4))
+def test_two_thousand_kills(tmp_path: Path, seed: int) -> None:
+    name = ("threads", "io_uring", "python", "threads")[seed]
+    need(name)
+    start = time.perf_counter()
+    outcome = Campaign(tmp_path, io=name, elements=60_000, seed=100 + seed, in_flight=1 + seed % 3).run(504)
+    seconds = time.perf_counter() - start
+    print(f"\n{name}: kills {dict(outcome.kills)}, {outcome.restarts} restarts verified, {504 / seconds:.1f} a second")
+    assert sum(outcome.kills.values()) == 504
+
+
+@pytest.mark.slow
+def test_killed_twice_without_a_commit_in_between(tmp_path: Path, io: str) -> None:
+    campaign = Campaign(tmp_path, io=io, elements=50_000, seed=3)
+    campaign.live("record")
+    for _ in range(3):
+        campaign.live("recovery")
+    acknowledged = campaign.outcome.acknowledged
+    campaign.live(None)  # which may go on saving until it is killed
+    assert campaign.outcome.restored[-1] >= acknowledged
+
+
+TRAINER = """
+import os, sys, torch
+from pccheck_async import SyncCheckpointEngine
+from pccheck_async.testing import StuckWriter
+from pccheck_async.writer.posix import PosixWriter
+
+class Items(torch.utils.data.Dataset):
+    def __len__(self):
+        return 10_000
+    def __getitem__(self, index):
+        return torch.full((10,), float(index))
+
+stuck = []
+def make(path, operations):
+    stuck.append(StuckWriter(PosixWriter(path, operations), kinds=()))
+    return stuck[0]
+
+if __name__ == "__main__":
+    hold, workers, io = sys.argv[2], int(sys.argv[3]), sys.argv[4]
+    with SyncCheckpointEngine(sys.argv[1], io=make if hold != "nothing" else io) as engine:
+        state = {"tensor": torch.arange(100_000), "step": 1}
+        engine.checkpoint(state, step=1).result()
+        loader = torch.utils.data.DataLoader(Items(), batch_size=4, num_workers=workers)
+        batches = iter(loader)  # the workers are forked while the engine is open
+        next(batches)
+        if hold != "nothing":
+            stuck[0].hold(*hold.split("+"))
+        state["step"] = 2
+        state["tensor"] += 1
+        pending = engine.checkpoint(state, step=2)
+        if hold == "nothing":
+            pending.result()
+        else:
+            stuck[0].wait_stuck()
+        pids = [worker.pid for worker in batches._workers] if workers else []
+        print("ready", *pids, flush=True)
+        sys.stdin.read()
+"""
+
+
+def _start(folder: Path, hold: str, workers: int, io: str = "auto") -> tuple[subprocess.Popen[str], list[int]]:
+    script = folder / "trainer.py"
+    script.write_text(TRAINER)
+    trainer = subprocess.Popen(
+        [sys.executable, str(script), str(folder / "store"), hold, str(workers), io],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert trainer.stdout is not None
+    word, *pids = trainer.stdout.readline().split()
+    assert word == "ready"
+    return trainer, [int(pid) for pid in pids]
+
+
+def _kill(trainer: subprocess.Popen[str]) -> None:
+    trainer.kill()
+    trainer.wait()
+    for pipe in (trainer.stdin, trainer.stdout):
+        assert pipe is not None
+        pipe.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["io_uring", "threads"])
+def test_a_trainer_killed_while_its_data_loader_workers_live_restarts_at_once(tmp_path: Path, name: str) -> None:
+    need(name)
+    trainer, workers = _start(tmp_path, "nothing", 2, name)
+    try:
+        for worker in workers:
+            os.kill(worker, signal.SIGSTOP)  # else they would notice, and be gone before the restart
+        _kill(trainer)
+        assert all(Path(f"/proc/{worker}").exists() for worker in workers)
+        with SyncCheckpointEngine(tmp_path / "store", lock_timeout=0) as engine:
+            state: dict[str, Any] = {"tensor": torch.zeros(100_000, dtype=torch.int64), "step": 0}
+            info = engine.restore(state)
+            assert info is not None
+            assert (info.step, state["step"]) == (2, 2)
+            assert torch.equal(state["tensor"], torch.arange(100_000) + 1)
+    finally:
+        for worker in workers:
+            os.kill(worker, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hold", ["write", "flush", "write+flush"])
+def test_killed_while_the_device_is_stuck(tmp_path: Path, hold: str) -> None:
+    trainer, _ = _start(tmp_path, hold, 0)
+    _kill(trainer)
+    state = load_sync(tmp_path / "store")
+    assert state["step"] == 1
+    assert torch.equal(state["tensor"], torch.arange(100_000))
+    with SyncCheckpointEngine(tmp_path / "store") as engine:
+        assert engine.checkpoint(state, step=5).result(60).counter == 1

@@ -1,0 +1,308 @@
+"""What hooks of ``on_event`` are told, and that nothing they do matters to a checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pccheck_async import CheckpointEngine, CheckpointError, SyncCheckpointEngine, WriteError, list_checkpoints
+from pccheck_async.telemetry.events import (
+    Abandoned,
+    Admitted,
+    Captured,
+    Closed,
+    Durable,
+    Event,
+    Failed,
+    Opened,
+    Restored,
+    Skipped,
+    Superseded,
+    Waited,
+)
+from pccheck_async.telemetry.hooks import Hooks
+from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, StuckWriter
+from tests.engine.test_overlap import held
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing waits for hooks, however late a busy machine comes to them."""
+    monkeypatch.setattr("pccheck_async.engine.core._HOOKS_SECONDS", 60.0)
+
+
+def state() -> dict[str, Any]:
+    return {"weights": torch.arange(1000.0)}
+
+
+def kinds(events: list[Event]) -> list[type[Event]]:
+    return [type(event) for event in events]
+
+
+def test_the_life_of_a_checkpoint_in_order(tmp_path: Path) -> None:
+    events: list[Event] = []
+    threads = set()
+
+    def hook(event: Event) -> None:
+        events.append(event)
+        threads.add(threading.current_thread().name)
+
+    engine = SyncCheckpointEngine(tmp_path)
+    engine.on_event(hook)
+    with engine:
+        info = engine.checkpoint(state(), step=5).result()
+        engine.restore(state())
+    told = [event for event in events if not isinstance(event, Waited)]
+    assert kinds(told) == [Opened, Admitted, Captured, Durable, Restored, Closed]
+    _, admitted, captured, durable, restored, closed = told
+    assert isinstance(admitted, Admitted)
+    assert isinstance(captured, Captured)
+    assert isinstance(durable, Durable)
+    assert isinstance(restored, Restored)
+    assert isinstance(closed, Closed)
+    for event in (admitted, captured, durable, restored):
+        assert (event.step, event.counter) == (5, 0)
+    assert captured.nbytes == durable.nbytes == restored.nbytes == info.nbytes == closed.nbytes
+    assert 0 <= captured.seconds <= durable.seconds
+    assert [event.time for event in told] == sorted(event.time for event in told)
+    (waited,) = [event for event in events if isinstance(event, Waited)]
+    assert (waited.step, waited.where) == (5, "checkpoint")
+    assert threads == {"pccheck-events"}
+
+
+def test_superseded_failed_and_skipped() -> None:
+    events: list[Event] = []
+    disk = CrashDisk()
+    stuck = StuckWriter(CrashWriter(disk), kinds=())
+    with SyncCheckpointEngine("store", io=stuck, on_busy="skip", max_in_flight=1) as engine:
+        engine.on_event(events.append)
+        stuck.hold("write")
+        first = engine.checkpoint(state(), step=1)
+        assert engine.checkpoint(state(), step=2).skipped
+        stuck.release()
+        first.result()
+    (skipped,) = [event for event in events if isinstance(event, Skipped)]
+    assert (skipped.step, skipped.counter, skipped.in_flight) == (2, first.counter, 1)
+
+    events.clear()
+    with SyncCheckpointEngine("store", io=FailingWriter(CrashWriter(disk), fail_at=2, kinds=("write",))) as engine:
+        engine.on_event(events.append)
+        with pytest.raises(WriteError) as told:
+            engine.checkpoint(state(), step=3).result()
+    (failed,) = [event for event in events if isinstance(event, Failed)]
+    assert (failed.step, failed.error) == (3, told.value)
+    assert Durable not in kinds(events)
+
+    events.clear()
+    stuck = StuckWriter(CrashWriter(disk), kinds=())
+    with SyncCheckpointEngine("store", io=stuck) as engine:
+        engine.on_event(events.append)
+        stuck.hold("write", after=1)  # the first is the record's, again
+        older = engine.checkpoint(state(), step=4)
+        stuck.wait_stuck()
+        stuck.hold()
+        engine.checkpoint(state(), step=5).result()
+        stuck.release()
+        older.result()
+        assert older.superseded
+    ended = [event for event in events if isinstance(event, (Durable, Superseded))]
+    assert [(type(event), event.step) for event in ended] == [(Durable, 5), (Superseded, 4)]
+
+
+def test_abandoned_comes_before_failed(tmp_path: Path) -> None:
+    events: list[Event] = []
+    with held(tmp_path, max_stall=0.02) as it:
+        it.engine.on_event(events.append)
+        it.optimizer.step()
+        with pytest.raises(CheckpointError, match="abandoned"):
+            it.pending.result()
+    (abandoned,) = [event for event in events if isinstance(event, Abandoned)]
+    (failed,) = [event for event in events if isinstance(event, Failed)]
+    assert (abandoned.step, abandoned.seconds) == (1, 0.02)
+    assert failed.step == 1
+    assert events.index(abandoned) < events.index(failed)
+    assert [event.where for event in events if isinstance(event, Waited)] == ["optimizer"]
+
+
+def test_a_hook_that_raises_is_said_once_and_harms_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[Event] = []
+
+    def broken(event: Event) -> None:
+        raise SystemExit("no")
+
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.on_event(broken)
+        engine.on_event(seen.append)
+        for step in range(5):
+            engine.checkpoint(state(), step=step).result()
+    assert [event.step for event in seen if isinstance(event, Durable)] == list(range(5))
+    said = [record for record in caplog.records if getattr(record, "event", None) == "event_hook"]
+    assert len(said) == 1
+    assert "SystemExit('no')" in said[0].getMessage()
+
+
+@dataclass
+class Unhashable:
+    """A dataclass compares its fields, and so is no key of a dict."""
+
+    called: int = 0
+
+    def __call__(self, event: Event) -> None:
+        self.called += 1
+        raise ValueError("no")
+
+
+def test_a_hook_that_raises_may_be_any_object(caplog: pytest.LogCaptureFixture) -> None:
+    hooks, broken = Hooks(), Unhashable()
+    seen: list[Event] = []
+    hooks.add(broken)
+    hooks.add(seen.append)
+    for step in range(3):
+        hooks.put(Admitted(step=step, counter=step))
+    hooks.close().result(60)
+    assert (broken.called, len(seen)) == (3, 3)
+    assert len(caplog.records) == 1
+
+
+def test_a_hook_that_blocks_harms_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pccheck_async.engine.core._HOOKS_SECONDS", 0.1)
+    go_on, blocked = threading.Event(), threading.Event()
+    seen: list[Event] = []
+
+    def slow(event: Event) -> None:
+        blocked.set()
+        go_on.wait()
+        seen.append(event)
+
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.on_event(slow)
+        engine.checkpoint(state(), step=1).result()
+        blocked.wait()
+        engine.checkpoint(state(), step=2).result()
+    # Closed although the hook still hangs in its first event.
+    assert seen == []
+    assert [info.step for info in list_checkpoints(tmp_path)] == [2]
+    go_on.set()
+
+
+def test_a_hook_that_hangs_at_the_end_holds_up_no_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pccheck_async.engine.core._HOOKS_SECONDS", 5.0)
+    turned: list[bool] = []
+
+    async def main() -> None:
+        loop, go_on = asyncio.get_running_loop(), threading.Event()
+
+        def waits_for_the_loop(event: Event) -> None:
+            if isinstance(event, Closed):
+                loop.call_soon_threadsafe(go_on.set)
+                turned.append(go_on.wait(4))
+
+        async with CheckpointEngine(tmp_path) as engine:
+            engine.on_event(waits_for_the_loop)
+
+    asyncio.run(main())
+    assert turned == [True]
+
+
+def test_events_beyond_the_bound_are_dropped_and_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("pccheck_async.telemetry.hooks._MOST_EVENTS", 3)
+    hooks, go_on, blocked = Hooks(), threading.Event(), threading.Event()
+    seen: list[int] = []
+
+    def slow(event: Event) -> None:
+        assert isinstance(event, Admitted)
+        blocked.set()
+        go_on.wait()
+        seen.append(event.step)
+
+    hooks.add(slow)
+    hooks.put(Admitted(step=0, counter=0))
+    blocked.wait()
+    for step in range(1, 8):
+        hooks.put(Admitted(step=step, counter=step))
+    assert hooks.dropped == 4
+    go_on.set()
+    hooks.close().result(60)
+    assert seen == [0, 1, 2, 3]
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+def test_a_hook_may_be_removed_and_may_use_the_engine(tmp_path: Path) -> None:
+    steps: list[int] = []
+    done = threading.Event()
+    with SyncCheckpointEngine(tmp_path, keep_last=2) as engine:
+
+        def pin(event: Event) -> None:
+            if isinstance(event, Durable):
+                engine.pin(event.step)
+                remove()
+                done.set()
+
+        remove = engine.on_event(pin)
+        engine.checkpoint(state(), step=1).result()
+        done.wait()
+        remove()  # once more: nothing happens
+        steps += [engine.checkpoint(state(), step=step).result().step for step in range(2, 5)]
+        assert [info.step for info in engine.checkpoints() if info.pinned] == [1]
+
+
+def test_hooks_of_an_engine_that_never_opened_leave_no_thread(tmp_path: Path) -> None:
+    SyncCheckpointEngine(tmp_path).on_event(print)
+
+
+class Broken(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        raise ValueError("no")
+
+
+def test_a_handler_of_the_log_that_raises_harms_nothing(tmp_path: Path) -> None:
+    logger, handler = logging.getLogger("pccheck_async"), Broken()
+    before = logger.level
+    with SyncCheckpointEngine(tmp_path) as engine:
+        logger.addHandler(handler)
+        logger.setLevel("DEBUG")
+        try:
+            assert engine.checkpoint(state(), step=1).result().step == 1
+            engine.drain()
+        finally:
+            logger.setLevel(before)
+            logger.removeHandler(handler)
+    assert engine.statistics().durable_bytes > 0
+
+
+def test_nor_does_one_that_raises_where_events_are_dropped_or_a_hook_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pccheck_async.telemetry.hooks._MOST_EVENTS", 1)
+    hooks, go_on, blocked = Hooks(), threading.Event(), threading.Event()
+    seen: list[Event] = []
+
+    def slow(event: Event) -> None:
+        blocked.set()
+        go_on.wait()
+        raise ValueError("no")
+
+    hooks.add(slow)
+    hooks.add(seen.append)
+    logger, handler = logging.getLogger("pccheck_async"), Broken()
+    logger.addHandler(handler)
+    try:
+        hooks.put(Admitted(step=0, counter=0))
+        blocked.wait()
+        for step in range(1, 4):
+            hooks.put(Admitted(step=step, counter=step))
+        go_on.set()
+        hooks.close().result(60)
+    finally:
+        logger.removeHandler(handler)
+    assert hooks.dropped == 2
+    assert len(seen) == 2

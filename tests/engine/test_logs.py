@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import ast
+import json
+import logging
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pccheck_async
+from pccheck_async import StoreFailedError, SyncCheckpointEngine, WriteError
+from pccheck_async.telemetry import events, logs
+from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter
+
+ROOT = Path(pccheck_async.__file__).parent
+
+
+class JSONLines(logging.Handler):
+    """What a user's formatter makes of the records: every attribute that is not logging's own."""
+
+    STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "taskName"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[dict[str, Any]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        extra = {key: value for key, value in vars(record).items() if key not in self.STANDARD}
+        line = {"level": record.levelname, "message": record.getMessage(), **extra}
+        self.lines.append(json.loads(json.dumps(line)))
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        return [line for line in self.lines if line["event"] == event]
+
+
+@pytest.fixture
+def lines() -> Any:
+    handler = JSONLines()
+    logger = logging.getLogger("pccheck_async")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel("DEBUG")
+    yield handler
+    logger.setLevel(before)
+    logger.removeHandler(handler)
+
+
+def test_the_library_installs_no_handler() -> None:
+    assert logging.getLogger("pccheck_async").handlers == []
+
+
+def test_a_run_as_json(tmp_path: Path, lines: JSONLines) -> None:
+    state = {"weights": torch.arange(10_000.0)}
+    with SyncCheckpointEngine(tmp_path) as engine:
+        for step in range(3):
+            info = engine.checkpoint(state, step=step).result()
+        engine.restore(state)
+    store = str(tmp_path)
+    (opened,) = lines.of("opened")
+    assert (opened["level"], opened["store"], opened["step"], opened["checkpoints"]) == ("INFO", store, None, 0)
+    durable = lines.of("durable")
+    assert [(line["level"], line["step"], line["counter"]) for line in durable] == [
+        ("DEBUG", step, step) for step in range(3)
+    ]
+    assert all(line["nbytes"] == info.nbytes and line["seconds"] >= line["capture_seconds"] >= 0 for line in durable)
+    (restored,) = lines.of("restored")
+    assert (restored["level"], restored["step"], restored["counter"]) == ("INFO", 2, 2)
+    (closed,) = lines.of("closed")
+    assert (closed["level"], closed["durable"], closed["nbytes"]) == ("INFO", 3, 3 * info.nbytes)
+    assert all(set(logs.FIELDS) <= set(line) for line in lines.lines)
+    assert {line["store"] for line in lines.lines} == {store}
+    # At INFO a run says nothing about each checkpoint; the others tell of a slow machine, or one without direct I/O.
+    told = {line["event"] for line in lines.lines if line["level"] != "DEBUG"}
+    assert told - {"held_up", "buffered"} == {"opened", "restored", "closed"}
+
+
+def test_nothing_is_formatted_that_nobody_wants(tmp_path: Path, lines: JSONLines) -> None:
+    logging.getLogger("pccheck_async").setLevel("ERROR")
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.checkpoint({"weights": torch.zeros(10)}, step=1).result()
+    assert lines.lines == []
+
+
+def test_failures_are_warnings_and_say_why(lines: JSONLines) -> None:
+    disk = CrashDisk()
+    with SyncCheckpointEngine("store", io=CrashWriter(disk)) as engine:
+        engine.checkpoint({"weights": torch.zeros(10)}, step=1).result()
+    failing = FailingWriter(CrashWriter(disk), fail_at=2, kinds=("write",))  # the first is the record's, again
+    with SyncCheckpointEngine("store", io=failing) as engine, pytest.raises(WriteError):
+        engine.checkpoint({"weights": torch.zeros(10)}, step=7).result()
+    (failed,) = lines.of("failed")
+    assert (failed["level"], failed["step"], failed["counter"], failed["store"]) == ("WARNING", 7, 1, "store")
+    assert failed["error"].startswith("WriteError: ")
+
+
+def test_checkpoints_that_keep_best_cannot_compare_are_told_of_once(tmp_path: Path, lines: JSONLines) -> None:
+    with SyncCheckpointEngine(tmp_path, keep_best=("loss", 2, "min")) as engine:
+        engine.checkpoint({"x": 1}, step=1, metadata={"loss": 0.5}).result()
+        engine.checkpoint({"x": 1}, step=2, metadata={"loss": float("nan")}).result()  # a number, and the worst
+        assert lines.of("no_metric") == []
+        engine.checkpoint({"x": 1}, step=3, metadata={"Loss": 0.25}).result()
+        engine.checkpoint({"x": 1}, step=4).result()
+    (line,) = lines.of("no_metric")
+    assert (line["level"], line["step"], line["store"]) == ("WARNING", 3, str(tmp_path))
+    assert "without a number 'loss' in their metadata; that of step 3 is {'Loss': 0.25}" in line["message"]
+
+
+def test_records_of_modules_below_know_what_they_are_about(tmp_path: Path, lines: JSONLines) -> None:
+    token = logs.about.set({"store": str(tmp_path), "step": 3, "counter": 4})
+    try:
+        logs.write(logging.WARNING, "readers", "a checkpoint waits for %d reader(s)", 1)
+    finally:
+        logs.about.reset(token)
+    (line,) = lines.lines
+    assert (line["event"], line["store"], line["step"], line["counter"]) == ("readers", str(tmp_path), 3, 4)
+
+
+def test_the_table_holds_every_event_and_its_level() -> None:
+    table = dict(re.findall(r"^(\w+) +(INFO|DEBUG|WARNING|ERROR) ", logs.__doc__ or "", re.M))
+    kinds = [getattr(events, name) for name in events.__all__]
+    declared = {kind.name: logging.getLevelName(kind.level) for kind in kinds if kind.level is not None}
+    written = {}
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:  # what write() is called with, and lines that are yielded to it
+                case (
+                    ast.Call(args=[ast.Attribute(attr=level), ast.Constant(value=name), *_])
+                    | ast.Tuple(elts=[ast.Attribute(attr=level), ast.Constant(value=name), *_])
+                ) if level in logging.getLevelNamesMapping():
+                    written[name] = level
+    assert written.keys() >= {"preemption", "fell_back", "summary", "superseded_burst", "held_up"}
+    assert table == {**declared, **written}
+
+
+def test_no_line_goes_past_the_table() -> None:
+    """Only ``logs`` has the logger, and only with the name of an event does anything get to it."""
+    past = []
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id="log" | "logging" | "_log"), attr=name)) if name in (
+                    *("debug", "info", "warning", "error", "exception", "critical", "log", "getLogger"),
+                ):
+                    past.append((path.name, ast.unparse(node)))
+    assert [name for name, _ in past] == ["logs.py"] * 2, past
+    assert all("getLogger" in call or "extra={'event': " in call for _, call in past)
+
+
+def test_a_line_of_every_module_has_a_name(tmp_path: Path, lines: JSONLines) -> None:
+    """Buffered I/O, a store that fails, rules that drop checkpoints, a reader that is waited for."""
+    disk = CrashDisk()
+    with SyncCheckpointEngine("store", io=CrashWriter(disk), keep_last=3) as engine:
+        for step in range(3):
+            engine.checkpoint({"weights": torch.zeros(10)}, step=step).result()
+    failing = FailingWriter(CrashWriter(disk), fail_at=2, kinds=("flush",))
+    with SyncCheckpointEngine("store", io=failing) as engine, pytest.raises(StoreFailedError):
+        engine.checkpoint({"weights": torch.zeros(10)}, step=7).result()
+    (failed,) = lines.of("store_failed")
+    assert (failed["level"], failed["store"], failed["step"]) == ("ERROR", "store", 7)
+    assert [line["level"] for line in lines.of("dropping")] == ["WARNING"]
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory, SyncCheckpointEngine(memory):
+        pass
+    assert [line["level"] for line in lines.of("buffered")] == ["INFO"]
+    assert all(line["event"] in (logs.__doc__ or "") for line in lines.lines)

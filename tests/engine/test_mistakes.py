@@ -1,0 +1,256 @@
+"""Mistakes that users make with the public API: each gets an error, at once, that says what is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from pccheck_async import (
+    CheckpointEngine,
+    ClosedError,
+    NoCheckpointError,
+    StateMismatchError,
+    SyncCheckpointEngine,
+    UnsupportedStateError,
+    copy_checkpoint,
+    list_checkpoints,
+    load_sync,
+)
+from pccheck_async.engine import core
+from pccheck_async.format.info import whole_step
+from pccheck_async.tuning.tuner import tune_blocking
+from tests.support.devices import Device
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+STATE = {"x": torch.ones(3)}
+
+
+@pytest.mark.parametrize("kind", [CheckpointEngine, SyncCheckpointEngine])
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [("", "is empty"), ("~/run", r"os\.path\.expanduser"), ("s3://bucket/run", "is a URL"), (Path("~"), "expanduser")],
+)
+def test_a_path_that_means_another_place(kind: Callable[..., Any], path: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        kind(path)
+
+
+@pytest.mark.parametrize("made", [partial(copy_checkpoint, "here"), partial(tune_blocking, nbytes=1)])
+def test_another_place_to_copy_to_or_to_measure(made: Callable[..., Any], tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path, says in (("~/copies", "expanduser"), ("s3://bucket/copies", "is a URL")):
+        with pytest.raises(ValueError, match=says):
+            made(path)
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("max_stall", "1"),
+        ("max_stall", float("nan")),
+        ("lock_timeout", None),
+        ("exit_timeout", "60"),
+        ("lock_timeout", True),
+        ("check_captures", "no"),
+    ],
+)
+def test_a_setting_of_another_type(tmp_path: Path, setting: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{setting} is .*, not {value!r}$"):
+        SyncCheckpointEngine(tmp_path, **{setting: value})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "metadata", "error", "says"),
+    [
+        ((STATE, None), None, TypeError, "step is a whole number, not None"),
+        ((STATE, "7"), None, TypeError, "step is a whole number, not '7'"),
+        ((STATE, -1), None, ValueError, "step is -1; the first step is 0"),
+        ((7, STATE), None, UnsupportedStateError, "the state is a int; give a mapping"),
+        ((nn.Linear(1, 1), 7), None, UnsupportedStateError, "the state is a Linear; give a mapping"),
+        ((STATE, 7), 0.5, UnsupportedStateError, r"metadata maps str to .*\(not float\)"),
+        ((STATE, 7), ["loss"], UnsupportedStateError, r"metadata maps str to .*\(not list\)"),
+        ((STATE, 7), {"loss": torch.ones(())}, UnsupportedStateError, r"x\.item\(\)"),
+    ],
+)
+def test_a_step_with_wrong_arguments_is_refused_although_nothing_is_due(
+    tmp_path: Path, arguments: Any, metadata: Any, error: type[Exception], says: str
+) -> None:
+    with SyncCheckpointEngine(tmp_path, interval=1000) as engine:
+        with pytest.raises(error, match=says):
+            engine.step(*arguments, metadata=metadata)
+        with engine.step(STATE, 8, metadata={"loss": 1.0}) as this:
+            assert (this.step, this.metadata) == (8, {"loss": 1.0})
+
+    async def main() -> None:
+        async with CheckpointEngine(tmp_path, interval=1000) as engine:
+            with pytest.raises(error, match=says):
+                engine.step(*arguments, metadata=metadata)
+
+    asyncio.run(main())
+
+
+def test_a_step_before_the_first_is_refused_and_one_of_an_old_store_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SyncCheckpointEngine(tmp_path / "old", keep_last=2) as engine:
+        engine.checkpoint({"x": 1}, step=0)
+        wrong: Any
+        for wrong in (-1, np.int64(-7)):
+            with pytest.raises(ValueError, match=rf"^step is {wrong}; the first step is 0$"):
+                engine.checkpoint({"x": 1}, step=wrong)
+        monkeypatch.setattr(core, "new_step", whole_step)
+        engine.checkpoint({"x": 2}, step=-1)
+    monkeypatch.undo()
+    assert [info.step for info in list_checkpoints(tmp_path / "old")] == [-1, 0]
+    assert load_sync(tmp_path / "old", step=-1) == {"x": 2}
+    assert copy_checkpoint(tmp_path / "old", tmp_path / "new", step=-1).step == -1
+    with SyncCheckpointEngine(tmp_path / "new") as engine:
+        assert engine.pin(-1).pinned
+        assert engine.restore({"x": None}, step=-1) is not None
+
+
+def test_opening_twice(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        with pytest.raises(ClosedError, match="is open already"):
+            engine.open()
+        engine.checkpoint(STATE, step=1).result()
+    with pytest.raises(ClosedError, match="is closed; make a new one"):
+        engine.open()
+
+
+def test_a_pin_of_no_step(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.checkpoint(STATE, step=3).result()
+        for step in (None, "3"):
+            with pytest.raises(TypeError, match=f"step is a whole number, not {step!r}"):
+                engine.pin(step)  # type: ignore[arg-type]
+        assert engine.pin(3).pinned
+
+
+def test_waiting_in_vain_says_for_what(tmp_path: Path) -> None:
+    device = Device()
+    with SyncCheckpointEngine(tmp_path, io=device) as engine:
+        device.writer.hold("write", "flush")
+        pending = engine.checkpoint(STATE, step=5)
+        with pytest.raises(TimeoutError, match=r"the checkpoint of step 5 is \w+ after 0.01 s; it goes on"):
+            pending.result(0.01)
+        device.writer.release()
+        assert pending.result().step == 5
+
+
+def test_what_cannot_be_called(tmp_path: Path) -> None:
+    state = {"x": torch.zeros(3)}
+    with SyncCheckpointEngine(tmp_path) as engine:
+        with pytest.raises(TypeError, match="a hook is called"):
+            engine.on_event("print")  # type: ignore[arg-type]
+        engine.checkpoint(STATE).result()
+        with pytest.raises(TypeError, match="progress is called"):
+            engine.restore(state, progress=True)  # type: ignore[arg-type]
+        assert not state["x"].any()
+
+
+@pytest.mark.parametrize("signal", ["SIGTERM", 25.0])
+def test_what_is_no_signal(tmp_path: Path, signal: Any) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine, pytest.raises(TypeError, match=r"such as signal\.SIGTERM"):
+        engine.on_preemption(signal)
+
+
+def test_a_folder_that_holds_stores_names_them(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        with SyncCheckpointEngine(tmp_path / name):
+            pass
+    (tmp_path / "other").mkdir()
+    with pytest.raises(NoCheckpointError, match=r"holds no store; there are stores in it: one, two$"):
+        load_sync(tmp_path)
+    with pytest.raises(NoCheckpointError, match=r"other holds no store$"):
+        load_sync(tmp_path / "other")
+    for number in range(5):
+        os.symlink(tmp_path / "one", tmp_path / f"three-{number}")
+    with pytest.raises(NoCheckpointError, match=r"in it: one, three-0, .*three-3, \.\.\.$"):
+        load_sync(tmp_path)
+
+
+def test_values_that_have_a_better_way(tmp_path: Path) -> None:
+    async def later() -> None: ...
+
+    coroutine = later()
+    with SyncCheckpointEngine(tmp_path) as engine:
+        with pytest.raises(UnsupportedStateError, match=r"loader: .*DataLoader cannot be saved; .*ResumableLoader"):
+            engine.checkpoint({"loader": DataLoader([1, 2])})  # type: ignore[arg-type]
+        with pytest.raises(UnsupportedStateError, match=r"later: .*; await it"):
+            engine.checkpoint({"later": coroutine})
+    coroutine.close()
+
+
+def test_an_engine_is_neither_copied_nor_pickled(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        for use in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="a SyncCheckpointEngine cannot be copied or pickled"):
+                use(engine)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "inside"),
+    [
+        (nn.DataParallel, r"model\.module"),
+        pytest.param(partial(torch.compile, backend="eager"), r"model\._orig_mod", marks=pytest.mark.slow),
+    ],
+)
+def test_a_wrapped_model_and_a_plain_one(tmp_path: Path, wrap: Callable[[nn.Module], Any], inside: str) -> None:
+    def plain() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+    for saved, live, where in ((plain(), wrap(plain()), "here"), (wrap(plain()), plain(), "in the checkpoint")):
+        folder = tmp_path / where[:4]
+        with SyncCheckpointEngine(folder) as engine:
+            engine.checkpoint({"net": saved}).result()
+            with pytest.raises(StateMismatchError, match=rf"a model {where} is wrapped by .*\({inside}\)$") as raised:
+                engine.restore({"net": live})
+            assert "strict" not in str(raised.value)
+
+
+@pytest.mark.filterwarnings("ignore:coroutine 'CheckpointEngine:RuntimeWarning")
+@pytest.mark.parametrize("ends", ["closed", "left by an error"])
+def test_calls_that_nobody_awaited_are_told_when_the_engine_closes(
+    tmp_path: Path, ends: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with CheckpointEngine(tmp_path) as engine:
+            engine.restore(STATE)  # type: ignore[unused-coroutine]
+            for step in range(3):
+                engine.checkpoint(STATE, step=step)  # type: ignore[unused-coroutine]
+            begun = asyncio.create_task(engine.checkpoint(STATE, step=3))
+            await engine.checkpoint(STATE, step=4)
+            await begun
+            with pytest.raises(TypeError):
+                engine.checkpoint()  # type: ignore[call-arg,unused-coroutine]
+            if ends != "closed":
+                raise ZeroDivisionError
+
+    with nullcontext() if ends == "closed" else pytest.raises(ZeroDivisionError):
+        asyncio.run(main())
+    (said,) = [record.getMessage() for record in caplog.records if record.__dict__.get("event") == "unawaited"]
+    assert said == (
+        "calls that nobody awaited did nothing: 1 of restore(), 3 of checkpoint(); write 'await engine.restore(...)'"
+    )
+    assert [info.step for info in list_checkpoints(tmp_path)] == [3]  # the task began last
+
+
+def test_a_call_that_nobody_awaited_has_the_name_of_its_method(tmp_path: Path) -> None:
+    with pytest.warns(RuntimeWarning, match=r"coroutine 'CheckpointEngine\.checkpoint' was never awaited"):
+        CheckpointEngine(tmp_path).checkpoint(STATE)  # type: ignore[unused-coroutine]

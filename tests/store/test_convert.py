@@ -1,0 +1,1025 @@
+"""Export and import: equal in every bit for those who read without this package, and nothing dropped in silence."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import zipfile
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
+from typer.testing import CliRunner
+
+from pccheck_async import (
+    CorruptStoreError,
+    NoCheckpointError,
+    RNGState,
+    StateMismatchError,
+    StoreLockedError,
+    SyncCheckpointEngine,
+    UnsupportedStateError,
+    WriteError,
+    export_checkpoint,
+    import_checkpoint,
+    list_checkpoints,
+    load_sync,
+)
+from pccheck_async.api.lazy_load import Connection
+from pccheck_async.cli import app
+from pccheck_async.convert import importing, target, torch_file
+from pccheck_async.convert.safetensors_file import parts
+from pccheck_async.convert.target import new_file, new_folder
+from pccheck_async.format import dtypes
+from pccheck_async.format.manifest import TensorEntry
+from tests.support import state_strategies
+from tests.support.state_strategies import array_bytes, difference
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+CHUNK = 4096
+runner = CliRunner()
+
+
+def save(path: Path, state: Mapping[str, Any], step: int = 7, **options: Any) -> None:
+    with SyncCheckpointEngine(path, chunk_bytes=CHUNK, **options) as engine:
+        engine.checkpoint(state, step=step, metadata={"loss": 0.5}).result(60)
+
+
+def training_state() -> dict[str, Any]:
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.BatchNorm1d(40), torch.nn.Linear(40, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(8, 30)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer, "rng": RNGState(), "step": 7}
+
+
+def odd_state() -> dict[str, Any]:
+    """Every kind of tensor that all formats can express."""
+    base = torch.arange(5000.0)
+    tied = torch.nn.Parameter(torch.randn(20, 30, generator=torch.Generator().manual_seed(0)))
+    nan = torch.tensor([0x7FC00001, 0x7F800001, -0x80000000], dtype=torch.int64).to(torch.int32).view(torch.float32)
+    return {
+        "bf16": torch.randn(33, 7).to(torch.bfloat16),
+        "fp8": torch.randn(100).to(torch.float8_e4m3fn),
+        "e5m2": torch.randn(5, 5).to(torch.float8_e5m2),
+        "bool": torch.rand(77) > 0.5,
+        "complex": torch.randn(9, dtype=torch.complex64),
+        "u64": torch.tensor([2**63, 1], dtype=torch.uint64),
+        "scalar": torch.tensor(3.5, dtype=torch.float64),
+        "empty": torch.zeros(0, 3),
+        "nan": nan,
+        "tied": {"one": tied, "other": tied},
+        "views": [base, base[1000:2000], base[::2]],
+        "transposed": torch.arange(7000, dtype=torch.int16).reshape(70, 100).t(),
+        "expanded": torch.arange(3).reshape(3, 1).expand(3, 4),
+        "frozen": torch.nn.Parameter(torch.ones(4), requires_grad=False),
+    }
+
+
+# -- read without this package
+
+_READ = """
+import hashlib, json, sys, torch
+def digest(tensor):
+    flat = tensor.detach().contiguous().reshape(-1)
+    data = b"" if not flat.numel() else bytes(flat.view(torch.uint8).numpy())
+    return [str(tensor.dtype), list(tensor.shape), hashlib.sha256(data).hexdigest()]
+def walk(value, path=""):
+    if isinstance(value, torch.Tensor):
+        yield path, digest(value)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from walk(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from walk(item, f"{path}.{number}")
+kind, path = sys.argv[1:]
+if kind == "safetensors":
+    from safetensors import safe_open
+    with safe_open(path, framework="pt") as file:
+        found = {name: digest(file.get_tensor(name)) for name in file.keys()}
+else:
+    found = dict(walk(torch.load(path, weights_only=True, map_location="cpu", mmap=kind == "mapped")))
+assert not [name for name in sys.modules if name.startswith("pccheck")]
+print(json.dumps(found))
+"""
+
+
+def read_elsewhere(kind: str, path: Path) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-c", _READ, kind, str(path)], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def digests(value: Any, path: str = "") -> dict[str, Any]:
+    match value:
+        case torch.Tensor():
+            return {path: [str(value.dtype), list(value.shape), hashlib.sha256(array_bytes(value)).hexdigest()]}
+        case Mapping():
+            items = [(str(key), item) for key, item in value.items()]
+        case list() | tuple():
+            items = [(str(number), item) for number, item in enumerate(value)]
+        case _:
+            return {}
+    found: dict[str, Any] = {}
+    for key, item in items:
+        found |= digests(item, f"{path}.{key}" if path else key)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [odd_state, lambda: {key: training_state()[key] for key in ("model", "optimizer")}])
+@pytest.mark.parametrize("kind", ["plain", "mapped", "safetensors"])
+def test_read_by_a_process_without_this_package(tmp_path: Path, kind: str, make: Any) -> None:
+    if kind == "safetensors":
+        pytest.importorskip("safetensors")
+    save(tmp_path / "s", make())
+    out = tmp_path / "out"
+    exported = export_checkpoint(tmp_path / "s", out, to="safetensors" if kind == "safetensors" else "torch")
+    expected = digests(load_sync(tmp_path / "s"))
+    assert read_elsewhere(kind, out) == expected
+    assert exported.nbytes == out.stat().st_size
+    assert (exported.tensors, exported.info.step) == (len(expected), 7)
+    assert sorted(os.listdir(tmp_path)) == ["out", "s"]
+
+
+# -- torch
+
+
+def as_exported(value: Any) -> Any:
+    """What becomes of a state in a file of torch.save; KeyError for what has no place there."""
+    match value:
+        case np.ndarray():
+            if value.dtype.str in ("|S3", "<U5", "|V7") or value.dtype.kind in "mMSUV" or value.dtype.byteorder == ">":
+                raise KeyError
+            if value.dtype.char in "gG" or any(step < 0 for step in value.strides):
+                raise KeyError
+            if value.size and value.ctypes.data % value.itemsize:
+                raise KeyError
+            return torch.from_numpy(value)
+        case np.generic():
+            if value.dtype.kind in "mMV" or value.dtype.char in "gG":
+                raise KeyError
+            plain: Any = {"U": str, "S": bytes}.get(value.dtype.kind, type(value).item)
+            return as_exported(plain(value))
+        case torch.Tensor():
+            if (
+                value.dtype not in torch.storage._dtype_to_storage_type_map()
+                and value.dtype not in torch.storage._new_dtypes()
+            ):
+                raise KeyError
+            return value
+        case frozenset() | np.dtype():
+            raise KeyError
+        case bytes() if not value:
+            raise KeyError
+        case set():
+            return {as_exported(item) for item in value}
+        case OrderedDict() | Counter():
+            return type(value)({as_exported(key): as_exported(item) for key, item in value.items()})
+        case Mapping():
+            return {as_exported(key): as_exported(item) for key, item in value.items()}
+        case torch.Size():
+            return value
+        case list() | tuple():
+            return type(value)(as_exported(item) for item in value)
+        case _:
+            return value
+
+
+@pytest.mark.slow
+@settings(max_examples=30, deadline=None)
+@given(state_strategies.states())
+def test_any_state_as_a_torch_file(state: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        save(Path(folder, "s"), state)
+        out = Path(folder, "out.pt")
+        loaded = load_sync(Path(folder, "s"))
+        try:
+            expected = as_exported(loaded)
+        except KeyError:
+            with pytest.raises(UnsupportedStateError, match="nothing was written"):
+                export_checkpoint(Path(folder, "s"), out, to="torch")
+            assert os.listdir(folder) == ["s"]
+            return
+        export_checkpoint(Path(folder, "s"), out, to="torch")
+        for mapped in (False, True):
+            found = torch.load(out, weights_only=True, mmap=mapped)
+            assert not difference(found, expected)
+        with zipfile.ZipFile(out) as archive:
+            assert archive.testzip() is None
+
+
+def test_torch_file_keeps_ties_and_modules(tmp_path: Path) -> None:
+    state = training_state()
+    state["odd"] = odd_state()
+    save(tmp_path / "s", state)
+    exported = export_checkpoint(
+        tmp_path / "s", tmp_path / "a.pt", to="torch", keys=["model", "optimizer", "odd", "step"]
+    )
+    assert exported.changed == ()
+    found = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert not difference(found, load_sync(tmp_path / "s", keys=["model", "optimizer", "odd", "step"]))
+    assert found["odd"]["tied"]["one"].data_ptr() == found["odd"]["tied"]["other"].data_ptr()
+    assert found["model"]._metadata == state["model"].state_dict()._metadata
+    state["model"].load_state_dict(found["model"])
+    exported = export_checkpoint(tmp_path / "s", tmp_path / "b.pt", to="torch", keys=["rng"])
+    assert [line.split(" (")[0] for line in exported.changed] == ["rng.python.words", "rng.numpy.state.key"]
+    words = torch.load(tmp_path / "b.pt", weights_only=True)["rng"]["python"]["words"]
+    assert array_bytes(words) == load_sync(tmp_path / "s", keys=["rng"])["rng"]["python"]["words"].tobytes()
+
+
+def test_records_can_be_mapped(tmp_path: Path) -> None:
+    save(tmp_path / "s", {"a": torch.ones(3, dtype=torch.uint8), "b": torch.zeros(1000, dtype=torch.complex128)})
+    export_checkpoint(tmp_path / "s", tmp_path / "a.pt", to="torch")
+    reader: Any = torch._C.PyTorchFileReader(str(tmp_path / "a.pt"))
+    for name in ("data/0", "data/1"):
+        assert reader.get_record_offset(name) % 64 == 0
+
+
+def test_equal_states_make_equal_files(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        save(tmp_path / name, odd_state() | {"bf16": None, "fp8": None, "e5m2": None, "bool": None, "complex": None})
+        export_checkpoint(tmp_path / name, tmp_path / f"{name}.pt", to="torch")
+    assert (tmp_path / "one.pt").read_bytes() == (tmp_path / "other.pt").read_bytes()
+
+
+def test_what_a_selected_view_does_not_show_is_not_exported(tmp_path: Path) -> None:
+    secret = torch.full((30_000,), 7.5)
+    secret[:10] = secret[-10:] = 0
+    save(tmp_path / "s", {"low": secret[:10], "all": secret, "high": secret[-10:]})
+    out = tmp_path / "a.pt"
+    export_checkpoint(tmp_path / "s", out, to="torch", keys=["low", "high"])
+    assert np.float32(7.5).tobytes() not in out.read_bytes()
+    found = torch.load(out, weights_only=True)
+    assert not difference(found, load_sync(tmp_path / "s", keys=["low", "high"]))
+    export_checkpoint(tmp_path / "s", tmp_path / "b.pt", to="torch", keys=["low"])
+    assert (tmp_path / "b.pt").stat().st_size < 4000
+
+
+# -- safetensors
+
+
+@pytest.mark.slow
+@settings(max_examples=30, deadline=None)
+@given(state_strategies.states())
+def test_any_state_as_safetensors_and_back(state: dict[str, Any]) -> None:
+    pytest.importorskip("safetensors")
+    from safetensors import safe_open
+
+    with tempfile.TemporaryDirectory() as folder:
+        save(Path(folder, "s"), state)
+        out = Path(folder, "out")
+        loaded = load_sync(Path(folder, "s"))
+        try:
+            exported = export_checkpoint(Path(folder, "s"), out, to="safetensors")
+        except UnsupportedStateError as error:
+            assert "dtype" in str(error) or "surrogate" in str(error)  # noqa: PT017
+            assert os.listdir(folder) == ["s"]
+            return
+        with safe_open(out, framework="pt") as file:
+            assert len(file.keys()) == exported.tensors == len(list(state_strategies.arrays_of(loaded)))
+            assert file.metadata()["format"] == "pt"
+        info = import_checkpoint(out, Path(folder, "t"), source="safetensors")
+        assert (info.step, dict(info.metadata)) == (7, {"loss": 0.5})
+        _assert_same_apart_from_strides(load_sync(Path(folder, "t")), loaded)
+
+
+def _assert_same_apart_from_strides(one: Any, other: Any) -> None:
+    plain, others = _contiguous(one), _contiguous(other)
+    assert not state_strategies.difference(plain, others)
+
+
+def _contiguous(value: Any) -> Any:
+    match value:
+        case torch.nn.Parameter():
+            return torch.nn.Parameter(_contiguous(value.detach()), value.requires_grad)
+        case torch.Tensor():
+            return (
+                value.detach()
+                .resolve_conj()
+                .resolve_neg()
+                .clone(memory_format=torch.contiguous_format)
+                .requires_grad_(value.requires_grad)
+            )
+        case np.ndarray():
+            return value.copy(order="C")
+        case OrderedDict() | Counter() | dict():
+            return type(value)({key: _contiguous(item) for key, item in value.items()})
+        case list() | tuple() if type(value) in (list, tuple):
+            return type(value)(_contiguous(item) for item in value)
+        case _:
+            return value
+
+
+def test_safetensors_says_what_it_changed(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors")
+    state = training_state() | {"odd": odd_state()}
+    save(tmp_path / "s", state)
+    out = tmp_path / "all.safetensors"
+    changed = "\n".join(export_checkpoint(tmp_path / "s", out, to="safetensors").changed)
+    assert "odd.tied.one, odd.tied.other (of one storage, each in full)" in changed
+    assert "odd.transposed (strides (1, 100), in C order)" in changed
+    with safetensors.safe_open(out, framework="pt") as file:
+        values = json.loads(file.metadata()["pccheck_async.values"])
+        assert (values["step"], values["optimizer.param_groups.0.lr"]) == (7, 0.001)
+        assert torch.equal(file.get_tensor("model.0.weight"), state["model"][0].weight)
+    import_checkpoint(out, tmp_path / "t", source="safetensors")
+    found = load_sync(tmp_path / "t")
+    assert found["odd"]["tied"]["one"].data_ptr() == found["odd"]["tied"]["other"].data_ptr()
+    assert isinstance(found["odd"]["frozen"], torch.nn.Parameter)
+    with SyncCheckpointEngine(tmp_path / "t") as engine:
+        live = training_state() | {"odd": found["odd"]}
+        restored = engine.restore(live)
+        assert restored is not None
+        assert restored.step == 7
+
+
+def test_a_model_alone(tmp_path: Path) -> None:
+    """What other libraries expect of a file of weights: the names that the model itself has."""
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    state = training_state()
+    save(tmp_path / "s", state)
+    export_checkpoint(tmp_path / "s", tmp_path / "m.safetensors", to="safetensors", root="model")
+    state["model"].load_state_dict(load_file(tmp_path / "m.safetensors"))
+    export_checkpoint(tmp_path / "s", tmp_path / "m.pt", to="torch", root="model", keys=["model.0*"])
+    assert list(torch.load(tmp_path / "m.pt", weights_only=True)) == ["0.weight", "0.bias"]
+    import_checkpoint(tmp_path / "m.safetensors", tmp_path / "t", source="safetensors", root="model", step=3)
+    with SyncCheckpointEngine(tmp_path / "t") as engine:
+        restored = engine.restore({"model": training_state()["model"]})
+        assert restored is not None
+        assert restored.step == 3
+    for root in ("modle", "model.0", "step", "model.0.weight"):
+        with pytest.raises(StateMismatchError):
+            export_checkpoint(tmp_path / "s", tmp_path / "x", to="torch", root=root)
+
+
+def test_names_that_are_alike_keep_their_escapes(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors")
+    save(
+        tmp_path / "s",
+        {"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1), "c.d": torch.ones(1), "__metadata__": torch.ones(1)},
+    )
+    export_checkpoint(tmp_path / "s", tmp_path / "o", to="safetensors", keys=["a*", "c*"])
+    with safetensors.safe_open(tmp_path / "o", framework="pt") as file:
+        assert sorted(file.keys()) == ["a.b", "a\\.b", "c.d"]
+    with pytest.raises(UnsupportedStateError, match="__metadata__"):
+        export_checkpoint(tmp_path / "s", tmp_path / "p", to="safetensors")
+
+
+def test_the_root_is_what_is_written_like_it(tmp_path: Path) -> None:
+    save(
+        tmp_path / "s", {"a": {"b": {"x": torch.zeros(1)}}, "a.b": {"y": torch.zeros(1)}, "c.d": {"z": torch.zeros(1)}}
+    )
+    for number, (root, name) in enumerate((("a.b", "x"), (r"a\.b", "y"), ("c.d", "z"))):
+        export_checkpoint(tmp_path / "s", tmp_path / str(number), to="torch", root=root)
+        assert list(torch.load(tmp_path / str(number), weights_only=True)) == [name]
+
+
+def test_parts_of_large_arrays() -> None:
+    entry = TensorEntry(0, "float32", (10, 6), (1, 10), 40, "parameter", True)
+    found = list(parts(entry, 100))
+    assert [part.shape for part in found] == [(4, 6), (4, 6), (2, 6)]
+    assert [part.offset for part in found] == [40, 56, 72]
+    assert {part.kind for part in found} == {"tensor"}
+    assert [part.shape for part in parts(entry, 1)] == [(1, 6)] * 10
+    assert [part.shape for part in parts(entry, 240)] == [(10, 6)]
+
+
+# -- torch.distributed.checkpoint
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_dcp_loads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pccheck_async.convert.dcp_folder._PART", 10_000)
+    state = training_state()
+    plain = {
+        "model": state["model"].state_dict(),
+        "optimizer": state["optimizer"].state_dict(),
+        "odd": odd_state(),
+        "tuple": (torch.arange(3), np.arange(4)),
+        "array": np.arange(6).reshape(2, 3),
+        "large": torch.randn(100, 100, 2),
+        "step": 7,
+        "nothing": {},
+    }
+    save(tmp_path / "s", plain)
+    exported = export_checkpoint(tmp_path / "s", tmp_path / "d", to="dcp")
+    assert exported.changed == ("nothing (an empty dict, left out)",)
+    loaded = load_sync(tmp_path / "s")
+    del loaded["nothing"]
+    metadata = FileSystemReader(tmp_path / "d").read_metadata().state_dict_metadata
+    assert len(metadata["large"].chunks) > 1  # type: ignore[union-attr]
+    target = load_sync(tmp_path / "s")
+    del target["nothing"]
+    _blank(target)
+    load_dcp(target, checkpoint_id=tmp_path / "d")
+    assert digests(target) == digests(loaded)
+    assert (target["step"], target["optimizer"]["param_groups"]) == (7, loaded["optimizer"]["param_groups"])
+    assert np.array_equal(target["array"], loaded["array"])
+    assert torch.equal(target["tuple"][0], torch.arange(3))
+    assert np.array_equal(target["tuple"][1], np.arange(4))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_an_optimizer_by_way_of_dcp(tmp_path: Path) -> None:
+    """Which makes strings of the numbers of its parameters."""
+    state = {name: part for name, part in training_state().items() if name in ("model", "optimizer")}
+    save(tmp_path / "s", state)
+    export_checkpoint(tmp_path / "s", tmp_path / "d", to="dcp")
+    dcp_to_torch_save(tmp_path / "d", tmp_path / "file")
+    import_checkpoint(tmp_path / "file", tmp_path / "again", source="torch")
+    assert "0" in load_sync(tmp_path / "again")["optimizer"]["state"]
+    state["optimizer"].step()
+    with SyncCheckpointEngine(tmp_path / "again") as engine:
+        engine.restore(state)
+    assert not difference(load_sync(tmp_path / "s")["optimizer"], state["optimizer"].state_dict())
+
+
+def test_an_optimizer_in_a_file_need_not_have_stepped(tmp_path: Path) -> None:
+    optimizer = torch.optim.Adam(torch.nn.Linear(2, 2).parameters(), lr=0.25)
+    torch.save({"optimizer": optimizer.state_dict()}, tmp_path / "file")
+    import_checkpoint(tmp_path / "file", tmp_path / "s", source="torch")
+    assert load_sync(tmp_path / "s")["optimizer"] == optimizer.state_dict()
+
+
+def _blank(value: Any) -> None:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if isinstance(item, torch.Tensor):
+                value[key] = torch.zeros(item.shape, dtype=item.dtype)
+            else:
+                _blank(item)
+    elif isinstance(value, list):
+        value[:] = [torch.zeros(v.shape, dtype=v.dtype) if isinstance(v, torch.Tensor) else v for v in value]
+        for item in value:
+            _blank(item)
+
+
+_EXPORT = """
+import sys, torch, torch.distributed.checkpoint
+from pccheck_async import export_checkpoint
+path, out = sys.argv[1:]
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
+export_checkpoint(path, out + "-first", to="dcp", keys=["small"])  # what is imported and started once
+open("/proc/self/clear_refs", "w").write("5")
+before = peak()
+export_checkpoint(path, out, to="dcp")
+print(peak() - before)
+"""
+_PLAIN_DCP = """
+import hashlib, json, sys, torch
+from torch.distributed.checkpoint import load
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+reader = FileSystemReader(sys.argv[1])
+about = reader.read_metadata().state_dict_metadata
+found = {}
+for name, entry in about.items():
+    part = {name: torch.empty(entry.size, dtype=entry.properties.dtype)}
+    load(part, storage_reader=FileSystemReader(sys.argv[1]))
+    bits = part[name].contiguous().reshape(-1).view(torch.uint8).numpy()
+    found[name] = [list(part[name].shape), str(part[name].dtype), hashlib.sha256(bits).hexdigest()]
+assert "pccheck_async" not in sys.modules
+print(json.dumps(found))
+"""
+
+
+def export_to_dcp(tmp_path: Path, state: dict[str, torch.Tensor]) -> int:
+    """Export in one process, compare bit for bit what plain torch reads in another, return the bytes that it took."""
+    store, out = tmp_path / "s", tmp_path / "d"
+    with SyncCheckpointEngine(store, host_memory=64 << 20, max_in_flight=1) as engine:
+        engine.checkpoint(state, step=1).result(300)
+    command = [sys.executable, "-c", _EXPORT, str(store), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    command = [sys.executable, "-W", "ignore", "-c", _PLAIN_DCP, str(out)]
+    read = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, cwd=tmp_path)
+    assert json.loads(read.stdout) == {
+        name: [
+            list(tensor.shape),
+            str(tensor.dtype),
+            hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest(),
+        ]
+        for name, tensor in state.items()
+    }
+    return int(done.stdout)
+
+
+@pytest.mark.slow
+def test_dcp_takes_a_file_of_memory(tmp_path: Path) -> None:
+    """Tensors that are too small to be divided: the folder's writer would keep all of them."""
+    state = {f"w{number}": torch.rand(1 << 20) for number in range(128)} | {"small": torch.ones(3)}
+    assert export_to_dcp(tmp_path, state) < (64 + 128 + 32) << 20
+    assert len([*(tmp_path / "d").glob("*.distcp")]) == 9
+
+
+@pytest.mark.campaign
+def test_dcp_of_2_gib(tmp_path: Path) -> None:
+    """Tensors of one part, some of many, some of several dtypes, and some that do not lie contiguous."""
+    seed = torch.Generator().manual_seed(1)
+    state = {f"w{number}": torch.randn(6 << 20, generator=seed) for number in range(64)}
+    state["large"] = torch.randint(-(2**15), 2**15, (352, 1 << 19), generator=seed, dtype=torch.int16)
+    state["half"] = torch.randn(64, 1 << 20, generator=seed).bfloat16()
+    state["turned"] = torch.randn(1 << 10, 1 << 13, generator=seed).t()
+    state["small"] = torch.tensor([float("nan"), 0.0])
+    assert sum(tensor.nbytes for tensor in state.values()) > 2 << 30
+    taken = export_to_dcp(tmp_path, state)
+    print(f"\n{taken >> 20} MiB")
+    assert taken < (64 + 128 + 32) << 20
+
+
+def test_dcp_refuses_two_leaves_of_one_name(tmp_path: Path) -> None:
+    save(tmp_path / "s", {"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1)})
+    with pytest.raises(UnsupportedStateError, match="refuses this state"):
+        export_checkpoint(tmp_path / "s", tmp_path / "d", to="dcp")
+    assert os.listdir(tmp_path) == ["s"]
+
+
+def test_dcp_needs_a_dict(tmp_path: Path) -> None:
+    save(tmp_path / "s", {"list": [torch.zeros(1)]})
+    with pytest.raises(UnsupportedStateError, match="dict"):
+        export_checkpoint(tmp_path / "s", tmp_path / "d", to="dcp", root="list")
+    assert os.listdir(tmp_path) == ["s"]
+
+
+# -- what may go wrong
+
+
+@pytest.mark.parametrize("to", ["torch", "safetensors", "dcp"])
+def test_damage_leaves_nothing_behind(tmp_path: Path, to: Any) -> None:
+    save(tmp_path / "s", {"a": torch.ones(5000), "b": torch.ones(5000)})
+    slot = next(path for path in (tmp_path / "s").glob("slot-*") if any(path.read_bytes()[:CHUNK]))
+    data = bytearray(slot.read_bytes())
+    data[5 * CHUNK] ^= 1
+    slot.write_bytes(data)
+    with pytest.raises(CorruptStoreError, match="chunk 5 "):
+        export_checkpoint(tmp_path / "s", tmp_path / "out", to=to)
+    assert os.listdir(tmp_path) == ["s"]
+
+
+@pytest.mark.parametrize("to", ["torch", "safetensors", "dcp"])
+def test_errors_of_export(tmp_path: Path, to: Any) -> None:
+    with pytest.raises(NoCheckpointError):
+        export_checkpoint(tmp_path / "none", tmp_path / "out", to=to)
+    save(tmp_path / "s", {"a": torch.ones(5)})
+    (tmp_path / "there").write_text("mine")
+    with pytest.raises(FileExistsError, match="exists already"):
+        export_checkpoint(tmp_path / "s", tmp_path / "there", to=to)
+    assert (tmp_path / "there").read_text() == "mine"
+    with pytest.raises(WriteError):
+        export_checkpoint(tmp_path / "s", tmp_path / "no" / "folder", to=to)
+    with pytest.raises(NoCheckpointError, match="of step 9"):
+        export_checkpoint(tmp_path / "s", tmp_path / "out", to=to, step=9)
+    with pytest.raises(StateMismatchError, match="no leaf matches"):
+        export_checkpoint(tmp_path / "s", tmp_path / "out", to=to, keys=["x"])
+    with pytest.raises(ValueError, match="to is"):
+        export_checkpoint(tmp_path / "s", tmp_path / "out", to="onnx")  # type: ignore[arg-type]
+    assert sorted(os.listdir(tmp_path)) == ["s", "there"]
+
+
+def test_refused_leaves_are_all_named(tmp_path: Path) -> None:
+    save(tmp_path / "s", {"f": {"x": frozenset({1})}, "d": np.dtype("i4"), "s": np.array(["a"]), "b": b"", "ok": 1})
+    with pytest.raises(UnsupportedStateError) as raised:
+        export_checkpoint(tmp_path / "s", tmp_path / "out", to="torch")
+    for path in ("f.x (a frozenset)", "d (a dtype of numpy)", "s (a numpy array of dtype <U1)", "b (bytes", "4 of 5"):
+        assert path in str(raised.value)
+
+
+SUB_BYTE = {f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)}
+BITS = {name for name in dtypes.STORABLE if name.startswith("bits")}
+NOT_IN = {
+    "torch": SUB_BYTE,
+    "safetensors": SUB_BYTE | BITS | {"complex32", "complex128", "float4_e2m1fn_x2"},
+    "dcp": SUB_BYTE | BITS,
+}
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("to", ["torch", "safetensors", "dcp"])
+def test_every_dtype_is_exported_or_refused_with_what_to_do(tmp_path: Path, to: Any) -> None:
+    if to == "safetensors":
+        pytest.importorskip("safetensors")
+    state = {name: torch.ones(16, dtype=torch.uint8).view(dtype) for name, dtype in dtypes.STORABLE.items()}
+    save(tmp_path / "s", {"m": state})
+    out, refused = tmp_path / "out", NOT_IN[to] & set(state)
+    with pytest.raises(UnsupportedStateError, match="nothing was written") as raised:
+        export_checkpoint(tmp_path / "s", out, to=to)
+    assert os.listdir(tmp_path) == ["s"]
+    for name in state:
+        others = [other for other in ("torch", "safetensors", "dcp") if name not in NOT_IN[other]]
+        can = f"which {' and '.join(others)} can hold" if others else "which no format can hold; `pccheck copy` can"
+        said = re.search(rf"m\.{name} \([^()]*\b{name}\b[^()]*\), {can}", str(raised.value))
+        assert (said is not None) == (name in refused), name
+    left = sorted(set(state) - refused)
+    export_checkpoint(tmp_path / "s", out, to=to, keys=[f"m.{name}" for name in left])
+    if to == "dcp":
+        back: Any = {"m": {name: torch.zeros(16, dtype=torch.uint8).view(dtypes.STORABLE[name]) for name in left}}
+        load_dcp(back, storage_reader=FileSystemReader(out), no_dist=True)
+    else:
+        import_checkpoint(out, tmp_path / "t", source=to)
+        back = load_sync(tmp_path / "t")
+    assert {name: array_bytes(tensor) for name, tensor in back["m"].items()} == {n: array_bytes(state[n]) for n in left}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_dcp_pickles_may_have_any_dtype_that_torch_pickles(tmp_path: Path) -> None:
+    bits, wide = (torch.arange(4, dtype=torch.uint8).view(dtype) for dtype in (torch.bits8, torch.bits16))
+    save(tmp_path / "s", {"t": (bits, [wide])})
+    export_checkpoint(tmp_path / "s", tmp_path / "d", to="dcp")
+    back: Any = {"t": None}
+    load_dcp(back, storage_reader=FileSystemReader(tmp_path / "d"), no_dist=True)
+    assert not difference(back["t"], (bits, [wide]))
+    save(tmp_path / "u", {"t": ([bits.view(dtypes.STORABLE["uint3"])],)})
+    with pytest.raises(UnsupportedStateError, match=r"t\.0\.0 \(a tensor of dtype uint3, which torch does not save"):
+        export_checkpoint(tmp_path / "u", tmp_path / "e", to="dcp")
+    ordered: Any = OrderedDict(x=1)
+    ordered._metadata = {"hidden": bits}
+    for number, state in enumerate(({"o": ordered}, {"o": (ordered,)})):
+        save(tmp_path / f"o{number}", state)
+        with pytest.raises(UnsupportedStateError, match="an array in the _metadata of an OrderedDict"):
+            export_checkpoint(tmp_path / f"o{number}", tmp_path / "e", to="dcp")
+
+
+# -- import
+
+
+def test_import_of_a_torch_file(tmp_path: Path) -> None:
+    state = odd_state() | {"list": [1, (2, None)], "name": "x"}
+    for name, new in (("new.pt", True), ("old.pt", False)):
+        if not new:
+            for key in ("u64", "fp8", "e5m2", "views"):
+                state.pop(key)
+        torch.save(state, tmp_path / name, _use_new_zipfile_serialization=new)
+        info = import_checkpoint(tmp_path / name, tmp_path / "s", source="torch", step=5, metadata={"from": name})
+        assert (info.step, dict(info.metadata)) == (5, {"from": name})
+        assert not difference(load_sync(tmp_path / "s"), torch.load(tmp_path / name, weights_only=True))
+
+
+def test_import_keeps_what_is_there(tmp_path: Path) -> None:
+    save(tmp_path / "s", {"x": torch.zeros(3)}, step=100)
+    torch.save(torch.ones(3), tmp_path / "t.pt")
+    with pytest.raises(UnsupportedStateError, match="root"):
+        import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch")
+    for _ in range(3):
+        import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch", root="x")
+    infos = list_checkpoints(tmp_path / "s")
+    assert [info.counter for info in infos] == [3, 2, 1, 0]
+    assert torch.equal(load_sync(tmp_path / "s")["x"], torch.ones(3))
+    assert torch.equal(load_sync(tmp_path / "s", step=100)["x"], torch.zeros(3))
+
+
+def test_import_beside_many_pinned_ones(tmp_path: Path) -> None:
+    torch.save({"x": 1}, tmp_path / "t.pt")
+    with SyncCheckpointEngine(tmp_path / "s") as engine:
+        for step in range(34):
+            engine.checkpoint({"x": 0}, step=step).result(60)
+            if step > 0:
+                engine.pin(step)
+    assert import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch", step=34).step == 34
+    assert [info.step for info in list_checkpoints(tmp_path / "s")] == [*range(34, 0, -1)]
+
+
+def test_arguments_that_no_checkpoint_has(tmp_path: Path) -> None:
+    save(tmp_path / "s", {"x": 1})
+    done = runner.invoke(app, ["export", str(tmp_path / "s"), str(tmp_path / "o"), "--to=torch", f"--step={1 << 64}"])
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.startswith("pccheck: ValueError: step has at most 64 bits")
+
+
+def test_a_torch_file_that_cannot_be_written_ends_what_is_read_ahead(tmp_path: Path) -> None:
+    save(tmp_path / "s", {"x": torch.zeros(4 * CHUNK)})
+
+    class Full:
+        async def write(self, data: Any, /) -> None:
+            if memoryview(data).nbytes == CHUNK:
+                raise OSError(28, "full")
+
+    async def work(connection: Connection) -> set[Any]:
+        before = asyncio.all_tasks()
+        archive = torch_file._Archive()
+        pieces = connection.chunks.pieces([(0, 4 * CHUNK)])
+        with suppress(OSError):
+            await archive.stream(Full(), "data/0", 4 * CHUNK, pieces)
+        return asyncio.all_tasks() - before
+
+    connection = Connection(tmp_path / "s", None, torch.device("cpu"), 1 << 20, "auto")
+    try:
+        assert connection.call(work(connection)) == set()
+    finally:
+        connection.close()
+
+
+def test_exports_to_one_name_leave_each_other_alone(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "d") as first:
+        (first / "part").write_bytes(b"1")
+        with suppress(ValueError), new_folder(tmp_path / "d") as second:
+            assert second != first
+            raise ValueError
+    assert (tmp_path / "d" / "part").read_bytes() == b"1"
+
+
+def test_import_keeps_what_another_import_commits_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"x": 1}, tmp_path / "t.pt")
+    import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch", step=1)
+    seen = list_checkpoints(tmp_path / "s")
+    import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch", step=2)
+    monkeypatch.setattr(importing, "list_checkpoints", lambda _: seen)  # looked before the other one had committed
+    import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch", step=3)
+    assert [info.step for info in list_checkpoints(tmp_path / "s")] == [3, 2, 1]
+
+
+def test_an_import_that_is_refused_makes_no_store(tmp_path: Path) -> None:
+    refused: list[Any] = [torch.eye(3).to_sparse(), torch.empty(3, device="meta")]
+    for value in refused:
+        torch.save({"x": value}, tmp_path / "t.pt")
+        with pytest.raises(UnsupportedStateError, match="x"):
+            import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch")
+    torch.save({"x": 1}, tmp_path / "t.pt")
+    with pytest.raises(UnsupportedStateError, match="metadata"):
+        import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch", metadata={"text": "x" * 10_000})
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("name", ["new.pt", "old.pt"])
+def test_import_of_damaged_bytes(tmp_path: Path, name: str) -> None:
+    torch.save({"x": torch.arange(9.0)}, tmp_path / name, _use_new_zipfile_serialization=name == "new.pt")
+    whole, random = (tmp_path / name).read_bytes(), Random(5)
+    for _ in range(300):
+        data = bytearray(whole[: random.randrange(len(whole))] if random.random() < 0.2 else whole)
+        for at in random.choices(range(len(data)), k=random.choice((1, 3))) if data else ():
+            data[at] = random.randrange(256)
+        (tmp_path / "t.pt").write_bytes(data)
+        with suppress(CorruptStoreError, UnsupportedStateError):
+            importing._read_torch(tmp_path / "t.pt")
+
+
+@pytest.mark.slow
+def test_import_beside_a_trainer(tmp_path: Path) -> None:
+    torch.save({"x": 1}, tmp_path / "t.pt")
+    with SyncCheckpointEngine(tmp_path / "s") as engine:
+        engine.checkpoint({"x": 0}).result(60)
+        with pytest.raises(StoreLockedError):
+            import_checkpoint(tmp_path / "t.pt", tmp_path / "s", source="torch")
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("/nonexistent/evil",)
+
+
+def test_errors_of_import(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    with pytest.raises(FileNotFoundError, match="no file"):
+        import_checkpoint(tmp_path / "none", tmp_path / "s", source="torch")
+    torch.save({"x": Evil()}, tmp_path / "evil.pt")
+    with pytest.raises(UnsupportedStateError, match="without running code"):
+        import_checkpoint(tmp_path / "evil.pt", tmp_path / "s", source="torch")
+    torch.save({"x": torch.ones(5000)}, tmp_path / "whole.pt")
+    data = (tmp_path / "whole.pt").read_bytes()
+    (tmp_path / "cut").write_bytes(data[:3000])
+    for source in ("torch", "safetensors"):
+        with pytest.raises((CorruptStoreError, UnsupportedStateError)):
+            import_checkpoint(tmp_path / "cut", tmp_path / "s", source=source)
+    with pytest.raises(ValueError, match="source is"):
+        import_checkpoint(tmp_path / "cut", tmp_path / "s", source="onnx")  # type: ignore[arg-type]
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_an_import_of_something_else_says_what_it_is(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    save(tmp_path / "store", {"x": torch.ones(3), "step": 7})
+    (tmp_path / "folder").mkdir()
+    for to in ("torch", "safetensors", "dcp"):
+        export_checkpoint(tmp_path / "store", tmp_path / to, to=to)
+    for name, source, error, says in (
+        (
+            "dcp",
+            "torch",
+            UnsupportedStateError,
+            r"torch\.distributed\.checkpoint.*dcp_to_torch_save\('.*/dcp', 'new\.pt'\)",
+        ),
+        ("dcp", "safetensors", UnsupportedStateError, r"torch\.distributed\.checkpoint.*--from torch"),
+        ("store", "torch", UnsupportedStateError, "is a store of this package.*pccheck copy"),
+        ("folder", "torch", FileNotFoundError, "folder is a folder"),
+        ("none", "torch", FileNotFoundError, "there is no file"),
+        ("torch", "safetensors", UnsupportedStateError, "torch begins like a file of torch.*--from torch"),
+        ("safetensors", "torch", UnsupportedStateError, "begins like a file of safetensors.*--from safetensors"),
+    ):
+        with pytest.raises(error, match=says):
+            import_checkpoint(tmp_path / name, tmp_path / "s", source=source)  # type: ignore[arg-type]
+    assert not (tmp_path / "s").exists()
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "new.pt")  # as the message says
+    import_checkpoint(tmp_path / "new.pt", tmp_path / "s", source="torch")
+    assert not difference(load_sync(tmp_path / "s"), load_sync(tmp_path / "store"))
+
+
+@pytest.mark.parametrize("text", ["", "!", "AAAA", "gaNhYmPA"])
+def test_metadata_that_is_damaged(tmp_path: Path, text: str) -> None:
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    save_file({"x": torch.ones(3)}, tmp_path / "f", metadata={"pccheck_async.state": text})
+    with pytest.raises(CorruptStoreError, match=r"metadata pccheck_async\.state"):
+        import_checkpoint(tmp_path / "f", tmp_path / "s", source="safetensors")
+
+
+# -- the command
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    save(tmp_path / "s", {"model": {"a.b": torch.ones(3), "c": np.arange(3)}, "step": 7})
+    result = runner.invoke(
+        app, ["export", str(tmp_path / "s"), "--to", "torch", str(tmp_path / "o.pt"), "--keys", "model.*"]
+    )
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("step 7: 2 tensors and 0 plain values, ")
+    assert "changed: model.c (a numpy array, as a tensor)" in result.stderr
+    result = runner.invoke(app, ["import", str(tmp_path / "o.pt"), str(tmp_path / "t"), "--from", "torch", "--step=9"])
+    assert result.exit_code == 0, result.output
+    assert "step 9" in result.stdout
+    assert torch.equal(load_sync(tmp_path / "t", step=9)["model"]["a.b"], torch.ones(3))
+    result = runner.invoke(app, ["export", str(tmp_path / "s"), "--to=torch", str(tmp_path / "j.pt"), "--json"])
+    found = json.loads(result.stdout)
+    assert (found["checkpoint"]["step"], found["tensors"], found["values"]) == (7, 2, 1)
+    assert found["changed"] == ["model.c (a numpy array, as a tensor)"]
+    assert found["nbytes"] == (tmp_path / "j.pt").stat().st_size
+    command = ["import", str(tmp_path / "j.pt"), str(tmp_path / "t"), "--from=torch", "--step=11", "--json"]
+    assert json.loads(runner.invoke(app, command).stdout)["step"] == 11
+    result = runner.invoke(app, ["export", str(tmp_path / "s"), str(tmp_path / "o.pt"), "--to=torch"])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "FileExistsError" in result.stderr
+    result = runner.invoke(app, ["export", str(tmp_path / "x"), str(tmp_path / "p"), "--to=dcp"])
+    assert result.exit_code == 3
+    result = runner.invoke(app, ["import", str(tmp_path / "x"), str(tmp_path / "t"), "--from=safetensors"])
+    assert result.exit_code == 1
+    for wrong in (["export", "x", "y"], ["export", "x", "y", "--to=onnx"], ["import", "x", "y"], ["export", "x"]):
+        assert runner.invoke(app, wrong).exit_code == 2
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, str]]:
+    """What is synced: its inode, its size by then, and its name by then."""
+    seen: list[tuple[int, int, str]] = []
+    fsync = os.fsync
+
+    def noted(fd: int) -> None:
+        found = os.fstat(fd)
+        seen.append((found.st_ino, found.st_size, os.readlink(f"/proc/self/fd/{fd}")))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    return seen
+
+
+@pytest.mark.parametrize("to", ["torch", "safetensors", "dcp"])
+def test_an_export_is_durable_before_it_has_its_name(
+    tmp_path: Path, to: Any, synced: list[tuple[int, int, str]]
+) -> None:
+    save(tmp_path / "store", {"tensor": torch.arange(3000)})
+    (tmp_path / "out").mkdir()
+    out = tmp_path / "out" / "file"
+    synced.clear()
+    export_checkpoint(tmp_path / "store", out, to=to)
+    *before, last = synced
+    assert last[0] == out.parent.stat().st_ino, "the name comes last"
+    parts = [out, *out.rglob("*")]
+    for part in parts:
+        found = part.stat()
+        sizes = [size for inode, size, name in before if inode == found.st_ino and not name.startswith(str(out))]
+        assert sizes[-1:] == [found.st_size], part
+
+
+@pytest.mark.parametrize("flag", [True, False], ids=["renameat2", "without"])
+@pytest.mark.parametrize("there", ["file", "empty folder", "folder", "link"])
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_appears_under_the_name_meanwhile_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, there: str, flag: bool
+) -> None:
+    """However late: also after the last look at the name, which finds nothing."""
+    monkeypatch.setattr(os.path, "lexists", lambda _: False)
+    if not flag:  # as on NFS
+        monkeypatch.setattr(target, "_rename_new", lambda *_: errno.EINVAL)
+    name = tmp_path / "name"
+
+    def appear() -> None:
+        if there == "file":
+            name.write_bytes(b"another's")
+        elif there == "link":
+            name.symlink_to("nowhere")
+        else:
+            name.mkdir()
+            (name / "part").write_bytes(b"another's") if there == "folder" else None
+
+    async def main() -> None:
+        if kind == "folder":
+            with new_folder(name) as folder:
+                (folder / "part").write_bytes(b"mine")
+                appear()
+        else:
+            async with new_file(name) as file:
+                await file.write(b"mine")
+                appear()
+
+    with pytest.raises(FileExistsError, match="name was made by somebody else meanwhile"):
+        asyncio.run(main())
+    assert os.listdir(tmp_path) == ["name"]
+    if there == "link":
+        assert os.readlink(name) == "nowhere"
+    elif there == "file":
+        assert name.read_bytes() == b"another's"
+    else:
+        assert [path.read_bytes() for path in name.iterdir()] == [b"another's"] * (there == "folder")
+
+
+@pytest.mark.parametrize("flag", [True, False], ids=["renameat2", "without"])
+def test_a_name_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: bool) -> None:
+    """Of several exports to one name that end at once."""
+    if not flag:
+        monkeypatch.setattr(target, "_rename_new", lambda *_: errno.EINVAL)
+    for make in (Path.mkdir, Path.touch):
+        name = tmp_path / make.__name__
+        candidates = [tmp_path / f"{name.name}-{number}" for number in range(8)]
+        for candidate in candidates:
+            make(candidate)
+
+        def publish(candidate: Path, name: Path = name) -> bool:
+            try:
+                target._publish(candidate, name)
+            except FileExistsError:
+                return False
+            return True
+
+        with ThreadPoolExecutor(8) as pool:
+            assert sum(pool.map(publish, candidates)) == 1
+        assert sum(candidate.exists() for candidate in candidates) == 7
+
+
+@pytest.mark.parametrize("call", ["open", "write", "fsync"])
+def test_a_cancelled_export_ends_its_threads_and_leaves_nothing(
+    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        go_on.wait(30)
+
+    class Raw(io.FileIO):
+        def write(self, data: Any, /) -> int:
+            if call == "write":
+                wait()
+            return super().write(data)
+
+    def opens(path: Path, mode: str, *_: Any, **__: Any) -> io.BufferedWriter:
+        if call == "open":
+            wait()
+        return io.BufferedWriter(Raw(path, mode))
+
+    def syncs(fd: int, really: Callable[[int], None] = os.fsync) -> None:
+        if call == "fsync":
+            wait()
+        really(fd)
+
+    async def export() -> None:
+        async with new_file(tmp_path / "out") as file:
+            await file.write(bytes(1 << 20))
+
+    async def main() -> None:
+        monkeypatch.setattr("aiofiles.threadpool.sync_open", opens)
+        monkeypatch.setattr(os, "fsync", syncs)
+        exporting = asyncio.create_task(export())
+        await asyncio.to_thread(begun.wait, 30)
+        exporting.cancel()
+        await asyncio.wait([exporting], timeout=0.05)
+        assert not exporting.done()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await exporting
+
+    asyncio.run(main())
+    assert list(tmp_path.iterdir()) == []

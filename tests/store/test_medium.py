@@ -1,0 +1,653 @@
+"""The writer on a real filesystem."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import logging
+import os
+import resource
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pccheck_async.errors import CorruptStoreError, ReadError, StoreFullError, WriteError
+from pccheck_async.format.record import COMMIT_NAME
+from pccheck_async.medium import File, Part, Writer
+from pccheck_async.medium.files import PosixWriter
+from pccheck_async.medium.filesystem import filesystem_type
+from pccheck_async.testing.wrapping import WrappingWriter
+from pccheck_async.transfer.memory import PAGE_BYTES, map_memory
+from tests.conftest import ENGINES
+from tests.support.planted import PLANTED, planted
+
+
+@asynccontextmanager
+async def opened(folder: Path, io: str, *, create: bool = True) -> AsyncIterator[PosixWriter]:
+    operations = ENGINES[io](io_threads=1, copy_threads=1)
+    writer = PosixWriter(folder, operations)
+    try:
+        await writer.prepare(create=create)
+        yield writer
+    finally:
+        await writer.close()
+        await operations.close()
+
+
+Body = Callable[[PosixWriter], Coroutine[Any, Any, None]]
+OnDisk = Callable[[Path, Body], None]
+
+
+@pytest.fixture
+def on_disk(io: str) -> OnDisk:
+    """Run a test with a writer for a folder, over every I/O engine in turn."""
+
+    def run(folder: Path, test: Body) -> None:
+        async def main() -> None:
+            async with opened(folder, io) as writer:
+                await test(writer)
+
+        asyncio.run(main())
+
+    return run
+
+
+def block(text: bytes = b"x") -> memoryview:
+    memory = map_memory(PAGE_BYTES)
+    memory.write(text)
+    return memoryview(memory)[:PAGE_BYTES]
+
+
+def test_write_flush_read(tmp_path: Path, on_disk: OnDisk) -> None:
+    async def test(writer: PosixWriter) -> None:
+        file = await writer.create("slot-000", 4 * PAGE_BYTES)
+        assert (tmp_path / "slot-000").stat().st_size == 4 * PAGE_BYTES
+        await writer.write(file, 2 * PAGE_BYTES, block(b"hello"))
+        await writer.flush(file)
+        into = block(b"?" * PAGE_BYTES)
+        assert await writer.read(file, 2 * PAGE_BYTES, into) == PAGE_BYTES
+        assert bytes(into[:6]) == b"hello\0"
+        assert await writer.read(file, 4 * PAGE_BYTES, into) == 0
+        io = writer.statistics()
+        assert (io.write.nbytes, io.read.count, io.flush.count) == (PAGE_BYTES, 2, 1)
+
+    on_disk(tmp_path, test)
+
+
+def test_persist_writes_then_flushes_and_counts_each(tmp_path: Path, on_disk: OnDisk) -> None:
+    async def test(writer: PosixWriter) -> None:
+        file = await writer.create("slot-000", 4 * PAGE_BYTES)
+        failed: list[OSError] = []
+        await writer.persist([(file, [(0, block(b"one")), (2 * PAGE_BYTES, block(b"two"))])], failed.append)
+        await writer.persist([(file, ())], failed.append)
+        await writer.persist([], failed.append)
+        written = (tmp_path / "slot-000").read_bytes()
+        assert (written[:4], written[2 * PAGE_BYTES :][:4]) == (b"one\0", b"two\0")
+        io = writer.statistics()
+        assert (io.write.count, io.write.nbytes, io.flush.count) == (2, 2 * PAGE_BYTES, 2)
+        assert not failed
+
+    on_disk(tmp_path, test)
+
+
+def test_persist_tells_a_failed_flush_from_a_failed_write(tmp_path: Path, on_disk: OnDisk) -> None:
+    async def test(writer: PosixWriter) -> None:
+        failed: list[OSError] = []
+        (tmp_path / "slot-000").write_bytes(bytes(PAGE_BYTES))
+        unwritable = await writer.open("slot-000", writable=False)
+        with pytest.raises(WriteError) as told:
+            await writer.persist([(unwritable, [(0, block())])], failed.append)
+        assert (told.value.errno, failed) == (errno.EBADF, [])
+        assert writer.statistics().flush.count == 0
+        missing = File("slot-001", 0, fd=1_000_000)  # nobody has as many
+        with pytest.raises(WriteError) as told:
+            await writer.persist([(missing, ())], failed.append)
+        assert failed == [told.value]
+
+    on_disk(tmp_path, test)
+
+
+def test_persist_of_two_files_lets_go_of_the_first_before_it_writes_the_second(tmp_path: Path, on_disk: OnDisk) -> None:
+    async def test(writer: PosixWriter) -> None:
+        failed: list[OSError] = []
+        files = [await writer.create(name, 2 * PAGE_BYTES) for name in ("slot-000", "commit")]
+        others = [await writer.open(file.name, writable=False) for file in files]
+        for file in files:
+            assert await writer.try_lock(file)
+        missing = File("slot-001", 0, fd=1_000_000)
+        with pytest.raises(WriteError) as told:
+            await writer.persist([(files[0], [(0, block(b"one"))]), (missing, [(0, block(b"two"))])], failed.append)
+        assert failed == [told.value], "what is durable is unknown from the first flush on"
+        assert told.value.filename == str(tmp_path / "slot-001")
+        assert [await writer.try_lock(other, shared=True) for other in others] == [True, False]
+        await writer.unlock(others[0])
+        await writer.persist([(files[0], [(0, block(b"1"))]), (files[1], [(PAGE_BYTES, block(b"2"))])], failed.append)
+        assert len(failed) == 1
+        assert (tmp_path / "slot-000").read_bytes()[:1] + (tmp_path / "commit").read_bytes()[PAGE_BYTES:][:1] == b"12"
+        io = writer.statistics()
+        assert (io.write.count, io.flush.count) == (4, 3)
+
+    on_disk(tmp_path, test)
+
+
+def test_persist_writes_what_was_refused_again_and_nothing_else(tmp_path: Path, on_disk: OnDisk) -> None:
+    async def test(writer: PosixWriter) -> None:
+        files = [await writer.create(name, 2 * PAGE_BYTES) for name in ("slot-000", "commit")]
+        if not files[1].direct:
+            pytest.skip("no direct I/O on this filesystem")
+        unaligned = memoryview(map_memory(2 * PAGE_BYTES))[1 : PAGE_BYTES + 1]
+        unaligned[:3] = b"two"
+        failed: list[OSError] = []
+        await writer.persist([(files[0], [(0, block(b"one"))]), (files[1], [(0, unaligned)])], failed.append)
+        assert not failed
+        assert [file.direct for file in files] == [True, False]
+        assert [(tmp_path / file.name).read_bytes()[:3] for file in files] == [b"one", b"two"]
+        io = writer.statistics()
+        assert (io.write.count, io.flush.count) == (3, 2), "one of them was refused"
+
+    on_disk(tmp_path, test)
+
+
+def test_a_handler_of_the_log_that_raises_ends_no_write(
+    tmp_path: Path, on_disk: OnDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Raises(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise RuntimeError(record.getMessage())
+
+    async def test(writer: PosixWriter) -> None:
+        file = await writer.create("slot-000", PAGE_BYTES)
+        if not file.direct:
+            pytest.skip("no direct I/O on this filesystem")
+        unaligned = memoryview(map_memory(2 * PAGE_BYTES))[1 : PAGE_BYTES + 1]
+        unaligned[:3] = b"all"
+        failed: list[OSError] = []
+        monkeypatch.setattr(logging.getLogger("pccheck_async"), "handlers", [Raises()])
+        await writer.persist([(file, [(0, unaligned)])], failed.append)
+        assert not failed
+        assert (tmp_path / "slot-000").read_bytes()[:3] == b"all"
+
+    on_disk(tmp_path, test)
+
+
+def test_a_flush_that_is_refused_is_a_failure_and_not_repeated(tmp_path: Path, on_disk: OnDisk) -> None:
+    """Only writes are refused for being direct; a flush that failed may have dropped what it should have written."""
+
+    async def test(writer: PosixWriter) -> None:
+        if not writer.statistics().direct:
+            pytest.skip("no direct I/O on this filesystem")
+        receiver, sender = os.pipe()  # flushing one is EINVAL
+        try:
+            file = File("slot-000", 0, fd=sender, direct=True)
+            failed: list[OSError] = []
+            with pytest.raises(WriteError) as told:
+                await writer.persist([(file, ())], failed.append)
+            assert told.value.errno == errno.EINVAL
+            assert failed == [told.value]
+            assert file.direct
+            assert (writer.statistics().direct, writer.statistics().flush.count) == (True, 1)
+        finally:
+            os.close(receiver)
+            os.close(sender)
+
+    on_disk(tmp_path, test)
+
+
+@pytest.mark.parametrize("final", [True, False], ids=["final", "not_final"])
+@pytest.mark.parametrize("alike", [True, False], ids=["as_any_writer", "as_this_one"])
+@pytest.mark.parametrize("fails", [True, False], ids=["fails", "succeeds"])
+def test_a_cancelled_persist_ends_and_tells_of_its_flush(
+    tmp_path: Path, on_disk: OnDisk, final: bool, alike: bool, fails: bool
+) -> None:
+    async def test(posix: PosixWriter) -> None:
+        writer: Writer = WrappingWriter(posix) if alike else posix
+        failed: list[OSError] = []
+        file, last = [await writer.create(name, PAGE_BYTES) for name in ("slot-000", "slot-001")]
+        if fails:
+            last = File("slot-001", 0, fd=1_000_000)
+        parts = [(file, [(0, block(b"begun"))]), (last, [(0, block(b"ended"))])]
+        persisting = asyncio.ensure_future(writer.persist(parts, failed.append, final=final))
+        await asyncio.sleep(0)
+        persisting.cancel()
+        await asyncio.wait((persisting,))
+        assert (tmp_path / "slot-000").read_bytes().startswith(b"begun")
+        assert [error.errno for error in failed] == [errno.EBADF] * fails
+        assert (tmp_path / "slot-001").read_bytes().startswith(b"ended") is not fails
+        assert persisting.cancelled() is not final
+        if final:
+            assert persisting.exception() is (failed[0] if fails else None)
+
+    on_disk(tmp_path, test)
+
+
+def test_what_is_refused_is_written_again_though_it_was_cancelled(tmp_path: Path, on_disk: OnDisk) -> None:
+    async def test(writer: PosixWriter) -> None:
+        file = await writer.create("slot-000", 2 * PAGE_BYTES)
+        if not file.direct:
+            pytest.skip("no direct I/O on this filesystem")
+        unaligned = memoryview(map_memory(2 * PAGE_BYTES))[1 : PAGE_BYTES + 1]
+        unaligned[:3] = b"all"
+        failed: list[OSError] = []
+        persisting = asyncio.ensure_future(writer.persist([(file, [(0, unaligned)])], failed.append, final=True))
+        await asyncio.sleep(0)
+        persisting.cancel()
+        await persisting
+        assert not failed
+        assert (tmp_path / "slot-000").read_bytes()[:3] == b"all"
+
+    on_disk(tmp_path, test)
+
+
+@pytest.mark.parametrize("flushed", [True, False])
+def test_an_engine_that_takes_no_more_after_a_flush_leaves_it_unsure(
+    tmp_path: Path, on_disk: OnDisk, monkeypatch: pytest.MonkeyPatch, flushed: bool
+) -> None:
+    """Of what was to be written again: the first copy of a record may be on its way to the device."""
+
+    async def test(writer: PosixWriter) -> None:
+        files = [await writer.create(name, 2 * PAGE_BYTES) for name in ("slot-000", "commit")]
+        if not files[1].direct:
+            pytest.skip("no direct I/O on this filesystem")
+        unaligned = memoryview(map_memory(2 * PAGE_BYTES))[1 : PAGE_BYTES + 1]
+        refused: list[Part] = [(files[1], [(0, unaligned)])]
+        failed: list[OSError] = []
+
+        def give_up_direct(file: File) -> None:
+            writer._operations._closed = True
+
+        with monkeypatch.context() as patched:
+            patched.setattr(writer, "_give_up_direct", give_up_direct)
+            with pytest.raises(WriteError) as told:
+                await writer.persist([(files[0], [(0, block(b"one"))])] * flushed + refused, failed.append)
+        writer._operations._closed = False
+        assert (told.value.errno, failed) == (errno.EBADF, [told.value] * flushed)
+
+    on_disk(tmp_path, test)
+
+
+def test_a_created_file_reads_as_zeros_and_has_its_space(tmp_path: Path, on_disk: OnDisk) -> None:
+    async def test(writer: PosixWriter) -> None:
+        await writer.create("slot-000", 64 * PAGE_BYTES)
+        found = (tmp_path / "slot-000").stat()
+        assert found.st_blocks * 512 >= 64 * PAGE_BYTES
+        assert not any((tmp_path / "slot-000").read_bytes())
+
+    on_disk(tmp_path, test)
+
+
+def test_small_files(tmp_path: Path, on_disk: OnDisk) -> None:
+    async def test(writer: PosixWriter) -> None:
+        assert await writer.read_small("store.json") is None
+        await writer.write_small("store.json.tmp", b"abc")
+        await writer.rename("store.json.tmp", "store.json")
+        await writer.sync_folder()
+        assert await writer.read_small("store.json") == b"abc"
+        assert await writer.names() == ["store.json"]
+        await writer.unlink("store.json")
+        assert await writer.names() == []
+
+    on_disk(tmp_path, test)
+
+
+@pytest.mark.parametrize("call", ["open", "fsync"])
+def test_a_cancelled_small_file_is_left_alone(
+    tmp_path: Path, on_disk: OnDisk, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the call returns, no thread of it works on the file any more."""
+    begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    really: Callable[..., Any] = getattr(os, call)
+
+    def slow(*arguments: Any, **named: Any) -> Any:
+        if threading.current_thread() is threading.main_thread() or begun.is_set():
+            return really(*arguments, **named)
+        begun.set()
+        go_on.wait(30)
+        result = really(*arguments, **named)
+        ended.set()
+        return result
+
+    async def test(writer: PosixWriter) -> None:
+        monkeypatch.setattr(os, call, slow)
+        writing = asyncio.create_task(writer.write_small("store.json", b"abc"))
+        await asyncio.to_thread(begun.wait, 30)
+        writing.cancel()
+        await asyncio.wait([writing], timeout=0.05)
+        assert not writing.done()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await writing
+        assert ended.is_set()
+
+    on_disk(tmp_path, test)
+
+
+def test_new_folders_are_made(tmp_path: Path, io: str) -> None:
+    async def test() -> None:
+        async with opened(tmp_path / "a" / "b", io):
+            assert (tmp_path / "a" / "b").is_dir()
+
+    asyncio.run(test())
+
+
+def test_reading_makes_nothing(tmp_path: Path, io: str) -> None:
+    async def test() -> None:
+        async with opened(tmp_path / "none", io, create=False) as writer:
+            assert await writer.names() == []
+            assert await writer.read_small("store.json") is None
+        assert not (tmp_path / "none").exists()
+
+    asyncio.run(test())
+
+
+def test_locks_exclude_other_openings(tmp_path: Path, on_disk: OnDisk) -> None:
+    async def test(writer: PosixWriter) -> None:
+        file = await writer.create("slot-000", PAGE_BYTES)
+        other = await writer.open("slot-000", writable=False)
+        assert await writer.try_lock(file)
+        assert not await writer.try_lock(other, shared=True)
+        await writer.unlock(file)
+        assert await writer.try_lock(other, shared=True)
+        assert not await writer.try_lock(file)
+        await writer.close_file(other)
+        assert await writer.try_lock(file)
+
+    on_disk(tmp_path, test)
+
+
+def test_a_lock_goes_with_its_file_though_something_holds_that_open(tmp_path: Path, on_disk: OnDisk) -> None:
+    async def test(writer: PosixWriter) -> None:
+        file = await writer.create("slot-000", PAGE_BYTES)
+        other = await writer.open("slot-000", writable=False)
+        assert await writer.try_lock(file)
+        held = os.dup(file.fd)  # as a request does in the kernel, a moment longer than it runs
+        await writer.close_file(file)
+        assert await writer.try_lock(other, shared=True)
+        os.close(held)
+
+    on_disk(tmp_path, test)
+
+
+def test_errors_keep_errno_and_name(tmp_path: Path, on_disk: OnDisk) -> None:
+    async def test(writer: PosixWriter) -> None:
+        with pytest.raises(FileNotFoundError):
+            await writer.open("slot-000", writable=True)
+        file = await writer.create("slot-000", PAGE_BYTES)
+        with pytest.raises(WriteError) as exists:
+            await writer.create("slot-000", PAGE_BYTES)
+        assert exists.value.errno == errno.EEXIST
+        reading = await writer.open("slot-000", writable=False)
+        with pytest.raises(WriteError) as refused:
+            await writer.write(reading, 0, block())
+        assert refused.value.errno == errno.EBADF
+        assert refused.value.filename == str(tmp_path / "slot-000")
+        await writer.close_file(file)
+        with pytest.raises(ReadError) as closed:
+            await writer.read(file, 0, block())
+        assert closed.value.errno == errno.EBADF
+
+    on_disk(tmp_path, test)
+
+
+def test_a_file_that_does_not_fit_leaves_nothing(tmp_path: Path, on_disk: OnDisk) -> None:
+    async def test(writer: PosixWriter) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE_BYTES, hard))
+        try:
+            with pytest.raises(StoreFullError, match="untouched"):
+                await writer.create("slot-000", 10 * PAGE_BYTES)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert await writer.names() == []
+
+    on_disk(tmp_path, test)
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_what_is_no_file_is_not_opened(tmp_path: Path, on_disk: OnDisk, kind: str) -> None:
+    victim, folder = tmp_path / "victim", tmp_path / "store"
+    victim.write_bytes(b"precious")
+    folder.mkdir()
+
+    async def test(writer: PosixWriter) -> None:
+        with planted(folder / "name", kind, victim):
+            for refused in (
+                writer.open("name", writable=True),
+                writer.open("name", writable=False),
+                writer.read_small("name"),
+                writer.write_small("name", b"overwritten"),
+            ):
+                with pytest.raises(CorruptStoreError, match="not a file of this package: remove it"):
+                    await refused
+            with pytest.raises(WriteError):
+                await writer.create("name", PAGE_BYTES)
+        assert victim.read_bytes() == b"precious"
+
+    on_disk(folder, test)
+
+
+def test_files_wait_for_the_device(tmp_path: Path, on_disk: OnDisk) -> None:
+    """Else io_uring may give up on what would block."""
+
+    async def test(writer: PosixWriter) -> None:
+        await writer.create("slot-000", PAGE_BYTES)
+        file = await writer.open("slot-000", writable=True)
+        assert not fcntl.fcntl(file.fd, fcntl.F_GETFL) & os.O_NONBLOCK
+
+    on_disk(tmp_path, test)
+
+
+def test_direct_io_refused_at_the_first_transfer_falls_back(
+    tmp_path: Path, on_disk: OnDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(writer: PosixWriter) -> None:
+        file = await writer.create("slot-000", PAGE_BYTES)
+        if not file.direct:
+            pytest.skip("no direct I/O on this filesystem")
+        memory = map_memory(2 * PAGE_BYTES)
+        unaligned = memoryview(memory)[1 : PAGE_BYTES + 1]  # what a stricter device would call unaligned
+        with suppress(OSError):
+            os.pwrite(file.fd, unaligned, 0)
+            pytest.skip("this filesystem takes direct writes that are not aligned")
+        await writer.write(file, 0, unaligned)
+        assert not file.direct
+        assert not fcntl.fcntl(file.fd, fcntl.F_GETFL) & os.O_DIRECT
+        assert not writer.statistics().direct
+        assert "buffered I/O" in caplog.text
+
+    on_disk(tmp_path, test)
+
+
+def test_tmpfs_uses_buffered_io_and_says_so(on_disk: OnDisk, caplog: pytest.LogCaptureFixture) -> None:
+    folder = Path("/dev/shm") / f"pccheck-test-{os.getpid()}"
+    folder.mkdir()
+    try:
+        with caplog.at_level("INFO", "pccheck_async"):
+
+            async def test(writer: PosixWriter) -> None:
+                file = await writer.create("slot-000", PAGE_BYTES)
+                await writer.write(file, 0, block(b"hello"))
+                await writer.flush(file)
+                assert not writer.statistics().direct
+                assert "buffered I/O with fdatasync: tmpfs" in caplog.text
+                await writer.unlink("slot-000")
+
+            on_disk(folder, test)
+    finally:
+        folder.rmdir()
+
+
+def test_the_filesystem_is_that_of_the_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Subvolumes of btrfs, and files of an overlay, have devices that are mounted nowhere."""
+    known = filesystem_type(tmp_path)
+    stat = os.stat
+
+    def of_a_subvolume(path: Any, **named: Any) -> os.stat_result:
+        found = stat(path, **named)
+        return os.stat_result((*found[:2], 0x7FFF, *found[3:]))
+
+    assert (filesystem_type("/proc/sys"), filesystem_type("/none")) == ("proc", "unknown")
+    monkeypatch.setattr(os, "stat", of_a_subvolume)
+    assert os.stat(tmp_path).st_dev == 0x7FFF
+    assert filesystem_type(tmp_path) == known != "unknown"
+
+
+def test_descriptors_do_not_leak(tmp_path: Path, on_disk: OnDisk) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+
+    async def test(writer: PosixWriter) -> None:
+        for number in range(5):
+            await writer.create(f"slot-00{number}", PAGE_BYTES)
+
+    on_disk(tmp_path, test)
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_abandon_closes_everything_at_once(tmp_path: Path, on_disk: OnDisk) -> None:
+    async def test(writer: PosixWriter) -> None:
+        file = await writer.create("slot-000", PAGE_BYTES)
+        fd = file.fd
+        writer.abandon()
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+
+    on_disk(tmp_path, test)
+
+
+def test_cancelled_creation_does_not_lose_its_descriptor(tmp_path: Path, on_disk: OnDisk) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+
+    async def test(writer: PosixWriter) -> None:
+        task = asyncio.create_task(writer.create("slot-000", PAGE_BYTES))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    on_disk(tmp_path, test)
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_folder_that_is_moved_stays_the_one(tmp_path: Path, on_disk: OnDisk) -> None:
+    one, moved = tmp_path / "one", tmp_path / "moved"
+
+    async def test(writer: PosixWriter) -> None:
+        await writer.create("slot-000", PAGE_BYTES)
+        one.rename(moved)
+        one.mkdir()
+        for name in ("slot-000", "slot-001", "store.json"):
+            (one / name).write_text("another store's")
+        await writer.create("slot-001", PAGE_BYTES)
+        await writer.unlink("slot-000")
+        await writer.write_small("new", b"mine")
+        await writer.rename("new", "store.json")
+        await writer.sync_folder()
+        assert await writer.read_small("store.json") == b"mine"
+        assert (await writer.open("slot-001", writable=True)).nbytes == PAGE_BYTES
+        assert await writer.names() == ["slot-001", "store.json"]
+
+    on_disk(one, test)
+    assert sorted(os.listdir(moved)) == ["slot-001", "store.json"]
+    assert [path.read_text() for path in one.iterdir()] == ["another store's"] * 3
+
+
+def _inode(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino
+
+
+def test_what_is_synced_is_in_the_kernel_by_then(
+    tmp_path: Path, on_disk: OnDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No double sees the system calls: which files and folders are synced, and how much of them is there by then."""
+    synced: list[tuple[tuple[int, int], int]] = []
+    fsync = os.fsync
+
+    def noted(fd: int) -> None:
+        found = os.fstat(fd)
+        synced.append(((found.st_dev, found.st_ino), found.st_size))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    store = tmp_path / "new" / "store"
+
+    async def test(writer: PosixWriter) -> None:
+        for new in (store.parent, store):
+            assert _inode(new.parent) in [inode for inode, _ in synced], f"the name of {new} is not durable"
+        synced.clear()
+        await writer.write_small("small", b"content")
+        assert synced == [(_inode(store / "small"), 7)]
+        synced.clear()
+        await writer.rename("small", "other")
+        await writer.sync_folder()
+        assert [inode for inode, _ in synced] == [_inode(store)]
+
+    on_disk(store, test)
+
+
+def test_a_device_that_fails_to_read_does_not_refuse_direct_io(
+    tmp_path: Path, io: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first block of the file that is tried may be a bad one."""
+
+    def fail(*_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    async def main() -> None:
+        async with opened(tmp_path, io) as writer:
+            await writer.create(COMMIT_NAME, PAGE_BYTES)
+            if not writer.statistics().direct:
+                pytest.skip("no direct I/O on this filesystem")
+            monkeypatch.setattr(os, "preadv", fail)
+            assert (await writer.prepare(create=False)).direct
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_zeros_are_written_where_space_cannot_be_reserved(
+    tmp_path: Path, io: str, error: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(error, os.strerror(error))
+
+    async def main() -> None:
+        async with opened(tmp_path, io) as writer:
+            monkeypatch.setattr(os, "posix_fallocate", refuse)
+            assert "zeros" not in writer.statistics().why
+            nbytes = (5 << 20) + PAGE_BYTES
+            for name in ("slot-000", "slot-001"):
+                file = await writer.create(name, nbytes)
+                assert file.nbytes == nbytes
+                found = (tmp_path / name).stat()
+                assert found.st_size == nbytes <= found.st_blocks * 512  # no holes
+            await writer.write(file, PAGE_BYTES, block(b"hello"))
+            await writer.flush(file)
+            assert (tmp_path / "slot-001").read_bytes() == bytes(PAGE_BYTES) + bytes(block(b"hello")) + bytes(
+                nbytes - 2 * PAGE_BYTES
+            )
+            assert f"zeros ({os.strerror(error)})" in writer.statistics().why
+
+    with caplog.at_level(logging.INFO, "pccheck_async"):
+        asyncio.run(main())
+    assert [record.event for record in caplog.records].count("zeros") == 1  # type: ignore[attr-defined]
+
+
+def test_a_reservation_that_fails_for_want_of_space_writes_no_zeros(
+    tmp_path: Path, io: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def main() -> None:
+        async with opened(tmp_path, io) as writer:
+            monkeypatch.setattr(os, "posix_fallocate", refuse)
+            with pytest.raises(StoreFullError):
+                await writer.create("slot-000", PAGE_BYTES)
+            assert await writer.names() == []
+
+    asyncio.run(main())

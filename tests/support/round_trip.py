@@ -1,0 +1,71 @@
+"""A save and a load without any I/O: the whole pure layer, from state to bytes and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pccheck_async.format.checksum import crc32
+from pccheck_async.format.manifest import VERSION, ChunkEntry, Manifest, decode, encode
+from pccheck_async.state.restore.match import Restoration, allocate, match
+from pccheck_async.state.save.flatten import flatten
+from pccheck_async.state.storages import arrange
+from pccheck_async.transfer.operations.python import gather, scatter
+from pccheck_async.transfer.plan import Planner, scatter_segments, segments
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What storage would hold."""
+
+    manifest: bytes
+    payload: bytearray
+
+    @property
+    def decoded(self) -> Manifest:
+        return decode(self.manifest)
+
+    def load(self, keys: Sequence[str] | None = None, device: str = "cpu") -> dict[str, Any]:
+        loaded: dict[str, Any] = self.fill(allocate(self.decoded, keys, device))
+        return loaded
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        assert self.fill(match(state, self.decoded)) is state
+
+    def fill(self, restoration: Restoration) -> Any:
+        for chunk in self.decoded.chunks:
+            table = scatter_segments(chunk.offset, chunk.nbytes, restoration.targets)
+            if table:
+                data = memoryview(self.payload)[chunk.offset : chunk.offset + chunk.nbytes]
+                scatter(data, chunk.checksum, table.host)
+        return restoration.finish()
+
+
+def save(state: Mapping[str, Any], chunk_bytes: int = 1024, block_bytes: int = 512) -> Saved:
+    """Save ``state`` in memory, in chunks small enough that most tensors cross a border."""
+    flat = flatten(state)
+    layout = arrange(flat.leaves)
+    plan = Planner(chunk_bytes, block_bytes).plan(layout)
+    payload = bytearray(b"\xee" * plan.payload_nbytes)
+    chunks = []
+    for chunk in plan.chunks:
+        buffer = memoryview(payload)[chunk.offset : chunk.offset + chunk.nbytes]
+        found = segments(chunk, layout.sources)
+        gather(found.host, buffer)
+        for source, low, high, offset in found.packed:
+            source.copy(low, high, buffer[offset : offset + high - low])
+        chunks.append(ChunkEntry(chunk.offset, chunk.nbytes, crc32(buffer)))
+    manifest = Manifest(
+        version=VERSION,
+        counter=3,
+        step=7,
+        time=1.5,
+        metadata={"loss": 0.5},
+        skeleton=flat.skeleton,
+        tensors=layout.tensors,
+        storages=plan.storages,
+        chunks=tuple(chunks),
+        payload_nbytes=plan.payload_nbytes,
+    )
+    return Saved(encode(manifest), payload)

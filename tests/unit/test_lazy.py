@@ -1,0 +1,204 @@
+"""Which memory is left to captures beside training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pccheck_async import SyncCheckpointEngine, load_sync
+from pccheck_async.state.cache import fingerprints as forms
+from pccheck_async.state.cache.versions import Versions
+from pccheck_async.state.save.flatten import take_apart
+from pccheck_async.state.save.lazy import ChangingTables, LazyMemory, LazySources, optimized, sharing_nothing
+from pccheck_async.state.sources import PackedSource, Sources
+from pccheck_async.transfer.memory import PAGE_BYTES
+
+
+def covered(lazy: LazyMemory, *tensors: torch.Tensor) -> list[bool]:
+    sources = Sources()
+    for tensor in tensors:
+        sources.add(tensor.data_ptr(), tensor.nbytes, tensor)
+    return list(map(bool, lazy.covers(sources)))
+
+
+def test_what_is_inside_is_covered_and_nothing_else() -> None:
+    base = torch.zeros(100)
+    lazy = LazyMemory([base[10:40], base[40:50]])
+    inside, over, before = base[10:50], base[49:51], base[:10]
+    assert covered(lazy, inside, over, before, base, base[12:20], torch.zeros(3)) == [
+        True,
+        False,
+        False,
+        False,
+        True,
+        False,
+    ]
+
+
+def test_overlapping_and_nested_ranges() -> None:
+    base = torch.zeros(100)
+    lazy = LazyMemory([base[0:60], base[10:20], base[50:70], base[80:90]])
+    assert covered(lazy, base[0:70], base[15:70], base[60:80], base[80:90], base[69:81]) == [
+        True,
+        True,
+        False,
+        True,
+        False,
+    ]
+
+
+def test_nothing_covers_nothing() -> None:
+    assert covered(LazyMemory([]), torch.zeros(3)) == [False]
+    assert covered(LazyMemory([torch.zeros(0)]), torch.zeros(3)) == [False]
+
+
+def test_elements_in_any_order_are_one_run_but_holes_are_not_covered() -> None:
+    image = torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    flipped = torch.zeros(4, 6).t()
+    column = torch.zeros(6, 6)[:, 0]
+    lazy = LazyMemory([image, flipped, column])
+    assert covered(lazy, image, flipped, column) == [True, True, False]
+
+
+def test_tensors_without_plain_memory_are_left_out() -> None:
+    plain = torch.zeros(5)
+    sparse: Any = torch.zeros(5).to_sparse()
+    lazy = LazyMemory([torch.zeros(5, device="meta"), sparse, plain])
+    assert covered(lazy, plain) == [True]
+
+
+class Wrapped(torch.Tensor):
+    """A tensor without memory of its own, as DTensor and quantized weights are."""
+
+    whole: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, whole: torch.Tensor) -> Wrapped:
+        wrapped: Wrapped = torch.Tensor._make_wrapper_subclass(cls, whole.shape, dtype=whole.dtype)
+        wrapped.whole = whole
+        return wrapped
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        plain = [each.whole if isinstance(each, Wrapped) else each for each in args]
+        return cls(function(*plain, **(kwargs or {})))
+
+
+@pytest.mark.parametrize("odd", [lambda: Wrapped(torch.ones(3)), lambda: torch.eye(3).to_sparse()])
+def test_parameters_without_memory_trouble_nobody(tmp_path: Path, odd: Callable[[], torch.Tensor]) -> None:
+    """Of an attached optimizer, and of another one whose step begins in the middle of a capture."""
+    model, parameter = torch.nn.Linear(300, 300), torch.nn.Parameter(odd())
+    assert covered(LazyMemory([parameter, model.weight]), model.weight) == [True]
+    assert Versions(["x"], [model.weight]).paths_of([parameter]) == []
+    with SyncCheckpointEngine(tmp_path, chunk_bytes=PAGE_BYTES, host_memory=2 * PAGE_BYTES) as engine:
+        for parameters in (model.parameters(), [parameter]):
+            engine.attach(torch.optim.SGD(parameters, lr=0.1))
+        engine.checkpoint({"model": model}, step=1, overlap=True).result()
+    assert torch.equal(load_sync(tmp_path)["model"]["weight"], model.weight)
+
+
+def test_what_is_excluded_is_not_covered() -> None:
+    one, other = torch.zeros(5), torch.zeros(5)
+    assert covered(LazyMemory([one, other], without=[other]), one, other) == [True, False]
+
+
+def test_packed_sources_are_not_covered() -> None:
+    sources = Sources()
+    sources.add_packed(PackedSource(torch.zeros(5)))
+    assert not LazyMemory([torch.zeros(5)]).covers(sources).any()
+
+
+def test_what_optimizers_keep() -> None:
+    layer = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.Adam(layer.parameters())
+    assert {id(each) for each in optimized([optimizer])} == {id(each) for each in layer.parameters()}
+    layer.bias.requires_grad_(False)  # the optimizer skips it, and who follows by hand changes it
+    assert {id(each) for each in optimized([optimizer])} == {id(layer.weight)}
+    layer.bias.requires_grad_(True)
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    kept = [value for state in optimizer.state.values() for value in state.values()]
+    assert len(optimized([optimizer])) == 2 + len(kept) == 8
+
+
+def sources_of(*tensors: torch.Tensor) -> Sources:
+    sources = Sources()
+    for tensor in tensors:
+        sources.add(tensor.data_ptr(), tensor.nbytes, tensor)
+    return sources
+
+
+@pytest.mark.parametrize("as_leaf", [True, False])
+def test_what_is_lazy_is_remembered_until_the_tensors_are_others(as_leaf: bool) -> None:
+    weight, moment, buffer = torch.nn.Parameter(torch.zeros(8)), torch.zeros(8), torch.zeros(8)
+    leaves = [weight.detach(), moment if as_leaf else moment.detach(), buffer]
+    sources, known = sources_of(*leaves), LazySources()
+
+    def among(*tensors: torch.Tensor) -> list[bool]:
+        found = known.among(sources, leaves, list(tensors))
+        assert found.tolist() == LazyMemory(tensors).covers(sources).tolist()
+        return list(map(bool, found))
+
+    assert among(weight, moment) == among(weight, moment) == [True, True, False]
+    first = known.among(sources, leaves, [weight, moment])
+    assert known.among(sources, leaves, [weight, moment]) is first
+    assert among(moment, weight) == [True, True, False]
+    assert among(weight) == [True, False, False]
+    assert among(weight, buffer) == among(weight, buffer) == [True, False, True]
+    assert among(weight, moment) == among(weight, moment) == [True, True, False]
+    assert among(weight, moment[:4]) == [True, False, False]
+    assert among(weight, moment[:4]) == [True, False, False]
+    assert among(weight, moment) == among(weight, moment) == [True, True, False]
+    with torch.no_grad():
+        weight.data = torch.zeros(8)  # the leaf stays where it is, and nobody guards it any more
+    assert among(weight, moment) == [False, True, False]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_holes_in_a_tensor_are_noticed(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not told:
+        monkeypatch.setattr(forms, "_dlpack_forms", None)
+    memory = torch.zeros(16)
+    leaf = memory[:8].detach()
+    sources, known = sources_of(leaf), LazySources()
+    for tensor, dense in ((memory[:8], True), (memory[::2], False), (memory[:8], True)):
+        for _ in range(3):  # the second time it is remembered
+            assert known.among(sources, [leaf], [tensor]).tolist() == [dense]
+
+
+def test_other_addresses_are_looked_at_anew() -> None:
+    known, tensor = LazySources(), torch.zeros(8)
+    for _ in range(3):
+        assert known.among(sources_of(tensor), [tensor], [tensor]).tolist() == [True]
+        other = torch.zeros(8)
+        assert known.among(sources_of(other), [other], [tensor]).tolist() == [False]
+
+
+def test_modules_are_walked_again_where_they_are_others() -> None:
+    modules, tables = [torch.nn.Embedding(2, 2, max_norm=1.0) for _ in range(2)], ChangingTables()
+    flat = take_apart({"m": modules[0]})
+    for module in modules:
+        assert [*map(id, tables.among([module], flat.outline))] == [id(module.weight)]
+
+
+@pytest.mark.parametrize("share", [lambda weight: weight, torch.Tensor.detach, lambda weight: weight.detach()[:2]])
+def test_what_shares_the_memory_of_a_renormalised_embedding_is_not_left(share: Callable[..., torch.Tensor]) -> None:
+    table, other = torch.nn.Embedding(3, 2, max_norm=1.0), torch.nn.Parameter(torch.zeros(3, 2))
+    shared = torch.nn.Parameter(share(table.weight.data), requires_grad=False)
+    sparse = torch.eye(2).to_sparse()
+    left = sharing_nothing([table.weight, shared, other, sparse], [table.weight, torch.eye(3).to_sparse()])
+    assert [*map(id, left)] == [id(other), id(sparse)]
+
+
+def test_an_embedding_may_begin_to_renormalise() -> None:
+    embedding, tables = torch.nn.Embedding(3, 2), ChangingTables()
+    flat = take_apart({"m": embedding})
+    assert not tables.among([embedding], flat.outline)
+    embedding.max_norm = 1.0
+    assert [*map(id, tables.among([embedding], flat.outline))] == [id(embedding.weight)]

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pccheck_async.errors import CheckpointError, CorruptStoreError, UnsupportedStateError
+from pccheck_async.format.manifest import (
+    ChunkEntry,
+    Manifest,
+    ManifestEncoder,
+    StorageEntry,
+    TensorEntry,
+    decode,
+    encode,
+    span,
+)
+from pccheck_async.format.skeleton import ArrayNode, DictNode, ListNode, Node
+from pccheck_async.state.restore.match import allocate
+from tests.support.round_trip import save
+
+
+def good(**changes: Any) -> Manifest:
+    manifest = Manifest(
+        version=1,
+        counter=4,
+        step=-2,
+        time=2.5,
+        metadata={"a": 1, "b": None, "c": "x", "d": True, "e": 0.5},
+        skeleton=DictNode(["x", "y"], [ArrayNode(0), ArrayNode(1)]),
+        tensors=(tensor(), tensor(storage=1, dtype="<i4", kind="ndarray")),
+        storages=(StorageEntry(0, 24), StorageEntry(64, 24)),
+        chunks=(ChunkEntry(0, 512, 1), ChunkEntry(512, 512, 2**32 - 1)),
+        payload_nbytes=1024,
+    )
+    return msgspec.structs.replace(manifest, **changes)
+
+
+def tensor(**changes: Any) -> TensorEntry:
+    entry = TensorEntry(0, "float32", (2, 3), (3, 1), 0, "tensor", False)
+    return msgspec.structs.replace(entry, **changes)
+
+
+def test_round_trip() -> None:
+    manifest = good()
+    for data in (encode(manifest), bytearray(encode(manifest)), memoryview(encode(manifest))):
+        assert decode(data) == manifest
+
+
+def test_an_encoder_that_keeps_what_stays_writes_the_same() -> None:
+    encoder = ManifestEncoder()
+    first = good()
+    for manifest in (
+        first,
+        good(step=9, chunks=(ChunkEntry(0, 1024, 7),)),
+        msgspec.structs.replace(first, step=3),
+        msgspec.structs.replace(first, tensors=(tensor(requires_grad=True), *first.tensors[1:])),
+        msgspec.structs.replace(first, skeleton=DictNode(["x", "y"], [ArrayNode(1), ArrayNode(0)])),
+        msgspec.structs.replace(first, storages=(StorageEntry(0, 24), StorageEntry(128, 24))),
+        first,
+    ):
+        encoder.prepare(good().skeleton, manifest.tensors)  # of another one, too
+        assert encoder.encode(manifest) == encode(manifest)
+    with pytest.raises(UnsupportedStateError, match="step"):
+        encoder.encode(good(step=1 << 64))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"version": 2},
+        {"payload_nbytes": 1025},
+        {"payload_nbytes": -1},
+        {"chunks": ()},
+        {"chunks": (ChunkEntry(0, 1024, -1),)},
+        {"chunks": (ChunkEntry(0, 1024, 2**32),)},
+        {"chunks": (ChunkEntry(512, 512, 0), ChunkEntry(0, 512, 0))},
+        {"chunks": (ChunkEntry(0, 1000, 0), ChunkEntry(1000, 24, 0))},
+        {"chunks": (ChunkEntry(0, 1024, 0), ChunkEntry(1024, 0, 0))},
+        {"chunks": (ChunkEntry(0, 2048, 0), ChunkEntry(2048, -1024, 0))},
+        {"chunks": (ChunkEntry(0, 1 << 63, 0),), "payload_nbytes": 1 << 63},
+        {"storages": (StorageEntry(0, 24), StorageEntry(64, 961))},
+        {"storages": (StorageEntry(0, 24), StorageEntry(0, 24))},
+        {"storages": (StorageEntry(0, 65), StorageEntry(64, 24))},
+        {"storages": (StorageEntry(64, 24), StorageEntry(0, 24))},
+        {"storages": (StorageEntry(0, 24), StorageEntry(72, 24))},
+        {"storages": (StorageEntry(-64, 24), StorageEntry(64, 24))},
+        {"storages": (StorageEntry(0, -1), StorageEntry(64, 24))},
+        {"storages": (StorageEntry(0, 24), StorageEntry(64, 1 << 62))},
+        {"skeleton": DictNode(["x"], [ArrayNode(0)])},
+        {"skeleton": DictNode(["x", "y"], [ArrayNode(0), ArrayNode(0)])},
+        {"skeleton": DictNode(["x", "y"], [ArrayNode(0), ArrayNode(2)])},
+        {"skeleton": DictNode(["x", "y"], [ArrayNode(0), ArrayNode(-1)])},
+        {"skeleton": DictNode([1, "y"], [ArrayNode(0), ArrayNode(1)])},
+        {"skeleton": ListNode([ArrayNode(0), ArrayNode(1)])},
+        {"skeleton": None},
+    ],
+    ids=str,
+)
+def test_impossible_manifests(changes: dict[str, Any]) -> None:
+    data = encode(good(**changes))
+    with pytest.raises(CorruptStoreError):
+        decode(data)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"storage": 2},
+        {"storage": -1},
+        {"storage": None},
+        {"dtype": "float33"},
+        {"dtype": "qint8"},
+        {"dtype": "__class__"},
+        {"dtype": "O", "kind": "ndarray"},
+        {"dtype": "<f4", "kind": "tensor"},
+        {"shape": (2,)},
+        {"shape": (2, 4)},
+        {"shape": (-2, 3)},
+        {"shape": (0, 3)},
+        {"shape": (1 << 40, 1 << 40), "stride": (0, 0)},
+        {"shape": (1 << 63, 1), "stride": (0, 0)},
+        {"shape": (1,) * 65, "stride": (1,) * 65},
+        {"stride": (4, 1)},
+        {"stride": (-3, 1)},
+        {"stride": (3, 1 << 62)},
+        {"offset": 4},
+        {"offset": -4},
+        {"offset": 1, "shape": (1, 1)},
+        {"shape": (1, 1), "offset": 24},
+        {"stride": (-3, 1), "kind": "ndarray", "dtype": "<f4"},
+        {"kind": "ndarray", "dtype": "<f4", "requires_grad": True},
+        {"dtype": "int32", "requires_grad": True},
+    ],
+    ids=str,
+)
+def test_impossible_tensors(changes: dict[str, Any]) -> None:
+    data = encode(good(tensors=(tensor(**changes), tensor(storage=1))))
+    with pytest.raises(CorruptStoreError):
+        decode(data)
+
+
+def test_recursion_bombs() -> None:
+    for levels in (150, 100_000):
+        bomb = b"\x92\xa4list\x91" * levels + b"\xc0"
+        data = encode(good()).replace(msgspec.msgpack.encode(good().skeleton), b"\x93\xa4dict\x91\xa1x\x91" + bomb)
+        with pytest.raises(CorruptStoreError):
+            decode(data)
+    deep: Node = None
+    for _ in range(150):
+        deep = ListNode([deep])
+    with pytest.raises(CorruptStoreError, match="deep"):
+        decode(encode(good(skeleton=DictNode(["x"], [deep]), tensors=())))
+
+
+def test_damage_never_gives_anything_but_the_error_or_a_checked_manifest() -> None:
+    state = {"a": torch.zeros(3, 4).t(), "b": [1, "x", {2: torch.arange(5)}], "c": torch.zeros(4, requires_grad=True)}
+    data = save(state).manifest
+    generator = random.Random(1)
+    for _ in range(1500):
+        damaged = bytearray(data)
+        for _ in range(generator.randint(1, 4)):
+            damaged[generator.randrange(len(damaged))] = generator.randrange(256)
+        try:
+            manifest = decode(damaged)
+            restoration = allocate(manifest)
+            for target in restoration.targets:
+                assert 0 <= target.payload_offset <= target.payload_offset + target.nbytes <= manifest.payload_nbytes
+            restoration.finish()
+        except CorruptStoreError:
+            pass
+    for end in range(len(data)):
+        with pytest.raises(CorruptStoreError):
+            decode(data[:end])
+    with pytest.raises(CorruptStoreError):
+        decode(data + b"\0")
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.binary(max_size=60))
+def test_any_bytes(data: bytes) -> None:
+    with pytest.raises(CheckpointError):
+        decode(data)
+
+
+@pytest.mark.parametrize("changes", [{"step": 1 << 70}, {"metadata": {"a": 1 << 70}}, {"metadata": {"\ud800": 1}}])
+def test_what_msgpack_cannot_carry(changes: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedStateError):
+        encode(good(**changes))
+
+
+def test_span() -> None:
+    assert span((), ()) == (0, 0)
+    assert span((2, 3), (3, 1)) == (0, 5)
+    assert span((2, 3, 1), (-3, 1, 99)) == (-3, 2)
+    assert tensor(offset=4, stride=(1, 2)).extent == (4, 4 + 6 * 4)

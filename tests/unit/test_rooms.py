@@ -1,0 +1,118 @@
+"""The rooms of the package: every module belongs to one, imports go downward, and none goes round in a circle."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import pccheck_async
+
+ROOT = Path(pccheck_async.__file__).parent
+FLOORS = (
+    ("errors", "_ext"),
+    ("telemetry",),
+    ("format",),
+    ("state",),
+    ("transfer",),
+    ("medium",),
+    ("store",),
+    ("engine",),
+    ("training",),
+    ("tuning",),
+    ("api",),
+    ("upkeep", "convert"),
+    ("",),
+    ("testing",),
+    ("bench",),
+    ("cli",),
+    ("__main__",),
+)
+"""From the ground up. A room may import what is below it; ``""`` is the package itself, what ``import`` gives users."""
+LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
+PURE = ("errors", "telemetry", "format", "state")
+"""No await there, and no file descriptor."""
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+
+
+TREES = {
+    module_of(path): ast.parse(path.read_text())
+    for path in ROOT.rglob("*.py")
+    if path.relative_to(ROOT).parts[0] != "examples"
+}
+
+
+def room_of(module: str) -> str:
+    return module.split(".", maxsplit=1)[0]
+
+
+def imports(module: str) -> set[str]:
+    """The modules of the package that one imports; a name that is no module stands for the module it comes from."""
+    found: set[str] = set()
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.Import):
+            assert not any(alias.name.startswith("pccheck_async.") for alias in node.names), module
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative import"
+            package, _, source = (node.module or "").partition(".")
+            if package == "pccheck_async":
+                names = {f"{source}.{alias.name}".lstrip(".") for alias in node.names}
+                found |= {name if name in TREES or name == "_ext" else source for name in names}
+    return found - {module}
+
+
+def test_every_module_belongs_to_a_room() -> None:
+    assert {room_of(module) for module in TREES} <= set(LEVEL)
+
+
+def test_imports_go_downward() -> None:
+    upward = [
+        f"{module} -> {name}"
+        for module in TREES
+        for name in imports(module)
+        if room_of(name) != room_of(module) and LEVEL[room_of(name)] >= LEVEL[room_of(module)]
+    ]
+    assert sorted(upward) == [  # the engine makes what belongs to training; the readers belong to the api
+        "engine.config -> training.policy",
+        "engine.core -> training.policy",
+        "engine.core -> training.preemption",
+        "engine.core -> training.step_context",
+        "engine.ledger -> training.step_context",
+        "store.store_reader -> engine.config",
+        "store.store_reader -> engine.loop",
+    ]
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """What a package's ``__init__`` offers is below it: its modules import one another, and never the package."""
+    try:
+        TopologicalSorter({module: imports(module) for module in TREES}).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_pure_rooms_do_not_await() -> None:
+    asynchronous = (ast.AsyncFunctionDef, ast.Await, ast.AsyncWith, ast.AsyncFor)
+    awaiting = [
+        module
+        for module, tree in TREES.items()
+        if room_of(module) in PURE and any(isinstance(node, asynchronous) for node in ast.walk(tree))
+    ]
+    assert awaiting == []
+
+
+def test_nothing_unpickles() -> None:
+    """Pickles are written for others to read, and torch's restricted reader may refuse one."""
+    for module, tree in TREES.items():
+        nodes = list(ast.walk(tree))
+        named = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        parts = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+        named |= {node.module or "" for node in parts if node.module != "pickle"}
+        assert not {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle"} & named, module
+        taken = {alias.name for node in parts if node.module == "pickle" for alias in node.names}
+        assert taken <= {"Pickler", "UnpicklingError"}, module

@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+
+from pccheck_async.format.record import MOST_SLOT
+from pccheck_async.store.slots import Create, Replace, Reuse, SlotTable, Wait
+
+
+def test_first_slots_are_created() -> None:
+    table = SlotTable({}, (), in_flight=2, kept=1)
+    assert table.missing() == [0, 1, 2]
+    assert table.decide(100) == Create(0)
+
+
+def test_the_smallest_fitting_slot_is_reused() -> None:
+    table = SlotTable({0: 500, 1: 100, 2: 200}, (), in_flight=2, kept=1)
+    assert table.decide(150) == Reuse(2)
+
+
+def test_what_was_superseded_last_is_written_over_last() -> None:
+    """It takes the newest one's place where that is damaged."""
+    table = SlotTable({0: 100, 1: 100, 2: 200}, (), in_flight=2, kept=1)
+    table.committed([1])
+    table.committed([0])
+    assert table.decide(100) == Reuse(2)
+    assert table.decide(100, passed_over=[2]) == Reuse(1)
+    assert table.decide(300) == Replace(2, 3)
+    table.committed([2])
+    assert table.decide(100) == Reuse(1)
+
+
+def test_what_was_superseded_last_is_removed_last() -> None:
+    """A slot beyond those needed is left where a reader held one."""
+    table = SlotTable({0: 100, 1: 100, 2: 100}, (), in_flight=1, kept=1)
+    table.committed([0])
+    table.committed([1])
+    assert table.surplus() == [2]
+    table.committed([2])
+    table.committed([1])
+    assert table.surplus() == [0]
+
+
+def test_a_small_slot_is_replaced_under_a_new_number() -> None:
+    table = SlotTable({0: 100, 1: 100}, (1,), in_flight=1, kept=1)
+    assert table.decide(150) == Replace(0, 2)
+
+
+def test_committed_leased_and_read_slots_are_never_chosen() -> None:
+    table = SlotTable({0: 100, 1: 100, 2: 100}, (0,), in_flight=2, kept=1)
+    table.start_reading(0)
+    table.lease(1)
+    assert table.decide(100) == Reuse(2)
+    table.lease(2)
+    table.committed([2])
+    assert table.free() == []  # 0 is read, 1 leased, 2 committed
+    table.stop_reading(0)
+    assert table.free() == [0]
+
+
+def test_readers_cost_one_slot_and_then_waiting() -> None:
+    table = SlotTable({0: 100, 1: 100, 2: 100}, (0,), in_flight=2, kept=1)
+    table.lease(1)
+    assert table.decide(100, passed_over=[2]) == Create(3)
+    table.created(3, 100)
+    table.lease(3)
+    table.release(1)
+    assert table.decide(100, passed_over=[2, 1]) == Wait(readers=2)
+
+
+def test_the_extra_slot_goes_when_the_reader_left() -> None:
+    table = SlotTable({0: 100, 1: 100, 2: 100, 3: 100}, (0,), in_flight=2, kept=1)
+    assert table.surplus() == [1]
+
+
+def test_fewer_kept_than_found() -> None:
+    table = SlotTable(dict.fromkeys(range(5), 100), (0, 1, 2, 3, 4), in_flight=1, kept=1)
+    assert table.decide(100) == Create(5)
+
+
+@pytest.mark.parametrize("slot", [0, 1, 2, 9])
+def test_only_free_slots_are_leased(slot: int) -> None:
+    table = SlotTable({0: 100, 1: 100, 2: 100}, (0,), in_flight=2, kept=1)
+    table.lease(1)
+    table.start_reading(0)
+    if slot == 2:
+        table.lease(2)
+    with pytest.raises(ValueError, match="not free"):
+        table.lease(slot)
+
+
+class Slots(RuleBasedStateMachine):
+    """Any order of leases, releases, commits and readers keeps I1, I3 and I10."""
+
+    leases = Bundle("leases")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_flight, self.keep_last = 3, 2
+        self.table = SlotTable({}, (), in_flight=self.in_flight, kept=self.keep_last)
+        self.committed: list[int] = []
+        self.leased: set[int] = set()
+        self.read: set[int] = set()
+
+    @precondition(lambda self: len(self.leased) < self.in_flight)
+    @rule(target=leases, nbytes=st.integers(1, 500))
+    def reserve(self, nbytes: int) -> int:
+        decision = self.table.decide(nbytes)
+        assert not isinstance(decision, Wait)
+        if isinstance(decision, Replace):
+            assert decision.old not in self.committed
+            self.table.removed(decision.old)
+        if not isinstance(decision, Reuse):
+            self.table.created(decision.slot, nbytes)
+        assert self.table.size(decision.slot) >= nbytes
+        self.table.lease(decision.slot)
+        assert decision.slot not in self.leased
+        self.leased.add(decision.slot)
+        return decision.slot
+
+    @rule(slot=consumes(leases))
+    def release(self, slot: int) -> None:
+        self.leased.discard(slot)
+        self.table.release(slot)
+
+    @rule(slot=consumes(leases))
+    def commit(self, slot: int) -> None:
+        self.leased.discard(slot)
+        self.committed = [slot, *self.committed][: self.keep_last]
+        self.table.committed(self.committed)
+        for surplus in self.table.surplus():
+            assert surplus not in {*self.committed, *self.leased, *self.read}
+            self.table.removed(surplus)
+
+    @precondition(lambda self: self.committed and not self.read)
+    @rule()
+    def start_reading(self) -> None:
+        self.read.add(self.committed[-1])
+        self.table.start_reading(self.committed[-1])
+
+    @precondition(lambda self: self.read)
+    @rule()
+    def stop_reading(self) -> None:
+        self.table.stop_reading(self.read.pop())
+
+    @invariant()
+    def nothing_in_use_is_free(self) -> None:
+        assert not set(self.table.free()) & {*self.committed, *self.leased, *self.read}
+
+    @invariant()
+    def slots_are_bounded(self) -> None:
+        assert self.table.count <= self.in_flight + self.keep_last + 1
+
+
+TestSlots = Slots.TestCase
+TestSlots.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_a_slot_that_is_read_and_committed_costs_no_further_one() -> None:
+    table = SlotTable({0: 8, 1: 8}, [0], in_flight=1, kept=1)
+    table.lease(1)
+    table.start_reading(0)
+    assert table.decide(8) == Wait(readers=0)
+
+
+@pytest.mark.parametrize(("sizes", "lost"), [({0: 8}, 1), ({MOST_SLOT: 8}, 0)])
+def test_a_slot_that_a_record_names_and_nobody_has_is_not_made_anew(sizes: dict[int, int], lost: int) -> None:
+    table = SlotTable(sizes, [lost, *sizes], in_flight=2, kept=2)
+    missing = table.missing()
+    assert len(missing) == 3
+    assert lost not in missing

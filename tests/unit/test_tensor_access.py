@@ -1,0 +1,207 @@
+"""Code that gets at memory past torch's counters, in the middle of a capture: it waits."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pccheck_async import CheckpointError, SyncCheckpointEngine, load_sync
+from pccheck_async.engine.pending import PendingCheckpoint
+from pccheck_async.state import tensor_access as access
+from tests.engine.test_overlap import Held, equal, held, saved
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+@pytest.fixture
+def let_go(monkeypatch: pytest.MonkeyPatch) -> Callable[[Held], list[PendingCheckpoint]]:
+    """The device of a held capture begins to move again when somebody waits for it, and not before."""
+
+    def when_waited_for(it: Held) -> list[PendingCheckpoint]:
+        wait, waited = PendingCheckpoint.wait_out_of_reach, list[PendingCheckpoint]()
+
+        def release_and_wait(pending: PendingCheckpoint, *arguments: Any) -> bool:
+            waited.append(pending)
+            it.io.writer.release()
+            return wait(pending, *arguments)
+
+        monkeypatch.setattr(PendingCheckpoint, "wait_out_of_reach", release_and_wait)
+        return waited
+
+    return when_waited_for
+
+
+def resize(storage: torch.UntypedStorage) -> None:
+    storage.resize_(0)
+
+
+WRITES: dict[str, Callable[[Any], object]] = {
+    "data": lambda parameter: parameter.data.fill_(7.0),
+    "new data": lambda parameter: setattr(parameter, "data", torch.full_like(parameter, 7.0)),
+    "numpy": lambda parameter: parameter.detach().numpy().fill(7.0),
+    "array": lambda parameter: np.asarray(parameter.detach()).fill(7.0),
+    "view": lambda parameter: parameter.detach().view(-1)[9000:].numpy().fill(7.0),
+    "dlpack": lambda parameter: torch.utils.dlpack.from_dlpack(parameter.detach()).data.fill_(7.0),
+    "storage": lambda parameter: parameter.untyped_storage().fill_(7),
+    "set": lambda parameter: parameter.detach().set_(torch.full_like(parameter, 7.0)),
+    "resize": lambda parameter: resize(parameter.untyped_storage()),
+    "vector": lambda parameter: torch.nn.utils.vector_to_parameters(torch.zeros(parameter.numel()), [parameter]),
+    "dtype": lambda parameter: torch.nn.ParameterList([parameter]).half(),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_who_reaches_for_what_is_being_captured_waits(
+    tmp_path: Path, write: str, let_go: Callable[[Held], list[PendingCheckpoint]]
+) -> None:
+    with held(tmp_path) as it:
+        let_go(it)
+        WRITES[write](it.model.second.weight)
+        assert it.pending.is_captured
+        it.pending.result()
+        assert it.engine.statistics().guard_seconds > 0
+    assert equal(saved(tmp_path), it.want)
+
+
+def test_a_storage_taken_before_is_shrunk_only_after_the_capture(
+    tmp_path: Path, let_go: Callable[[Held], list[PendingCheckpoint]]
+) -> None:
+    model = torch.nn.Linear(512, 512)
+    storage = model.weight.untyped_storage()
+    with held(tmp_path) as it:
+        it.io.writer.release()
+        it.pending.result()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        it.engine.attach(optimizer)
+        want = copy.deepcopy(model.state_dict())
+        it.io.writer.hold("write")
+        it.pending = it.engine.checkpoint({"model": model}, step=2, overlap=True)
+        it.io.writer.wait_stuck()
+        let_go(it)
+        storage.resize_(0)
+        assert it.pending.is_captured
+        it.pending.result()
+    assert equal(saved(tmp_path)["model"], want)
+
+
+def test_weights_swapped_for_an_evaluation_are_not_what_is_saved(
+    tmp_path: Path, let_go: Callable[[Held], list[PendingCheckpoint]]
+) -> None:
+    with held(tmp_path) as it:
+        waited = let_go(it)
+        kept = [parameter.detach().clone() for parameter in it.model.parameters()]
+        for parameter in it.model.parameters():
+            parameter.data.copy_(torch.full_like(parameter, 0.5))
+        it.model(torch.randn(4, 96))
+        for parameter, before in zip(it.model.parameters(), kept, strict=True):
+            parameter.data.copy_(before)
+        assert waited == [it.pending]  # once
+        it.pending.result()
+    assert equal(saved(tmp_path), it.want)
+
+
+def test_what_is_not_being_captured_is_reached_at_once(tmp_path: Path) -> None:
+    other = torch.nn.Linear(4, 4)
+    with held(tmp_path) as it:
+        other.weight.data.fill_(1.0)
+        it.model.norm.get_buffer("running_mean").data.fill_(1.0)  # copied before the call returned
+        torch.ones(3).numpy()
+        torch.eye(3).to_sparse().data.mul_(2.0)
+        torch.ones(2, device="meta").untyped_storage()
+        torch.nn.LazyLinear(4)(torch.ones(2, 3))
+        assert not it.pending.is_captured
+        it.io.writer.release()
+        it.pending.result()
+    assert equal(saved(tmp_path), it.want)
+
+
+def test_one_that_waits_for_too_long_goes_on_and_the_capture_does_not(tmp_path: Path) -> None:
+    with held(tmp_path, max_stall=0.02) as it:
+        it.model.second.weight.data.fill_(7.0)
+        with pytest.raises(CheckpointError, match="abandoned the checkpoint of step 1"):
+            it.pending.result()
+        it.io.writer.release()
+        it.engine.drain()
+
+
+def test_threads_that_capture_wait_for_nobody(tmp_path: Path) -> None:
+    with held(tmp_path) as it:
+
+        def reach() -> None:  # as finalizers may, which run on any thread
+            it.model.second.weight.data.shape  # noqa: B018
+
+        core = it.engine._core
+        future, _ = core.loop.submit(core.pipeline.session.operations.call(reach))
+        future.result(10)
+        core.loop.loop.call_soon_threadsafe(reach)
+        core.loop.call(asyncio.sleep(0))
+        assert not it.pending.is_captured
+        it.io.writer.release()
+
+
+def test_torch_is_as_it_was_when_the_last_engine_closed(tmp_path: Path) -> None:
+    def found() -> list[Any]:
+        return [cls.__dict__.get(name) for cls, name in (*access._METHODS, *access._PROPERTIES)]
+
+    before = found()
+    model = torch.nn.Linear(300, 300)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with SyncCheckpointEngine(tmp_path / "one") as one:
+        with SyncCheckpointEngine(tmp_path / "other") as other:
+            for engine in (one, other):
+                engine.attach(optimizer)
+                engine.checkpoint({"model": model}, overlap=True).result()
+        assert found() != before
+    assert found() == before
+
+
+def test_somebody_elses_shadow_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def note(owner: Any, writes: bool) -> None:
+        seen.append((owner, writes))
+
+    access.notify(note)
+    shadow: Any = torch.Tensor.numpy
+
+    def numpy(tensor: torch.Tensor) -> Any:
+        return shadow(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "numpy", numpy)
+    tensor = torch.ones(2)
+    assert tensor.numpy().tolist() == [1.0, 1.0]
+    access.stop_notifying(note)
+    assert seen == [(tensor, False)]
+    assert tensor.numpy().tolist() == [1.0, 1.0]
+    assert len(seen) == 1
+
+
+def test_compiled_models_are_not_compiled_again(tmp_path: Path) -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled: Any = torch.compile(model, backend=counter)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        compiled(torch.randn(2, 8)).sum().backward()
+        optimizer.step()
+
+    step()
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.attach(optimizer)
+        for _ in range(2):
+            engine.checkpoint({"model": model, "optimizer": optimizer}, overlap=True)
+            step()
+    step()
+    assert counter.frame_count == 1
+    assert equal(load_sync(tmp_path)["model"].keys(), model.state_dict().keys())
