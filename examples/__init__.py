@@ -1,1 +1,1 @@
-"""Runnable examples; installed as ``pccheck_async.examples``."""
+"""Programs to copy from; the ones in ``paper`` reproduce the papers' figures. Not installed: they run in a clone."""

@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* `length` bytes at `address` belong at `offset` of the buffer. Tables of these are packed and may be unaligned. */
+/* `length` bytes at `address` correspond to `offset` of the buffer. Tables are arrays of these, maybe unaligned. */
 struct copy_segment {
     uint64_t address;
     uint64_t offset;
@@ -19,12 +19,11 @@ int copy_check(const void *segments, size_t count, uint64_t size, bool ordered, 
 
 /* Fill all of `buffer`: the segments (checked, ordered), and zeros between and behind them. Stores its CRC-32.
  *
- * The checksum is of the bytes that were stored, read from the source once, so it holds for what will be written even
- * where the source changes meanwhile. Always 0. */
+ * The checksum is computed from the stored bytes; each is read from the source once. So it holds for what will be
+ * written even if the source changes meanwhile. Always 0. */
 int copy_gather(const void *segments, size_t count, void *buffer, uint64_t size, uint32_t *checksum);
 
-/* Copy the segments (checked) out of `buffer`, once its CRC-32 proved to be `checksum`; -EBADMSG, with nothing copied,
- * where it is another. */
+/* Copy the segments (checked) out of `buffer` if its CRC-32 is `checksum`; else -EBADMSG, and nothing is copied. */
 int copy_scatter(const void *segments, size_t count, const void *buffer, uint64_t size, uint32_t checksum);
 
 #endif

@@ -8,10 +8,10 @@
 
 /* One way to compute it. `update` works on the raw register: the caller inverts before the first and after the last.
  *
- * `copy` does the same while it copies, NULL where there is no such way. It loads each byte once, so what it stores is
- * what it checksums even where the source changes meanwhile. It stores past the caches, which spares the memory reading
- * lines only to overwrite them: right for a destination that nobody reads at once. The stores are ordered when it
- * returns, as those of any other function are. */
+ * `copy` (NULL if a variant has none) does the same while it copies. It loads each byte once, so the checksum is of the
+ * bytes it stores even if the source changes meanwhile. It stores past the caches, so that no line is read from memory
+ * only to be overwritten: for destinations that are not read at once. The stores are ordered when it returns, as those
+ * of any other function are. */
 struct crc32_variant {
     const char *name;
     bool (*supported)(void);
@@ -23,7 +23,7 @@ struct crc32_variant {
 extern const struct crc32_variant crc32_variants[];
 extern const size_t crc32_variant_count;
 
-/* The fastest that this processor runs. Cheap, and kept nowhere: there is no state to initialise or to race for. */
+/* Return the fastest that this processor runs. Cheap, and not cached: there is no state to initialise or race for. */
 const struct crc32_variant *crc32_select(void);
 
 /* CRC-32 of `data`, continuing from `value` (0 to begin). */

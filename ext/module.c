@@ -6,11 +6,9 @@
 #include "copy.h"
 #include "crc32.h"
 #include "dlpack_forms.h"
-#include "queue_object.h"
-#include "request.h"
 #include "transfer.h"
 
-/* Below this, letting go of the GIL costs more than it gives. */
+/* Below this, releasing the GIL costs more than it gives. */
 #define GIL_WORTHY_BYTES ((Py_ssize_t)64 << 10)
 
 static PyObject *ext_crc32(PyObject *Py_UNUSED(module), PyObject *args)
@@ -82,9 +80,9 @@ static void set_dlpack_error(int error)
     if (error == -ENOMEM)
         PyErr_NoMemory();
     else if (error == -ENODATA)
-        PyErr_SetString(PyExc_NotImplementedError, "DLPack tells no shape or no strides of a tensor");
+        PyErr_SetString(PyExc_NotImplementedError, "DLPack gives no shape or no strides of a tensor");
     else if (!PyErr_Occurred())
-        PyErr_SetString(PyExc_RuntimeError, "DLPack does not say what is wrong with a tensor");
+        PyErr_SetString(PyExc_RuntimeError, "DLPack failed on a tensor without saying why");
 }
 
 static PyObject *ext_dlpack_forms(PyObject *Py_UNUSED(module), PyObject *args)
@@ -100,11 +98,11 @@ static PyObject *ext_dlpack_forms(PyObject *Py_UNUSED(module), PyObject *args)
         return NULL;
     exchange = dlpack_known(exchange);
     if (!exchange) {
-        PyErr_SetString(PyExc_NotImplementedError, "this DLPack API does not tell what a tensor is");
+        PyErr_SetString(PyExc_NotImplementedError, "this DLPack API cannot describe a tensor");
         return NULL;
     }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); i++) {
-        PyObject *tensor = Py_NewRef(PyList_GET_ITEM(tensors, i)); /* asking may run code that empties the list */
+        PyObject *tensor = Py_NewRef(PyList_GET_ITEM(tensors, i)); /* the API may run code that empties the list */
         const int error = dlpack_forms_add(&forms, exchange, tensor, addresses);
         Py_DECREF(tensor);
         if (error) {
@@ -165,7 +163,7 @@ static struct PyModuleDef ext_module = {
     .m_base = PyModuleDef_HEAD_INIT,
     .m_name = "pccheck_async._ext",
     .m_doc = "Operations on bytes in C: see the stub beside it for the contracts.",
-    .m_size = 0, /* no state of the module's own: a queue holds all that it needs */
+    .m_size = 0, /* the module has no state: a queue holds all that it needs */
     .m_methods = ext_methods,
     .m_slots = ext_slots,
 };

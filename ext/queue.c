@@ -3,16 +3,14 @@
 #include <errno.h>
 #include <pthread.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/eventfd.h>
+#include <unistd.h>
 
-static const struct engine *const engines[] = {&threads_engine, &uring_engine};
+#include "threads.h"
 
 struct queue {
-    const struct engine *engine;
-
-    pthread_mutex_t engine_mutex; /* guards these two; taken before the other one */
-    void *state;
+    pthread_mutex_t submit_mutex; /* guards these, and is taken before the other one */
+    struct threads io, copy;
     bool closed;
 
     pthread_mutex_t mutex; /* guards these, and is never held while anything waits */
@@ -20,37 +18,43 @@ struct queue {
     struct op_list completions;
 };
 
-const struct engine *queue_engine(const char *name)
+/* Forget the descriptor, then close it: a child forked in between then does not close another one of that number. */
+static void close_eventfd(struct queue *queue)
 {
-    for (size_t i = 0; i < sizeof engines / sizeof *engines; i++) {
-        if (strcmp(engines[i]->name, name) == 0)
-            return engines[i];
-    }
-    return NULL;
+    const int closing = queue->eventfd;
+    queue->eventfd = -1;
+    if (closing >= 0)
+        close(closing);
 }
 
-int queue_open(const struct engine *engine, const struct engine_options *options, struct queue **opened)
+int queue_open(unsigned io_threads, unsigned copy_threads, struct queue **opened)
 {
-    int error = -ENOMEM;
+    int error;
     struct queue *queue = calloc(1, sizeof *queue);
     if (!queue)
-        return error;
-    queue->engine = engine;
-    pthread_mutex_init(&queue->engine_mutex, NULL);
+        return -ENOMEM;
+    pthread_mutex_init(&queue->submit_mutex, NULL);
     pthread_mutex_init(&queue->mutex, NULL);
     queue->eventfd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (queue->eventfd < 0) {
         error = -errno;
         goto fail;
     }
-    error = engine->open(queue, options, &queue->state);
+    error = threads_start(&queue->io, queue, "io", io_threads);
     if (error < 0)
-        goto fail;
+        goto fail_io;
+    error = threads_start(&queue->copy, queue, "mem", copy_threads);
+    if (error < 0)
+        goto fail_copy;
     *opened = queue;
     return 0;
 
+fail_copy:
+    threads_stop(&queue->copy);
+fail_io:
+    threads_stop(&queue->io);
+    close_eventfd(queue);
 fail:
-    close_fd(&queue->eventfd);
     queue_free(queue);
     return error;
 }
@@ -84,23 +88,25 @@ void queue_complete_cancelled(struct queue *queue, struct op *op)
 
 void queue_submit(struct queue *queue, struct op_list *batch)
 {
-    pthread_mutex_lock(&queue->engine_mutex);
+    pthread_mutex_lock(&queue->submit_mutex);
     for (struct op *op; (op = op_list_pop(batch)) != NULL;) {
         if (queue->closed)
             queue_complete_cancelled(queue, op);
         else
-            queue->engine->submit(queue->state, op);
+            threads_stage(op_is_io(op) ? &queue->io : &queue->copy, op);
     }
-    if (!queue->closed)
-        queue->engine->commit(queue->state);
-    pthread_mutex_unlock(&queue->engine_mutex);
+    if (!queue->closed) {
+        threads_commit(&queue->io);
+        threads_commit(&queue->copy);
+    }
+    pthread_mutex_unlock(&queue->submit_mutex);
 }
 
 bool queue_cancel(struct queue *queue, uint64_t token)
 {
-    pthread_mutex_lock(&queue->engine_mutex);
-    const bool found = !queue->closed && queue->engine->cancel(queue->state, token);
-    pthread_mutex_unlock(&queue->engine_mutex);
+    pthread_mutex_lock(&queue->submit_mutex);
+    const bool found = !queue->closed && (threads_cancel(&queue->io, token) || threads_cancel(&queue->copy, token));
+    pthread_mutex_unlock(&queue->submit_mutex);
     return found;
 }
 
@@ -129,28 +135,26 @@ void queue_unreap(struct queue *queue, struct op_list *completions)
 
 void queue_close(struct queue *queue)
 {
-    pthread_mutex_lock(&queue->engine_mutex);
+    pthread_mutex_lock(&queue->submit_mutex);
     if (!queue->closed) {
         queue->closed = true;
-        queue->engine->close(queue->state);
+        threads_stop(&queue->io);
+        threads_stop(&queue->copy);
         pthread_mutex_lock(&queue->mutex);
-        close_fd(&queue->eventfd);
+        close_eventfd(queue);
         pthread_mutex_unlock(&queue->mutex);
     }
-    pthread_mutex_unlock(&queue->engine_mutex);
+    pthread_mutex_unlock(&queue->submit_mutex);
 }
 
 void queue_free(struct queue *queue)
 {
     pthread_mutex_destroy(&queue->mutex);
-    pthread_mutex_destroy(&queue->engine_mutex);
-    free(queue->state);
+    pthread_mutex_destroy(&queue->submit_mutex);
     free(queue);
 }
 
 void queue_disown(struct queue *queue)
 {
-    close_fd(&queue->eventfd);
-    if (queue->engine->disown)
-        queue->engine->disown(queue->state);
+    close_eventfd(queue);
 }

@@ -1,15 +1,17 @@
-/* A queue of operations: batches go in, completions come out, one eventfd says when. Any thread may call anything but
- * queue_free() and queue_disown() at any time. */
+/* A queue of operations: batches go in, completions come out, and an eventfd tells when. Any thread may call these
+ * functions at any time, except queue_free() and queue_disown(). */
 #ifndef PCCHECK_QUEUE_H
 #define PCCHECK_QUEUE_H
 
-#include "engine.h"
+#include "operation.h"
 
-/* The engine of that name, or NULL. */
-const struct engine *queue_engine(const char *name);
+#define QUEUE_MOST_THREADS 256
 
-/* 0 and *queue, or -errno. */
-int queue_open(const struct engine *engine, const struct engine_options *options, struct queue **queue);
+struct queue;
+
+/* Start a queue: 0 and *queue, or -errno. `io_threads` (1 to QUEUE_MOST_THREADS) perform writes, reads, flushes and
+ * chains; `copy_threads` (as many) perform gathers, scatters and checksums. So neither waits behind the other. */
+int queue_open(unsigned io_threads, unsigned copy_threads, struct queue **queue);
 
 /* Readable while completions wait to be reaped; written once per transition from none to some. -1 once closed. */
 int queue_fd(const struct queue *queue);
@@ -17,26 +19,26 @@ int queue_fd(const struct queue *queue);
 /* Submit a batch, and empty the list. A closed queue reports all of it as cancelled. */
 void queue_submit(struct queue *queue, struct op_list *batch);
 
-/* Cancel an operation that has not started: true where there was one; it completes with -ECANCELED. */
+/* Cancel an operation that has not started: true if there was one; it completes with -ECANCELED. */
 bool queue_cancel(struct queue *queue, uint64_t token);
 
-/* Take all completions, oldest first. Does not wait for a queue_close() that runs, and still works after it. */
+/* Return all completions, oldest first. Does not wait for a queue_close() that runs, and still works after it. */
 struct op_list queue_reap(struct queue *queue);
 
-/* Put completions back that could not be delivered: the next queue_reap() returns them first. */
+/* Put back completions that could not be delivered: the next queue_reap() returns them first. */
 void queue_unreap(struct queue *queue, struct op_list *completions);
 
-/* Cancel what has not started, wait for what has, stop the engine, close the eventfd. Every caller waits for that. */
+/* Cancel what has not started, wait for what has, end the threads, close the eventfd. Every caller waits for that. */
 void queue_close(struct queue *queue);
 
-/* Free a closed queue. Completions that nobody reaped stay with those who own their memory. */
+/* Free a closed queue. Completions that nobody reaped stay with the owners of their memory. */
 void queue_free(struct queue *queue);
 
-/* In a forked child, where the engine's threads do not exist and its locks may be held for ever: close the child's
- * copies of descriptors. Nothing else may be called there. */
+/* In a forked child, which has neither the threads nor the locks they may hold: close the child's copy of the eventfd.
+ * Nothing else may be called there. */
 void queue_disown(struct queue *queue);
 
-/* For engines: report that an operation has ended, its result set. From any thread. */
+/* For the threads: report that an operation has ended, its result set. */
 void queue_complete(struct queue *queue, struct op *op);
 
 /* The same with -ECANCELED as its result. */

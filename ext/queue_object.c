@@ -1,18 +1,17 @@
-#include "queue_object.h"
+#include "binding.h"
 
 #include <errno.h>
 #include <stdbool.h>
 #include <unistd.h>
 
 #include "queue.h"
-#include "request.h"
 
 typedef struct {
     PyObject_HEAD
     struct queue *queue;
     struct request *live; /* submitted and not reaped, for the garbage collector */
     Py_ssize_t running;   /* how many those are */
-    pid_t pid;            /* a forked child has the memory but not the threads, and must not touch the locks */
+    pid_t pid;            /* a forked child has neither the threads nor usable locks */
     bool closing;
 } QueueObject;
 
@@ -58,29 +57,22 @@ static int check_open(const QueueObject *self)
 
 static PyObject *queue_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"io_threads", "copy_threads", "engine", NULL};
-    const char *engine_name = "threads";
-    const struct engine *engine;
+    static char *names[] = {"io_threads", "copy_threads", NULL};
     int io_threads, copy_threads, error;
     QueueObject *self = NULL;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ii|s:Queue", names, &io_threads, &copy_threads, &engine_name))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ii:Queue", names, &io_threads, &copy_threads))
         goto fail;
-    if (io_threads < 1 || io_threads > ENGINE_MOST_THREADS || copy_threads < 1 || copy_threads > ENGINE_MOST_THREADS) {
-        PyErr_Format(PyExc_ValueError, "a queue has 1 to %d threads of each kind, not %d and %d", ENGINE_MOST_THREADS,
+    if (io_threads < 1 || io_threads > QUEUE_MOST_THREADS || copy_threads < 1 || copy_threads > QUEUE_MOST_THREADS) {
+        PyErr_Format(PyExc_ValueError, "a queue has 1 to %d threads of each kind, not %d and %d", QUEUE_MOST_THREADS,
                      io_threads, copy_threads);
-        goto fail;
-    }
-    engine = queue_engine(engine_name);
-    if (!engine) {
-        PyErr_Format(PyExc_ValueError, "there is no engine named '%s'", engine_name);
         goto fail;
     }
     self = (QueueObject *)type->tp_alloc(type, 0);
     if (!self)
         goto fail;
     self->pid = getpid();
-    error = queue_open(engine, &(struct engine_options){(unsigned)io_threads, (unsigned)copy_threads}, &self->queue);
+    error = queue_open((unsigned)io_threads, (unsigned)copy_threads, &self->queue);
     if (error < 0) {
         errno = -error;
         PyErr_SetFromErrno(PyExc_OSError);
@@ -101,7 +93,7 @@ static PyObject *queue_fileno(QueueObject *self, PyObject *Py_UNUSED(ignored))
 static PyObject *queue_py_submit(QueueObject *self, PyObject *batch)
 {
     struct op_list requests = {0};
-    PyObject *items = PySequence_Tuple(batch); /* a copy: converting an operation may run code that changes a list */
+    PyObject *items = PySequence_Tuple(batch); /* a copy: parsing an operation may run code that changes the list */
     if (!items)
         goto fail;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items); i++) {
@@ -114,7 +106,7 @@ static PyObject *queue_py_submit(QueueObject *self, PyObject *batch)
         if (request_parse(request, PyTuple_GET_ITEM(items, i)) < 0)
             goto fail;
     }
-    if (check_open(self) < 0) /* only now: the same code may have closed the queue */
+    if (check_open(self) < 0) /* only now: parsing may have run code that closed the queue */
         goto fail;
     Py_DECREF(items);
     for (struct op *op = requests.first; op; op = op->next)
@@ -148,7 +140,7 @@ static PyObject *queue_py_reap(QueueObject *self, PyObject *Py_UNUSED(ignored))
             goto fail;
         PyList_SET_ITEM(list, i, entry);
     }
-    /* Only now, since letting go of objects runs any code, this function included. */
+    /* Only now: releasing objects may run arbitrary code, this function included. */
     for (struct op *op; (op = op_list_pop(&ended)) != NULL;) {
         request_unlink(self, (struct request *)op);
         request_free((struct request *)op);
@@ -196,7 +188,7 @@ static int queue_traverse(QueueObject *self, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(self));
     if (is_forked(self))
-        return 0; /* what it holds there it holds for ever, as if from outside of any cycle */
+        return 0; /* a child never releases what the queue holds */
     for (const struct request *request = self->live; request; request = request->after) {
         const int stop = request_traverse(request, visit, arg);
         if (stop)
@@ -218,9 +210,9 @@ static int queue_clear(QueueObject *self)
     return 0;
 }
 
-/* Nothing may be let go of while a thread may use it: so this is where a forgotten queue is closed, before cycles are
- * broken. And a memoryview whose cycle is broken while a buffer of it is held crashes, before Python 3.12.6 (gh-77894):
- * so this is where all of them are let go of, too. */
+/* Threads may use buffers until the queue is closed: so a forgotten queue is closed here, before the garbage collector
+ * breaks cycles. All requests are released here, too: before Python 3.12.6, breaking the cycle of a memoryview while a
+ * buffer of it is held crashes (gh-77894). */
 static void queue_finalize(QueueObject *self)
 {
     if (!self->queue || is_forked(self))
@@ -242,7 +234,7 @@ static void queue_dealloc(QueueObject *self)
     if (PyObject_CallFinalizerFromDealloc((PyObject *)self) < 0)
         return;
     PyObject_GC_UnTrack(self);
-    if (self->queue && !is_forked(self)) { /* a child leaks it: locks of vanished threads guard it */
+    if (self->queue && !is_forked(self)) { /* a child leaks it: threads that do not exist there may hold its locks */
         queue_clear(self);
         queue_free(self->queue);
     }
@@ -264,7 +256,7 @@ static PyGetSetDef queue_getset[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-PyDoc_STRVAR(queue_doc, "Queue(io_threads, copy_threads, engine='threads')\n--\n\n"
+PyDoc_STRVAR(queue_doc, "Queue(io_threads, copy_threads)\n--\n\n"
                         "Operations on bytes, submitted in batches, finished on one eventfd, reaped in batches.");
 
 static PyType_Slot queue_slots[] = {

@@ -1,4 +1,4 @@
-#include "request.h"
+#include "binding.h"
 
 #include <stdbool.h>
 
@@ -26,7 +26,7 @@ void request_free_all(struct op_list *list)
 int request_traverse(const struct request *request, visitproc visit, void *arg)
 {
     Py_VISIT(request->view.obj);
-    Py_VISIT(request->segments); /* of a subclass of bytes they refer to anything */
+    Py_VISIT(request->segments); /* a subclass of bytes may refer to anything */
     Py_VISIT(request->keepalive);
     for (const struct op *step = request->op.steps; step; step = step->next)
         Py_VISIT(((const struct request *)step)->view.obj);
@@ -105,7 +105,7 @@ static int request_set_steps(struct request *request, PyObject *items)
     return 0;
 }
 
-/* The number of a kind, at that place of a tuple: 0, or -1 and a Python error. */
+/* Read the number of a kind at that place of a tuple: 0, or -1 and a Python error. */
 static int kind_at(PyObject *item, Py_ssize_t place, long *number)
 {
     if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) <= place) {
@@ -117,7 +117,7 @@ static int kind_at(PyObject *item, Py_ssize_t place, long *number)
     return *number == -1 && PyErr_Occurred() ? -1 : 0;
 }
 
-/* Let the request, its kind and offset set, own a buffer, where it has one. */
+/* Let the request, its kind and offset set, own the buffer, if there is one. */
 static int set_data(struct request *request, PyObject *data)
 {
     struct op *op = &request->op;
@@ -135,11 +135,11 @@ static int set_data(struct request *request, PyObject *data)
     return 0;
 }
 
-/* A step has no token: nobody cancels it by itself. */
+/* A step has no token: it cannot be cancelled by itself. */
 static int parse_step(struct request *step, PyObject *item)
 {
     struct op *op = &step->op;
-    PyObject *kind, *data = NULL; /* `kind` is not asked again: it may answer differently */
+    PyObject *kind, *data = NULL; /* not converted twice: __index__ may return something else */
     long number;
 
     if (kind_at(item, 0, &number) < 0)
@@ -155,8 +155,8 @@ static int parse_step(struct request *step, PyObject *item)
         if (!PyArg_ParseTuple(item, "Oi:step", &kind, &op->fd))
             return -1;
         break;
-    default: /* others, chains among them: they would nest */
-        PyErr_SetString(PyExc_ValueError, "a chain is made of writes, flushes, unlocks and looks whether files are linked");
+    default: /* chains, too: nesting them could overflow the stack */
+        PyErr_SetString(PyExc_ValueError, "a chain is made of WRITE, FLUSH, UNLOCK and LINKED steps");
         return -1;
     }
     op->kind = (enum op_kind)number;
@@ -172,7 +172,7 @@ int request_parse(struct request *request, PyObject *item)
 
     if (kind_at(item, 1, &number) < 0)
         return -1;
-    switch (number) { /* `kind` is not asked again: it may answer differently */
+    switch (number) { /* not converted twice: __index__ may return something else */
     case OP_WRITE:
     case OP_READ:
         parsed = PyArg_ParseTuple(item, "O&OiO&O:transfer", request_unsigned, &op->token, &kind, &op->fd,
@@ -197,7 +197,7 @@ int request_parse(struct request *request, PyObject *item)
         break;
     case OP_UNLOCK:
     case OP_LINKED:
-        PyErr_SetString(PyExc_ValueError, "only a chain unlocks, or looks whether a file is linked");
+        PyErr_SetString(PyExc_ValueError, "UNLOCK and LINKED are steps of a chain, not operations");
         break;
     default:
         PyErr_Format(PyExc_ValueError, "no kind of operation has the number %ld", number);
@@ -213,7 +213,7 @@ int request_parse(struct request *request, PyObject *item)
     return segments ? request_set_segments(request, segments, keepalive) : 0;
 }
 
-/* How each step that was performed ended: a list of (result, seconds of the monotonic clock). */
+/* Return how each performed step ended: a list of (result, seconds of the monotonic clock). */
 static PyObject *steps_of(const struct op *chain)
 {
     PyObject *list = PyList_New((Py_ssize_t)chain->steps_ended);

@@ -26,14 +26,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pccheck_async.api.engine import CheckpointEngine
-    from pccheck_async.api.lazy_load import OpenCheckpoint, StoredState, StoredTensor, open_checkpoint
-    from pccheck_async.api.loading import list_checkpoints, load, load_sync
-    from pccheck_async.api.sync import SyncCheckpointEngine
+    from pccheck_async.api import (
+        CheckpointEngine,
+        OpenCheckpoint,
+        StoredState,
+        StoredTensor,
+        SyncCheckpointEngine,
+        list_checkpoints,
+        load,
+        load_sync,
+        open_checkpoint,
+    )
     from pccheck_async.convert import Exported, export_checkpoint, import_checkpoint
-    from pccheck_async.engine.config import Decisions
-    from pccheck_async.engine.pending import CheckpointProgress, PendingCheckpoint
-    from pccheck_async.engine.statistics import Distribution, EngineStatistics
+    from pccheck_async.engine import CheckpointProgress, Decisions, Distribution, EngineStatistics, PendingCheckpoint
     from pccheck_async.errors import (
         CheckpointError,
         ClosedError,
@@ -52,9 +57,10 @@ if TYPE_CHECKING:
         UnsupportedStateError,
         WriteError,
     )
-    from pccheck_async.format.info import CheckpointInfo, Restored
+    from pccheck_async.format import CheckpointInfo, Restored
     from pccheck_async.state import RNGState, Stateful
-    from pccheck_async.telemetry.stages import Stage
+    from pccheck_async.telemetry import Stage
+    from pccheck_async.training import TrainingStep
     from pccheck_async.training.data import ResumableLoader, ResumableSampler
     from pccheck_async.training.policy import (
         Adaptive,
@@ -65,9 +71,7 @@ if TYPE_CHECKING:
         Policy,
         YoungDaly,
     )
-    from pccheck_async.training.step_context import TrainingStep
-    from pccheck_async.tuning.choice import Point
-    from pccheck_async.tuning.tuned import Measurement, TunedSettings, Tuning, read_tuning
+    from pccheck_async.tuning import Measurement, Point, TunedSettings, Tuning, read_tuning
     from pccheck_async.upkeep import (
         CheckedCheckpoint,
         Comparison,
@@ -194,7 +198,7 @@ _HOMES = {
     "StoredState": "api.lazy_load",
     "StoredTensor": "api.lazy_load",
     "SyncCheckpointEngine": "api.sync",
-    "TrainingStep": "training.step_context",
+    "TrainingStep": "training.run",
     "TunedSettings": "tuning.tuned",
     "Tuning": "tuning.tuned",
     "export_checkpoint": "convert",

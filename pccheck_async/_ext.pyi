@@ -1,4 +1,4 @@
-"""Operations on bytes in C, built from ``ext/`` where something compiles; ``operations/python.py`` does without."""
+"""Operations on bytes in C, built from ``ext/`` if possible; ``operations/python.py`` does the same."""
 
 from collections.abc import Sequence
 from typing import Any, Final, final
@@ -30,9 +30,9 @@ _Operation = (
     | tuple[int, int, Buffer, int, bytes, Any]
     # (token, CHECKSUM, data). Checksum: of all of data.
     | tuple[int, int, Buffer]
-    # (token, CHAIN, steps): tuples like these without tokens: writes, flushes, (UNLOCK, fd), which lets go of a flock,
-    # and (LINKED, fd), which is -ENOENT where no name leads to the file; each once the one before it succeeded.
-    # Result: 0, or that of the step that failed; further ones do not happen.
+    # (token, CHAIN, steps): tuples like these without tokens: writes, flushes, (UNLOCK, fd), which releases a flock,
+    # and (LINKED, fd): -ENOENT if the open file has no name. Each is performed after the one before it succeeded.
+    # Result: 0, or that of the step that failed; the steps behind it are not performed.
     | tuple[int, int, tuple[Any, ...]]
 )
 """Tokens, of 64 bits, are the caller's and need only be unique among the operations it may want to cancel.
@@ -49,16 +49,11 @@ class Queue:
     reaped, whatever becomes of it. Write, read, flush and chain share ``io_threads``; gather, scatter and checksum
     share ``copy_threads`` (1 to 256 each). A queue that is collected unclosed is closed, with a ResourceWarning.
 
-    The engine is "threads", or "io_uring": then ``io_threads`` is how many writes and reads are in the kernel at a
-    time, beside which flushes go, and chains on as many threads.
-    Opening it raises OSError where the kernel refuses it: EPERM (a seccomp filter, the
-    sysctl kernel.io_uring_disabled), ENOSYS (older than Linux 5.6), ENOMEM.
-
-    A forked child cannot use it: all but ``running`` and :meth:`close`, which then only closes the child's copies of
-    descriptors, raise RuntimeError there.
+    A forked child cannot use it: all but ``running`` and :meth:`close`, which then only closes the child's copy
+    of the eventfd, raise RuntimeError there.
     """
 
-    def __new__(cls, io_threads: int, copy_threads: int, engine: str = "threads") -> Queue: ...
+    def __new__(cls, io_threads: int, copy_threads: int) -> Queue: ...
     def fileno(self) -> int:
         """Return the eventfd: readable while completions wait to be reaped. It belongs to the queue: do not read it."""
 
@@ -66,19 +61,16 @@ class Queue:
         """Start a batch: all of it, or nothing where one is malformed (ValueError, TypeError, BufferError)."""
 
     def reap(self) -> list[tuple[int, int, int | list[tuple[int, float]] | None]]:
-        """Take all completions, and let go of their buffers. Never waits; works on a closed queue too.
+        """Return all completions, and release their buffers. Never waits; works on a closed queue, too.
 
         Returns:
-            (token, result or -errno, checksum where the kind computes one and succeeded). A chain that was performed
-            has instead of a checksum, for each step up to the one that failed, its result and when it ended (seconds of
-            ``time.perf_counter``).
+            (token, result or -errno, checksum if the kind computes one and succeeded). A chain that was performed has
+            instead, for each step up to the one that failed, its result and when it ended (as
+            ``time.perf_counter()``).
         """
 
     def cancel(self, token: int, /) -> bool:
-        """Cancel an operation that has not started. It completes with -ECANCELED; False: it runs or has ended.
-
-        On io_uring one that runs is cut short where the kernel can do that, and then completes with -ECANCELED, too.
-        """
+        """Cancel an operation that has not started: it completes with -ECANCELED. False: it runs or has ended."""
 
     def close(self) -> None:
         """Cancel what has not started, wait for what has (without the GIL), end the threads. Idempotent."""

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import threading
@@ -17,12 +16,11 @@ from pccheck_async.transfer.operations.base import Operations
 from pccheck_async.transfer.operations.native import NativeOperations
 from pccheck_async.transfer.operations.python import PythonOperations
 
-ENGINES: dict[str, Callable[..., Operations]] = {
-    "io_uring": functools.partial(NativeOperations, engine="io_uring"),
+BACKENDS: dict[str, Callable[..., Operations]] = {
     "threads": NativeOperations,
     "python": PythonOperations,
 }
-"""Every I/O engine by its name."""
+"""Every I/O backend by its name."""
 
 
 def pytest_configure() -> None:
@@ -37,13 +35,13 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-LONGEST = ("cli", "crash", "bench_methods", "readme", "validate_resume", "crash_regressions", "converting", "train_gpt")
-"""Files of tests that take longest: they come first, so that no process ends with one of them alone."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    first = {f"test_{name}": place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: first.get(item.path.stem, len(first)))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "campaign" not in (config.option.markexpr or ""):  # also with `-m "not slow"`, which would replace a default
+        campaigns = [item for item in items if item.get_closest_marker("campaign")]
+        config.hook.pytest_deselected(items=campaigns)
+        items[:] = [item for item in items if not item.get_closest_marker("campaign")]
+    # Those that take longest come first, so that no process ends with one of them alone.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not torch.cuda.is_available():
         for item in marked:
@@ -56,22 +54,15 @@ def _first_loop() -> None:
     EngineLoop().stop()
 
 
-@functools.cache
-def _why_no_io_uring() -> str | None:
-    return native.why_no_io_uring()
-
-
-def need(engine: str) -> None:
-    """Skip a test where the I/O engine does not work."""
-    if engine != "python" and not native.available():
+def need(backend: str) -> None:
+    """Skip a test if the I/O backend does not work here."""
+    if backend == "threads" and not native.available():
         pytest.skip("the C extension was not built here")
-    if engine == "io_uring" and (refusal := _why_no_io_uring()):
-        pytest.skip(refusal)
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=BACKENDS)
 def io(request: pytest.FixtureRequest) -> str:
-    """Every I/O engine in turn."""
+    """Every I/O backend in turn."""
     name: str = request.param
     need(name)
     return name

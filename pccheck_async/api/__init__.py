@@ -1,4 +1,21 @@
-"""What users import: both engines, loading, and lazy reads.
+"""What users import: the asynchronous and the blocking engine, loading, and lazy reads.
 
 It may import: tuning and what is below.
 """
+
+from pccheck_async.api.engine import CheckpointEngine
+from pccheck_async.api.lazy_load import OpenCheckpoint, StoredState, StoredTensor, open_checkpoint
+from pccheck_async.api.loading import list_checkpoints, load, load_sync
+from pccheck_async.api.sync import SyncCheckpointEngine
+
+__all__ = [
+    "CheckpointEngine",
+    "OpenCheckpoint",
+    "StoredState",
+    "StoredTensor",
+    "SyncCheckpointEngine",
+    "list_checkpoints",
+    "load",
+    "load_sync",
+    "open_checkpoint",
+]

@@ -7,20 +7,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from datetime import timedelta
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Literal, Never
 
 import torch
 
-from pccheck_async.engine.config import Auto, EngineConfig
-from pccheck_async.engine.core import EngineCore
+from pccheck_async.engine import Auto, EngineConfig, EngineCore, EngineStatistics, Policy
+from pccheck_async.engine.config import check_flag
 from pccheck_async.engine.metrics import openmetrics, scalars
-from pccheck_async.engine.policy import Policy
-from pccheck_async.engine.statistics import EngineStatistics
-from pccheck_async.format.info import CheckpointInfo
+from pccheck_async.format import CheckpointInfo
+from pccheck_async.medium.filesystem import free_bytes, slot_bytes
 from pccheck_async.medium.open_medium import IO
-from pccheck_async.store.retention import SpaceNeeded
-from pccheck_async.telemetry.hooks import Hook
-from pccheck_async.tuning.tuner import checkpoint_bytes
+from pccheck_async.store import SpaceNeeded
+from pccheck_async.telemetry import Hook
+from pccheck_async.training import TrainingRun
+from pccheck_async.training.policy import make_policy
+from pccheck_async.tuning import checkpoint_bytes
 
 __all__ = ["EngineBase"]
 
@@ -58,12 +60,10 @@ class EngineBase:
             keep_last=keep_last,
             keep_every=keep_every,
             keep_best=keep_best,
-            save_last=save_last,
             chunk_bytes=chunk_bytes,
             host_memory=host_memory,
             writers=writers,
             device=device,
-            interval=interval,
             max_stall=max_stall,
             check_captures=check_captures,
             on_busy=on_busy,
@@ -71,7 +71,10 @@ class EngineBase:
             lock_timeout=lock_timeout,
             exit_timeout=exit_timeout,
         )
+        policy = make_policy(interval, max_in_flight)
+        check_flag("save_last", save_last)
         self._core = EngineCore(path, io, config)
+        self._training = TrainingRun(self._core, policy, save_last=save_last)
 
     def __reduce_ex__(self, protocol: object) -> Never:
         raise TypeError(
@@ -82,53 +85,53 @@ class EngineBase:
     def attach(self, *optimizers: torch.optim.Optimizer) -> None:
         """Let every step of ``optimizers`` wait until captures of what it changes ended.
 
-        From then on ``engine.step`` captures their parameters, and the tensors that they keep for each of them, while
+        From then on ``engine.step`` captures their parameters, and the tensors that they keep for each parameter, while
         the next forward and backward run (CheckFreq, section 4.1). Code that changes these outside the optimizer's step
-        (``param.copy_()``, ``load_state_dict``) calls :meth:`wait_captured` first; code that reaches for their memory
-        (``param.data``, ``.numpy()``, storages, DLPack: attributes of ``torch.Tensor`` that are shadowed until the
-        engine is closed) waits by itself. Where one is attached, others
-        in the values of what ``engine.step`` gets, and in dicts, lists and tuples among these, join it. Of a trainer's
-        wrapper (Accelerate, Lightning, Fabric) the optimizer inside is attached.
+        (``param.copy_()``, ``load_state_dict``) must call :meth:`wait_captured` first. Code that reaches their memory
+        through ``param.data``, ``.numpy()``, storages or DLPack waits by itself: these attributes of ``torch.Tensor``
+        are shadowed until the engine is closed. Attaching one optimizer also attaches every other optimizer found in
+        the state of ``engine.step`` (in its values, and in dicts, lists and tuples among these). Of a trainer's wrapper
+        (Accelerate, Lightning, Fabric) the optimizer inside is attached.
 
         Raises:
             TypeError: one has no hooks around its step; says what to do.
         """
-        self._core.attach(*optimizers)
+        self._training.attach(*optimizers)
 
     def on_preemption(self, *signals: int, deadline: float = 25.0) -> None:
-        """Save once more when the process is asked to go, and let it go within ``deadline`` seconds.
+        """Save once more when a signal asks the process to go, and let it go within ``deadline`` seconds.
 
-        After such a signal the next bracket of :meth:`step` that ends well, and outside a window of gradient
-        accumulation, takes a checkpoint whatever the policy and ``on_busy`` say, and waits until it is durable. Then
-        the handlers that were there before are put back and the process goes: a handler in Python is called
-        (``KeyboardInterrupt`` for a SIGINT; one that returns decides what becomes of the process), else
-        ``SystemExit(128 + signum)`` is raised, so that ``finally`` blocks run. Where no bracket ends in time, or when
-        the signal comes again after more than a second, it goes at once in the same way, from wherever it is, and
-        nothing newer is saved. Code that does not use :meth:`step` looks at :attr:`preempted`. Of several engines all
-        save that bracket steps.
+        After such a signal the next context of :meth:`step` that ends well, outside a window of gradient accumulation,
+        takes a checkpoint, whatever the policy and ``on_busy`` say, and waits until it is durable. Then the signal
+        handlers from before are put back and the process goes: a Python handler from before is called
+        (``KeyboardInterrupt`` for a SIGINT; one that returns decides what becomes of the process), otherwise
+        ``SystemExit(128 + signum)`` is raised, so that ``finally`` blocks run. If no step ends in time, or if the
+        signal comes again after more than a second, the process goes at once in the same way, from wherever it is, and
+        nothing newer is saved. Code that does not use :meth:`step` looks at :attr:`preempted`. Of several engines, all
+        those that run steps save.
 
         Closing the engine waits until the deadline at most, lets a preempted process go, and puts handlers back.
-        Forked children have the handlers from before; signals other than SIGTERM and SIGINT that would end them they
-        ignore, as a data loader's worker that dies is an error in the trainer.
+        Forked children have the handlers from before. Signals that would end them they ignore, SIGTERM and SIGINT
+        aside: the death of a data loader's worker is an error in the trainer.
 
         Args:
             signals: By default ``signal.SIGTERM``.
-            deadline: Seconds from the signal on; less than the time until the SIGKILL (30 s on Kubernetes and SLURM).
+            deadline: Seconds after the signal; less than the time until the SIGKILL (30 s on Kubernetes and SLURM).
 
         Raises:
             RuntimeError: this is not the main thread.
             ValueError: a signal that cannot be handled, or a deadline that is not positive.
         """
         self._core.check_alive()
-        self._core.preemption.watch(signals, deadline)
+        self._training.preemption.watch(signals, deadline)
 
     @property
     def preempted(self) -> bool:
         """Whether one of the signals of :meth:`on_preemption` came: checkpoint, and leave the engine's context."""
-        return self._core.preemption.asked
+        return self._training.preemption.asked
 
     def space_needed(self, state: Mapping[str, Any] | None = None, *, nbytes: int | None = None) -> SpaceNeeded:
-        """Return the storage that ``max_in_flight`` and each of the rules for what is kept take.
+        """Return the bytes of storage that ``max_in_flight`` and each rule for what is kept take.
 
         Args:
             state: What will be saved; only the size of its tensors matters.
@@ -138,17 +141,19 @@ class EngineBase:
             NoCheckpointError: neither ``state`` nor ``nbytes`` nor a checkpoint says the size.
         """
         self._core.check_alive()
-        return self._core.space_needed(checkpoint_bytes(self._core, state, nbytes))
+        nbytes, folder = checkpoint_bytes(self._core, state, nbytes), Path(self.path)
+        config, available = self._core.config, free_bytes(folder) + slot_bytes(folder)
+        return config.retention.space_needed(nbytes, config.max_in_flight, available)
 
     def on_event(self, hook: Hook) -> Callable[[], None]:
         """Call ``hook`` with every event of :mod:`pccheck_async.telemetry.events` from now on, before or after opening.
 
-        Hooks are called in order, one event after the other, on one thread of their own; they may use the engine. What
-        a hook raises is logged once. While one takes long, up to 1024 events wait for it, further ones are dropped and
-        counted (``statistics().events_dropped``). Closing the engine waits a second at most for those that wait.
+        Hooks are called in order, one event after the other, on a thread of their own; they may use the engine. The
+        first error of a hook is logged. While a hook is slow, up to 1024 events wait for it; further ones are dropped
+        and counted (``statistics().events_dropped``). Closing the engine waits a second at most for waiting events.
 
         Returns:
-            A function that ends it.
+            A function that removes the hook.
         """
         return self._core.reporter.hooks.add(hook)
 
@@ -185,7 +190,9 @@ class EngineBase:
 
 def _unknown(engine: str, name: str) -> TypeError:
     """Return the error for an argument that there is not; Python's own would name the class that nobody called."""
-    near = get_close_matches(name, [*(field.name for field in fields(EngineConfig)), "io"], cutoff=0.5)
+    near = get_close_matches(
+        name, [*(field.name for field in fields(EngineConfig)), "interval", "io", "save_last"], cutoff=0.5
+    )
     return TypeError(
         f"{engine} has no argument {name!r}" + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "")
     )

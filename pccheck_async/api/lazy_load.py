@@ -17,26 +17,20 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from pccheck_async.engine.config import Auto, EngineConfig, decide
-from pccheck_async.engine.loop import EngineLoop
+from pccheck_async.engine import Auto, EngineConfig, EngineLoop, decide
 from pccheck_async.errors import ClosedError, explained
-from pccheck_async.format import dtypes
-from pccheck_async.format.info import CheckpointInfo, check_step
+from pccheck_async.format import CheckpointInfo, Entry, check_step, dtypes
 from pccheck_async.format.manifest import MIN_BLOCK, Manifest, TensorEntry
-from pccheck_async.format.record import Entry
 from pccheck_async.format.skeleton import ArrayNode, Node, arrays
 from pccheck_async.medium import File
 from pccheck_async.medium.open_medium import IO, Session, open_session
-from pccheck_async.state import paths
-from pccheck_async.state.restore.allocation import Allocation
-from pccheck_async.state.restore.rebuild import rebuild
-from pccheck_async.state.restore.walk import below, leaves, opened
+from pccheck_async.state import Targets, paths
+from pccheck_async.state.restore.arrays import Allocation
+from pccheck_async.state.restore.tree import below, leaves, opened, rebuild
 from pccheck_async.state.save.flatten import Array
-from pccheck_async.state.targets import Targets
-from pccheck_async.store.store_reader import StoreReader, no_store
-from pccheck_async.store.verified import VerifiedChunks
-from pccheck_async.transfer.machine import available_cores, available_memory
-from pccheck_async.transfer.pool import BufferPool
+from pccheck_async.store import StoreReader, VerifiedChunks
+from pccheck_async.store.store_reader import no_store
+from pccheck_async.transfer import BufferPool, available_cores, available_memory
 
 __all__ = ["OpenCheckpoint", "StoredState", "StoredTensor", "open_checkpoint"]
 
@@ -57,19 +51,19 @@ def open_checkpoint(
 
     Args:
         path: Folder of a store.
-        step: The step to open; by default the newest checkpoint, or the next older one where its manifest is damaged
-        (with a warning). Damage of a tensor is only found when that is read.
+        step: The step to open; by default the newest checkpoint, or the next older one if its manifest is damaged
+            (with a warning). A damaged tensor is found only when it is read.
         device: Where tensors go.
-        host_memory: Most staging memory in bytes. Up to four chunks, of half of it, stay in memory between reads.
+        host_memory: Most staging memory in bytes. Up to four chunks, and half of it, stay in memory between reads.
         io: As for :class:`pccheck_async.CheckpointEngine`.
 
     Returns:
-        The checkpoint; use it as a context manager, or close it. One that was forgotten is closed with the last that
-        was taken from it, with a ResourceWarning.
+        The checkpoint; use it as a context manager, or close it. If you forget, it is closed with a ResourceWarning
+        once neither it nor any state or tensor taken from it is referenced.
 
     Raises:
         NoCheckpointError: there is none, or none of ``step``.
-        DamagedError: damaged, and nothing older to fall back to (or ``step`` was given).
+        DamagedError: it is damaged, and there is no older one (or ``step`` was given).
         CorruptStoreError: this version, or this torch, does not understand it.
         ReadError: the device failed.
         RuntimeError: torch has no such ``device``.
@@ -412,7 +406,7 @@ class OpenCheckpoint(StoredState):
     @property
     def bytes_read(self) -> int:
         """Bytes that were read from storage so far, manifest included."""
-        return self._connection.session.writer.statistics().read.nbytes
+        return self._connection.session.medium.statistics().read.nbytes
 
     def close(self) -> None:
         """Let the writer have the slot again; nothing is read any more. Idempotent."""

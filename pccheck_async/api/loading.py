@@ -8,22 +8,22 @@ from typing import Any, TypeVar
 
 import torch
 
-from pccheck_async.engine.config import Auto, EngineConfig, decide
-from pccheck_async.format.info import CheckpointInfo, check_step
+from pccheck_async.api.reading import with_session
+from pccheck_async.engine import Auto, EngineConfig, decide
+from pccheck_async.engine.loop import OneLoop
+from pccheck_async.format import CheckpointInfo, Entry, check_step
 from pccheck_async.format.manifest import Manifest
-from pccheck_async.format.record import Entry
 from pccheck_async.medium import File
-from pccheck_async.medium.files import PosixWriter
+from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import IO, Session, check_io
-from pccheck_async.state.restore.match import allocate
-from pccheck_async.store.reading import pool_for
-from pccheck_async.store.restore import read_payload
-from pccheck_async.store.store_reader import OneLoop, StoreReader, no_store, with_session
-from pccheck_async.telemetry.progress import ReadProgress, reading_progress
+from pccheck_async.state import allocate
+from pccheck_async.store import StoreReader
+from pccheck_async.store.reading import pool_for, read_payload
+from pccheck_async.store.store_reader import no_store
+from pccheck_async.telemetry import ReadProgress, reading_progress
+from pccheck_async.transfer import BufferPool, available_cores, available_memory
 from pccheck_async.transfer.copying import HostCopy
-from pccheck_async.transfer.machine import available_cores, available_memory
 from pccheck_async.transfer.operations.python import OperationsAtOnce
-from pccheck_async.transfer.pool import BufferPool
 
 __all__ = ["list_checkpoints", "load", "load_sync"]
 
@@ -44,15 +44,15 @@ async def load(
 
     Args:
         path: Folder of a store.
-        step: The step to load; by default the newest checkpoint, or the next older one where that is damaged (with a
-        warning).
-        keys: Paths of leaves or of what contains them, as ``pccheck show`` and errors write them, or globs
-            (``"model.*"``); only what matches is read. One to which nothing is written alike may lack the escapes of
-            dots inside keys (:mod:`pccheck_async.state.paths`).
+        step: The step to load; by default the newest checkpoint, or the next older one if that is damaged (with a
+            warning).
+        keys: Paths of leaves, or of what contains them, as ``pccheck show`` and errors write them, or globs
+            (``"model.*"``); only what matches is read. A path may be written without the escapes of dots inside keys
+            (:mod:`pccheck_async.state.paths`) if only one leaf is called so.
         device: Where the tensors go.
         host_memory: Most staging memory in bytes.
         io: As for :class:`pccheck_async.CheckpointEngine`.
-        progress: Called from another thread with the bytes done and all bytes, after each chunk; quick.
+        progress: Called from another thread with the bytes done and all bytes, after each chunk; must be quick.
 
     Returns:
         The app state as nested dicts, lists and values of the types that were saved; ``Stateful`` objects as their
@@ -62,7 +62,7 @@ async def load(
 
     Raises:
         NoCheckpointError: there is none, or none of ``step``.
-        DamagedError: damaged, and nothing older to fall back to (or ``step`` was given).
+        DamagedError: it is damaged, and there is no older one (or ``step`` was given).
         CorruptStoreError: this version, or this torch, does not understand it.
         StateMismatchError: one of ``keys`` names nothing, or without its escapes several leaves.
         ReadError: the device failed.
@@ -94,13 +94,13 @@ def list_checkpoints(path: str | os.PathLike[str], *, io: IO = "python") -> list
     Reads only the commit record, on this thread, writes nothing, and works while a writer runs.
 
     Raises:
-        CorruptStoreError: there is a store, but no valid record.
+        CorruptStoreError: there is a store, but no valid commit record.
         ReadError: the device failed.
     """
     check_io(io)
     if isinstance(io, str):
         operations = OperationsAtOnce()
-        return _at_once(_list_and_close(Session(operations, PosixWriter(path, operations), "")))
+        return _at_once(_list_and_close(Session(operations, Files(path, operations), "")))
     with OneLoop() as loop:
         return loop.call(with_session(path, io, _list, EngineConfig(writers=1)))
 
@@ -114,7 +114,7 @@ async def _list_and_close(session: Session) -> list[CheckpointInfo]:
     try:
         return await _list(session)
     finally:
-        await session.writer.close()
+        await session.medium.close()
 
 
 def _at_once(work: Coroutine[Any, Any, T]) -> T:
@@ -154,7 +154,7 @@ async def _load(
             loading = allocate(manifest, keys, torch.device(device))
             advance = reading_progress(progress, sum(chunk.nbytes for chunk in manifest.chunks))
             buffers = pool_for(manifest, pool)
-            await read_payload(session.writer, backend, buffers, file, manifest, loading.targets, advance=advance)
+            await read_payload(session.medium, backend, buffers, file, manifest, loading.targets, advance=advance)
             state: dict[str, Any] = loading.finish()
             return state
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from pccheck_async.api.engine_base import EngineBase
-from pccheck_async.engine.pending import PendingCheckpoint
-from pccheck_async.format.info import CheckpointInfo, Metadata, Restored
-from pccheck_async.telemetry.progress import ReadProgress
-from pccheck_async.training.step_context import Bracket, TrainingStep
-from pccheck_async.tuning.tuned import Tuning
-from pccheck_async.tuning.tuner import Progress, checkpoint_bytes, tune_blocking
+from pccheck_async.engine import PendingCheckpoint, block_on
+from pccheck_async.format import CheckpointInfo, Metadata, Restored
+from pccheck_async.telemetry import ReadProgress
+from pccheck_async.training import StepContext, TrainingStep
+from pccheck_async.tuning import Progress, Tuning, checkpoint_bytes, tune_blocking
 
 __all__ = ["SyncCheckpointEngine"]
 
@@ -27,13 +25,13 @@ class SyncCheckpointEngine(EngineBase):
 
     def open(self) -> Self:
         """Lock (or create) the store and recover (see :meth:`pccheck_async.CheckpointEngine.open`)."""
-        self._core.block_on(self._core.open())
+        block_on(self._core, self._core.open())
         return self
 
     def close(self, deadline: float | None = None) -> None:
         """Wait until every checkpoint ended, then close (see :meth:`pccheck_async.CheckpointEngine.close`)."""
-        with self._core.preemption.ending():
-            self._core.block_on(self._core.close(deadline))
+        with self._training.ending():
+            block_on(self._core, self._core.close(deadline))
 
     def __aenter__(self) -> NoReturn:
         raise TypeError("use 'with SyncCheckpointEngine(...)', or CheckpointEngine in async code")
@@ -47,27 +45,16 @@ class SyncCheckpointEngine(EngineBase):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            with self._core.preemption.ending(go=error is None):
-                self._core.block_on(self._core.leave(well=error is None))
+            with self._training.ending(go=error is None):
+                block_on(self._core, self._training.leave(well=error is None))
         except Exception as failure:
             if error is None:
                 raise
             error.add_note(f"a checkpoint failed too: {type(failure).__name__}: {failure}")
 
-    def step(self, state: Mapping[str, Any], step: int, *, metadata: Metadata | None = None) -> Bracket:
-        """Bracket one training step, and checkpoint after it (see :meth:`pccheck_async.CheckpointEngine.step`)."""
-        return Bracket(self._bracket(TrainingStep(state, step, metadata)))
-
-    @contextmanager
-    def _bracket(self, this: TrainingStep) -> Iterator[TrainingStep]:
-        with self._core.bracket(this):
-            yield this
-        if self._core.end_step(this):
-            overlap = bool(self._core.guard.optimizers)
-            pending = self.checkpoint(this.state, step=this.step, metadata=this.metadata, overlap=overlap)
-            self._core.steps.note(this, pending)
-        if self._core.is_last(this):
-            self._core.block_on(self._core.last(this))
+    def step(self, state: Mapping[str, Any], step: int, *, metadata: Metadata | None = None) -> StepContext:
+        """Return the context of one training step (see :meth:`pccheck_async.CheckpointEngine.step`)."""
+        return StepContext(self._training, TrainingStep(state, step, metadata), self.checkpoint)
 
     def checkpoint(
         self,
@@ -84,14 +71,14 @@ class SyncCheckpointEngine(EngineBase):
         pending, start = self._core.admit(state, step, metadata, overlap=overlap)
         try:
             if overlap:
-                pending.wait_held_captured()
+                pending.wait_eager_captured()
             else:
                 pending.wait_captured()
         except Exception as error:
-            if not self._core.warn_of(pending, error):
+            if not self._core.in_flight.warn_of(pending, error):
                 raise
         except BaseException:  # KeyboardInterrupt
-            self._core.pipeline.aborts.abort_blocking(pending)
+            self._core.in_flight.abort_blocking(pending, self._training.patience)
             raise
         finally:
             self._core.stalls.note_call(pending, start)
@@ -106,24 +93,22 @@ class SyncCheckpointEngine(EngineBase):
         progress: ReadProgress | None = None,
     ) -> Restored | None:
         """Restore into ``state``, in place (see :meth:`pccheck_async.CheckpointEngine.restore`)."""
-        restored: Restored | None = self._core.block_on(self._core.restore(state, step, progress, strict=strict))
+        restored: Restored | None = block_on(self._core, self._core.restore(state, step, progress, strict=strict))
         return restored
 
     def pin(self, step: int) -> CheckpointInfo:
         """Keep the newest checkpoint of ``step`` (see :meth:`pccheck_async.CheckpointEngine.pin`)."""
-        self._core.check_alive()
-        return self._core.loop.call(self._core.pin(step, True))
+        info: CheckpointInfo = block_on(self._core, self._core.pin(step, True))
+        return info
 
     def unpin(self, step: int) -> CheckpointInfo:
         """End :meth:`pin`: the next commit drops it where no rule keeps it."""
-        self._core.check_alive()
-        return self._core.loop.call(self._core.pin(step, False))
+        info: CheckpointInfo = block_on(self._core, self._core.pin(step, False))
+        return info
 
     def drain(self) -> None:
         """Block until every checkpoint admitted so far ended; raises the failure of one that nobody saw."""
-        self._core.check_alive()
-        self._core.loop.call(self._core.drain())
-        self._core.admissions.raise_untold()
+        block_on(self._core, self._core.drain())
 
     def tune(
         self,
@@ -137,7 +122,7 @@ class SyncCheckpointEngine(EngineBase):
         """Measure and return the settings for an engine here (see :meth:`pccheck_async.CheckpointEngine.tune`)."""
         self._core.check_alive()
         nbytes = checkpoint_bytes(self._core, state, nbytes)
-        self._core.loop.call(self._core.drain())
+        self._core.loop.call(self._core.assembly.scheduler.drain())
         return tune_blocking(
             self._core.path,
             nbytes=nbytes,

@@ -1,1 +1,11 @@
-"""Comparing ways to save a training state: measured side by side, drawn, and modelled."""
+"""``pccheck bench``: ways of saving a checkpoint, compared on the user's own disk, beside what the disk itself can do.
+
+May import every other room but the command line. The papers' figures are no part of it: ``examples/paper``.
+"""
+
+from pccheck_async.bench.methods import METHODS, UnknownMethodError, find_methods
+from pccheck_async.bench.report import as_json, draw, table
+from pccheck_async.bench.rounds import LEAST_BYTES, NoRoomError, compare
+
+__all__ = ["LEAST_BYTES", "METHODS", "NoRoomError", "UnknownMethodError"]
+__all__ += ["as_json", "compare", "draw", "find_methods", "table"]

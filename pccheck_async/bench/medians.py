@@ -1,4 +1,4 @@
-"""How measured values are summed up: medians with bootstrap intervals."""
+"""How measured values are summed up: medians with quartiles or bootstrap intervals."""
 
 from __future__ import annotations
 
@@ -6,20 +6,28 @@ import random
 import statistics
 from collections.abc import Sequence
 
-__all__ = ["median_interval", "summary"]
+__all__ = ["median_interval", "quartiles", "summary"]
 
 _RESAMPLES = 2000
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Median and the ends of its 95 % bootstrap interval (percentile method, fixed seed)."""
+    """Return the median and the ends of its 95 % bootstrap interval (percentile method, fixed seed)."""
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(_RESAMPLES))
     return statistics.median(values), medians[_RESAMPLES * 25 // 1000], medians[_RESAMPLES * 975 // 1000]
 
 
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the lower quartile, the median and the upper quartile; of one value that value three times."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
 def summary(name: str, values: Sequence[float]) -> str:
-    """One line: median, its interval, the extremes."""
+    """Return one line: median, its interval, the extremes."""
     median, low, high = median_interval(values)
     return (
         f"{name}: median {median:.3f} [{low:.3f}, {high:.3f}], "

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from pccheck_async.medium.filesystem import IN_MEMORY, direct_alignment, filesystem_type
-from pccheck_async.transfer.machine import available_cores, available_memory
+from pccheck_async.transfer import available_cores, available_memory
 
 __all__ = ["Place", "survey"]
 

@@ -1,298 +1,246 @@
-"""Rounds of saves and of restores in which methods take turns, and what the disk alone can do between them."""
+"""Measure ways of saving on one disk: the same tensors and clock, by turns, in a new random order every round.
+
+Before each save every element of every tensor changes, and nothing is left in the page cache to be written. After each
+save its files are dropped from the page cache, loaded into other tensors, and compared bit by bit. Around the rounds
+the disk itself is measured, by O_DIRECT writes to a slot of the engine that no checkpoint uses: the same blocks.
+"""
 
 from __future__ import annotations
 
-import gc
-import math
 import os
 import random
+import shutil
+import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from pccheck_async.bench.bits import differences, scribble
-from pccheck_async.bench.methods import Method, State, UnsupportedError
-from pccheck_async.bench.methods.pccheck import PCcheck
-from pccheck_async.bench.raw_disk import RawDisk, RawLimit, slot_file, ways
-from pccheck_async.bench.result import Row, Sample
-from pccheck_async.bench.usage import PeakMemory, busy_seconds, dirty_bytes, evict, stored_bytes
-from pccheck_async.bench.workloads import SlowDevice, Workload
-from pccheck_async.format.record import align
+import torch
 
-__all__ = ["Entry", "Rounds"]
+from pccheck_async.bench.methods import Method, PCcheck, Tensors
+from pccheck_async.bench.place import Place, survey
+from pccheck_async.bench.raw_disk import RawDisk, RawLimit
+from pccheck_async.bench.usage import busy_seconds, evict
+from pccheck_async.format import align
+from pccheck_async.transfer import available_memory
 
+__all__ = ["LEAST_BYTES", "Comparison", "NoRoomError", "Outcome", "Sample", "compare"]
+
+LEAST_BYTES = 64 << 10
+_TENSORS = 64
 _WARM_SAVES = 3
-"""As many as the slots that an engine with two in flight has: each of them is written once before the clock runs."""
+"""As many as an engine with two checkpoints in flight has slots: each slot is written once before the clock runs."""
 _SETTLE_SECONDS = 0.2
-"""What the kernel does after the fact still counts; and for as long what it spends on nothing is looked at."""
-_LEAST_ROUNDS = 3
-"""A method that takes long sits out rounds, but not these."""
-_RESTORING = 0.6
-"""About how long the rounds of restores take beside those of saves."""
+"""What the kernel does so long after a save counts as the save's; for as long again its idle load is measured."""
 _BLOCK = 4096
-_SAVING = 2 / 3
-"""Share of a method's time that its saves may take; the rest is for its restores."""
+_MEMORY_COPIES = 5
+"""In memory: the state, the copy that is loaded, the buffer for the raw disk, and two copies that a method stages."""
+_EXTRA_BYTES = 64 << 20
+"""Room on the disk for metadata, records and folders."""
 
 
-class _DiffersError(Exception):
-    """What was restored is not what was saved."""
+class NoRoomError(Exception):
+    """Disk or memory does not suffice; nothing was written."""
 
 
-@dataclass
-class Entry:
-    """A method that takes part: its folder, its row, and itself while it is open."""
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One save and the load of it.
 
-    kind: type[Method]
-    folder: Path
-    row: Row
-    method: Method | None = None
-    spent: float = 0.0
-
-    @property
-    def good(self) -> bool:
-        """Whether it has not failed."""
-        return not self.row.problem
-
-    def opened(self) -> Method:
-        """Return the open method."""
-        assert self.method is not None
-        return self.method
-
-
-class Rounds:
-    """Methods that take turns in saving one workload's state, and then in restoring it.
-
-    Args:
-        workload: What is saved.
-        entries: The methods; what happens to them stands in their rows.
-        rounds: How often each of them saves, and how often each restores.
-        device: Caps for the methods that can be given some.
-        seconds: A method that has taken so long sits out what is left, but not the first three rounds.
-        raw: A file for measuring the disk itself before and after each round, where none of the methods is this
-            package's: else its slots are measured, of which the device has the same blocks. None: that is not measured.
-        progress: Is told what is being measured.
+    Attributes:
+        stall: Seconds from the call until it returned: training waits.
+        durable: Seconds from the call until the checkpoint would survive a power failure.
+        processor: Processor seconds of the whole system that the save took, the kernel's writing back included.
+        load: Seconds to load it with a cold page cache.
     """
 
+    stall: float
+    durable: float
+    processor: float
+    load: float
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a method: a sample per round, or the problem that ended it."""
+
+    method: str
+    samples: list[Sample] = field(default_factory=list)
+    problem: str = ""
+
+    def values(self, figure: str) -> list[float]:
+        """Return one figure of every round: ``stall``, ``durable``, ``processor`` or ``load``."""
+        return [getattr(sample, figure) for sample in self.samples]
+
+
+@dataclass(slots=True)
+class Comparison:
+    """What was measured.
+
+    Attributes:
+        place: The machine and the filesystem.
+        nbytes: Bytes of the state.
+        rounds: Saves of each method.
+        outcomes: One for each method, ``pccheck`` first.
+        raw: Seconds in which the disk itself takes the same bytes, for every round; empty without direct I/O.
+        raw_way: How it was fastest.
+    """
+
+    place: Place
+    nbytes: int
+    rounds: int
+    outcomes: list[Outcome]
+    raw: list[float] = field(default_factory=list)
+    raw_way: str = ""
+
+
+def compare(
+    kinds: Sequence[type[Method]],
+    folder: Path,
+    nbytes: int,
+    rounds: int,
+    *,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Comparison:
+    """Measure methods by turns in a new folder inside ``folder``, which is removed at the end, however it ends.
+
+    Args:
+        kinds: The methods.
+        folder: On the filesystem that is measured.
+        nbytes: Of the state, at least 64 KiB; rounded down to whole float32 elements.
+        rounds: How often each method saves and loads.
+        progress: Is told what is being measured.
+
+    Raises:
+        NoRoomError: The checkpoints of all methods do not fit on the disk, or their copies into memory.
+        OSError: The folder cannot be written.
+    """
+    _check_room(kinds, folder, nbytes)
+    with tempfile.TemporaryDirectory(prefix="pccheck-bench-", dir=folder) as name, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"(torch|safetensors)\b")
+        return _Rounds(kinds, Path(name), nbytes, rounds, progress).run()
+
+
+def _check_room(kinds: Sequence[type[Method]], folder: Path, nbytes: int) -> None:
+    free, needed = shutil.disk_usage(folder).free, sum(kind.copies for kind in kinds) * nbytes + _EXTRA_BYTES
+    if free < needed:
+        raise NoRoomError(
+            f"{', '.join(kind.name for kind in kinds)} need {needed} bytes in {folder} together, and {free} are free: "
+            "take a smaller --size, or fewer methods with --against"
+        )
+    memory = available_memory()
+    if memory < _MEMORY_COPIES * nbytes:
+        raise NoRoomError(
+            f"{_MEMORY_COPIES} copies of the state need {_MEMORY_COPIES * nbytes} bytes of memory, and {memory} can be "
+            "had: take a smaller --size"
+        )
+
+
+class _Rounds:
+    """The methods that take part, while they are open."""
+
     def __init__(
-        self,
-        workload: Workload,
-        entries: list[Entry],
-        rounds: int,
-        *,
-        device: SlowDevice | None = None,
-        seconds: float = math.inf,
-        raw: Path | None = None,
-        progress: Callable[[str], None] = lambda _: None,
+        self, kinds: Sequence[type[Method]], folder: Path, nbytes: int, rounds: int, progress: Callable[[str], None]
     ) -> None:
-        self.workload, self.entries, self.rounds, self.device = workload, entries, rounds, device
-        self.seconds, self.raw, self.progress = seconds, raw, progress
-        self.steps = 0
-        self.order = random.Random(0)
-        self.limits: dict[str, RawLimit] = {}
-        if raw is not None:
-            disk = RawDisk(align(workload.nbytes, _BLOCK))
-            self.limits = {"durable": RawLimit(disk, write=True), "restore": RawLimit(disk, write=False)}
+        self.kinds = {kind.name: kind for kind in kinds}
+        self.folder, self.rounds, self.progress = folder, rounds, progress
+        count = min(_TENSORS, nbytes // _BLOCK)
+        draw = torch.Generator().manual_seed(0)
+        lengths = [nbytes // 4 // count + (at < nbytes // 4 % count) for at in range(count)]
+        self.tensors: Tensors = {f"t{at:02}": torch.rand(n, generator=draw) for at, n in enumerate(lengths)}
+        self.into: Tensors = {name: torch.zeros_like(tensor) for name, tensor in self.tensors.items()}
+        self.nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
+        self.step = 0
+        self.outcomes = [Outcome(name) for name in self.kinds]
+        self.open: dict[str, Method] = {}
+        self.limit: RawLimit | None = None
 
-    def run(self) -> None:
-        """Do it all."""
+    def run(self) -> Comparison:
+        """Open and warm up every method, then measure round by round."""
+        place = survey(self.folder)
+        if place.direct.startswith("yes"):
+            self.limit = RawLimit(RawDisk(align(self.nbytes, _BLOCK)), write=True)
+        order = random.Random(0)
         try:
-            self._open_all()
-            self._limit("durable")
-            clock = _Clock(self.rounds, 1 + _RESTORING)
-            for number in range(self.rounds):
-                self._save_round(f"round {number + 1} of {self.rounds}{clock.left(number)}")
-                self._limit("durable")
-            saved = self._save_last()
+            for outcome in self.outcomes:
+                self.progress(f"{outcome.method}: opening, {_WARM_SAVES} saves")
+                self._guarded(outcome, self._warm)
+            self._measure_disk()
+            for number in range(1, self.rounds + 1):
+                for outcome in order.sample(self.outcomes, len(self.outcomes)):
+                    if not outcome.problem:
+                        self.progress(f"round {number} of {self.rounds}: {outcome.method}")
+                        self._guarded(outcome, self._sample)
+                self._measure_disk(f"round {number} of {self.rounds}: ")
         finally:
-            self._close()
-        self._restore(saved)
+            for method in self.open.values():
+                with suppress(Exception):  # a method that failed may fail again, and has said why
+                    method.close()
+        raw = self.limit.between() if self.limit else []
+        return Comparison(
+            place, self.nbytes, self.rounds, self.outcomes, raw, self.limit.way.name if self.limit and raw else ""
+        )
 
-    def _limit(self, figure: str) -> None:
-        """Measure the disk itself on a file that is not needed: a free slot of an engine, which it will write over."""
-        if figure not in self.limits:
-            return
-        assert self.raw is not None
-        self.progress("the disk itself")
-        path = self.raw
-        for entry in self.entries:
-            if entry.good and issubclass(entry.kind, PCcheck):
-                path = slot_file(entry.folder, committed=figure == "restore")
-                break
-        else:
-            if not path.exists():
-                with path.open("wb") as file:
-                    os.posix_fallocate(file.fileno(), 0, align(self.workload.nbytes, _BLOCK))
-                for way in ways()[:1]:  # blocks that were never written are converted when they are
-                    self.limits["durable"].disk.write_seconds(path, way)
-        os.sync()
-        self.limits[figure].measure(path)
-
-    def _open_all(self) -> None:
-        """Open each method and save a few times, one method after the other: what memory it takes is seen here."""
-        for entry in self.entries:
-            reason = entry.kind.why_not()
-            if reason is not None:
-                entry.row.problem = f"skipped: {reason}"
-        for entry in self._turns():
-            self.progress(f"{entry.kind.name}: opening")
-            gc.collect()
-            with PeakMemory() as peak:
-                self._guarded(entry, self._warm)
-            entry.row.memory_bytes = peak.nbytes
-
-    def _warm(self, entry: Entry) -> None:
-        entry.method = self._open(entry)
-        entry.method.attach(self.workload.optimizer)
+    def _warm(self, outcome: Outcome) -> None:
+        method = self.open[outcome.method] = self.kinds[outcome.method](self.folder / outcome.method)
         for _ in range(_WARM_SAVES):
-            self.workload.step()
-            handle = entry.method.save(self.workload.state(), self._next())
-            handle.captured()
-            handle.wait()
-            entry.method.tidy()
+            self._change()
+            method.save(self.tensors, self.step)()
+            method.remove_older()
 
-    def _open(self, entry: Entry) -> Method:
-        return entry.kind(entry.folder) if self.device is None else self.device.open(entry.kind, entry.folder)
+    def _change(self) -> None:
+        """Change every element by one unit in the last place."""
+        self.step += 1
+        for tensor in self.tensors.values():
+            tensor.view(torch.int32).add_(1)
 
-    def _save_round(self, title: str) -> None:
-        for entry in self._turns():
-            if len(entry.row.samples) >= _LEAST_ROUNDS and entry.spent > _SAVING * self.seconds:
-                continue
-            self.progress(f"{title}: {entry.kind.name}")
-            self._guarded(entry, self._sample)
-
-    def _sample(self, entry: Entry) -> None:
-        method = entry.opened()
-        self.workload.step()
+    def _sample(self, outcome: Outcome) -> None:
+        method = self.open[outcome.method]
+        self._change()
         os.sync()
         busy, start = busy_seconds(), time.perf_counter()
-        handle = method.save(self.workload.state(), self._next())
-        handle.captured()
+        wait = method.save(self.tensors, self.step)
         stall = time.perf_counter() - start
-        handle.wait()
+        wait()
         durable = time.perf_counter() - start
-        dirty = dirty_bytes(entry.folder)
         os.sync()
         time.sleep(_SETTLE_SECONDS)
         spent, seconds = busy_seconds() - busy, time.perf_counter() - start
         busy = busy_seconds()
         time.sleep(_SETTLE_SECONDS)
         idle = (busy_seconds() - busy) / _SETTLE_SECONDS
-        method.tidy()
-        step_stall = self._train(entry) if self.workload.trains else None
-        entry.row.samples.append(Sample(stall, durable, max(0.0, spent - idle * seconds), dirty, step_stall))
+        method.remove_older()
 
-    def _train(self, entry: Entry) -> float:
-        """Save beside a training step; returns for how long the method kept it waiting."""
-        method, workload = entry.opened(), self.workload
-        workload.step()
+        for tensor in self.into.values():
+            tensor.zero_()
+        evict(method.folder)
+        start = time.perf_counter()
+        step = method.load(self.into)
+        load = time.perf_counter() - start
+        different = [name for name, tensor in self.tensors.items() if not torch.equal(tensor, self.into[name])]
+        if different or step != self.step:
+            outcome.problem = (
+                f"the loaded checkpoint is not the saved one: step {step} for {self.step}, "
+                f"{len(different)} of {len(self.tensors)} tensors differ"
+            )
+            return
+        outcome.samples.append(Sample(stall, durable, max(0.0, spent - idle * seconds), load))
+
+    def _measure_disk(self, title: str = "") -> None:
+        """Measure the disk itself on a slot that no checkpoint uses; without an engine that works, not at all."""
+        engine = self.open.get(PCcheck.name)
+        if self.limit is None or not isinstance(engine, PCcheck) or self.outcomes[0].problem:
+            self.limit = None
+            return
+        self.progress(f"{title}the disk itself")
         os.sync()
-        start = time.perf_counter()
-        handle = method.save(workload.state(), self._next())
-        stall = time.perf_counter() - start
-        workload.compute()
-        start = time.perf_counter()
-        handle.captured()
-        stall += time.perf_counter() - start
-        workload.update()
-        handle.wait()
-        method.tidy()
-        return stall
+        self.limit.measure(engine.free_slot())
 
-    def _save_last(self) -> State:
-        """Let every method save the same state, and return it."""
-        self.workload.step()
-        state = self.workload.state()
-        step = self._next()
-
-        def save(entry: Entry) -> None:
-            handle = entry.opened().save(state, step)
-            handle.captured()
-            handle.wait()
-            entry.opened().tidy()
-
-        for entry in self._turns():
-            self._guarded(entry, save)
-        return state
-
-    def _close(self) -> None:
-        """Close every method; one that failed may fail again, and has said why already."""
-        for entry in self.entries:
-            if entry.method is not None:
-                self._guarded(entry, lambda entry: entry.opened().close())
-                entry.method = None
-
-    def _restore(self, saved: State) -> None:
-        """Restore in newly opened methods, the page cache cold."""
-        twin = self.workload.twin()
-        into = twin.state()
-
-        def restore(entry: Entry) -> None:
-            scribble(into)
-            evict(entry.folder)
-            start = time.perf_counter()
-            with self._open(entry) as method:
-                step = method.load(into)
-                seconds = time.perf_counter() - start
-            found = differences(saved, into)
-            entry.row.verified = not found and step == self.steps
-            if found:
-                raise _DiffersError(f"the restored state differs in {len(found)} places, {found[0]} among them")
-            if step != self.steps:
-                raise _DiffersError(f"step {step} was restored, and {self.steps} was saved last")
-            entry.row.restores.append(seconds)
-
-        self._limit("restore")
-        clock = _Clock(self.rounds, 1)
-        for number in range(self.rounds):
-            title = f"restore {number + 1} of {self.rounds}{clock.left(number)}"
-            for entry in self._turns():
-                if len(entry.row.restores) < _LEAST_ROUNDS or entry.spent < self.seconds:
-                    self.progress(f"{title}: {entry.kind.name}")
-                    self._guarded(entry, restore)
-            self._limit("restore")
-        for entry in self.entries:
-            entry.row.stored_bytes = stored_bytes(entry.folder) if entry.folder.exists() else 0
-
-    def _turns(self) -> Iterator[Entry]:
-        """The methods that did not fail, in a new order each time: who comes after whom matters on a shared disk."""
-        entries = [entry for entry in self.entries if entry.good]
-        self.order.shuffle(entries)
-        return iter(entries)
-
-    def _next(self) -> int:
-        self.steps += 1
-        return self.steps
-
-    def _guarded(self, entry: Entry, action: Callable[[Entry], None]) -> None:
-        start = time.perf_counter()
+    def _guarded(self, outcome: Outcome, action: Callable[[Outcome], None]) -> None:
         try:
-            action(entry)
-        except UnsupportedError as error:
-            entry.row.problem = entry.row.problem or f"skipped: {error}"
-        except _DiffersError as error:
-            entry.row.problem = entry.row.problem or f"failed: {error}"
-        except Exception as error:  # noqa: BLE001 - another method's failure is a row, not the end of the measurement
-            entry.row.problem = entry.row.problem or f"failed: {type(error).__name__}: {error}"[:500]
-        finally:
-            entry.spent += time.perf_counter() - start
-
-
-class _Clock:
-    """Estimates how long rounds will go on, from those that were.
-
-    Args:
-        rounds: How many there are.
-        length: How long all of it takes, in lengths of these rounds.
-    """
-
-    def __init__(self, rounds: int, length: float) -> None:
-        self._total = rounds * length
-        self._start = time.perf_counter()
-
-    def left(self, done: int) -> str:
-        """Return what to add to a line after so many rounds."""
-        if not done:
-            return ""
-        seconds = (time.perf_counter() - self._start) / done * (self._total - done)
-        return f", about {seconds / 60:.0f} min left" if seconds > 90 else f", about {seconds:.0f} s left"
+            action(outcome)
+        except Exception as error:  # noqa: BLE001 - the failure of one method is its row, not the end of the comparison
+            outcome.problem = f"{type(error).__name__}: {error}"[:500]

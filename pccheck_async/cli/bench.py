@@ -1,160 +1,123 @@
-"""``pccheck bench``: figures of the benchmarks, and models over their tables."""
+"""``pccheck bench``: ways of saving, compared on the user's own disk."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-__all__ = ["app"]
+from pccheck_async.cli.output import complain, parse_path, size
 
-app = typer.Typer(
-    name="bench",
-    help="Measure ways to save side by side, draw and report what was found, and predict what failures cost.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+__all__ = ["run_bench"]
+
+_FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
 
 
-@app.command("run")
-def run_run(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Experiments (default: all).")] = None,
+def _size(text: str) -> int:
+    from pccheck_async.cli.tune import parse_size
+
+    return parse_size(text)
+
+
+def run_bench(
     folder: Annotated[
-        Path | None, typer.Option(help="Where to save while measuring: on the disk that is measured. Left as it was.")
+        Path,
+        typer.Argument(parser=parse_path, metavar="FOLDER", help="On the disk to measure; left as it was."),
+    ],
+    nbytes: Annotated[
+        int | None,
+        typer.Option("--size", parser=_size, metavar="SIZE", help="Size of the state, such as 500MB (default: 1GiB)."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the tables, figures and timelines.")] = None,
-    quick: Annotated[
-        bool,
-        typer.Option("--quick", help="Small states, few rounds: shows that it runs, not what the machine reaches."),
-    ] = False,
-    repetitions: Annotated[
-        int | None, typer.Option(min=1, help="Rounds of everything (default: as many as each experiment takes).")
-    ] = None,
-    methods: Annotated[
+    against: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME[,NAME...]", help="Compare these only (default: all that run here); may be repeated."
+            metavar="NAME[,NAME...]",
+            help="What to compare with: torch, safetensors, dcp, dcp-async (default: all that can run).",
         ),
     ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Leave out what OUT has already, measured with the same settings.")
-    ] = False,
-    show_list: Annotated[bool, typer.Option("--list", help="Show which experiments there are, and run none.")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each method saves and loads.")] = 5,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write every sample to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a bar chart (needs matplotlib).")] = None,
 ) -> None:
-    """Run experiments and write what they find, each as soon as it ends; Ctrl-C keeps those that ended.
+    """Compare ways of saving on the disk under FOLDER: how long the call takes, and how long until it is durable.
 
-    Nothing else should use the disk or the cores meanwhile. OUT gets for each experiment NAME.csv (every repetition),
-    NAME.json (when, where, how, and what to know), NAME-FIGURE.png where matplotlib is installed, and timelines for
-    https://ui.perfetto.dev.
+    Methods take turns in a new random order every round; before each save every tensor changes, and after it the
+    checkpoint is loaded with a cold page cache and compared bit by bit. Shown are medians and quartiles, and what the
+    disk itself takes by O_DIRECT in the same minutes. Nothing else should use the disk and the cores meanwhile. All
+    files are removed at the end, after Ctrl-C too.
 
-    Exit status: 0 measured, 1 an experiment failed or one that was named cannot run here, 2 wrong usage, 130
-    interrupted.
+    Exit status: 0 all measured, 1 a method failed, a checkpoint did not load as it was saved, or disk or memory do not
+    suffice, 2 wrong usage, 130 interrupted.
     """
-    from pccheck_async.cli import bench_run
+    names = [name.strip() for text in against or [] for name in text.split(",") if name.strip()]
+    raise typer.Exit(_run(folder, nbytes or 1 << 30, names, rounds, json, plot))
 
-    if show_list:
-        raise typer.Exit(bench_run.show_list())
-    if folder is None or out is None:
-        raise typer.BadParameter("say where to save while measuring (--folder) and where to write the findings (--out)")
-    asked = [name.strip() for text in methods or [] for name in text.split(",") if name.strip()]
-    raise typer.Exit(
-        bench_run.run(
-            names or [],
-            folder=folder,
-            out=out,
-            quick=quick,
-            repetitions=repetitions,
-            methods=asked or None,
-            resume=resume,
-        )
+
+def _run(folder: Path, nbytes: int, names: list[str], rounds: int, json: Path | None, plot: Path | None) -> int:
+    from rich.console import Console
+
+    from pccheck_async import bench
+
+    try:
+        kinds = bench.find_methods(names)
+    except bench.UnknownMethodError as error:
+        complain(str(error))
+        return _USAGE
+    if problem := _wrong(folder, nbytes, bench.LEAST_BYTES, json, plot):
+        complain(problem)
+        return _USAGE
+    stderr = Console(stderr=True, highlight=False)
+    try:
+        with stderr.status("starting") as status:
+
+            def tell(what: str) -> None:
+                status.update(what)
+                if not stderr.is_terminal:
+                    print(what, file=sys.stderr)
+
+            found = bench.compare(kinds, folder, nbytes, rounds, progress=tell)
+    except KeyboardInterrupt:
+        complain("interrupted; everything that was written has been removed")
+        return _INTERRUPTED
+    except bench.NoRoomError as error:
+        complain(str(error))
+        return _FAILED
+    stdout = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+    stdout.print(
+        f"{size(found.nbytes)} in {len(found.outcomes)} ways, {rounds} rounds; {found.place.filesystem}, direct I/O "
+        f"{found.place.direct}; {found.place.machine}; median [quartiles]",
+        markup=False,
     )
+    stdout.print(bench.table(found))
+    for name, kind in bench.METHODS.items():
+        if not names and (reason := kind.why_not()):
+            stdout.print(f"{name}: not measured: {reason}", markup=False)
+    if json is not None:
+        json.write_text(bench.as_json(found))
+    if plot is not None and any(not outcome.problem for outcome in found.outcomes):
+        bench.draw(found, plot)
+    failed = [outcome for outcome in found.outcomes if outcome.problem]
+    for outcome in failed:
+        complain(f"{outcome.method} failed: {outcome.problem}")
+    return _FAILED if failed else 0
 
 
-@app.command("report")
-def run_report(
-    source: Annotated[Path, typer.Argument(metavar="OUT", help="Folder that `pccheck bench run` wrote.")],
-    html: Annotated[Path, typer.Option(help="The page to write.")],
-) -> None:
-    """Make one HTML page of what was measured: who is ahead where and by how much, all tables, all figures.
-
-    The page needs no other file and no network.
-
-    Exit status: 0 written, 1 a file cannot be read or written or is damaged, 2 wrong usage, 3 there is nothing in OUT.
-    """
-    from pccheck_async.cli.bench_report import run
-
-    raise typer.Exit(run(source, html))
-
-
-@app.command("goodput")
-def run_goodput(
-    table: Annotated[Path, typer.Argument(help="CSV of figure 8: throughput by interval, in steps per second.")],
-    load_seconds: Annotated[float, typer.Option(min=0.0, help="Time to load a checkpoint after a failure.")],
-    trace: Annotated[
-        Path | None,
-        typer.Option(help="CSV of what was available: a column 'Time' in seconds, the number in the last column."),
-    ] = None,
-    mtbf: Annotated[
-        float | None,
-        typer.Option(min=1e-3, help="Draw failures instead: mean time between them, in seconds."),
-    ] = None,
-    hours: Annotated[float, typer.Option(min=1e-3, help="With --mtbf: length of the run.")] = 24.0,
-    seeds: Annotated[int, typer.Option(min=1, help="With --mtbf: how many times to draw.")] = 10,
-    per_machine: Annotated[
-        int, typer.Option(min=1, help="With --trace: how many of what it counts make one machine.")
-    ] = 4,
-    durable_seconds: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[INTERVAL=]SECONDS",
-            help="Until a checkpoint of PCcheck is durable (Tw), for all intervals or for one; may be repeated.",
-        ),
-    ] = None,
-    max_in_flight: Annotated[int, typer.Option(min=1, help="PCcheck's checkpoints in flight (N).")] = 2,
-    out: Annotated[Path | None, typer.Option(help="Write the table of figure 9 to this CSV.")] = None,
-) -> None:
-    """Predict the steps per second that are left under failures, by PCcheck's model (figure 9).
-
-    Failures in a trace are counted in three ways, and each costs what it does on average or at worst: all six results
-    are shown.
-
-    Exit status: 0 predicted, 1 a file cannot be read or written or is no table, 2 wrong usage.
-    """
-    from pccheck_async.cli.bench_goodput import parse_durable, run
-
-    if (trace is None) == (mtbf is None):
-        raise typer.BadParameter("say where failures come from: either --trace or --mtbf")
-    raise typer.Exit(
-        run(
-            table,
-            trace=trace,
-            per_machine=per_machine,
-            mtbf=mtbf,
-            seconds=hours * 3600,
-            seeds=seeds,
-            load_seconds=load_seconds,
-            durable_seconds=parse_durable(durable_seconds or []),
-            max_in_flight=max_in_flight,
-            out=out,
-        )
-    )
-
-
-@app.command("plot")
-def run_plot(
-    source: Annotated[Path, typer.Argument(help="CSV of a benchmark, or JSON of a timeline.")],
-    out: Annotated[Path, typer.Option(help="The PNG to draw (needs matplotlib).")],
-    figure: Annotated[
-        str | None, typer.Option(help="Which figure, where the CSV holds several: 8, 9, 11, 12, 13, 14, gh5...")
-    ] = None,
-    start: Annotated[float, typer.Option(min=0.0, help="Of a timeline: draw from this second on.")] = 0.0,
-    end: Annotated[float | None, typer.Option(min=0.0, help="Of a timeline: draw up to this second.")] = None,
-) -> None:
-    """Draw a benchmark's figure from its table, or a recorded timeline.
-
-    Exit status: 0 drawn, 1 a file cannot be read or written or is neither, 2 wrong usage or no matplotlib.
-    """
-    from pccheck_async.cli.bench_plot import run
-
-    raise typer.Exit(run(source, out, figure=figure, start=start, end=end))
+def _wrong(folder: Path, nbytes: int, least: int, json: Path | None, plot: Path | None) -> str | None:
+    """Return what is wrong with the command line, before anything is written."""
+    if not folder.is_dir():
+        return f"there is no folder {folder}"
+    if nbytes < least:
+        return f"--size is at least {least} bytes, not {nbytes}"
+    for option, file in (("--json", json), ("--plot", plot)):
+        if file is not None and file.is_dir():
+            return f"{option}: {file} is a folder"
+        if file is not None and not file.resolve().parent.is_dir():
+            return f"{option}: there is no folder {file.resolve().parent}"
+    if plot is not None and plot.suffix not in (".png", ".pdf", ".svg"):
+        return f"--plot: {plot} is not named .png, .pdf or .svg"
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        return "--plot needs matplotlib: pip install matplotlib"
+    return None

@@ -1,19 +1,17 @@
-"""Comparing training runs: losses row by row, states leaf by leaf, by their bits."""
+"""Comparing the losses of training runs, row by row, by their bits."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-import torch
 from rich.box import SIMPLE
 from rich.table import Table
 
-__all__ = ["Losses", "compare_losses", "compare_states", "draw", "exact", "read_losses"]
+__all__ = ["Losses", "compare_losses", "draw", "exact", "read_losses"]
 
 
 class Loss(NamedTuple):
@@ -73,58 +71,6 @@ def compare_losses(
                 ("equal" if same else "[bold red]DIFFERENT[/]") + marks.get(step, ""),
             )
     return LossComparison(steps, equal, table)
-
-
-@dataclass
-class StateComparison:
-    """Leaves of two states, compared."""
-
-    total: int = 0
-    nbytes: int = 0
-    different: list[str] = field(default_factory=list)
-
-    @property
-    def equal(self) -> int:
-        """Leaves that are equal in every bit."""
-        return self.total - len(self.different)
-
-    @property
-    def all_equal(self) -> bool:
-        """Whether there is a leaf and no leaf differs."""
-        return self.total > 0 and not self.different
-
-
-def compare_states(one: Any, other: Any) -> StateComparison:
-    """Compare two nested states as ``load`` returns them; types count, and so does every bit of every tensor."""
-    result = StateComparison()
-    _compare(one, other, "", result)
-    return result
-
-
-def _compare(one: Any, other: Any, path: str, result: StateComparison) -> None:
-    if type(one) is type(other) and isinstance(one, Mapping) and list(one) == list(other):
-        for key in one:
-            _compare(one[key], other[key], f"{path}.{key}" if path else str(key), result)
-        return
-    if type(one) is type(other) and isinstance(one, list | tuple) and len(one) == len(other):
-        for index, pair in enumerate(zip(one, other, strict=True)):
-            _compare(*pair, f"{path}.{index}", result)
-        return
-    result.total += 1
-    if isinstance(one, torch.Tensor):
-        result.nbytes += one.nbytes
-    if _bits(one) != _bits(other):
-        result.different.append(path)
-
-
-def _bits(leaf: Any) -> tuple[Any, ...]:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.dtype, leaf.shape, leaf.cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
-    if isinstance(leaf, np.ndarray):
-        return leaf.dtype, leaf.shape, leaf.tobytes()
-    if isinstance(leaf, float):
-        return float, struct.pack("d", leaf)
-    return type(leaf), leaf
 
 
 def draw(path: Path, uninterrupted: Losses, killed: Losses, resumed: Losses, crash_at: int, restored: int) -> None:

@@ -9,17 +9,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from pccheck_async import CheckpointError, CheckpointInfo, list_checkpoints, load_sync
-from pccheck_async.cli.compare import Losses, compare_losses, compare_states, draw, read_losses
-from pccheck_async.cli.show import complain, printable, size
+from pccheck_async import CheckpointError, CheckpointInfo, compare_checkpoints, list_checkpoints
+from pccheck_async.cli.compare import Losses, compare_losses, draw, read_losses
+from pccheck_async.cli.output import complain, printable, size
 
 __all__ = ["run"]
 
@@ -105,19 +103,18 @@ def _demonstrate(
         f"middle of the save of step {crash_at}, and resumed.\n"
     )
     began = time.monotonic()
-    with _watching(console, steps) as watch:
-        uninterrupted = Run("uninterrupted", folder / "uninterrupted", folder / "uninterrupted.csv")
-        _train(uninterrupted, options, 0, watch)
+    uninterrupted = Run("uninterrupted", folder / "uninterrupted", folder / "uninterrupted.csv")
+    _train(uninterrupted, options, 0, console)
 
-        killed, durable = _train_until_killed(console, folder, options, crash_at, watch)
+    killed, durable = _train_until_killed(console, folder, options, crash_at)
 
-        # The resumed run continues the killed one's store and a copy of its loss file.
-        resumed = Run("resumed", killed.store, folder / "resumed.csv")
-        shutil.copyfile(killed.loss_file, resumed.loss_file)
-        _train(resumed, [*options, "--resume"], 0, watch, since=durable.step)
-        said = resumed.log.read_text().splitlines()[0]
-        if said != f"resumed from step {durable.step}":
-            raise RunFailedError(f"the resumed run should have resumed from step {durable.step}, but said: {said}")
+    # The resumed run continues the killed one's store and a copy of its loss file.
+    resumed = Run("resumed", killed.store, folder / "resumed.csv")
+    shutil.copyfile(killed.loss_file, resumed.loss_file)
+    _train(resumed, [*options, "--resume"], 0, console)
+    said = resumed.log.read_text().splitlines()[0]
+    if said != f"resumed from step {durable.step}":
+        raise RunFailedError(f"the resumed run should have resumed from step {durable.step}, but said: {said}")
 
     console.print(
         f"\nThe killed run died by SIGKILL in the middle of the save of step {crash_at} "
@@ -126,34 +123,32 @@ def _demonstrate(
     )
     losses = compare_losses(uninterrupted.losses(), killed.losses(), resumed.losses(), steps, crash_at, durable.step)
     console.print(losses.table)
-    state = compare_states(load_sync(uninterrupted.store), load_sync(resumed.store))
+    state = compare_checkpoints(uninterrupted.store, resumed.store)
     console.print(f"Losses: {losses.equal} of {losses.total} equal in every bit.")
+    equal = f"{state.leaves - len(state.differences)} of {state.leaves} leaves equal in every bit"
     console.print(
-        f"Final state (model, optimizer, scheduler, random numbers, data position): {state.equal} of {state.total} "
-        f"leaves equal in every bit, {size(state.nbytes)} of tensors."
+        f"Final state (model, optimizer, scheduler, random numbers, data position): {equal}, "
+        f"{size(state.nbytes)} of tensors."
     )
-    for path in state.different[:10]:
-        console.print(f"  different: {path}", markup=False)
+    for each in state.differences[:10]:
+        console.print(f"  different: {each.path}", markup=False)
     if plot is not None:
         draw(plot, uninterrupted.losses(), killed.losses(), resumed.losses(), crash_at, durable.step)
         console.print(f"Picture: {plot}", soft_wrap=True, markup=False)
-    all_equal = losses.all_equal and state.all_equal
+    all_equal = losses.all_equal and not state.differences
     verdict = "[bold green]Every bit is equal." if all_equal else "[bold red]The runs differ."
     console.print(f"{verdict}[/] ({time.monotonic() - began:.0f} s)")
     return all_equal
 
 
-Watch = Callable[[Run, int], None]
-
-
 def _train_until_killed(
-    console: Console, folder: Path, options: list[str], crash_at: int, watch: Watch
+    console: Console, folder: Path, options: list[str], crash_at: int
 ) -> tuple[Run, CheckpointInfo]:
     """Train until the SIGKILL; again where the save was so fast that the kill came after it."""
     for attempt in range(1, KILL_ATTEMPTS + 1):
         name = f"killed{attempt if attempt > 1 else ''}"
         killed = Run("killed", folder / name, folder / f"{name}.csv")
-        _train(killed, [*options, f"--crash-at={crash_at}"], -signal.SIGKILL, watch)
+        _train(killed, [*options, f"--crash-at={crash_at}"], -signal.SIGKILL, console)
         durable = killed.newest()
         if durable is None:
             raise RunFailedError("the killed run left no durable checkpoint behind")
@@ -163,19 +158,19 @@ def _train_until_killed(
     raise RunFailedError(f"the kill came after the save {KILL_ATTEMPTS} times: this storage is too fast for the demo")
 
 
-def _train(run: Run, options: list[str], expected_status: int, watch: Watch, since: int = 0) -> None:
-    """Run the example in a process of its own, showing how far it is, and check how it ended."""
+def _train(run: Run, options: list[str], expected_status: int, console: Console) -> None:
+    """Run the trainer in a process of its own, printing how far it is, and check how it ended."""
     # -P: the installed package, also where the current folder is a checkout of the sources.
-    command = [sys.executable, "-P", "-m", "pccheck_async.examples.train_gpt", *options]
+    command = [sys.executable, "-P", "-m", "pccheck_async.cli.demo_trainer", *options]
     command += [f"--store={run.store}", f"--loss-file={run.loss_file}"]
+    told = run.newest()
     with run.log.open("wb") as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
         try:
-            watch(run, since)
             while process.poll() is None:
-                watch(run, since)
+                told = _tell(console, run, told)
                 time.sleep(POLL_SECONDS)
-            watch(run, since)
+            _tell(console, run, told)
         finally:
             process.kill()
             process.wait()
@@ -186,43 +181,10 @@ def _train(run: Run, options: list[str], expected_status: int, watch: Watch, sin
         )
 
 
-@contextmanager
-def _watching(console: Console, steps: int) -> Iterator[Watch]:
-    """Yield a function that shows a run's progress: a bar on a terminal, else a line per durable checkpoint."""
-    if not console.is_terminal:
-        seen: dict[tuple[str, int], int] = {}
-
-        def tell(run: Run, since: int) -> None:
-            durable = run.newest()
-            if durable is not None and durable.counter != seen.get((run.name, since)):
-                seen[run.name, since] = durable.counter
-                console.print(f"{run.name}: checkpoint of step {durable.step} of {steps} is durable")
-
-        yield tell
-        return
-
-    columns = (
-        TextColumn("{task.description:<13}"),
-        BarColumn(bar_width=30),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:<6}  durable: step {task.fields[durable]:<4}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        tasks: dict[Path, TaskID] = {}
-
-        def show(run: Run, since: int) -> None:
-            if run.loss_file not in tasks:
-                for task in progress.tasks:
-                    progress.stop_task(task.id)
-                tasks[run.loss_file] = progress.add_task(run.name, total=steps, loss="", durable="")
-            losses, durable = run.losses(), run.newest()
-            done = max(since, *losses) if losses else since
-            progress.update(
-                tasks[run.loss_file],
-                completed=done,
-                loss=f"{losses[done].loss:.4f}" if done in losses else "",
-                durable="" if durable is None else str(durable.step),
-            )
-
-        yield show
+def _tell(console: Console, run: Run, told: CheckpointInfo | None) -> CheckpointInfo | None:
+    """Print a line where a newer checkpoint than the one told of is durable, and return the newest."""
+    newest = run.newest()
+    if newest is not None and newest != told:
+        loss = newest.metadata["loss"]
+        console.print(f"{run.name + ':':<14} the checkpoint of step {newest.step} is durable, loss {loss:.4f}")
+    return newest

@@ -4,69 +4,32 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import typer
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from rich.text import Text
 
-from pccheck_async import CheckpointError, Measurement, Tuning, list_checkpoints
-from pccheck_async.cli.output import console, dump, nothing_in, print_table
-from pccheck_async.cli.show import complain, size
-from pccheck_async.engine.config import EngineConfig
-from pccheck_async.tuning.tuner import tune_blocking
+import pccheck_async as pccheck
+from pccheck_async.cli.output import (
+    NOTHING,
+    Json,
+    Report,
+    complain,
+    duration,
+    nothing_in,
+    parse_path,
+    reporting,
+    size,
+    table,
+    terminal,
+)
 
-__all__ = ["FAILED", "SIZELESS", "parse_size", "run"]
+__all__ = ["parse_size", "tune"]
 
-FAILED = 1
-SIZELESS = 3
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B?", re.ASCII)
-
-
-def run(
-    path: Path,
-    *,
-    nbytes: int | None,
-    keep_last: int,
-    host_memory: int | None,
-    step_seconds: float | None,
-    budget_seconds: float,
-    out: Path | None,
-    json: bool,
-) -> int:
-    """Tune, print what was found, write the settings, and return the exit status."""
-    try:
-        config = EngineConfig(keep_last=keep_last, host_memory=host_memory or "auto")
-        nbytes = nbytes or next((info.nbytes for info in list_checkpoints(path)), None)
-        if nbytes is None:
-            complain(f"no committed checkpoint to take the size from, so say it with --size: {nothing_in(path)}")
-            return SIZELESS
-        columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-        stderr = Console(stderr=True)
-        with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
-            task = bar.add_task("", total=1.0)
-            tuning = tune_blocking(
-                path,
-                nbytes=nbytes,
-                config=config,
-                step_seconds=step_seconds,
-                budget_seconds=budget_seconds,
-                progress=lambda done, what: bar.update(task, completed=done, description=what),
-            )
-        written = tuning.write(out or path)
-    except (CheckpointError, OSError, ValueError) as error:
-        complain(error)
-        return FAILED
-    if json:
-        dump(msgspec.to_builtins(tuning) | {"path": str(written)})
-    else:
-        _print(tuning, path, out or path, written)
-    return 0
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i)?B?", re.ASCII)
 
 
 def parse_size(text: str) -> int:
@@ -81,72 +44,113 @@ def parse_size(text: str) -> int:
     return int(nbytes)
 
 
-def _print(tuning: Tuning, path: Path, given: Path, written: Path) -> None:
-    screen = console()
-    print_table(screen, _measurements(tuning))
-    print_table(screen, _settings(tuning))
-    sample = "" if tuning.sample_nbytes >= tuning.nbytes else f", measured with at most {size(tuning.sample_nbytes)}"
-    lines = [
-        f"Checkpoints of {size(tuning.nbytes)}{sample}, one durable every {_seconds(tuning.checkpoint_seconds)}.",
-        f"The storage takes {size(int(tuning.bandwidth))}/s, a running write {tuning.stream_cpu:.2f} of a core.",
-        (f"Differences under {tuning.noise:.0%} are noise. " if math.isfinite(tuning.noise) else "")
-        + f"Measured in {tuning.seconds:.0f} s.",
-    ]
-    if tuning.interval is not None:
-        lines.insert(
-            1,
-            f"Save every {_steps(tuning.interval)} (f*) or less often; no engine on this storage can do so more "
-            f"often than every {_steps(tuning.interval_floor)} (f_min), 3 % slower training granted.",
+@reporting
+def tune(
+    path: Annotated[
+        Path, typer.Argument(parser=parse_path, metavar="PATH", help="Folder of the store, or where it will be.")
+    ],
+    nbytes: Annotated[
+        int | None,
+        typer.Option(
+            "--size",
+            parser=parse_size,
+            metavar="SIZE",
+            help="Size of a checkpoint, such as 500MB or 1.5GiB (default: that of the newest one in PATH).",
+        ),
+    ] = None,
+    keep_last: Annotated[int, typer.Option(min=1, help="Checkpoints that the engine will keep.")] = 1,
+    host_memory: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_size, metavar="SIZE", help="Most staging memory (default: a quarter of what is free)."
+        ),
+    ] = None,
+    step_seconds: Annotated[
+        float | None, typer.Option(min=1e-6, help="Time of a training step: shows how often to save.")
+    ] = None,
+    budget_seconds: Annotated[
+        float, typer.Option("--seconds", min=0.1, help="About how long to measure; a slow disk needs more.")
+    ] = 10.0,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            parser=parse_path,
+            metavar="OUT",
+            help="Write the settings to this .json file, or to tuning.json in this folder (default: PATH).",
+        ),
+    ] = None,
+    json: Json = False,
+) -> Report | int:
+    """Measure the disk under PATH and write down the settings for an engine there. Changes no checkpoint.
+
+    Exit status: 0 tuned, 1 it failed or nothing fits into storage, memory and cores, 2 wrong usage, 3 there is no
+    checkpoint in PATH to take the size from, and no --size.
+    """
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from pccheck_async.engine import EngineConfig
+    from pccheck_async.tuning import tune_blocking
+
+    config = EngineConfig(keep_last=keep_last, host_memory=host_memory or "auto")
+    nbytes = nbytes or next((info.nbytes for info in pccheck.list_checkpoints(path)), None)
+    if nbytes is None:
+        complain(f"no committed checkpoint to take the size from, so say it with --size: {nothing_in(path)}")
+        return NOTHING
+    columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    stderr = terminal(stderr=True)
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+        task = bar.add_task("", total=1.0)
+        tuning = tune_blocking(
+            path,
+            nbytes=nbytes,
+            config=config,
+            step_seconds=step_seconds,
+            budget_seconds=budget_seconds,
+            progress=lambda done, what: bar.update(task, completed=done, description=what),
         )
-    call = f"read_tuning({str(given)!r})"
-    lines.append(f"Written to {written}; use it as CheckpointEngine({str(path)!r}, **{call}).")
-    for line in lines:
-        screen.print(Text(line), soft_wrap=True)
+    written = tuning.write(out or path)
+    return Report(msgspec.to_builtins(tuning) | {"path": str(written)}, _tuned(tuning, path, out or path, written))
 
 
-def _measurements(tuning: Tuning) -> Table:
-    table = Table(box=SIMPLE, pad_edge=False)
-    for heading in ("in flight", "writers", "chunk", "durable after", "rate", "capture", "runs"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+def _tuned(tuning: pccheck.Tuning, path: Path, given: Path, written: Path) -> Iterator[str | Table]:
+    headings = ("in flight", "writers", "chunk", "durable after", "rate", "capture", "runs")
+    measured = table(*headings, "", right=len(headings))
+    settings = tuning.settings
+    chosen = settings["max_in_flight"], settings["writers"], settings["chunk_bytes"]
     for row in tuning.measurements:
         point = row.point
-        table.add_row(
+        measured.add_row(
             str(point.max_in_flight),
             str(point.writers),
             _binary(point.chunk_bytes),
-            _seconds(row.seconds),
+            duration(row.seconds),
             f"{size(int(row.bandwidth))}/s",
             f"{size(int(row.capture_bandwidth))}/s",
             str(row.repetitions),
-            "chosen" if _is_chosen(row, tuning) else "",
+            "chosen" if (point.max_in_flight, point.writers, point.chunk_bytes) == chosen else "",
         )
-    return table
-
-
-def _is_chosen(row: Measurement, tuning: Tuning) -> bool:
-    point, settings = row.point, tuning.settings
-    return (point.max_in_flight, point.writers, point.chunk_bytes) == (
-        settings["max_in_flight"],
-        settings["writers"],
-        settings["chunk_bytes"],
-    )
-
-
-def _settings(tuning: Tuning) -> Table:
-    table = Table(box=SIMPLE, pad_edge=False)
-    table.add_column("setting", no_wrap=True)
-    table.add_column("value", justify="right", no_wrap=True)
-    table.add_column("why", overflow="fold")
-    values = {
-        "max_in_flight": str(tuning.settings["max_in_flight"]),
-        "writers": str(tuning.settings["writers"]),
-        "chunk_bytes": _binary(tuning.settings["chunk_bytes"]),
-        "host_memory": _binary(tuning.settings["host_memory"]),
-    }
-    for name, value in values.items():
-        table.add_row(name, value, Text(tuning.reasons[name]))
-    return table
+    yield measured
+    reasons = table("setting", "value", "why")
+    for name, value in (
+        ("max_in_flight", str(settings["max_in_flight"])),
+        ("writers", str(settings["writers"])),
+        ("chunk_bytes", _binary(settings["chunk_bytes"])),
+        ("host_memory", _binary(settings["host_memory"])),
+    ):
+        reasons.add_row(name, value, tuning.reasons[name])
+    yield reasons
+    sample = "" if tuning.sample_nbytes >= tuning.nbytes else f", measured with at most {size(tuning.sample_nbytes)}"
+    yield f"Checkpoints of {size(tuning.nbytes)}{sample}, one durable every {duration(tuning.checkpoint_seconds)}."
+    if tuning.interval is not None:
+        yield (
+            f"Save every {_steps(tuning.interval)} (f*) or less often; no engine on this storage can do so more "
+            f"often than every {_steps(tuning.interval_floor)} (f_min), 3 % slower training granted."
+        )
+    yield f"The storage takes {size(int(tuning.bandwidth))}/s, a running write {tuning.stream_cpu:.2f} of a core."
+    noise = f"Differences under {tuning.noise:.0%} are noise. " if math.isfinite(tuning.noise) else ""
+    yield f"{noise}Measured in {tuning.seconds:.0f} s."
+    call = f"read_tuning({str(given)!r})"
+    yield f"Written to {written}; use it as CheckpointEngine({str(path)!r}, **{call})."
 
 
 def _binary(nbytes: int) -> str:
@@ -160,7 +164,3 @@ def _binary(nbytes: int) -> str:
 
 def _steps(count: int | None) -> str:
     return "step" if count == 1 else f"{count} steps"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds * 1000:.1f} ms" if seconds < 0.1 else f"{seconds:.2f} s"

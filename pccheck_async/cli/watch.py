@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
-import json as jsonlib
-import math
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-from rich.box import SIMPLE
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+import typer
+from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pccheck_async import CheckpointError, CheckpointInfo
-from pccheck_async.cli.show import complain, size
-from pccheck_async.medium.status_file import Committed, InFlight, Published, Status, read_status
+import pccheck_async as pccheck
+from pccheck_async.cli.output import (
+    DIFFERENT,
+    NOTHING,
+    StoreFolder,
+    complain,
+    dump,
+    duration,
+    nothing_in,
+    printable,
+    reporting,
+    size,
+    table,
+    terminal,
+)
 
-__all__ = ["EMPTY", "NOT_RUNNING", "UNREADABLE", "run"]
+if TYPE_CHECKING:
+    from pccheck_async.medium.status_file import Committed, InFlight, Published, Status
 
-UNREADABLE = 1
-EMPTY = 3
-NOT_RUNNING = 4
+__all__ = ["View", "Watch", "line", "panel", "watch"]
 
 _MOST_COMMITTED = 8
 _WIDE = 75
@@ -110,13 +118,14 @@ class Watch:
 
     def look(self) -> View:
         """Return what there is to see. Raises CheckpointError or OSError where the store cannot be read."""
+        from pccheck_async.medium.status_file import Committed, copied, read_status
+
         published = read_status(self._path)
         if published is not None and published.alive:
-            committed: Sequence[Committed] = published.status.committed
+            committed = published.status.committed
         else:
-            from pccheck_async import list_checkpoints  # torch takes a second, and is not needed beside an engine
-
-            committed = [_committed(info) for info in list_checkpoints(self._path)[:_MOST_COMMITTED]]
+            infos = pccheck.list_checkpoints(self._path)  # imports torch, which is not needed beside an engine
+            committed = [copied(Committed, info) for info in infos[:_MOST_COMMITTED]]
         return View(self._path, published, committed, self._before(published))
 
     def _before(self, published: Published | None) -> Status | None:
@@ -132,53 +141,60 @@ class Watch:
         return self._earlier[0] if self._earlier[0].time < now.time else None
 
 
-def run(path: Path, *, interval: float, once: bool, json: bool) -> int:
-    """Show what an engine in another process does, and return the exit status.
+@reporting
+def watch(
+    path: StoreFolder,
+    interval: Annotated[float, typer.Option(min=0.1, max=86_400, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON objects instead, one a line.")] = False,
+) -> int:
+    """Watch an engine that saves into a store from another process, without disturbing it.
 
-    In a terminal until interrupted; elsewhere, where nobody may be there to interrupt it, until no engine runs.
+    What it does shows from its first checkpoint on: what is in flight, rates, waiting, what is due next. A terminal
+    gets a live view until Ctrl-C. Anything else, and --json, gets a line for each look that finds a change, until the
+    engine ends; where none runs, one line.
+
+    Exit status: 0 ended by Ctrl-C, the engine that was watched was closed, or with --once one runs there; 1 the store
+    cannot be read; 2 wrong usage; 3 there is nothing in this folder; 4 no engine runs there (it died, was closed
+    before, or has not saved yet).
     """
-    watch = Watch(path)
-    try:
-        if once:
-            return _show_once(watch, json=json)
-        with suppress(KeyboardInterrupt):
-            if json or not sys.stdout.isatty() or _console().is_dumb_terminal:
-                return _show_changes(watch, interval, json=json)
-            _show_live(watch, interval)
-    except BrokenPipeError:
-        raise
-    except (CheckpointError, OSError) as error:
-        complain(error)
-        return UNREADABLE
+    watching = Watch(path)
+    if once:
+        view = watching.look()
+        if json:
+            _dump(view)
+        else:
+            screen = terminal(width=None if sys.stdout.isatty() else 160)
+            screen.print(panel(view, screen.width))
+        return _status(view)
+    with suppress(KeyboardInterrupt):
+        if json or not sys.stdout.isatty() or terminal().is_dumb_terminal:
+            return _show_changes(watching, interval, json=json)
+        _show_live(watching, interval)
     return 0
 
 
-def _show_once(watch: Watch, *, json: bool) -> int:
-    view = watch.look()
-    if json:
-        print(_as_json(view))
-    else:
-        console = _console(None if sys.stdout.isatty() else 160)
-        console.print(_panel(view, console.width))
-    return _status(view)
-
-
-def _show_changes(watch: Watch, interval: float, *, json: bool) -> int:
+def _show_changes(watching: Watch, interval: float, *, json: bool) -> int:
     shown: object = None
     while True:
-        view = watch.look()
+        view = watching.look()
         if (facts := view.facts) != shown:
             shown = facts
-            print(_as_json(view) if json else _line(view), flush=True)
+            if json:
+                _dump(view)
+            else:
+                print(line(view), flush=True)
         if view.state not in ("running", "silent"):
             return _status(view)
         time.sleep(interval)
 
 
-def _show_live(watch: Watch, interval: float) -> None:
-    with Live(console=_console(), auto_refresh=False) as live:
+def _show_live(watching: Watch, interval: float) -> None:
+    from rich.live import Live
+
+    with Live(console=terminal(), auto_refresh=False) as live:
         while True:
-            live.update(_panel(watch.look(), live.console.width), refresh=True)
+            live.update(panel(watching.look(), live.console.width), refresh=True)
             time.sleep(interval)
 
 
@@ -187,21 +203,26 @@ def _status(view: View) -> int:
     if view.state in ("running", "silent", "closed"):
         return 0
     if view.committed or view.published is not None:
-        return NOT_RUNNING
-    from pccheck_async.cli.output import nothing_in  # which imports torch
-
+        return DIFFERENT
     complain(nothing_in(view.path))
-    return EMPTY
+    return NOTHING
 
 
-def _console(width: int | None = None) -> Console:
-    return Console(width=width, markup=False, emoji=False, highlight=False)  # names and reasons are not markup
+def _dump(view: View) -> None:
+    status = None if view.published is None else msgspec.to_builtins(view.published.status)
+    document: dict[str, Any] = {
+        "state": view.state,
+        "age_seconds": None if status is None else view.age,
+        "write_bytes_per_second": view.rate("write"),
+        "stall_share": view.stall_share,
+        "committed": [msgspec.to_builtins(each) for each in view.committed],
+        "status": status,
+    }
+    dump(document, one_line=True)
 
 
-# -- as lines and JSON
-
-
-def _line(view: View) -> str:
+def line(view: View) -> str:
+    """Return what there is to see as one line."""
     clock = time.strftime("%H:%M:%S")
     newest = f"durable: step {view.committed[0].step}" if view.committed else "nothing durable"
     if view.published is None:
@@ -224,36 +245,12 @@ def _line(view: View) -> str:
     if view.state == "silent":
         parts.insert(0, f"silent for {view.age:.0f} s")
     if status.failure:
-        parts.insert(0, f"takes no more commits ({_plain(status.failure)})")
+        parts.insert(0, f"takes no more commits ({printable(status.failure)})")
     return f"{clock} " + "; ".join(parts)
 
 
-def _as_json(view: View) -> str:
-    status = None if view.published is None else msgspec.to_builtins(view.published.status)
-    document: dict[str, Any] = {
-        "state": view.state,
-        "age_seconds": None if status is None else view.age,
-        "write_bytes_per_second": view.rate("write"),
-        "stall_share": view.stall_share,
-        "committed": [msgspec.to_builtins(each) for each in view.committed],
-        "status": status,
-    }
-    return jsonlib.dumps(_finite(document), allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinities."""
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-# -- as a panel
-
-
-def _panel(view: View, width: int) -> RenderableType:
+def panel(view: View, width: int) -> RenderableType:
+    """Return what there is to see as a panel of so many columns."""
     parts: list[RenderableType] = [_headline(view)]
     if view.published is not None:
         status = view.published.status
@@ -261,7 +258,11 @@ def _panel(view: View, width: int) -> RenderableType:
             parts.append(_in_flight_table(status.in_flight, width))
         parts.append(_facts(view, status))
     if view.committed:
-        parts.append(_committed_table(view.committed))
+        durable = table("durable", "size", "age", "", right=3)
+        for each in view.committed:
+            age = duration(max(0.0, time.time() - each.time))
+            durable.add_row(f"step {each.step}", size(each.nbytes), age, "pinned" if each.pinned else "")
+        parts.append(durable)
     else:
         parts.append(Text("no committed checkpoint"))
     return Group(*parts)
@@ -271,92 +272,68 @@ def _headline(view: View) -> Text:
     headline = Text(str(view.path), style="bold")
     if view.published is None:
         if view.before is not None:
-            who = f"process {view.before.pid} on {_plain(view.before.host)}"
+            who = f"process {view.before.pid} on {printable(view.before.host)}"
             return headline.append(f"  the engine of {who} was closed", style="green")
         return headline.append("  no engine has published anything here", style="yellow")
     status = view.published.status
-    who = f"process {status.pid} on {_plain(status.host)}"
+    who = f"process {status.pid} on {printable(status.host)}"
     match view.state:
         case "running":
-            headline.append(f"  {who}, open for {_duration(status.time - status.started)}", style="green")
+            headline.append(f"  {who}, open for {duration(status.time - status.started)}", style="green")
         case "silent":
-            headline.append(f"  {who}: silent for {_duration(view.age)}", style="yellow")
+            headline.append(f"  {who}: silent for {duration(view.age)}", style="yellow")
         case _:
-            headline.append(f"  {who} died {_duration(view.age)} ago; what was last known:", style="red")
+            headline.append(f"  {who} died {duration(view.age)} ago; what was last known:", style="red")
     if status.failure:
-        headline.append(f"\ntakes no more commits: {_plain(status.failure)}", style="red")
+        headline.append(f"\ntakes no more commits: {printable(status.failure)}", style="red")
     return headline
 
 
 def _in_flight_table(in_flight: Sequence[InFlight], width: int) -> Table:
     """Return as much as has room, the bars last."""
-    table = Table(box=SIMPLE, pad_edge=False)
-    table.add_column("in flight", justify="right")
-    table.add_column("phase")
-    for heading in ("for", "captured", "written") if width < _WIDE else ("for", "captured", "written", "of"):
-        table.add_column(heading, justify="right")
-    if width >= _VERY_WIDE:
-        table.add_column("", width=20)
+    headings = ["in flight", "phase", "for", "captured", "written"]
+    headings += ["of"] * (width >= _WIDE) + [""] * (width >= _VERY_WIDE)
+    rows = table(*headings, right=len(headings))
     for each in in_flight:
-        cells: list[RenderableType] = [f"step {each.step}", _plain(each.phase), _duration(each.seconds)]
+        cells: list[RenderableType] = [f"step {each.step}", printable(each.phase), duration(each.seconds)]
         cells += [size(each.captured), size(each.written), size(each.nbytes) if each.nbytes else ""]
         cells.append(ProgressBar(total=max(1, each.nbytes), completed=each.written, width=20))
-        table.add_row(*cells[: len(table.columns)])
-    return table
+        rows.add_row(*cells[: len(headings)])
+    return rows
 
 
 def _facts(view: View, status: Status) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    counts = ", ".join(f"{count} {_plain(name)}" for name, count in status.counts.items() if count)
-    table.add_row("checkpoints", f"{counts or 'none yet'}; {size(status.durable_bytes)} durable")
+    facts: dict[str, str] = {}
+    counts = ", ".join(f"{count} {printable(name)}" for name, count in status.counts.items() if count)
+    facts["checkpoints"] = f"{counts or 'none yet'}; {size(status.durable_bytes)} durable"
     if status.save_seconds is not None:
-        table.add_row("durable after", f"{_duration(status.save_seconds)} on average")
-    rates = [
-        f"{stage} {size(round(rate))}/s" for stage in ("capture", "write") if (rate := view.rate(stage)) is not None
-    ]
+        facts["durable after"] = f"{duration(status.save_seconds)} on average"
+    rates = {stage: rate for stage in ("capture", "write") if (rate := view.rate(stage)) is not None}
     if rates:
-        table.add_row("rates", ", ".join(rates))
+        facts["rates"] = ", ".join(f"{stage} {size(round(rate))}/s" for stage, rate in rates.items())
     share = view.stall_share
-    table.add_row("stall", _duration(status.stall_seconds) + ("" if share is None else f" in all, now {share:.2%}"))
+    facts["stall"] = duration(status.stall_seconds) + ("" if share is None else f" in all, now {share:.2%}")
     if status.step is not None:
-        took = f", {_duration(status.step_seconds)} a step" if status.step_seconds is not None else ""
-        table.add_row("training", f"step {status.step}{took}")
-    next_due = _next(status)
-    table.add_row("next", f"{next_due or 'not known'} ({_plain(status.reason)})")
-    pool = (
+        took = f", {duration(status.step_seconds)} a step" if status.step_seconds is not None else ""
+        facts["training"] = f"step {status.step}{took}"
+    facts["next"] = f"{_next(status) or 'not known'} ({printable(status.reason)})"
+    facts["staging"] = (
         f"{size(status.pool_in_use_bytes)} in use, {size(status.pool_bytes)} ever, {size(status.host_memory)} at most"
     )
-    table.add_row("staging", pool)
-    table.add_row("slots", f"{status.slots}, {size(status.slot_bytes)}")
-    table.add_row("I/O", _plain(status.io))
-    return table
-
-
-def _committed_table(committed: Sequence[Committed]) -> Table:
-    table = Table(box=SIMPLE, pad_edge=False)
-    for heading in ("durable", "size", "age"):
-        table.add_column(heading, justify="right")
-    table.add_column("")
-    now = time.time()
-    for each in committed:
-        age = _duration(max(0.0, now - each.time))
-        table.add_row(f"step {each.step}", size(each.nbytes), age, "pinned" if each.pinned else "")
-    return table
-
-
-# -- words
-
-
-def _committed(info: CheckpointInfo) -> Committed:
-    return Committed(step=info.step, counter=info.counter, nbytes=info.nbytes, time=info.time, pinned=info.pinned)
+    facts["slots"] = f"{status.slots}, {size(status.slot_bytes)}"
+    facts["I/O"] = printable(status.io)
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="dim", no_wrap=True)
+    rows.add_column(overflow="fold")
+    for name, fact in facts.items():
+        rows.add_row(name, fact)
+    return rows
 
 
 def _phase(each: InFlight) -> str:
     done = each.captured if each.phase == "capturing" else each.written
     share = f" {done / each.nbytes:.0%}" if each.nbytes and each.phase in ("capturing", "writing") else ""
-    return _plain(each.phase) + share
+    return printable(each.phase) + share
 
 
 def _next(status: Status) -> str:
@@ -364,22 +341,8 @@ def _next(status: Status) -> str:
     if status.next_step is not None:
         text = f"after step {status.next_step}"
         if status.step is not None and status.step_seconds is not None and status.next_step >= status.step:
-            text += f", in about {_duration((status.next_step - status.step) * status.step_seconds)}"
+            text += f", in about {duration((status.next_step - status.step) * status.step_seconds)}"
         return text
     if status.next_time is not None:
-        return f"in {_duration(max(0.0, status.next_time - status.time))}"
+        return f"in {duration(max(0.0, status.next_time - status.time))}"
     return ""
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 1:
-        return f"{seconds * 1000:.0f} ms"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, hours = seconds / 60, seconds / 3600
-    return f"{minutes:.1f} min" if minutes < 60 else f"{hours:.1f} h"
-
-
-def _plain(text: str) -> str:
-    """No string from a file reaches the terminal as a control sequence."""
-    return "".join(each if each.isprintable() else "?" for each in text)

@@ -19,32 +19,31 @@ from torch.distributed.checkpoint.state_dict_saver import save, save_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from pccheck_async.api.lazy_load import Connection, StoredTensor
-from pccheck_async.convert.contents import Contents
-from pccheck_async.convert.formats import refusal
+from pccheck_async.api import StoredTensor
+from pccheck_async.api.lazy_load import Connection
+from pccheck_async.convert.selection import Selection, refusal
 from pccheck_async.convert.target import new_folder
 from pccheck_async.errors import CheckpointError, UnsupportedStateError
 from pccheck_async.format.skeleton import ArrayNode, CounterNode, DictNode, ListNode, Node, OrderedDictNode
 from pccheck_async.state import paths
-from pccheck_async.state.restore.rebuild import mapping_keys, rebuild
-from pccheck_async.state.restore.walk import below, leaves, opened
+from pccheck_async.state.restore.tree import below, leaves, mapping_keys, opened, rebuild
 
-__all__ = ["write"]
+__all__ = ["PART_BYTES", "write"]
 
-_PART: Final = 32 << 20
+PART_BYTES: Final = 32 << 20
 _FILE: Final = 64 << 20
 """Bytes of tensors in one file, and so in memory at a time."""
 
 
-def write(found: Contents, connection: Connection, path: Path) -> None:
-    """Write what was found.
+def write(selection: Selection, connection: Connection, path: Path) -> None:
+    """Write the selection.
 
     Raises:
         UnsupportedStateError: that package cannot write a dtype (lists all of that), or two leaves would have one name.
     """
     planner = _Planner(connection)
-    state = planner.tree(found.node, "", found)
-    found.check("a folder of torch.distributed.checkpoint")
+    state = planner.tree(selection.node, "", selection)
+    selection.check("a folder of torch.distributed.checkpoint")
     if not isinstance(state, dict):
         raise UnsupportedStateError("a folder of torch.distributed.checkpoint holds a dict; choose another root")
     with new_folder(path) as folder:
@@ -116,37 +115,37 @@ class _Planner(DefaultSavePlanner):
         self._stored: dict[int, StoredTensor] = {}  # by the identity of what stands for it
         self._stand_ins: list[torch.Tensor] = []
 
-    def tree(self, node: Node, path: str, found: Contents, *, pickled: bool = False) -> Any:
+    def tree(self, node: Node, path: str, selection: Selection, *, pickled: bool = False) -> Any:
         """Return the state with stand-ins for its arrays; what is ``pickled`` is so together with what contains it."""
         node = opened(node)
         match node:
             case ArrayNode():
-                stored = self._stored_tensor(node, path, found, pickled=pickled)
+                stored = self._stored_tensor(node, path, selection, pickled=pickled)
                 return _Lazy(stored) if pickled or stored.kind == "ndarray" else self._stand_in(stored)
             case DictNode() | OrderedDictNode() | CounterNode():
                 if not node.values and not pickled:
-                    found.changed.append(
+                    selection.changed.append(
                         f"{path or 'the state'} (an empty {type(node).__name__[:-4].lower()}, left out)"
                     )
                 inside = [
-                    self.tree(child, paths.child(path, name), found, pickled=pickled) for name, child in below(node)
+                    self.tree(child, paths.child(path, name), selection, pickled=pickled) for name, child in below(node)
                 ]
                 return dict(zip(mapping_keys(node), inside, strict=True))
             case ListNode():
-                return [self.tree(c, paths.child(path, name), found, pickled=pickled) for name, c in below(node)]
+                return [self.tree(c, paths.child(path, name), selection, pickled=pickled) for name, c in below(node)]
             case _:
                 stand_ins = {
-                    leaf.index: _Lazy(self._stored_tensor(leaf, name, found, pickled=True))
+                    leaf.index: _Lazy(self._stored_tensor(leaf, name, selection, pickled=True))
                     for name, leaf in leaves(node, path)
                     if isinstance(leaf, ArrayNode)
                 }
                 return rebuild(node, stand_ins.get)  # what is no leaf was refused already
 
-    def _stored_tensor(self, node: ArrayNode, path: str, found: Contents, *, pickled: bool) -> StoredTensor:
+    def _stored_tensor(self, node: ArrayNode, path: str, selection: Selection, *, pickled: bool) -> StoredTensor:
         entry = self._connection.manifest.tensors[node.index]
         # What is pickled need not be known to that package, only to torch.
         if entry.kind != "ndarray" and (trouble := refusal(entry, "torch" if pickled else "dcp")):
-            found.refused.append(f"{path} {trouble}")
+            selection.refused.append(f"{path} {trouble}")
         return StoredTensor(self._connection, entry, path)
 
     def _stand_in(self, stored: StoredTensor) -> torch.Tensor:
@@ -173,7 +172,7 @@ class _Planner(DefaultSavePlanner):
             return [item]
         itemsize = data.properties.dtype.itemsize
         row = data.size[1:].numel() * itemsize
-        count = max(1, _PART // max(row, 1))
+        count = max(1, PART_BYTES // max(row, 1))
         if data.size[0] <= count:
             return [item]
         divided = []

@@ -12,8 +12,8 @@ import torch
 
 from pccheck_async.api.lazy_load import Connection
 from pccheck_async.convert import safetensors_file, torch_file
-from pccheck_async.convert.contents import contents
-from pccheck_async.format.info import CheckpointInfo, check_step
+from pccheck_async.convert.selection import select_part
+from pccheck_async.format import CheckpointInfo, check_step
 from pccheck_async.medium.open_medium import IO
 
 __all__ = ["Exported", "export_checkpoint"]
@@ -102,18 +102,18 @@ def export_checkpoint(
     target = Path(out)
     connection = Connection(path, check_step(step), torch.device("cpu"), host_memory, io)
     try:
-        found = contents(connection.manifest, keys, root)
+        selection = select_part(connection.manifest, keys, root)
         if to == "torch":
-            connection.call(torch_file.write(found, connection.chunks, target))
+            connection.call(torch_file.write(selection, connection.chunks, target))
         elif to == "safetensors":
-            connection.call(safetensors_file.write(found, connection, target))
+            connection.call(safetensors_file.write(selection, connection, target))
         else:
             from pccheck_async.convert import dcp_folder  # torch.distributed takes as much memory as the export
 
-            dcp_folder.write(found, connection, target)
+            dcp_folder.write(selection, connection, target)
         nbytes = sum(part.stat().st_size for part in (target, *target.rglob("*")) if part.is_file())
         info = connection.entry.info
     finally:
         connection.close()
-    tensors = len(found.arrays)
-    return Exported(info, target, nbytes, tensors, len(found.leaves) - tensors, tuple(found.changed))
+    tensors = len(selection.arrays)
+    return Exported(info, target, nbytes, tensors, len(selection.leaves) - tensors, tuple(selection.changed))

@@ -16,18 +16,17 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from pccheck_async.api.loading import list_checkpoints
-from pccheck_async.api.sync import SyncCheckpointEngine
+from pccheck_async.api import SyncCheckpointEngine, list_checkpoints
 from pccheck_async.convert.safetensors_file import STATE, StoredArray, StoredStructure
 from pccheck_async.errors import CheckpointError, CorruptStoreError, StoreFullError, UnsupportedStateError
-from pccheck_async.format.info import CheckpointInfo, Metadata, new_step
-from pccheck_async.format.record import IDENTITY_NAME, MOST_ENTRIES, check_metadata
+from pccheck_async.format import CheckpointInfo, Metadata, check_metadata, new_step
+from pccheck_async.format.record import IDENTITY_NAME, MOST_ENTRIES
 from pccheck_async.medium.open_medium import IO
-from pccheck_async.state.restore.rebuild import rebuild
+from pccheck_async.state.restore.tree import rebuild
 from pccheck_async.state.save.flatten import flatten
 from pccheck_async.state.storages import arrange
 
-__all__ = ["import_checkpoint"]
+__all__ = ["import_checkpoint", "read_torch"]
 
 _HOST_MEMORY = 128 << 20
 
@@ -80,12 +79,14 @@ def import_checkpoint(
         raise ValueError(f"source is 'torch' or 'safetensors', not {source!r}")
     _check_what_it_is(name, source)
     if source == "torch":
-        found, known, facts = _read_torch(name), None, None
+        held, known, facts = read_torch(name), None, None
     else:
-        found, known, facts = _read_safetensors(name)
-    state = found if root is None else {root: found}
+        held, known, facts = _read_safetensors(name)
+    state = held if root is None else {root: held}
     if not isinstance(state, Mapping):
-        raise UnsupportedStateError(f"{name} holds a {type(state).__name__}; give the name that it shall have as root")
+        raise UnsupportedStateError(
+            f"{name} holds a {type(state).__name__}, not a mapping; give the name that it shall have as root"
+        )
     step = known if step is None else step
     step, metadata = None if step is None else new_step(step), facts if metadata is None else metadata
     arrange(flatten(state).leaves)  # what cannot be saved is refused before a store is made for it
@@ -134,7 +135,8 @@ def _keep(there: Sequence[CheckpointInfo], path: str | os.PathLike[str]) -> int:
     return 1 + max((place for place, info in enumerate(there, 1) if not info.pinned), default=0)
 
 
-def _read_torch(file: Path) -> Any:
+def read_torch(file: Path) -> Any:
+    """Read a file of ``torch.save`` without running code in it. Raises UnsupportedStateError, CorruptStoreError."""
     try:
         mapped = zipfile.is_zipfile(file)  # files from before torch 1.6 are not, and cannot be mapped
         if not mapped and tarfile.is_tarfile(file):

@@ -6,7 +6,8 @@ import base64
 import json
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -16,8 +17,7 @@ import torch
 from msgspec import structs
 
 from pccheck_async.api.lazy_load import Connection
-from pccheck_async.convert.contents import Contents, contiguous
-from pccheck_async.convert.formats import SAFETENSORS, refusal, torch_name
+from pccheck_async.convert.selection import SAFETENSORS, Selection, contiguous, refusal, torch_name
 from pccheck_async.convert.target import new_file
 from pccheck_async.format.manifest import TensorEntry
 from pccheck_async.format.skeleton import (
@@ -72,40 +72,37 @@ class StoredStructure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     arrays: list[StoredArray]
 
 
-async def write(found: Contents, connection: Connection, path: Path) -> None:
-    """Write what was found; memory is bounded by a few chunks. Raises UnsupportedStateError (lists what is refused)."""
-    arrays = found.arrays
+async def write(selection: Selection, connection: Connection, path: Path) -> None:
+    """Write the selection; memory is bounded by a few chunks. Raises UnsupportedStateError (lists what is refused)."""
+    arrays = selection.arrays
     for name, entry in arrays.items():
         if trouble := refusal(entry, "safetensors"):
-            found.refused.append(f"{name} {trouble}")
+            selection.refused.append(f"{name} {trouble}")
         if not name.isascii() and not _encodable(name):
-            found.refused.append(f"{name!r} (a name with half a surrogate pair)")
+            selection.refused.append(f"{name!r} (a name with half a surrogate pair)")
     if "__metadata__" in arrays:
-        found.refused.append("__metadata__ (a name that the format uses itself)")
-    found.check("safetensors")
+        selection.refused.append("__metadata__ (a name that the format uses itself)")
+    selection.check("safetensors")
     # Wide ones first, so that all are aligned; within a width in the order of the payload, which is read forwards.
-    order = sorted(arrays.items(), key=lambda item: (-item[1].itemsize, _position(found, item[1])))
+    order = sorted(arrays.items(), key=lambda item: (-item[1].itemsize, _position(selection, item[1])))
     names = _names(list(arrays))
-    header = _header(found, connection, names, order)
+    header = _header(selection, connection, names, order)
     async with new_file(path) as file:
         await file.write(len(header).to_bytes(8, "little") + header)
-        pieces = _pieces(connection, [entry for _, entry in order])
-        try:
+        async with aclosing(_pieces(connection, [entry for _, entry in order])) as pieces:
             async for piece in pieces:
                 await file.write(piece)
-        finally:
-            await pieces.aclose()  # type: ignore[attr-defined]
 
 
-def _position(found: Contents, entry: TensorEntry) -> int:
-    return 0 if entry.storage is None else found.manifest.storages[entry.storage].offset + entry.offset
+def _position(selection: Selection, entry: TensorEntry) -> int:
+    return 0 if entry.storage is None else selection.manifest.storages[entry.storage].offset + entry.offset
 
 
-def _names(found: list[str]) -> dict[str, str]:
+def _names(leaf_paths: list[str]) -> dict[str, str]:
     """Paths without their escapes, except where two would be one."""
-    counts = Counter(map(paths.plain, found))
-    names = {path: path if counts[paths.plain(path)] > 1 else paths.plain(path) for path in found}
-    return names if len(set(names.values())) == len(names) else {path: path for path in found}
+    counts = Counter(map(paths.plain, leaf_paths))
+    names = {path: path if counts[paths.plain(path)] > 1 else paths.plain(path) for path in leaf_paths}
+    return names if len(set(names.values())) == len(names) else {path: path for path in leaf_paths}
 
 
 def _encodable(name: str) -> bool:
@@ -117,43 +114,45 @@ def _encodable(name: str) -> bool:
 
 
 def _header(
-    found: Contents, connection: Connection, names: dict[str, str], order: list[tuple[str, TensorEntry]]
+    selection: Selection, connection: Connection, names: dict[str, str], order: list[tuple[str, TensorEntry]]
 ) -> bytes:
-    header: dict[str, Any] = {"__metadata__": _metadata(found, connection, names)}
+    header: dict[str, Any] = {"__metadata__": _metadata(selection, connection, names)}
     end = 0
     for path, entry in order:
         start, end = end, end + math.prod(entry.shape) * entry.itemsize
         dtype = SAFETENSORS[str(torch_name(entry))]
         header[names[path]] = {"dtype": dtype, "shape": list(entry.shape), "data_offsets": [start, end]}
         if not contiguous(entry):
-            found.changed.append(f"{path} (strides {entry.stride}, in C order)")
+            selection.changed.append(f"{path} (strides {entry.stride}, in C order)")
     encoded = json.dumps(header, ensure_ascii=True, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     if len(encoded) > _MOST_HEADER:
-        found.refused.append(f"the header ({len(encoded)} bytes of names and plain values; {_MOST_HEADER} are allowed)")
-        found.check("safetensors")
+        selection.refused.append(
+            f"the header ({len(encoded)} bytes of names and plain values; {_MOST_HEADER} are allowed)"
+        )
+        selection.check("safetensors")
     return encoded
 
 
-def _metadata(found: Contents, connection: Connection, names: dict[str, str]) -> dict[str, str]:
+def _metadata(selection: Selection, connection: Connection, names: dict[str, str]) -> dict[str, str]:
     arrays: list[StoredArray] = []
     first: dict[Any, int] = {}
     shared: dict[int | None, list[str]] = {}
     renumbered: dict[int, int] = {}
-    for path, node in found.leaves.items():
+    for path, node in selection.leaves.items():
         if isinstance(node, ArrayNode):
             number = renumbered[node.index] = len(arrays)
-            entry = found.manifest.tensors[node.index]
+            entry = selection.manifest.tensors[node.index]
             view = (entry.storage, entry.dtype, entry.shape, entry.stride, entry.offset)
             tied = number if entry.storage is None else first.setdefault(view, number)
             arrays.append(StoredArray(names[path], entry.kind, entry.requires_grad, tied))
             if entry.storage is not None:
                 shared.setdefault(entry.storage, []).append(path)
     together = [group for group in shared.values() if len(group) > 1]
-    found.changed += [f"{', '.join(group)} (of one storage, each in full)" for group in together]
+    selection.changed += [f"{', '.join(group)} (of one storage, each in full)" for group in together]
     info = connection.entry.info
-    structure = StoredStructure(1, info.step, dict(info.metadata), _renumbered(found.node, renumbered), arrays)
-    values = {path: node for path, node in found.leaves.items() if _in_json(node)}
+    structure = StoredStructure(1, info.step, dict(info.metadata), _renumbered(selection.node, renumbered), arrays)
+    values = {path: node for path, node in selection.leaves.items() if _in_json(node)}
     return {
         "format": "pt",
         _VALUES: json.dumps(values),
@@ -179,7 +178,7 @@ def _renumbered(node: Node, numbers: dict[int, int]) -> Node:
             return node
 
 
-async def _pieces(connection: Connection, entries: list[TensorEntry]) -> AsyncIterator[memoryview]:
+async def _pieces(connection: Connection, entries: list[TensorEntry]) -> AsyncGenerator[memoryview, None]:
     """Yield the bytes of arrays one after the other, those that lie so read forwards in one go."""
     storages = connection.manifest.storages
     waiting: list[tuple[int, int]] = []
@@ -192,12 +191,9 @@ async def _pieces(connection: Connection, entries: list[TensorEntry]) -> AsyncIt
             start = storages[entry.storage].offset
             waiting.append((start + low, start + high))
             continue
-        pieces = connection.chunks.pieces(waiting)
-        try:
+        async with aclosing(connection.chunks.pieces(waiting)) as pieces:
             async for piece in pieces:
                 yield piece
-        finally:
-            await pieces.aclose()  # type: ignore[attr-defined]
         waiting = []
         if entry is not None:
             for part in parts(entry, _PART):

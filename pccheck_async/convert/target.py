@@ -11,36 +11,29 @@ import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import aiofiles
 
 from pccheck_async.errors import CheckpointError, write_error
-from pccheck_async.transfer.uninterrupted import uninterrupted
+from pccheck_async.transfer import uninterrupted
 
-__all__ = ["Sink", "new_file", "new_folder"]
+__all__ = ["Sink", "new_file", "new_folder", "publish", "rename_new"]
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Sink(Protocol):
-    """Where bytes go, in order."""
+class Sink:
+    """A new file. A write ends, cancelled or not, before its caller goes on: else the bytes might change meanwhile."""
 
-    async def write(self, data: Any, /) -> Any:
-        """Write all of a bytes-like object."""
-
-
-class _Whole:
-    """Writes of a file that end, cancelled or not, before their callers go on: else what they write might change."""
-
-    def __init__(self, file: Sink) -> None:
+    def __init__(self, file: Any) -> None:
         self._file = file
 
-    async def write(self, data: Any, /) -> Any:
-        """Write all of a bytes-like object."""
-        return await uninterrupted(self._file.write(data))
+    async def write(self, data: Any, /) -> None:
+        """Write all of a bytes-like object behind what was written before."""
+        await uninterrupted(self._file.write(data))
 
 
 @asynccontextmanager
@@ -53,23 +46,17 @@ async def new_file(path: Path) -> AsyncIterator[Sink]:
         FileExistsError: there is something of that name already.
         WriteError: a write or flush failed; nothing is left behind.
     """
-    temporary = _temporary(path)
-    try:
+    with _unnamed(path) as temporary:
         opening = asyncio.ensure_future(aiofiles.open(temporary, "xb"))
         try:
             file = await uninterrupted(opening)
-            yield _Whole(file)
+            yield Sink(file)
             await uninterrupted(file.flush())
-            # A name must not appear before the bytes it stands for.
+            # crash: a name that appears before the bytes it stands for
             await uninterrupted(asyncio.to_thread(os.fsync, file.fileno()))
         finally:
             if opening.exception() is None:
                 await uninterrupted(opening.result().close())
-        await uninterrupted(asyncio.to_thread(_publish, temporary, path))
-    except BaseException as error:  # noqa: BLE001 - raised again
-        with suppress(OSError):
-            temporary.unlink()
-        raise _mapped(error, path) from error.__cause__
 
 
 @contextmanager
@@ -80,27 +67,34 @@ def new_folder(path: Path) -> Iterator[Path]:
         FileExistsError: there is something of that name already.
         WriteError: a write or flush failed; nothing is left behind.
     """
-    temporary = _temporary(path)
-    try:
+    with _unnamed(path) as temporary:
         temporary.mkdir()
         yield temporary
         for part in (*temporary.rglob("*"), temporary):
-            _sync(part)
-        _publish(temporary, path)
-    except BaseException as error:  # noqa: BLE001 - raised again
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise _mapped(error, path) from error.__cause__
+            _sync(part)  # crash: a name that appears before what it stands for
 
 
-def _temporary(path: Path) -> Path:
+@contextmanager
+def _unnamed(path: Path) -> Iterator[Path]:
+    """Give another name in the same folder; what the body makes there is renamed to ``path``, or removed."""
     if os.path.lexists(path):
         raise FileExistsError(f"{path} exists already; give another name, or remove it first")
-    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # nobody else's, in this process or another
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # nobody else's, in this process or another
+    try:
+        yield temporary
+        publish(temporary, path)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        with suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError) and not isinstance(error, (CheckpointError, FileExistsError)):
+            raise write_error(error, path) from error.__cause__
+        raise
 
 
-def _publish(temporary: Path, path: Path) -> None:
+def publish(temporary: Path, path: Path) -> None:
     """Rename to a name that nothing has: the kernel sees to that, where a look before would leave a gap."""
-    failure = _rename_new(temporary, path)
+    failure = rename_new(temporary, path)
     if failure in (errno.EINVAL, errno.ENOSYS):  # NFS, some of FUSE
         failure = _claim_and_rename(temporary, path)
     if failure == errno.EEXIST:
@@ -110,7 +104,7 @@ def _publish(temporary: Path, path: Path) -> None:
     _sync(path.parent)  # the name itself
 
 
-def _rename_new(temporary: Path, path: Path) -> int:
+def rename_new(temporary: Path, path: Path) -> int:
     """Return 0, or why not: EEXIST where there is something of that name, EINVAL where the filesystem cannot tell."""
     rename = getattr(_libc, "renameat2", None)
     if rename is None:
@@ -138,9 +132,3 @@ def _sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _mapped(error: BaseException, path: Path) -> BaseException:
-    if isinstance(error, OSError) and not isinstance(error, (CheckpointError, FileExistsError)):
-        return write_error(error, path)
-    return error

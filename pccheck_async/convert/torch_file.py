@@ -10,7 +10,8 @@ import io
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import Pickler
@@ -18,16 +19,15 @@ from typing import Any, Final
 
 import torch
 
-from pccheck_async.convert.contents import Contents, native
-from pccheck_async.convert.formats import pickled, refusal, torch_name
+from pccheck_async.convert.selection import Selection, native, pickled, refusal, torch_name
 from pccheck_async.convert.target import Sink, new_file
 from pccheck_async.format import dtypes
 from pccheck_async.format.manifest import ALIGNMENT, TensorEntry
 from pccheck_async.format.skeleton import Node
-from pccheck_async.state.restore.rebuild import rebuild
-from pccheck_async.store.verified import VerifiedChunks
+from pccheck_async.state.restore.tree import rebuild
+from pccheck_async.store import VerifiedChunks
 
-__all__ = ["write"]
+__all__ = ["Archive", "write"]
 
 _FOLDER: Final = "archive/"
 _VERSION: Final = b"3\n"
@@ -38,23 +38,23 @@ _EXTRA: Final = 0x4246
 """The number of the header field that torch pads with."""
 
 
-async def write(found: Contents, chunks: VerifiedChunks, path: Path) -> None:
-    """Write what was found; memory is bounded by a few chunks, and by the values that are not arrays.
+async def write(selection: Selection, chunks: VerifiedChunks, path: Path) -> None:
+    """Write the selection; memory is bounded by a few chunks, and by the values that are not arrays.
 
     Raises:
         UnsupportedStateError: ``torch.load(weights_only=True)`` could not read something; lists all of that.
     """
-    node = native(found.node, "", found)
-    for name, entry in found.arrays.items():
+    node = native(selection.node, "", selection)
+    for name, entry in selection.arrays.items():
         if trouble := refusal(entry, "torch"):
-            found.refused.append(f"{name} {trouble}")
+            selection.refused.append(f"{name} {trouble}")
         elif entry.kind == "ndarray":
-            found.changed.append(f"{name} (a numpy array, as a tensor)")
-    found.check("a file of torch.save that is read with weights_only=True")
-    storages = _storages(found)
-    archive = _Archive()
+            selection.changed.append(f"{name} (a numpy array, as a tensor)")
+    selection.check("a file of torch.save that is read with weights_only=True")
+    storages = _storages(selection)
+    archive = Archive()
     async with new_file(path) as file:
-        await archive.record(file, "data.pkl", _pickled(node, found, storages))
+        await archive.record(file, "data.pkl", _pickled(node, selection, storages))
         await archive.record(file, "byteorder", sys.byteorder.encode())
         for storage in storages.values():
             await archive.stream(file, f"data/{storage.key}", storage.nbytes, storage.pieces(chunks))
@@ -73,18 +73,15 @@ class _Storage:
     ranges: list[tuple[int, int]]
     dtype: torch.dtype | None
 
-    async def pieces(self, chunks: VerifiedChunks) -> AsyncIterator[memoryview | bytes]:
+    async def pieces(self, chunks: VerifiedChunks) -> AsyncGenerator[memoryview | bytes, None]:
         """Yield them, in pieces that stay as they are until the next."""
         end = self.base
         for low, high in self.ranges:
             for zeros in _zeros(low - end):
                 yield zeros
-            pieces = chunks.pieces([(self.offset + low, self.offset + high)])
-            try:
+            async with aclosing(chunks.pieces([(self.offset + low, self.offset + high)])) as pieces:
                 async for piece in pieces:
                     yield piece
-            finally:
-                await pieces.aclose()  # type: ignore[attr-defined]
             end = high
         for zeros in _zeros(self.base + self.nbytes - end):
             yield zeros
@@ -95,10 +92,10 @@ def _zeros(nbytes: int) -> Iterator[bytes]:
         yield bytes(min(1 << 20, nbytes - start))
 
 
-def _storages(found: Contents) -> dict[int, _Storage]:
+def _storages(selection: Selection) -> dict[int, _Storage]:
     """Lay out what the exported tensors view of each storage."""
     views: dict[int, list[TensorEntry]] = {}
-    for entry in found.arrays.values():
+    for entry in selection.arrays.values():
         if entry.storage is not None:
             views.setdefault(entry.storage, []).append(entry)
     storages: dict[int, _Storage] = {}
@@ -116,7 +113,7 @@ def _storages(found: Contents) -> dict[int, _Storage]:
         nbytes = ranges[-1][1] - base
         if dtype is not None:
             nbytes += -nbytes % dtype.itemsize
-        offset = found.manifest.storages[index].offset
+        offset = selection.manifest.storages[index].offset
         storages[index] = _Storage(str(len(storages)), offset, base, nbytes, ranges, dtype)
     return storages
 
@@ -148,8 +145,8 @@ class _Pickler(Pickler):
         return (obj.make, obj.arguments) if isinstance(obj, _View) else NotImplemented
 
 
-def _pickled(node: Node, found: Contents, storages: dict[int, _Storage]) -> bytes:
-    tensors = found.manifest.tensors
+def _pickled(node: Node, selection: Selection, storages: dict[int, _Storage]) -> bytes:
+    tensors = selection.manifest.tensors
     empty = iter(range(len(storages), len(storages) + len(tensors)))
     names = {index: {} for index in storages}  # type: ignore[var-annotated]
 
@@ -216,7 +213,7 @@ class _Pipe:
             await file.write(data)
 
 
-class _Archive:
+class Archive:
     """A zip archive of stored records, aligned as torch wants them."""
 
     def __init__(self) -> None:
@@ -228,20 +225,18 @@ class _Archive:
         """Write a small record."""
         await self.stream(file, name, len(data), _once(data))
 
-    async def stream(self, file: Sink, name: str, nbytes: int, pieces: AsyncIterator[memoryview | bytes]) -> None:
+    async def stream(self, file: Sink, name: str, nbytes: int, pieces: AsyncGenerator[Any, None]) -> None:
         """Write a record of ``nbytes``."""
         info = zipfile.ZipInfo(_FOLDER + name)  # the date of all is 1980: equal states make equal files
         info.file_size, info.CRC = nbytes, 0  # the sum follows behind the bytes
         large = nbytes * 1.05 > zipfile.ZIP64_LIMIT  # as zipfile itself decides
         padding = -(self._pipe.tell() + len(info.FileHeader(zip64=large)) + 4) % _ALIGNMENT
         info.extra = _EXTRA.to_bytes(2, "little") + padding.to_bytes(2, "little") + b"Z" * padding
-        try:
+        async with aclosing(pieces):
             with self._zip.open(info, "w") as entry:
                 async for piece in pieces:
                     entry.write(piece)
                     await self._pipe.drain(file)
-        finally:
-            await pieces.aclose()  # type: ignore[attr-defined]
 
     async def end(self, file: Sink) -> None:
         """Write the directory of the records."""
@@ -249,5 +244,5 @@ class _Archive:
         await self._pipe.drain(file)
 
 
-async def _once(data: bytes) -> AsyncIterator[bytes]:
+async def _once(data: bytes) -> AsyncGenerator[bytes, None]:
     yield data

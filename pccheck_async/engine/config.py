@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from datetime import timedelta
 from numbers import Real
 from typing import Literal
 
-from pccheck_async.engine.policy import Policy
-from pccheck_async.format.record import align
-from pccheck_async.store.retention import Best, Retention, make_best
-from pccheck_async.training.policy import (
-    make_policy,
-)
+from pccheck_async.format import align
+from pccheck_async.store import Best, Retention
+from pccheck_async.store.retention import make_best
 
-__all__ = ["Auto", "Decisions", "EngineConfig", "decide"]
+__all__ = ["Auto", "Decisions", "EngineConfig", "check_flag", "decide"]
 
 Auto = Literal["auto"]
 
@@ -38,12 +34,10 @@ class EngineConfig:
     keep_last: int = 1
     keep_every: int | None = None
     keep_best: Best | tuple[str, int, Literal["min", "max"]] | None = None
-    save_last: bool = True
     chunk_bytes: int | Auto = "auto"
     host_memory: int | Auto = "auto"
     writers: int | Auto = "auto"
     device: Literal["auto", "snapshot", "stream"] = "auto"
-    interval: int | timedelta | Policy | None = None
     max_stall: float | None = None
     check_captures: bool = False
     on_busy: Literal["wait", "skip"] = "wait"
@@ -63,14 +57,11 @@ class EngineConfig:
             raise ValueError(f"on_busy is 'wait' or 'skip', not {self.on_busy!r}")
         if self.on_error not in ("raise", "warn"):
             raise ValueError(f"on_error is 'raise' or 'warn', not {self.on_error!r}")
-        make_policy(self.interval)
         if self.max_stall is not None:
             _check_seconds("max_stall", self.max_stall, " or None")
         _check_seconds("lock_timeout", self.lock_timeout)
         _check_seconds("exit_timeout", self.exit_timeout)
-        for name in ("save_last", "check_captures"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is True or False, not {getattr(self, name)!r}")
+        check_flag("check_captures", self.check_captures)
 
     @property
     def retention(self) -> Retention:
@@ -86,7 +77,7 @@ class Decisions:
     Attributes:
         chunk_bytes: Unit of copying and writing.
         host_memory: Most staging memory in bytes.
-        writers: Writes running at a time (p): threads, or on io_uring requests in the kernel.
+        writers: Threads that write (p).
         copiers: Threads that copy and checksum.
         reasons: One sentence for each number.
     """
@@ -138,6 +129,12 @@ def decide(config: EngineConfig, *, block_bytes: int, cores: int, memory: int, c
     copiers = min(_COPIERS, cores)
     reasons["copiers"] = f"{copiers}, of {cores} cores: training waits for copies, writes wait for the device"
     return Decisions(chunk_bytes, host_memory, writers, copiers, reasons)
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raise ValueError where a setting is not a bool."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is True or False, not {value!r}")
 
 
 def _check_count(name: str, value: object) -> None:

@@ -1,4 +1,4 @@
-"""Work that alternates between the caller's thread and the engine's loop, for both facades."""
+"""Work that alternates between the caller's thread and the engine's loop, driven blocking or awaited."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import concurrent.futures
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from pccheck_async.engine.loop import EngineLoop
 
-__all__ = ["Steps", "Until", "block_on", "outlast", "run"]
+__all__ = ["Handoff", "Until", "block_on", "outlast", "run"]
 
 
 class Until(NamedTuple):
-    """Wait until a future is done, so many seconds at most; whether it is, is what comes of it."""
+    """Wait until a future is done, at most ``timeout`` seconds; the result is whether it is done."""
 
     future: concurrent.futures.Future[Any]
     timeout: float | None = None
@@ -35,13 +35,20 @@ class Until(NamedTuple):
         return self.future.done()
 
 
+class _Engine(Protocol):
+    loop: EngineLoop
+
+
 _Work: TypeAlias = Coroutine[Any, Any, Any] | Until
-Steps: TypeAlias = Generator[_Work, Any, Any]
-"""Runs plain code on the caller's thread (``state_dict()``, ``load_state_dict()``), yields coroutines for the loop and
-what has to be waited for elsewhere, and gets their results. It never waits itself: that thread may have a loop."""
+Handoff: TypeAlias = Generator[_Work, Any, Any]
+"""A generator that runs plain code on the caller's thread (``state_dict()``, ``load_state_dict()``).
+
+It yields coroutines for the engine's loop, and futures to wait for, and gets their results. It never waits itself: that
+thread may have a loop.
+"""
 
 
-def outlast(future: concurrent.futures.Future[Any]) -> Steps:
+def outlast(future: concurrent.futures.Future[Any]) -> Handoff:
     """Wait until ``future`` is done, however often the caller is cancelled; raise that afterwards."""
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
@@ -53,37 +60,37 @@ def outlast(future: concurrent.futures.Future[Any]) -> Steps:
         raise cancelled
 
 
-def block_on(loop: Callable[[], EngineLoop], steps: Steps, work: Callable[[], _Work] | None = None) -> Any:
-    """Drive ``steps`` from this thread, blocking it while the engine's loop works; ``work`` is how to go on."""
-    work = work or partial(next, steps)
+def block_on(engine: _Engine, handoff: Handoff, work: Callable[[], _Work] | None = None) -> Any:
+    """Drive ``handoff`` from this thread, blocking it while the engine's loop works; ``work`` is how to go on."""
+    work = work or partial(next, handoff)
     try:
         while True:
             step = work()
             try:
-                result = step.block() if isinstance(step, Until) else loop().call(step)
-            except BaseException as error:  # noqa: BLE001 - the steps decide what it means
-                work = partial(steps.throw, error)
+                result = step.block() if isinstance(step, Until) else engine.loop.call(step)
+            except BaseException as error:  # noqa: BLE001 - the handoff decides what it means
+                work = partial(handoff.throw, error)
             else:
-                work = partial(steps.send, result)
+                work = partial(handoff.send, result)
     except StopIteration as end:
         return end.value
 
 
-async def run(loop: Callable[[], EngineLoop], steps: Steps) -> Any:
-    """Drive ``steps`` from a coroutine on any loop. Cancellation: ends what runs on the engine's loop first."""
-    work: Callable[[], _Work] = lambda: next(steps)  # noqa: E731
+async def run(engine: _Engine, handoff: Handoff) -> Any:
+    """Drive ``handoff`` from a coroutine on any loop. Cancellation: ends what runs on the engine's loop first."""
+    work: Callable[[], _Work] = lambda: next(handoff)  # noqa: E731
     try:
         while True:
             step = work()
             try:
-                result = await (step.wait() if isinstance(step, Until) else loop().run(step))
+                result = await (step.wait() if isinstance(step, Until) else engine.loop.run(step))
             except GeneratorExit:  # the coroutine was thrown away, and cannot await anything any more
                 with suppress(asyncio.CancelledError):
-                    block_on(loop, steps, partial(steps.throw, asyncio.CancelledError()))
+                    block_on(engine, handoff, partial(handoff.throw, asyncio.CancelledError()))
                 raise
-            except BaseException as error:  # noqa: BLE001 - the steps decide what it means
-                work = partial(steps.throw, error)
+            except BaseException as error:  # noqa: BLE001 - the handoff decides what it means
+                work = partial(handoff.throw, error)
             else:
-                work = partial(steps.send, result)
+                work = partial(handoff.send, result)
     except StopIteration as end:
         return end.value

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 import warnings
 from collections import deque
+from concurrent import futures
 from dataclasses import dataclass
 
 from pccheck_async.engine.config import EngineConfig
+from pccheck_async.engine.loop import EngineLoop, finish
 from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.engine.policy import SaveReport
+from pccheck_async.engine.scheduler import Scheduler
 from pccheck_async.engine.statistics import Spread
-from pccheck_async.errors import CheckpointError
+from pccheck_async.errors import CheckpointError, ClosedError
+from pccheck_async.telemetry import Reporter
 from pccheck_async.telemetry.events import Admitted, Durable, Failed, Skipped, Superseded
-from pccheck_async.telemetry.reporter import Reporter
 
-__all__ = ["Admissions", "Counts"]
+__all__ = ["Counts", "InFlight"]
 
 _MOST_REPORTS = 64
+"""Reports on durable checkpoints that wait for the end of the next training step; older ones are dropped."""
 
 
 @dataclass(slots=True)
@@ -33,20 +38,20 @@ class Counts:
     abandoned: int = 0
 
 
-class Admissions:
+class InFlight:
     """Gives counters away, and remembers every checkpoint until it ended and its failure was told.
 
     Args:
-        config: How many may be in flight, and what to do with those beyond and with failures.
+        config: How many may be in flight, and what to do with further ones and with failures.
         reporter: Told of what happens.
 
     Attributes:
         lock: Held while a checkpoint is admitted; reentrant, as a signal handler may ask for statistics meanwhile.
-        counter: The largest that was given away.
-        counts: What became of them.
-        newest: The one that was admitted last, None before the first.
-        save_seconds: What those that became durable took.
-        capture_seconds: What they took until they were captured.
+        counter: The largest counter that was given away.
+        counts: How many checkpoints took which course.
+        newest: The checkpoint that was admitted last, None before the first.
+        save_seconds: Times from admission to durable.
+        capture_seconds: Times from admission until captured, of durable checkpoints.
     """
 
     def __init__(self, config: EngineConfig, reporter: Reporter) -> None:
@@ -59,38 +64,35 @@ class Admissions:
         self.save_seconds, self.capture_seconds = Spread(), Spread()
         self._in_flight: dict[PendingCheckpoint, None] = {}
         self._failed: list[tuple[PendingCheckpoint, Exception]] = []
-        # Fields of those that nobody took yet.
-        self._reports: deque[tuple[int, float, float, float, float, int]] = deque(maxlen=_MOST_REPORTS)
+        self._reports: deque[SaveReport] = deque(maxlen=_MOST_REPORTS)
+        self._loop: EngineLoop
+        self._scheduler: Scheduler
 
-    @property
-    def in_flight(self) -> list[PendingCheckpoint]:
-        """Those admitted and not ended, oldest first."""
+    def __len__(self) -> int:
+        return len(self._in_flight)
+
+    def checkpoints(self) -> list[PendingCheckpoint]:
+        """Return the checkpoints admitted and not ended, oldest first."""
         with self.lock:
             return list(self._in_flight)
 
+    def run_by(self, loop: EngineLoop, scheduler: Scheduler, counter: int) -> None:
+        """Note what runs the checkpoints of an engine that was opened, and the largest counter of its store."""
+        self._loop, self._scheduler, self.counter = loop, scheduler, counter
+
     def add(self, step: int | None) -> PendingCheckpoint:
-        """Give the next counter away. All is noted before the engine hears of it."""
+        """Admit a checkpoint: give the next counter away, and note all of it before the engine's loop hears of it."""
         self.counter += 1
         pending = PendingCheckpoint(self.counter if step is None else step, self.counter)
         self._reporter.tell(Admitted, step=pending.step, counter=pending.counter)
-        # No call from here on, or an interrupt would leave one in flight that nobody knows.
+        # No call from here on: an interrupt would leave one in flight that nobody knows.
         self.counts.admitted += 1
         self.newest = pending
         self._in_flight[pending] = None
         return pending
 
-    def withdraw(self, pending: PendingCheckpoint, error: CheckpointError) -> bool:
-        """Forget one that the engine did not take; False where it did, and has seen it captured or ended it."""
-        with self.lock:
-            if pending.is_captured or pending not in self._in_flight:
-                return False
-            del self._in_flight[pending]
-            self.counts.admitted -= 1
-        self._reporter.tell(Failed, step=pending.step, counter=pending.counter, error=error)
-        return True
-
     def skip(self, step: int | None) -> PendingCheckpoint | None:
-        """Return what stands for a checkpoint that is skipped, None where there is room for it or it may wait."""
+        """Return what stands for a checkpoint that is skipped; None if there is a place for it or it may wait."""
         if self._config.on_busy != "skip":
             return None
         with self.lock:
@@ -100,6 +102,64 @@ class Admissions:
             self.counts.skipped += 1
         self._reporter.tell(Skipped, step=step, counter=newest.counter, in_flight=self._config.max_in_flight)
         return PendingCheckpoint.standing_for(newest, newest.step if step is None else step)
+
+    # -- ending one before its capture ended, from outside the engine's loop
+
+    async def abort(self, pending: PendingCheckpoint, patience: float | None) -> None:
+        """Cancel a checkpoint whose capture has not ended; returns once nothing of it is running, cancelled or not.
+
+        Args:
+            pending: The checkpoint.
+            patience: Most seconds to wait for operations that run, None for as long as they take.
+        """
+        with pending.aborting():
+            if (aborting := self._start_abort(pending)) is not None:
+                if patience is None:
+                    await finish(aborting)
+                else:  # the device may be stuck, and the process goes
+                    await asyncio.wait((asyncio.wrap_future(aborting),), timeout=patience)
+                _note_abort(pending, aborting)
+
+    def abort_blocking(self, pending: PendingCheckpoint, patience: float | None) -> None:
+        """Do the same as :meth:`abort`, blocking."""
+        with pending.aborting():
+            if (aborting := self._start_abort(pending)) is not None:
+                futures.wait([aborting], patience)
+                _note_abort(pending, aborting)
+
+    def withdraw(self, pending: PendingCheckpoint, patience: float | None) -> None:
+        """End a checkpoint that its caller does not get to know, whether the engine's loop heard of it or not."""
+        self.abort_blocking(pending, patience)
+        with self.lock:
+            if pending.is_captured or pending not in self._in_flight:
+                return  # the loop heard of it, and ended it or has seen it captured
+            del self._in_flight[pending]
+            self.counts.admitted -= 1
+        error = CheckpointError(f"the checkpoint of step {pending.step} was interrupted")
+        self._reporter.tell(Failed, step=pending.step, counter=pending.counter, error=error)
+        pending.set_failed(error)
+
+    def abandon(self, pending: PendingCheckpoint) -> None:
+        """Give a capture up that holds training up for too long; returns once nothing reads the live state."""
+        max_stall = self._config.max_stall
+        error = CheckpointError(
+            f"abandoned the checkpoint of step {pending.step}: its capture held an optimizer's step up for longer than "
+            f"max_stall = {max_stall} s"
+        )
+        try:
+            abandoned = self._loop.call(self._scheduler.abandon(pending, error, max_stall))
+        except ClosedError:
+            return  # closing ended it
+        if abandoned:
+            self.counts.abandoned += 1
+
+    def _start_abort(self, pending: PendingCheckpoint) -> futures.Future[bool] | None:
+        try:
+            return self._loop.submit(self._scheduler.abort(pending))[0]
+        except ClosedError:
+            return None  # closing ended it
+
+    # -- their ends
 
     def note_end(self, pending: PendingCheckpoint, error: Exception | None, superseded: bool, nbytes: int) -> None:
         """Note what became of a checkpoint, before anyone is told."""
@@ -117,7 +177,7 @@ class Admissions:
                 self.counts.durable += 1
                 self.save_seconds.add(seconds)
                 self.capture_seconds.add(captured)
-                self._reports.append((step, now, seconds, captured, stall, nbytes))
+                self._reports.append(SaveReport(step, now, seconds, captured, stall, nbytes))
         tell = self._reporter.tell
         if error is not None:
             tell(Failed, step=step, counter=counter, error=error)
@@ -135,14 +195,14 @@ class Admissions:
             )
 
     def take_reports(self) -> list[SaveReport]:
-        """Return the reports of those that became durable since the last call."""
+        """Return reports on the checkpoints that became durable since the last call."""
         reports = []
         while self._reports:
-            reports.append(SaveReport(*self._reports.popleft()))
+            reports.append(self._reports.popleft())
         return reports
 
     def raise_untold(self) -> None:
-        """Raise the first failure that nobody waited for (or warn of it), the others as notes on it."""
+        """Raise the first failure that nobody awaited (or warn of it), with the others as notes on it."""
         if not self._failed:
             return
         with self.lock:
@@ -163,9 +223,14 @@ class Admissions:
         raise first
 
     def warn_of(self, pending: PendingCheckpoint, error: Exception) -> bool:
-        """Warn of a failure instead of raising it, where the user chose that; False where it is to be raised."""
+        """Warn of a failure where ``on_error`` says so, in the name of the caller's caller; else return False."""
         if self._config.on_error != "warn":
             return False
         pending.set_told()
-        warnings.warn(f"the checkpoint of step {pending.step} failed: {error}", RuntimeWarning, stacklevel=4)
+        warnings.warn(f"the checkpoint of step {pending.step} failed: {error}", RuntimeWarning, stacklevel=3)
         return True
+
+
+def _note_abort(pending: PendingCheckpoint, aborting: futures.Future[bool]) -> None:
+    if aborting.done() and aborting.exception() is None and aborting.result():
+        pending.set_told()  # else it was captured already and goes on

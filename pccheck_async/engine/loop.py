@@ -1,7 +1,7 @@
 """The engine's own event loop on a thread of its own.
 
-A training step blocks the loop it runs on for its whole length; the pipeline must not stand still meanwhile, so the
-engine never runs on the caller's loop. Callers reach it from any thread (:meth:`EngineLoop.call`) or any loop
+A training step blocks the loop it runs on for its whole length. Captures and writes must go on meanwhile, so the engine
+never runs on the caller's loop. Callers reach it from any thread (:meth:`EngineLoop.call`) or any loop
 (:meth:`EngineLoop.run`).
 """
 
@@ -14,17 +14,17 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from pccheck_async.engine.standard_files import fill_standard_files
 from pccheck_async.errors import ClosedError
 from pccheck_async.state.tensor_access import exempt_this_thread
-from pccheck_async.transfer.uninterrupted import uninterrupted
+from pccheck_async.telemetry.standard_files import fill_standard_files
+from pccheck_async.transfer import uninterrupted
 
 try:  # here, and not when the first loop is made: on a caller's loop
     from uvloop import new_event_loop
 except ImportError:
     from asyncio import new_event_loop  # type: ignore[assignment]
 
-__all__ = ["EngineLoop", "finish", "wait_for"]
+__all__ = ["EngineLoop", "OneLoop", "finish", "wait_for"]
 
 T = TypeVar("T")
 
@@ -105,7 +105,9 @@ class EngineLoop:
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         """Run a coroutine here and block the calling thread until it ended. On TimeoutError it is cancelled first."""
-        self._refuse_own_thread(coroutine)
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise RuntimeError("blocking on the engine's own thread would never end")
         future, cancel = self.submit(coroutine)
         try:
             return future.result(timeout)
@@ -155,11 +157,6 @@ class EngineLoop:
         """Do the same as :meth:`stop`, for coroutines of other loops. Cancellation: raised once it has ended."""
         await uninterrupted(asyncio.wrap_future(self.ask_to_stop()))
 
-    def _refuse_own_thread(self, coroutine: Coroutine[Any, Any, T]) -> None:
-        if threading.current_thread() is self._thread:
-            coroutine.close()
-            raise RuntimeError("blocking on the engine's own thread would never end")
-
     def _serve(self) -> None:
         exempt_this_thread()
         asyncio.set_event_loop(self.loop)
@@ -173,6 +170,26 @@ class EngineLoop:
                 self.loop.close()
             finally:
                 self._ended.set_result(None)
+
+
+class OneLoop:
+    """A loop for the length of one call, blocking or awaited."""
+
+    def __init__(self, name: str = "pccheck-read") -> None:
+        self._name = name
+
+    def __enter__(self) -> EngineLoop:
+        self._loop = EngineLoop(self._name)
+        return self._loop
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.stop()
+
+    async def __aenter__(self) -> EngineLoop:
+        return self.__enter__()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._loop.stopped()
 
 
 async def wait_for(future: concurrent.futures.Future[T]) -> T:

@@ -1,60 +1,88 @@
 """Statistics of engines for monitoring: OpenMetrics text, a collector for prometheus_client, flat numbers for loggers.
 
 Names and units follow OpenMetrics 1.0: base units (seconds, bytes) as the last part of the name, counters end in
-``_total``, histograms in ``_bucket``, ``_count`` and ``_sum``. Every sample has the label ``store``.
-
-================================  =========  =========================================================================
-``pccheck_``...                   type       what, and labels
-================================  =========  =========================================================================
-``checkpoints``                   counter    that ended, or whose calls were skipped, by ``result``: durable,
-                                             superseded, failed, skipped
-``checkpoints_admitted``          counter    that were given a number
-``checkpoints_abandoned``         counter    of the failed ones, because they held training up for ``max_stall``
-``checkpoints_in_flight``         gauge      admitted and not ended
-``durable_bytes``                 counter    of all that committed
-``latest_step``                   gauge      of the newest durable checkpoint, where there is one
-``latest_bytes``                  gauge      its size
-``latest_timestamp_seconds``      gauge      when it was captured, in seconds since the epoch
-``save_seconds``                  histogram  from admission to durable
-``capture_seconds``               histogram  from admission until captured
-``stall_seconds``                 histogram  that training was kept waiting, by ``where``: checkpoint, optimizer
-``state_seconds``                 counter    that ``state_dict()`` and laying out the state took
-``guard_fences``                  counter    captures that GPUs waited for instead of the training thread
-``stage_operations``              counter    by ``stage``: capture, write, flush, commit, read, restore
-``stage_bytes``                   counter    moved, by ``stage``
-``stage_seconds``                 counter    summed over concurrent operations, by ``stage``
-``pool_bytes``                    gauge      staging memory that was ever used
-``pool_in_use_bytes``             gauge      that is in use
-``pool_limit_bytes``              gauge      that may be used
-``pool_waits``                    counter    chunks that waited for a staging buffer
-``device_bytes``                  gauge      GPU memory that the engine holds
-``device_peak_bytes``             gauge      the most it ever held
-``device_snapshots``              counter    captures that copied the state on its GPU first
-``slots``                         gauge      on storage
-``slots_bytes``                   gauge      theirs
-``plan_lookups``                  counter    saves by ``result``: hit (structure of the save before), miss
-``interval_steps``                gauge      between checkpoints, where the policy has decided
-``interval_seconds``              gauge      between checkpoints, where known
-``events_dropped``                counter    that a slow hook did not get
-``engine``                        info       ``io``, ``loop``
-================================  =========  =========================================================================
+``_total``, histograms in ``_bucket``, ``_count`` and ``_sum``. Names begin with ``pccheck_``, every sample has the
+label ``store``. :data:`METRICS` lists all of them, and the text says the same in its ``# HELP`` lines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NamedTuple, Protocol
 
 from pccheck_async.engine.statistics import Distribution, EngineStatistics
 from pccheck_async.errors import ClosedError
 
-__all__ = ["CONTENT_TYPE", "EngineCollector", "Family", "Sample", "families", "openmetrics", "scalars"]
+__all__ = ["CONTENT_TYPE", "METRICS", "EngineCollector", "Family", "Metric", "Sample", "families", "openmetrics"]
+__all__ += ["scalars"]
 
 CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 """Of :func:`openmetrics`, for an HTTP response."""
 
-_RESULTS = ("durable", "superseded", "failed", "skipped")
+Kind = Literal["counter", "gauge", "histogram", "info"]
+
+
+class Metric(NamedTuple):
+    """One metric: where its value comes from, and what is said of it.
+
+    Attributes:
+        name: Without ``pccheck_``.
+        kind: Type in OpenMetrics.
+        help: What it counts.
+        read: Returns a number, or of a histogram a :class:`Distribution`; by label value where there is a label; None
+            where it is not known yet. Of ``info`` it returns labels.
+        label: Name of its own label, if it has one.
+    """
+
+    name: str
+    kind: Kind
+    help: str
+    read: Callable[[EngineStatistics], Any]
+    label: str = ""
+
+
+def _results(statistics: EngineStatistics) -> dict[str, int]:
+    return {name: getattr(statistics, name) for name in ("durable", "superseded", "failed", "skipped")}
+
+
+def _lookups(statistics: EngineStatistics) -> dict[str, int]:
+    return {"hit": statistics.plan_hits, "miss": statistics.plan_misses}
+
+
+METRICS = (
+    Metric("checkpoints", "counter", "Ended checkpoints and skipped calls, by result.", _results, "result"),
+    Metric("checkpoints_admitted", "counter", "Checkpoints that were given a counter.", lambda s: s.admitted),
+    Metric("checkpoints_abandoned", "counter", "Failed ones that held training up too long.", lambda s: s.abandoned),
+    Metric("checkpoints_in_flight", "gauge", "Checkpoints admitted and not ended.", lambda s: s.in_flight),
+    Metric("durable_bytes", "counter", "Bytes of all checkpoints that committed.", lambda s: s.durable_bytes),
+    Metric("latest_step", "gauge", "Step of the newest durable checkpoint.", lambda s: s.latest and s.latest.step),
+    Metric("latest_bytes", "gauge", "Size of the newest durable checkpoint.", lambda s: s.latest and s.latest.nbytes),
+    Metric("latest_timestamp_seconds", "gauge", "When it was captured.", lambda s: s.latest and s.latest.time),
+    Metric("save_seconds", "histogram", "From admission to durable.", lambda s: s.save_seconds),
+    Metric("capture_seconds", "histogram", "From admission until captured.", lambda s: s.capture_seconds),
+    Metric("stall_seconds", "histogram", "What training was kept waiting, each time.", lambda s: s.stalls, "where"),
+    Metric("state_seconds", "counter", "Time in state_dict() and laying out the state.", lambda s: s.state_seconds),
+    Metric("guard_fences", "counter", "Captures that GPUs waited for, not training.", lambda s: s.guard_fences),
+    Metric("stage_operations", "counter", "Operations of the stages.", lambda s: _by_stage(s, "count"), "stage"),
+    Metric("stage_bytes", "counter", "Bytes that the stages moved.", lambda s: _by_stage(s, "nbytes"), "stage"),
+    Metric("stage_seconds", "counter", "Summed over concurrent ones.", lambda s: _by_stage(s, "seconds"), "stage"),
+    Metric("pool_bytes", "gauge", "Staging memory that was ever used.", lambda s: s.pool_bytes),
+    Metric("pool_in_use_bytes", "gauge", "Staging memory in use.", lambda s: s.pool_in_use_bytes),
+    Metric("pool_limit_bytes", "gauge", "Staging memory that may be used.", lambda s: s.decisions.host_memory),
+    Metric("pool_waits", "counter", "Chunks that waited for a staging buffer.", lambda s: s.pool_waits),
+    Metric("device_bytes", "gauge", "GPU memory that the engine holds.", lambda s: s.device_bytes),
+    Metric("device_peak_bytes", "gauge", "The most GPU memory it ever held.", lambda s: s.device_peak_bytes),
+    Metric("device_snapshots", "counter", "Captures that copied the state on its GPU first.", lambda s: s.snapshots),
+    Metric("slots", "gauge", "Slots on storage.", lambda s: s.slots),
+    Metric("slots_bytes", "gauge", "Bytes of the slots.", lambda s: s.slot_bytes),
+    Metric("plan_lookups", "counter", "Saves by whether the last plan served.", _lookups, "result"),
+    Metric("interval_steps", "gauge", "Steps between checkpoints.", lambda s: s.interval.interval),
+    Metric("interval_seconds", "gauge", "Time between checkpoints.", lambda s: s.interval.seconds),
+    Metric("events_dropped", "counter", "Events that a slow hook did not get.", lambda s: s.events_dropped),
+    Metric("engine", "info", "How the engine works.", lambda s: {"io": s.io, "loop": s.loop}),
+)
+"""A metric whose value is not known yet has no sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +99,7 @@ class Family:
     """Samples of one metric."""
 
     name: str
-    kind: Literal["counter", "gauge", "histogram", "info"]
+    kind: Kind
     help: str
     unit: Literal["seconds", "bytes", ""] = ""
     samples: list[Sample] = field(default_factory=list)
@@ -88,13 +116,18 @@ class _Source(Protocol):
 
 def families(statistics: Mapping[str, EngineStatistics]) -> list[Family]:
     """Return all metrics of some engines, by the paths of their stores."""
-    found: dict[str, Family] = {}
-    for store, each in statistics.items():
-        for family in _families(each, {"store": store}):
-            found.setdefault(family.name, Family(family.name, family.kind, family.help, family.unit)).samples.extend(
-                family.samples
-            )
-    return list(found.values())
+    metrics = []
+    for metric in METRICS:
+        unit: Any = metric.name.rpartition("_")[2]
+        unit = unit if unit in ("seconds", "bytes") else ""
+        samples = [
+            sample
+            for store, each in statistics.items()
+            for sample in _samples(metric, metric.read(each), {"store": store})
+        ]
+        if samples:
+            metrics.append(Family(f"pccheck_{metric.name}", metric.kind, metric.help, unit, samples))
+    return metrics
 
 
 def openmetrics(statistics: Mapping[str, EngineStatistics]) -> str:
@@ -107,7 +140,8 @@ def scalars(statistics: EngineStatistics) -> dict[str, float]:
 
     Counts and sums are of all the time so far. What is not known yet is left out.
     """
-    values: dict[str, float | None] = {name: getattr(statistics, name) for name in _SCALARS}
+    values: dict[str, Any] = {field.name: getattr(statistics, field.name) for field in fields(statistics)}
+    values = {name: value for name, value in values.items() if isinstance(value, int | float)}
     saves, captures = statistics.save_seconds, statistics.capture_seconds
     values |= {
         "mean_save_seconds": saves.seconds / saves.count if saves.count else None,
@@ -117,18 +151,8 @@ def scalars(statistics: EngineStatistics) -> dict[str, float]:
         "interval_seconds": statistics.interval.seconds,
     }
     for name, stage in statistics.stages.items():
-        values[f"{name}_count"] = stage.count
-        values[f"{name}_bytes"] = stage.nbytes
-        values[f"{name}_seconds"] = stage.seconds
+        values |= {f"{name}_count": stage.count, f"{name}_bytes": stage.nbytes, f"{name}_seconds": stage.seconds}
     return {f"checkpoint/{name}": float(value) for name, value in values.items() if value is not None}
-
-
-_SCALARS = (
-    *("admitted", "durable", "superseded", "failed", "skipped", "abandoned", "in_flight", "durable_bytes"),
-    *("stall_seconds", "guard_seconds", "guard_fences", "last_stall_seconds", "state_seconds"),
-    *("pool_bytes", "pool_in_use_bytes", "pool_waits", "device_bytes", "device_peak_bytes", "snapshots"),
-    *("slots", "slot_bytes", "plan_hits", "plan_misses", "events_dropped"),
-)
 
 
 class EngineCollector:
@@ -145,7 +169,7 @@ class EngineCollector:
 
     def collect(self) -> Iterator[Any]:
         """Yield the metrics of now; may be called from any thread."""
-        from prometheus_client.metrics_core import Metric
+        from prometheus_client import metrics_core
 
         statistics = {}
         for engine in self._engines:
@@ -154,7 +178,7 @@ class EngineCollector:
             except ClosedError:
                 continue
         for family in families(statistics):
-            metric = Metric(family.name, family.help, family.kind, family.unit)
+            metric = metrics_core.Metric(family.name, family.help, family.kind, family.unit)
             for sample in family.samples:
                 metric.add_sample(family.name + sample.suffix, dict(sample.labels), sample.value)
             yield metric
@@ -164,65 +188,22 @@ class EngineCollector:
         return []
 
 
-def _families(statistics: EngineStatistics, labels: dict[str, str]) -> Iterator[Family]:
-    def counter(name: str, text: str, value: float | None, unit: Literal["seconds", "bytes", ""] = "") -> Family:
-        return Family(name, "counter", text, unit, [] if value is None else [Sample("_total", labels, value)])
+def _by_stage(statistics: EngineStatistics, what: str) -> dict[str, float]:
+    return {name: getattr(stage, what) for name, stage in statistics.stages.items()}
 
-    def gauge(name: str, text: str, value: float | None, unit: Literal["seconds", "bytes", ""] = "") -> Family:
-        return Family(name, "gauge", text, unit, [] if value is None else [Sample("", labels, value)])
 
-    def histogram(name: str, text: str, by: Mapping[str, Distribution], label: str = "") -> Family:
-        samples = [
-            sample
-            for value, each in by.items()
-            for sample in _histogram(each, labels | ({label: value} if label else {}))
-        ]
-        return Family(name, "histogram", text, "seconds", samples)
-
-    def by(name: str, text: str, label: str, values: Iterable[tuple[str, float]], unit: Any = "") -> Family:
-        samples = [Sample("_total", labels | {label: value}, number) for value, number in values]
-        return Family(name, "counter", text, unit, samples)
-
-    s, latest, stages = statistics, statistics.latest, statistics.stages
-    results = [(name, getattr(s, name)) for name in _RESULTS]
-    yield by("pccheck_checkpoints", "Checkpoints that ended, or were skipped, by result.", "result", results)
-    yield counter("pccheck_checkpoints_admitted", "Checkpoints that were given a number.", s.admitted)
-    yield counter("pccheck_checkpoints_abandoned", "Failed ones that had held training up too long.", s.abandoned)
-    yield gauge("pccheck_checkpoints_in_flight", "Checkpoints admitted and not ended.", s.in_flight)
-    yield counter("pccheck_durable_bytes", "Bytes of all checkpoints that committed.", s.durable_bytes, "bytes")
-    if latest is not None:
-        yield gauge("pccheck_latest_step", "Step of the newest durable checkpoint.", latest.step)
-        yield gauge("pccheck_latest_bytes", "Size of the newest durable checkpoint.", latest.nbytes, "bytes")
-        yield gauge("pccheck_latest_timestamp_seconds", "When it was captured.", latest.time, "seconds")
-    yield histogram("pccheck_save_seconds", "From admission to durable.", {"": s.save_seconds})
-    yield histogram("pccheck_capture_seconds", "From admission until captured.", {"": s.capture_seconds})
-    yield histogram("pccheck_stall_seconds", "What training was kept waiting, each time.", s.stalls, "where")
-    yield counter("pccheck_state_seconds", "Time that laying out the state took.", s.state_seconds, "seconds")
-    yield counter("pccheck_guard_fences", "Captures that GPUs waited for, not the training thread.", s.guard_fences)
-    counts = [(name, float(stage.count)) for name, stage in stages.items()]
-    nbytes = [(name, float(stage.nbytes)) for name, stage in stages.items()]
-    seconds = [(name, stage.seconds) for name, stage in stages.items()]
-    yield by("pccheck_stage_operations", "Operations of the stages.", "stage", counts)
-    yield by("pccheck_stage_bytes", "Bytes that the stages moved.", "stage", nbytes, "bytes")
-    yield by("pccheck_stage_seconds", "Time summed over concurrent operations.", "stage", seconds, "seconds")
-    yield gauge("pccheck_pool_bytes", "Staging memory that was ever used.", s.pool_bytes, "bytes")
-    yield gauge("pccheck_pool_in_use_bytes", "Staging memory in use.", s.pool_in_use_bytes, "bytes")
-    yield gauge("pccheck_pool_limit_bytes", "Staging memory that may be used.", s.decisions.host_memory, "bytes")
-    yield counter("pccheck_pool_waits", "Chunks that waited for a staging buffer.", s.pool_waits)
-    yield gauge("pccheck_device_bytes", "GPU memory that the engine holds.", s.device_bytes, "bytes")
-    yield gauge("pccheck_device_peak_bytes", "The most GPU memory it ever held.", s.device_peak_bytes, "bytes")
-    yield counter("pccheck_device_snapshots", "Captures that copied the state on its GPU first.", s.snapshots)
-    yield gauge("pccheck_slots", "Slots on storage.", s.slots)
-    yield gauge("pccheck_slots_bytes", "Bytes of the slots.", s.slot_bytes, "bytes")
-    lookups = [("hit", s.plan_hits), ("miss", s.plan_misses)]
-    yield by("pccheck_plan_lookups", "Saves whose plan was known from the save before, or not.", "result", lookups)
-    if s.interval.interval is not None:
-        yield gauge("pccheck_interval_steps", "Steps between checkpoints.", s.interval.interval)
-    if s.interval.seconds is not None:
-        yield gauge("pccheck_interval_seconds", "Time between checkpoints.", s.interval.seconds, "seconds")
-    yield counter("pccheck_events_dropped", "Events that a slow hook did not get.", s.events_dropped)
-    about = labels | {"io": s.io, "loop": s.loop}
-    yield Family("pccheck_engine", "info", "How the engine works.", "", [Sample("_info", about, 1)])
+def _samples(metric: Metric, value: Any, labels: dict[str, str]) -> Iterator[Sample]:
+    if value is None:
+        return
+    if metric.kind == "info":
+        yield Sample("_info", labels | value, 1)
+        return
+    for name, each in value.items() if isinstance(value, Mapping) else [("", value)]:
+        own = labels | {metric.label: name} if metric.label else labels
+        if metric.kind == "histogram":
+            yield from _histogram(each, own)
+        else:
+            yield Sample("_total" if metric.kind == "counter" else "", own, each)
 
 
 def _histogram(times: Distribution, labels: dict[str, str]) -> Iterator[Sample]:

@@ -1,16 +1,16 @@
-"""Captures that run while training goes on: the guard before optimizer steps, and what finds out about torn ones.
+"""Captures that run while training goes on: the guard that makes steps wait for them, and the search for torn ones.
 
-Parameters and the tensors that an optimizer keeps for them change in its step only, so they may be copied during the
-next forward and backward if the step waits for the copy (CheckFreq, section 4.1). The guard sees to that for attached
-optimizers. Where all copies that are left are queued on devices, it lets the devices wait and not the training thread:
+Parameters and the tensors that an optimizer keeps for them change only in its step, so they may be copied during the
+next forward and backward if the step waits for the copy (CheckFreq, section 4.1). The guard makes steps of attached
+optimizers wait. Where all copies that are left are queued on devices, the devices wait and not the training thread:
 what the step queues there comes behind a fence. Python code that reaches for the memory of what is being captured, past
-torch's counters, waits as well (:mod:`pccheck_async.state.tensor_access`): so are weights swapped for an evaluation.
-Changes that cannot be held up are found out, as far as anybody can tell:
+torch's counters, waits as well (:mod:`pccheck_async.state.tensor_access`): weights are swapped for evaluations so.
+Changes that cannot be made to wait tear the capture, which is found out as far as possible:
 
 - a step that begins in the middle of a capture, by hooks on the attached optimizers and on all others;
 - other changes, by version counters, addresses and sizes, compared when the training thread next waits for the capture,
-  and before the commit where it did not;
-- on request, any change at all, by a comparison with a copy that was made before the call returned.
+  and before the commit where it did not (:mod:`pccheck_async.state.save.torn`);
+- with ``check_captures``, any change at all, by a comparison with a copy that was made before the call returned.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.engine.promise import Moment
 from pccheck_async.engine.step_hooks import StepHooks, hooks_of, hooks_of_all
 from pccheck_async.errors import TornCaptureError
-from pccheck_async.state.cache.versions import Versions
+from pccheck_async.state.save.split import LazyPart
+from pccheck_async.state.save.torn import Versions
 from pccheck_async.state.tensor_access import notify, stop_notifying, storage_address
 from pccheck_async.transfer.copying import Fence
 
@@ -38,21 +39,21 @@ __all__ = ["Guard", "Overlapped"]
 
 
 class Overlapped:
-    """One overlapped capture: what must not change before it ended, and whether that did.
+    """One overlapped capture: which tensors must not change before it ended, and whether one did.
 
     Args:
         pending: Its checkpoint.
-        versions: The tensors that are captured while training goes on.
+        lazy: The tensors that are captured while training goes on.
+
+    Attributes:
         note_end: Called with what made the checkpoint fail, None where it did not.
     """
 
-    def __init__(
-        self, pending: PendingCheckpoint, versions: Versions, note_end: Callable[[Exception | None], None]
-    ) -> None:
+    def __init__(self, pending: PendingCheckpoint, lazy: LazyPart) -> None:
         self.pending = pending
-        self.note_end = note_end
-        self._versions: Versions | None = versions
-        self._addresses = versions.memory[0]
+        self.note_end = lazy.note_end
+        self._versions: Versions | None = lazy.versions
+        self._addresses = lazy.versions.memory[0]
         self._torn: TornCaptureError | None = None
         self._fence: Moment[Fence] = Moment()
         self._lock = threading.RLock()  # a finalizer that reaches for memory may find it taken by its own thread
@@ -63,17 +64,17 @@ class Overlapped:
         return not self.pending.is_captured
 
     @property
-    def settled(self) -> bool:
-        """Whether changes are no concern of this any more."""
+    def compared(self) -> bool:
+        """Whether the tensors were compared for the last time, and may change."""
         return self._versions is None
 
     @cached_property
     def storages(self) -> frozenset[int]:
-        """Where the storages begin that are captured while training goes on."""
+        """Addresses of the storages that are captured while training goes on."""
         return frozenset(self._addresses)
 
     def set_fence(self, fence: Fence) -> None:
-        """Note behind what a device may change what is captured. Called on the engine's threads, at most once."""
+        """Note the fence behind which a device may change what is captured. Called on any thread, at most once."""
         self._fence.set_result(fence)
 
     def wait(self, timeout: float | None, *, for_fence: bool) -> bool:
@@ -85,20 +86,17 @@ class Overlapped:
         fence = self._fence
         return fence.over and fence.result().hold_up()
 
-    def settle(self) -> None:
-        """Compare for the last time: the capture ended, and the caller may change everything from now on.
+    def compare(self) -> None:
+        """Compare the tensors with their versions for the last time: the caller may change everything from now on.
 
-        The same holds where the devices wait, for what is queued on them.
+        That is when the capture ended, and, for what is queued on the devices, when these wait for it. Idempotent.
         """
         with self._lock:
             versions, self._versions = self._versions, None
             if versions is not None and self._torn is None and (paths := versions.changed()):
-                self._torn = _torn(
-                    self.pending,
-                    paths,
-                    "changed before its capture was waited for",
-                    "call engine.wait_captured() before code that changes it, or checkpoint with overlap=False",
-                )
+                what = "changed before its capture was waited for"
+                advice = "call engine.wait_captured() before code that changes it, or checkpoint with overlap=False"
+                self._note_torn(paths, what, advice)
 
     def detect(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note that an optimizer is about to change ``tensors``; that matters while the capture runs."""
@@ -106,38 +104,35 @@ class Overlapped:
             if self._versions is None or self._torn is not None or not self.running:
                 return
             if paths := self._versions.paths_of(tensors):
-                self._torn = _torn(
-                    self.pending,
-                    paths,
-                    "is changed by an optimizer's step in the middle of its capture",
-                    "attach that optimizer to the engine, or call engine.wait_captured() before its step",
-                )
+                what = "is changed by an optimizer's step in the middle of its capture"
+                advice = "attach that optimizer to the engine, or call engine.wait_captured() before its step"
+                self._note_torn(paths, what, advice)
 
     def check(self) -> None:
         """Raise TornCaptureError if anything is known to have changed. Called before the commit."""
-        self.settle()
+        self.compare()
         self._fence = Moment()  # the copies ended; users may keep their checkpoint for long
         if self._torn is not None:
             raise self._torn
 
-
-def _torn(pending: PendingCheckpoint, paths: Sequence[str], what: str, advice: str) -> TornCaptureError:
-    text = f"the checkpoint of step {pending.step} is torn, and not committed: {paths[0]} {what}; {advice}"
-    return TornCaptureError(text, paths=paths)
+    def _note_torn(self, paths: Sequence[str], what: str, advice: str) -> None:
+        step = self.pending.step
+        text = f"the checkpoint of step {step} is torn, and not committed: {paths[0]} {what}; {advice}"
+        self._torn = TornCaptureError(text, paths=paths)
 
 
 class Guard:
-    """Holds up attached optimizers while what they change is being captured.
+    """Makes steps of attached optimizers wait while what they change is being captured.
 
     Args:
-        max_stall: Most seconds that a step is held up; beyond, the capture is abandoned.
+        max_stall: Most seconds that a step waits; a capture that takes longer is abandoned.
         abandon: Ends a checkpoint; returns once nothing of its capture is running.
         waited: Called with a checkpoint and the seconds that a step waited for its capture.
-        reached: Called with tensors and storages for whose memory code reaches, captured or not.
+        accessed: Called with tensors and storages for whose memory code reaches, captured or not.
 
     Attributes:
-        attached: Whether an optimizer ever was.
-        fenced: How many captures they left to the devices to wait for.
+        attached: Whether an optimizer was ever attached.
+        fenced: For how many captures the devices waited in place of the training thread.
     """
 
     def __init__(
@@ -145,13 +140,13 @@ class Guard:
         max_stall: float | None,
         abandon: Callable[[PendingCheckpoint], None],
         waited: Callable[[PendingCheckpoint, float], None],
-        reached: Callable[[Any], None],
+        accessed: Callable[[Any], None],
     ) -> None:
         self._pid = os.getpid()
         self._max_stall = max_stall
         self._abandon = abandon
         self._waited = waited
-        self._reached = reached
+        self._accessed = accessed
         self._hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepHooks] = weakref.WeakKeyDictionary()
         self._attached: list[weakref.ref[torch.optim.Optimizer]] = []
         self.attached = False
@@ -175,40 +170,42 @@ class Guard:
         self.attached = True
         self._hooks[optimizer] = hooks  # last, for it is how the next call knows whether this one was interrupted
 
-    def watch(self, capture: Overlapped) -> None:
-        """Hold up steps until this capture ended."""
+    def watch(self, pending: PendingCheckpoint, lazy: LazyPart) -> Overlapped:
+        """Make steps wait from now on until the capture of a checkpoint with a lazy part ended."""
+        capture = Overlapped(pending, lazy)
+        pending.call_when_captured(capture.compare)
         if self._others is None:
             self._others = hooks_of_all()
             self._others.add(before=self.before_any_step)
             notify(self.before_access)
         with self._lock:
             self._captures = [each for each in self._captures if not each.pending.done()] + [capture]
+        if not lazy.any_eager:
+            pending.set_eager_captured()
+        return capture
 
     def wait(self) -> None:
         """Block until no capture reads the live state any more; one that takes longer than allowed is abandoned."""
         deadline = self._deadline()
         for capture in self._captures:
             self._block(capture, deadline, for_fence=False)
-            self._settle(capture)
+            self._compare(capture)
 
-    def hold_up(self) -> None:
+    def hold_up(self, captures: Iterable[Overlapped] | None = None) -> None:
         """Do the same for what the calling thread does next on its current streams: devices wait where they can.
 
         The thread blocks only until all copies that are left are queued there. A capture stays watched until it ended:
         another step may use other streams.
         """
-        self._hold_up(self._captures)
-
-    def _hold_up(self, captures: Iterable[Overlapped]) -> None:
         deadline = self._deadline()
-        for capture in captures:
+        for capture in self._captures if captures is None else captures:
             self._block(capture, deadline, for_fence=True)
             if capture.running:
                 if capture.hold_up():
-                    self.fenced += not capture.settled
+                    self.fenced += not capture.compared
                 else:
                     self._block(capture, deadline, for_fence=False)
-            self._settle(capture)
+            self._compare(capture)
 
     def _deadline(self) -> float:
         return math.inf if self._max_stall is None else time.perf_counter() + self._max_stall
@@ -224,8 +221,8 @@ class Guard:
         finally:
             self._waited(capture.pending, time.perf_counter() - start)
 
-    def _settle(self, capture: Overlapped) -> None:
-        capture.settle()
+    def _compare(self, capture: Overlapped) -> None:
+        capture.compare()
         with self._lock:  # only now: whoever interrupts the wait, it is watched at the next step
             self._captures = [each for each in self._captures if each is not capture or each.running]
 
@@ -242,11 +239,11 @@ class Guard:
 
     def before_access(self, owner: Any, _: bool) -> None:
         """Hold up who reaches for memory that is being captured (``owner`` is a tensor or storage)."""
-        self._reached(owner)
+        self._accessed(owner)
         running = [capture for capture in self._captures if capture.running]
         if not running or os.getpid() != self._pid or not (address := storage_address(owner)):
             return
-        self._hold_up([capture for capture in running if address in capture.storages])
+        self.hold_up([capture for capture in running if address in capture.storages])
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Hold up a step of an attached optimizer."""
@@ -258,7 +255,7 @@ class Guard:
         """Look for captures that a step of an optimizer which is not attached tears."""
         if os.getpid() == self._pid and optimizer not in self._hooks:
             for capture in self._captures:
-                if capture.settled and capture.running:
+                if capture.compared and capture.running:
                     capture.hold_up()  # its step may use other streams than the attached one that came before
             self._detect(optimizer)
 

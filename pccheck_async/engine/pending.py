@@ -8,13 +8,12 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from pccheck_async.engine.loop import finish, wait_for
 from pccheck_async.engine.promise import Moment, wait_for_any
 from pccheck_async.errors import ClosedError
-from pccheck_async.format.info import CheckpointInfo
+from pccheck_async.format import CheckpointInfo
 
 __all__ = ["CheckpointProgress", "PendingCheckpoint"]
 
@@ -26,11 +25,11 @@ class CheckpointProgress:
     """How far a checkpoint is.
 
     Attributes:
-        phase: "waiting" for its turn, "capturing", "writing" (all captured), "committing" (all written: manifest, flush
-            and record); or what became of it.
-        nbytes: Its bytes, 0 while it waits.
-        captured: Those captured.
-        written: Those written.
+        phase: "waiting" for its turn, "capturing", "writing" (all is captured), "committing" (all is written: manifest,
+            flush and commit record follow); or what became of it.
+        nbytes: Bytes of the checkpoint's tensors, 0 while it waits.
+        captured: Bytes captured so far.
+        written: Bytes written so far.
     """
 
     phase: Literal["waiting", "capturing", "writing", "committing", "durable", "superseded", "skipped", "failed"]
@@ -44,13 +43,14 @@ class PendingCheckpoint:
 
     Attributes:
         step: The user's number.
-        counter: The engine's number; order of counters is order of admission.
+        counter: The engine's number; checkpoints are admitted in the order of their counters.
         superseded: Newer checkpoints became durable first and made this one pointless; it was dropped on purpose.
-        skipped: All places were in flight and ``on_busy="skip"``; nothing was captured, and this stands for the newest
-        one.
-        nbytes: Its bytes, None until it is its turn.
-        captured_nbytes: Those captured.
-        written_nbytes: Those written.
+        skipped: ``max_in_flight`` checkpoints were in flight and ``on_busy="skip"``: nothing was captured, and this
+            object stands for the newest one in flight.
+        nbytes: Bytes of its tensors, None until it is its turn.
+        captured_nbytes: Bytes captured so far.
+        written_nbytes: Bytes written so far.
+        failure_told: Whether the user got to know of its failure.
     """
 
     def __init__(self, step: int, counter: int) -> None:
@@ -63,12 +63,12 @@ class PendingCheckpoint:
         self.stall = 0.0
         self.nbytes: int | None = None
         self.captured_nbytes = self.written_nbytes = 0
-        self._settle: Callable[[], None] | None = None
-        self._held: Moment[None] = Moment()
+        self._compare: Callable[[], None] | None = None
+        self._eager_captured: Moment[None] = Moment()
         self._captured: Moment[None] = Moment()
         self._durable: Moment[CheckpointInfo] = Moment()
         self._target = self  # whose result is waited for
-        self._told = False
+        self.failure_told = False
         self._waiters: set[object] = set()
 
     @classmethod
@@ -81,7 +81,7 @@ class PendingCheckpoint:
         return skipped
 
     async def captured(self) -> None:
-        """Wait until the state's bytes are out of reach: it may be mutated now.
+        """Wait until the capture is complete: the state may be changed from then on.
 
         Cancellation: only stops the waiting.
 
@@ -89,19 +89,19 @@ class PendingCheckpoint:
             CheckpointError: what made the checkpoint fail before its capture was complete.
         """
         await self._wait(self._captured)
-        if self._settle is not None:
-            self._settle()
+        if self._compare is not None:
+            self._compare()
 
     async def durable(self) -> CheckpointInfo:
         """Wait until the checkpoint is committed.
 
-        Durability: the returned checkpoint survives power loss. For a superseded (or skipped) one that is a newer one.
+        Durability: the returned checkpoint survives power loss. For a superseded or skipped one it is a newer one.
 
         Cancellation: only stops the waiting; the checkpoint goes on.
 
         Raises:
             CheckpointError: what made it fail. Nothing of it was committed; older checkpoints are untouched.
-            StoreFailedError: that was a flush or a commit record: no later checkpoint of this engine succeeds either.
+            StoreFailedError: a flush or a commit record failed: no later checkpoint of this engine succeeds either.
         """
         target = self._target
         return await target._wait(target._durable)
@@ -117,16 +117,16 @@ class PendingCheckpoint:
     def wait_captured(self, timeout: float | None = None) -> None:
         """Block until captured, for code that is not async (see :meth:`captured`). Raises TimeoutError."""
         self._block(self._captured, timeout)
-        if self._settle is not None:
-            self._settle()
+        if self._compare is not None:
+            self._compare()
 
     def done(self) -> bool:
-        """Whether it is durable, superseded or failed."""
+        """Return whether it is durable, superseded or failed."""
         return self._target._durable.over
 
     @property
     def progress(self) -> CheckpointProgress:
-        """How far it is; of a skipped one, the one it stands for. Never blocks."""
+        """How far it is, or, for a skipped one, how far the one is that it stands for. Never blocks."""
         target = self._target
         nbytes, captured, written = target.nbytes, target.captured_nbytes, target.written_nbytes
         if self.done():
@@ -142,14 +142,14 @@ class PendingCheckpoint:
         if outcome is not None and outcome[1] is None:
             await asyncio.sleep(0)  # others may run, and cancel
             return outcome[0]
-        with _Waiter(self, moment):
+        with self._waiting(moment):
             return await wait_for(moment.future())
 
     def _block(self, moment: Moment[T], timeout: float | None = None) -> T:
         outcome = moment.outcome
         if outcome is not None and outcome[1] is None:
             return outcome[0]
-        with _Waiter(self, moment):
+        with self._waiting(moment):
             try:
                 return moment.result(timeout)
             except TimeoutError:
@@ -159,52 +159,55 @@ class PendingCheckpoint:
                 raise TimeoutError(f"{where} after {timeout} s; it goes on") from None
 
     @contextmanager
+    def _waiting(self, moment: Moment[Any]) -> Iterator[None]:
+        """Whoever waits here while it fails gets to know of that; whoever gave up waiting before does not."""
+        if not moment.over and os.getpid() != self._pid:
+            raise ClosedError("this checkpoint is on its way in the parent process; a forked child cannot wait for it")
+        waiter = object()
+        self._waiters.add(waiter)
+        try:
+            yield
+        except BaseException as error:
+            if error is moment.error:
+                self.failure_told = True
+            raise
+        finally:
+            self._waiters.discard(waiter)
+
+    @contextmanager
     def aborting(self) -> Iterator[None]:
-        """Whoever aborts it knows that it fails: nobody else is told meanwhile."""
-        aborter = object()
-        self._waiters.add(aborter)
+        """Let whoever aborts it count as one who waits: nobody else is told of the failure meanwhile."""
+        waiter = object()
+        self._waiters.add(waiter)
         try:
             yield
         finally:
-            self._waiters.discard(aborter)
+            self._waiters.discard(waiter)
 
     def __repr__(self) -> str:
-        state = (
-            "skipped"
-            if self.skipped
-            else "superseded"
-            if self.superseded
-            else "failed"
-            if self.failed
-            else "durable"
-            if self._durable.over
-            else "captured"
-            if self._captured.over
-            else "capturing"
-        )
-        return f"<PendingCheckpoint step={self.step} counter={self.counter} {state}>"
+        return f"<PendingCheckpoint step={self.step} counter={self.counter} {self.progress.phase}>"
 
     # -- the engine's side
 
-    def settle_by(self, settle: Callable[[], None]) -> None:
-        """Call ``settle`` before anyone is told that the state may be changed."""
-        self._settle = settle
+    def call_when_captured(self, compare: Callable[[], None]) -> None:
+        """Call ``compare`` before anyone who waits for the capture is told that the state may be changed."""
+        self._compare = compare
 
-    async def held_captured(self) -> None:
-        """Wait until what may change before the next optimizer step is out of reach (see :meth:`captured`)."""
-        await self._wait(self._held)
+    async def eager_captured(self) -> None:
+        """Wait until the eager leaves are captured: all that may change before the next optimizer step."""
+        await self._wait(self._eager_captured)
 
-    def wait_held_captured(self) -> None:
+    def wait_eager_captured(self) -> None:
         """Do the same, blocking."""
-        self._block(self._held)
+        self._block(self._eager_captured)
 
     async def out_of_reach(self) -> None:
-        """Wait until nothing reads the live state any more; a failure stays untold."""
+        """Wait until nothing reads the live state any more. A failure is not raised, and not told."""
         if not self._captured.over:
             await finish(self._captured.future())
 
     def wait_out_of_reach(self, timeout: float | None = None, enough: Moment[Any] | None = None) -> bool:
-        """Block until nothing reads the live state any more, or until ``enough`` is done; a failure stays untold.
+        """Block until nothing reads the live state any more, or until ``enough`` happened. A failure is not told.
 
         Returns:
             False where it took longer than ``timeout`` seconds.
@@ -219,29 +222,29 @@ class PendingCheckpoint:
         return self._captured.over
 
     @property
-    def failed(self) -> bool:
-        """Whether it ended without becoming durable, nor pointless."""
-        return self._durable.error is not None
+    def is_eager_captured(self) -> bool:
+        """Whether the eager leaves are captured (or the checkpoint failed)."""
+        return self._eager_captured.over
 
     @property
-    def failure_told(self) -> bool:
-        """Whether somebody got to know of the failure."""
-        return self._told
+    def failed(self) -> bool:
+        """Whether it ended without becoming durable or superseded."""
+        return self._durable.error is not None
 
     @property
     def awaited(self) -> bool:
         """Whether somebody is waiting for it, and will get to know of a failure unless the waiting is cancelled."""
         return bool(self._waiters)
 
-    def set_held_captured(self) -> None:
-        """Note that what is not left to the guard is captured."""
-        self._held.set_result(None)
+    def set_eager_captured(self) -> None:
+        """Note that the eager leaves are captured."""
+        self._eager_captured.set_result(None)
 
     def set_captured(self) -> None:
         """Note the end of the capture."""
         if self._captured.over:
             return
-        self.set_held_captured()
+        self._eager_captured.set_result(None)
         self.captured_at = time.monotonic()
         self._captured.set_result(None)
 
@@ -253,33 +256,9 @@ class PendingCheckpoint:
 
     def set_failed(self, error: BaseException) -> None:
         """Note the failure."""
-        for moment in (self._held, self._captured, self._durable):
+        for moment in (self._eager_captured, self._captured, self._durable):
             moment.set_error(error)
 
     def set_told(self) -> None:
-        """Note that the failure was told to the user."""
-        self._told = True
-
-
-class _Waiter:
-    """Whoever waits here while it fails has been told; whoever gave up waiting before has not."""
-
-    __slots__ = ("_moment", "_pending")
-
-    def __init__(self, pending: PendingCheckpoint, moment: Moment[Any]) -> None:
-        self._pending = pending
-        self._moment = moment
-
-    def __enter__(self) -> None:
-        pending = self._pending
-        if not self._moment.over and os.getpid() != pending._pid:
-            raise ClosedError("this checkpoint is on its way in the parent process; a forked child cannot wait for it")
-        pending._waiters.add(self)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        pending = self._pending
-        if error is not None and error is self._moment.error:
-            pending._told = True
-        pending._waiters.discard(self)
+        """Note that the user got to know of the failure."""
+        self.failure_told = True

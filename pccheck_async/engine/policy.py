@@ -1,11 +1,12 @@
-"""What the engine tells a policy, and what the policy answers. The policies are in ``training.policy``."""
+"""What an engine knows of training: the protocol of a policy, and the questions it asks. Both are answered above."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-__all__ = ["Decision", "Policy", "SaveReport", "StepReport"]
+__all__ = ["Decision", "Policy", "SaveReport", "StepReport", "TrainingHooks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +51,14 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a policy does at present.
+    """What a policy has decided.
 
     Attributes:
-        interval: Steps between checkpoints; None where it goes by time, or does not know yet.
-        seconds: Seconds between checkpoints; None where not known.
+        interval: Steps between checkpoints; None if the policy goes by time, or does not know yet.
+        seconds: Seconds between checkpoints; None if not known.
         reason: One sentence.
-        most_seconds: Age that the newest durable checkpoint does not exceed while steps end, whatever was measured;
-            twice what a checkpoint takes to become durable, where that is more. None for no limit.
+        most_seconds: Greatest age in seconds of the newest durable checkpoint while steps end, whatever was measured;
+            or twice the time that a checkpoint takes to become durable, if that is more. None: no limit.
     """
 
     interval: int | None
@@ -74,9 +75,9 @@ class Policy(Protocol):
         """Tell whether to checkpoint now. Asked exactly once after every step."""
 
     def skipped(self, report: StepReport) -> None:
-        """Hear that the checkpoint which was due after this step could not be made.
+        """Hear that the checkpoint due after this step was not made.
 
-        All places were in flight, or a window of gradient accumulation had not ended.
+        ``max_in_flight`` were in flight, or a window of gradient accumulation had not ended.
         """
 
     def saved(self, report: SaveReport) -> None:
@@ -84,3 +85,39 @@ class Policy(Protocol):
 
     def decision(self) -> Decision:
         """Return the present interval, and why."""
+
+
+class TrainingHooks:
+    """What an engine asks the training around it. These are the answers where there are no training steps."""
+
+    @property
+    def decision(self) -> Decision:
+        """What the policy has decided: for statistics."""
+        return Decision(None, None, "no policy")
+
+    @property
+    def last_report(self) -> StepReport | None:
+        """The last training step that went well: for the status file."""
+        return None
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds until the process goes because a signal asked for it; None where none did."""
+        return None
+
+    def before_checkpoint(self) -> bool:
+        """Hear of a call of ``checkpoint()``; return whether it is the last one before the process goes.
+
+        The last one is not skipped, and no earlier failure prevents it.
+        """
+        return False
+
+    def before_restore(self) -> None:
+        """Hear that a restore is about to change the state."""
+
+    def closed(self) -> None:
+        """Hear that the engine was closed."""
+
+    def ending(self, *, go: bool = True) -> AbstractContextManager[None]:
+        """Return the context to close the engine in; leaving it lets a preempted process go, unless ``go`` is False."""
+        return nullcontext()

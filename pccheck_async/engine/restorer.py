@@ -7,24 +7,26 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from pccheck_async.engine.handoff import Steps
-from pccheck_async.errors import DamagedError, ReadError, StateMismatchError, is_exhausted
-from pccheck_async.format.info import Restored
+from pccheck_async.engine.handoff import Handoff
+from pccheck_async.errors import DamagedError, ReadError, StateMismatchError
+from pccheck_async.format import Entry, Restored
 from pccheck_async.format.manifest import Manifest
-from pccheck_async.format.record import Entry
-from pccheck_async.medium import Writer
-from pccheck_async.state.restore.match import Restoration, match
-from pccheck_async.store.commit import Store
-from pccheck_async.store.read_lease import DroppedMeanwhileError, ReadLease
-from pccheck_async.store.reading import choose, pool_for, warn_damaged
-from pccheck_async.store.restore import read_manifest, read_payload, verify_payload
-from pccheck_async.telemetry import events
-from pccheck_async.telemetry.logs import write
-from pccheck_async.telemetry.progress import ReadProgress, reading_progress
-from pccheck_async.telemetry.reporter import Reporter
-from pccheck_async.telemetry.stages import StageClock
+from pccheck_async.medium import Medium
+from pccheck_async.state import Restoration, match
+from pccheck_async.store import Store
+from pccheck_async.store.reading import (
+    Fallback,
+    choose,
+    pool_for,
+    read_manifest,
+    read_payload,
+    verify_payload,
+    warn_damaged,
+)
+from pccheck_async.store.store import DroppedMeanwhileError
+from pccheck_async.telemetry import ReadProgress, Reporter, StageClock, events, reading_progress, write
+from pccheck_async.transfer import BufferPool
 from pccheck_async.transfer.copying import CopyBackend
-from pccheck_async.transfer.pool import BufferPool
 
 __all__ = ["Restorer"]
 
@@ -49,7 +51,7 @@ class Restorer:
         self,
         *,
         store: Store,
-        writer: Writer,
+        writer: Medium,
         backend: CopyBackend,
         pool: BufferPool,
         clock: StageClock,
@@ -71,49 +73,35 @@ class Restorer:
         progress: ReadProgress | None = None,
         *,
         strict: bool = True,
-    ) -> Steps:
+    ) -> Handoff:
         """Restore the newest checkpoint (or that of ``step``), falling back where one is damaged; None: there is none.
 
         Returns:
             Steps that end with a :class:`Restored`, or None.
         """
         start = time.perf_counter()
-        unreadable: set[int] = set()
-        unread: set[int] | None = set()  # by the device; None once all of them were tried again
         begun: list[str] = []
-        failure: tuple[Entry, Exception] | None = None
-        while (chosen := self._choose(step, unreadable)) is not None:
+        fallback = Fallback(step)
+        while (chosen := self._choose(step, fallback.unreadable)) is not None:
             entry, superseded = chosen
             try:
                 restored: Restored = yield from self._restore(state, entry, progress, strict, begun, superseded)
             except DroppedMeanwhileError:
                 continue  # newer ones were committed
             except (DamagedError, ReadError) as error:
-                if is_exhausted(error):
-                    raise  # it says nothing of the checkpoint, which the next commit would drop for an older one
                 if isinstance(error, DamagedError) and not superseded:  # else it may be read the next time
                     self._post(self._store.committed.mark_damaged, entry.counter)
-                unreadable.add(entry.counter)
-                if failure is None or not superseded:
-                    failure = entry, error
-                older = self._choose(step, unreadable)
-                if step is not None or older is None:
-                    raise failure[1] from None
-                if unread is not None and isinstance(error, ReadError):
-                    unread.add(entry.counter)
-                if older[1] and unread:  # a device that failed once must not cost a checkpoint that is kept
-                    unreadable -= unread
-                    unread = None
-                    continue
-                if older[0].counter < entry.counter and not older[1]:  # else only where that one is whole
-                    warn_damaged(failure[0], older[0], failure[1])
+                fallback.pass_over(entry, superseded, error, lambda: self._choose(step, fallback.unreadable))
             except StateMismatchError as error:
-                if unreadable:
+                if fallback.unreadable:
                     error.add_note("a newer, damaged checkpoint was tried before: the state may hold parts of it")
                 raise
             else:
                 if superseded:
-                    newer, why = failure or (self._store.committed.record.entries[0], DamagedError("found before"))
+                    newer, why = fallback.failure or (
+                        self._store.committed.record.entries[0],
+                        DamagedError("found before"),
+                    )
                     warn_damaged(newer, entry, why)
                 seconds = time.perf_counter() - start
                 self._reporter.tell(
@@ -142,11 +130,11 @@ class Restorer:
         strict: bool,
         begun: list[str],
         superseded: bool,
-    ) -> Steps:
+    ) -> Handoff:
         """Restore one checkpoint; to ``begun`` go the paths of live arrays that it may fill before it fails."""
-        lease = ReadLease(self._store, entry, superseded=superseded)
+        lease = self._store.reading(entry, superseded=superseded)
         try:
-            file = yield lease.take()
+            file = yield lease.acquire()
             manifest: Manifest = yield read_manifest(self._writer, file, entry, self._store.block_bytes)
             pool = pool_for(manifest, self._pool)
             if superseded:
@@ -162,7 +150,7 @@ class Restorer:
                     self._writer, self._backend, pool, file, manifest, restoration.targets, admission, advance
                 )
         finally:
-            self._post(lease.give_back)
+            self._post(lease.release)
         restoration.finish()
         if restoration.missing or restoration.unexpected:
             _warn_of_parts(entry, restoration)
@@ -172,13 +160,13 @@ class Restorer:
 
 def _warn_of_parts(entry: Entry, restoration: Restoration) -> None:
     counts = [f"{number} of {all_} leaves of {name}" for name, (number, all_) in restoration.counts.items()]
-    found = _some(restoration.missing), _some(restoration.unexpected), _some(counts)
+    parts = _first_few(restoration.missing), _first_few(restoration.unexpected), _first_few(counts)
     text = "restored step %d in part: the checkpoint lacks %s; the state lacks %s; restored were %s"
-    write(logging.WARNING, "restored_in_part", text, entry.step, *found, step=entry.step, counter=entry.counter)
+    write(logging.WARNING, "restored_in_part", text, entry.step, *parts, step=entry.step, counter=entry.counter)
 
 
-def _some(names: Sequence[str]) -> str:
-    """Paths for a line of a log: the first few, and how many there are."""
+def _first_few(names: Sequence[str]) -> str:
+    """Return the first few paths for a line of a log, and how many there are."""
     few = ", ".join(names[:_NAMED]) or "nothing"
     return few if len(names) <= _NAMED else f"{few}, ... ({len(names)} paths)"
 

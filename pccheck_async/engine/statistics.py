@@ -1,18 +1,23 @@
-"""What an engine did, as frozen values: the tuner, the command line and users read these and nothing private."""
+"""What an engine counts, and the frozen values that users, the tuner and the command line read."""
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Literal
 
 from pccheck_async.engine.config import Decisions
+from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.engine.policy import Decision
-from pccheck_async.format.info import CheckpointInfo
-from pccheck_async.telemetry.stages import Stage
+from pccheck_async.format import CheckpointInfo
+from pccheck_async.telemetry import Reporter, Span, Stage
+from pccheck_async.telemetry.events import Waited
+from pccheck_async.telemetry.tracing import Sink
 
-__all__ = ["Distribution", "EngineStatistics", "Spread"]
+__all__ = ["Distribution", "EngineStatistics", "Spread", "Stalls"]
 
 _BOUNDS = tuple(digit * 10.0**power for power in range(-3, 3) for digit in (1, 2.5, 5))
 """Seconds: 1 ms to 500 s, three to a decade."""
@@ -20,12 +25,12 @@ _BOUNDS = tuple(digit * 10.0**power for power in range(-3, 3) for digit in (1, 2
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """How long something took, each time.
+    """A histogram of times.
 
     Attributes:
-        count: How often.
+        count: Number of times.
         seconds: Their sum.
-        up_to: How many took at most so many seconds, by that bound, growing; longer ones are in ``count`` only.
+        up_to: By bound in seconds, ascending: how many times were at most that long; longer ones are in ``count`` only.
     """
 
     count: int = 0
@@ -34,7 +39,7 @@ class Distribution:
 
 
 class Spread:
-    """Counts times by their bounds."""
+    """Collects times into a histogram."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(_BOUNDS) + 1)
@@ -51,45 +56,89 @@ class Spread:
         return Distribution(count, self._seconds, dict(zip(_BOUNDS, up_to, strict=True)))
 
 
+class Stalls:
+    """Time that training was kept waiting by one engine: adds it up, and tells of each stall.
+
+    Args:
+        reporter: Told of each.
+        sink: Returns what records runs now, None where nothing does.
+
+    Attributes:
+        seconds: All stalls, summed.
+        guard_seconds: The stalls of attached optimizers' steps, summed.
+        state_seconds: The part of all calls of ``checkpoint()`` that ``state_dict()`` and laying out the state took.
+        last_call: What the last call of ``checkpoint()`` took.
+    """
+
+    def __init__(self, reporter: Reporter, sink: Callable[[], Sink | None]) -> None:
+        self._reporter = reporter
+        self._sink = sink
+        self._spreads = {"checkpoint": Spread(), "optimizer": Spread()}
+        self.seconds = self.guard_seconds = self.state_seconds = self.last_call = 0.0
+
+    def note_call(self, pending: PendingCheckpoint, start: float) -> None:
+        """Count the time since ``start`` (of ``time.perf_counter()``): a caller of ``checkpoint()`` waited."""
+        self.last_call = time.perf_counter() - start
+        self._add(pending, self.last_call, "checkpoint")
+
+    def note_step(self, pending: PendingCheckpoint, seconds: float) -> None:
+        """Count what the step of an attached optimizer waited for a capture."""
+        self.guard_seconds += seconds
+        self._add(pending, seconds, "optimizer")
+
+    def distributions(self) -> dict[str, Distribution]:
+        """Return how long they were, by where."""
+        return {where: spread.distribution() for where, spread in self._spreads.items()}
+
+    def _add(self, pending: PendingCheckpoint, seconds: float, where: Literal["checkpoint", "optimizer"]) -> None:
+        pending.stall += seconds
+        self.seconds += seconds
+        self._spreads[where].add(seconds)
+        self._reporter.tell(Waited, step=pending.step, counter=pending.counter, seconds=seconds, where=where)
+        if (sink := self._sink()) is not None:
+            end = time.perf_counter()
+            sink(Span(name="stall", start=end - seconds, end=end, step=pending.step, counter=pending.counter))
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """A snapshot of an engine.
+    """What an engine counted from its opening until now.
 
     Attributes:
         admitted: Checkpoints that were given a counter.
-        durable: Those that committed.
-        superseded: Those that newer ones made pointless before they could commit.
-        failed: Those that failed.
-        skipped: Calls that found all places in flight (``on_busy="skip"``).
-        abandoned: Those of the failed ones that were given up because they held training up for ``max_stall``.
-        in_flight: Admitted and not ended.
+        durable: Checkpoints that committed.
+        superseded: Checkpoints that newer ones made pointless before they could commit.
+        failed: Checkpoints that failed.
+        skipped: Calls that found ``max_in_flight`` checkpoints in flight (``on_busy="skip"``).
+        abandoned: The failed ones that were given up because they held training up for longer than ``max_stall``.
+        in_flight: Checkpoints admitted and not ended.
         stall_seconds: Time that callers of ``checkpoint()`` and optimizer steps were kept waiting, summed.
-        guard_seconds: Part of it that steps of attached optimizers waited for captures.
+        guard_seconds: The part of it that steps of attached optimizers waited for captures.
         guard_fences: Captures whose end such steps left to the GPUs to wait for: all copies were queued there, and what
             the step queues comes after them. That time is in no count of seconds.
         interval: What the policy behind ``engine.step`` has decided, and why.
         last_stall_seconds: Time that the last call of ``checkpoint()`` took.
-        state_seconds: Part of it that went into ``state_dict()`` and laying out the state.
+        state_seconds: The part of all calls that ``state_dict()`` and laying out the state took.
         stages: By name: capture (copy and checksum), write, flush, commit (slot flush included), read, restore.
         decisions: The numbers behind every "auto", and why.
-        io: Operations engine, whether I/O is direct, and why.
-        loop: Kind of event loop the engine runs on.
+        io: I/O backend, whether I/O is direct, and why.
+        loop: Kind of event loop that the engine runs on.
         pool_bytes: Staging memory that was ever used.
         pool_peak: Most staging buffers in use at a time.
         pool_waits: Chunks that waited for a staging buffer.
         device_bytes: GPU memory that the engine holds now: snapshots, and scratch images of chunks.
-        device_peak_bytes: The most it ever held.
-        snapshots: Captures that copied the state of a GPU there first.
+        device_peak_bytes: The most GPU memory it ever held.
+        snapshots: Captures that first copied the state on its GPU.
         slots: Slots on storage.
-        slot_bytes: Their bytes.
+        slot_bytes: Bytes of all slots.
         plan_hits: Saves that reused the plan of the save before.
         plan_misses: Saves whose structure was new.
         latest: The newest durable checkpoint.
-        durable_bytes: Bytes of all that committed.
-        save_seconds: What they took from admission to durable.
-        capture_seconds: What they took until they were captured.
-        stalls: What training was kept waiting, each time: in calls of "checkpoint", in steps of an "optimizer".
-        pool_in_use_bytes: Staging memory that is in use now.
+        durable_bytes: Bytes of all checkpoints that committed.
+        save_seconds: Time from admission to durable, of each durable checkpoint.
+        capture_seconds: Time from admission until captured, of each durable checkpoint.
+        stalls: Each time that training was kept waiting: in calls of "checkpoint", in steps of an "optimizer".
+        pool_in_use_bytes: Staging memory in use now.
         events_dropped: Events that no hook of ``on_event`` got, because one was too slow.
     """
 

@@ -16,15 +16,23 @@ from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.engine.policy import StepReport
 from pccheck_async.engine.statistics import EngineStatistics
 from pccheck_async.errors import CorruptStoreError
-from pccheck_async.format.info import CheckpointInfo
-from pccheck_async.medium.regular_file import open_regular
-from pccheck_async.medium.status_file import STATUS_NAME, Committed, InFlight, Status, encode_status, starts_status
-from pccheck_async.telemetry.logs import write
-from pccheck_async.transfer.fork_lock import ForkLock
+from pccheck_async.format import CheckpointInfo
+from pccheck_async.medium.folder import open_regular
+from pccheck_async.medium.fork_lock import ForkLock
+from pccheck_async.medium.status_file import (
+    STATUS_NAME,
+    Committed,
+    InFlight,
+    Status,
+    copied,
+    encode_status,
+    starts_status,
+)
+from pccheck_async.telemetry import write
 
-__all__ = ["Publisher", "make_status"]
+__all__ = ["PUBLISH_SECONDS", "Publisher", "make_status"]
 
-_SECONDS = 0.5
+PUBLISH_SECONDS = 0.5
 _MOST_COMMITTED = 8
 _MODE = 0o666  # the user's umask decides
 _making = ForkLock()
@@ -80,14 +88,15 @@ class Publisher:
     def _run(self) -> None:
         while True:
             try:
-                self._publish()
+                self.publish()
             except Exception as error:  # noqa: BLE001 - whatever it is, checkpoints have nothing to do with it
                 self._say(error)
-            if self._end.wait(_SECONDS):
+            if self._end.wait(PUBLISH_SECONDS):
                 break
         self._remove()
 
-    def _publish(self) -> None:
+    def publish(self) -> None:
+        """Write the status of now; on the publisher's own thread. Raises what the filesystem raises."""
         data = encode_status(self._collect())
         if self._fd < 0:
             self._create(data)
@@ -170,28 +179,29 @@ def make_status(
         elif interval.seconds is not None:
             next_time = now - clock + newest.admitted_at + interval.seconds
     names = ("admitted", "durable", "superseded", "failed", "skipped", "abandoned")
-    return Status(
+    return copied(
+        Status,
+        statistics,
         pid=os.getpid(),
         host=socket.gethostname(),
         started=started,
         time=now,
-        in_flight=[_in_flight(pending, clock) for pending in in_flight],
-        committed=[
-            Committed(step=info.step, counter=info.counter, nbytes=info.nbytes, time=info.time, pinned=info.pinned)
-            for info in committed[:_MOST_COMMITTED]
+        in_flight=[
+            copied(
+                InFlight,
+                pending.progress,
+                step=pending.step,
+                counter=pending.counter,
+                seconds=clock - pending.admitted_at,
+            )
+            for pending in in_flight
         ],
+        committed=[copied(Committed, info) for info in committed[:_MOST_COMMITTED]],
         counts={name: getattr(statistics, name) for name in names},
-        durable_bytes=statistics.durable_bytes,
         save_seconds=saves.seconds / saves.count if saves.count else None,
-        stall_seconds=statistics.stall_seconds,
         stage_bytes={name: stage.nbytes for name, stage in statistics.stages.items()},
         stage_seconds={name: stage.seconds for name, stage in statistics.stages.items()},
-        pool_bytes=statistics.pool_bytes,
-        pool_in_use_bytes=statistics.pool_in_use_bytes,
         host_memory=statistics.decisions.host_memory,
-        slots=statistics.slots,
-        slot_bytes=statistics.slot_bytes,
-        io=statistics.io,
         interval=interval.interval,
         interval_seconds=interval.seconds,
         reason=interval.reason,
@@ -200,17 +210,4 @@ def make_status(
         next_step=next_step,
         next_time=next_time,
         failure="" if failure is None else f"{type(failure).__name__}: {failure}",
-    )
-
-
-def _in_flight(pending: PendingCheckpoint, clock: float) -> InFlight:
-    progress = pending.progress
-    return InFlight(
-        step=pending.step,
-        counter=pending.counter,
-        phase=progress.phase,
-        nbytes=progress.nbytes,
-        captured=progress.captured,
-        written=progress.written,
-        seconds=clock - pending.admitted_at,
     )

@@ -24,30 +24,30 @@ class StepHooks:
     """
 
     def __init__(self) -> None:
-        self._before: tuple[Callback, ...] = ()
-        self._after: tuple[Callback, ...] = ()
+        self.before: tuple[Callback, ...] = ()
+        self.after: tuple[Callback, ...] = ()
         self._lock = threading.RLock()
 
     def add(self, *, before: Callback | None = None, after: Callback | None = None) -> None:
         """Call ``before`` and ``after`` from now on."""
         with self._lock:
-            self._before += () if before is None else (before,)
-            self._after += () if after is None else (after,)
+            self.before += () if before is None else (before,)
+            self.after += () if after is None else (after,)
 
     def remove(self, callback: Callback) -> None:
         """Do not call it any more."""
         with self._lock:
-            self._before = tuple(each for each in self._before if each != callback)
-            self._after = tuple(each for each in self._after if each != callback)
+            self.before = tuple(each for each in self.before if each != callback)
+            self.after = tuple(each for each in self.after if each != callback)
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """What torch calls first."""
-        for callback in self._before:
+        for callback in self.before:
             callback(optimizer)
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """What torch calls last."""
-        for callback in self._after:
+        for callback in self.after:
             callback(optimizer)
 
 

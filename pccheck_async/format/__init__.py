@@ -1,4 +1,25 @@
-"""The bytes of a store, purely: record, manifest, skeleton, dtypes, keys, checksum.
+"""The bytes of a store, purely: commit record, manifest, skeleton, dtypes, keys, checksum.
 
-No await and no file descriptor. It may import: errors.
+No await and no file descriptor; of the package it imports :mod:`pccheck_async.errors` alone. What imports torch is not
+offered here, but by its module: :mod:`~pccheck_async.format.manifest` and :mod:`~pccheck_async.format.dtypes`.
 """
+
+from pccheck_async.format.checksum import crc32
+from pccheck_async.format.info import CheckpointInfo, Metadata, Restored, check_step, new_step, whole_step
+from pccheck_async.format.record import Entry, Identity, NewerFormatError, Record, align, check_metadata
+
+__all__ = [
+    "CheckpointInfo",
+    "Entry",
+    "Identity",
+    "Metadata",
+    "NewerFormatError",
+    "Record",
+    "Restored",
+    "align",
+    "check_metadata",
+    "check_step",
+    "crc32",
+    "new_step",
+    "whole_step",
+]

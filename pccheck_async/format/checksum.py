@@ -1,8 +1,8 @@
 """The one checksum of the format: CRC-32 (IEEE 802.3, reflected, as in zlib, gzip and PNG).
 
-It was chosen because it is in every Python (``zlib.crc32``), so that a store can be verified where nothing compiles,
-while carry-less multiplication (x86-64) and the CRC instructions (arm64) compute it faster than memory delivers. It
-finds every burst of up to 32 bits and misses a random corruption once in 2**32.
+Every Python has it (``zlib.crc32``), so a store can be verified where the extension was not compiled; carry-less
+multiplication (x86-64) and CRC instructions (arm64) compute it faster than memory delivers. CRC-32 detects every burst
+error of up to 32 bits, and misses one random corruption in 2**32.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ except ImportError:
 else:
     _crc32 = _ext.crc32
     IMPLEMENTATION = _ext.CRC_IMPLEMENTATION
-
-__all__ = ["IMPLEMENTATION", "NAME", "crc32"]
 
 NAME = "crc32"
 

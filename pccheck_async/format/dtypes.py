@@ -1,4 +1,4 @@
-"""Names of dtypes in manifests: a fixed list for torch, a strict grammar for numpy, never an attribute looked up."""
+"""Names of dtypes in manifests: a fixed list for torch, a strict grammar for numpy; no name is imported."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import torch
 
 from pccheck_async.errors import CorruptStoreError
 
-__all__ = ["STORABLE", "TORCH_DTYPES", "TORCH_NAMES", "carrier", "foreign", "numpy_dtype", "numpy_name", "torch_dtype"]
-
 TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
     {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 )
@@ -24,11 +22,11 @@ TORCH_NAMES: Final[Mapping[torch.dtype, str]] = MappingProxyType({dtype: name fo
 STORABLE: Final[Mapping[str, torch.dtype]] = MappingProxyType(
     {name: dtype for name, dtype in TORCH_DTYPES.items() if not name.startswith("q")}
 )
-"""Dtypes of tensors whose bytes say it all; a quantized tensor has scales beside its bytes."""
+"""Dtypes of tensors that their bytes describe completely; a quantized tensor has scales beside its bytes."""
 
 _CARRIERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# One letter of kind, an item size, for times a unit. Object, structured and string-table dtypes do not parse.
+# Byte order, a letter for the kind, the item size, for times a unit. Object, structured and StringDType do not parse.
 _NUMPY_NAME: Final = re.compile(r"[<>|](?:[biufcSUV]\d{1,9}|[mM]8(?:\[\d{0,9}(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)")
 
 
@@ -41,23 +39,22 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def carrier(dtype: torch.dtype) -> torch.dtype:
-    """Return a dtype of the same width that every torch kernel supports, so that bytes move unread.
+    """Return a dtype of the same width that every torch kernel supports, to copy elements as bits.
 
-    ``float4_e2m1fn_x2`` or ``uint3`` can be viewed as it, copied and viewed back, although torch cannot compute with
-    them.
+    ``float4_e2m1fn_x2`` or ``uint3``, with which torch cannot compute, can be viewed as it, copied, and viewed back.
     """
     return _CARRIERS.get(dtype.itemsize, dtype)
 
 
 def numpy_name(dtype: np.dtype[Any]) -> str | None:
-    """Return the name of a numpy dtype, byte order and unit included; None where its bytes alone do not say it all."""
+    """Return the name of a numpy dtype, byte order and unit included; None where bytes do not describe its values."""
     if dtype.kind not in "biufcmMSUV" or dtype.names is not None or dtype.subdtype is not None or dtype.metadata:
         return None
     return None if foreign(dtype) else dtype.str
 
 
 def foreign(dtype: np.dtype[Any]) -> bool:
-    """Whether another package defined a numpy dtype (ml_dtypes' bfloat16): numpy takes its name for something else."""
+    """Return whether another package defined a numpy dtype (ml_dtypes' bfloat16), whose name numpy misreads."""
     try:
         return np.dtype(dtype.str) != dtype
     except TypeError:
@@ -65,7 +62,7 @@ def foreign(dtype: np.dtype[Any]) -> bool:
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the numpy dtype of a name in a manifest. Raises CorruptStoreError where it is none."""
+    """Return the numpy dtype of a name in a manifest. Raises CorruptStoreError for an unknown name."""
     if _NUMPY_NAME.fullmatch(name):
         try:
             return np.dtype(name)

@@ -1,4 +1,4 @@
-"""What there is to know about a committed checkpoint without reading it."""
+"""What is known of a committed checkpoint without reading it, and the numbers of steps."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
-
-__all__ = ["CheckpointInfo", "Metadata", "Restored", "check_step", "new_step", "whole_step"]
 
 Metadata = Mapping[str, str | int | float | bool | None]
 
@@ -18,11 +16,11 @@ class CheckpointInfo:
 
     Attributes:
         step: The user's number.
-        counter: The engine's own number, growing with every admitted checkpoint; it survives restarts.
-        nbytes: Payload in bytes (tensors and arrays, padding included).
-        time: When the state was captured, seconds since the epoch (UTC).
-        pinned: Kept by hand, whatever ``keep_last`` and its like say.
-        metadata: The user's small facts, as given to ``checkpoint(metadata=...)``.
+        counter: The engine's own number, growing with every admitted checkpoint, across restarts too.
+        nbytes: Length of the payload in bytes (tensors and arrays, with padding).
+        time: Time of the capture, seconds since the epoch (UTC).
+        pinned: Kept until it is unpinned, whatever the rules (``keep_last`` and its like) say.
+        metadata: What the user gave to ``checkpoint(metadata=...)``.
     """
 
     step: int
@@ -40,15 +38,15 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Restored(CheckpointInfo):
-    """The checkpoint that was restored, and what of it and of the state did not fit together (``strict=False``).
+    """The checkpoint that was restored, and how it and the state differed (``strict=False``).
 
     It equals the :class:`CheckpointInfo` of that checkpoint.
 
     Attributes:
-        missing: Paths that the state has and the checkpoint lacks: they stayed as they were. Of a part that lacks as a
-            whole, its path alone.
+        missing: Paths that the state has and the checkpoint lacks: they stayed as they were. Of a subtree that the
+            checkpoint lacks as a whole, the path of its root alone.
         unexpected: Paths that the checkpoint has and the state lacks: they were not read.
-        filled: How many leaves of the checkpoint were restored; all of them, where nothing is unexpected.
+        filled: Number of leaves of the checkpoint that were restored; all of them, where nothing is unexpected.
     """
 
     missing: tuple[str, ...] = ()
@@ -59,7 +57,7 @@ class Restored(CheckpointInfo):
     def of(
         cls, info: CheckpointInfo, missing: tuple[str, ...], unexpected: tuple[str, ...], filled: int = 0
     ) -> Restored:
-        """Return ``info`` with what did not fit."""
+        """Return ``info`` with the differences."""
         facts = {name.name: getattr(info, name.name) for name in fields(CheckpointInfo)}
         return cls(**facts, missing=missing, unexpected=unexpected, filled=filled)
 
@@ -72,12 +70,12 @@ class Restored(CheckpointInfo):
 
 
 def check_step(step: object) -> int | None:
-    """Return a user's step as an int (numpy's integers too), None for none. Raises TypeError, ValueError."""
+    """Return a user's step as an int, None for None. Raises TypeError, ValueError (see :func:`whole_step`)."""
     return None if step is None else whole_step(step)
 
 
 def new_step(step: object) -> int:
-    """Do the same for a step that is made, which is 0 or more; old stores may hold other ones."""
+    """Return the step of a new checkpoint, which is 0 or more; checkpoints of old versions may have negative ones."""
     number = whole_step(step)
     if number < 0:
         raise ValueError(f"step is {number}; the first step is 0")
@@ -85,7 +83,12 @@ def new_step(step: object) -> int:
 
 
 def whole_step(step: object) -> int:
-    """Do the same where there has to be one."""
+    """Return a user's step as an int.
+
+    Raises:
+        TypeError: It is not an integer, Python's or numpy's.
+        ValueError: It has more than 64 bits.
+    """
     try:
         number = operator.index(step)  # type: ignore[arg-type]
     except TypeError:

@@ -1,9 +1,14 @@
-"""The manifest of one checkpoint: what its payload holds. Encoded as msgpack, decoded with a schema and then checked.
+"""The manifest of one checkpoint: MessagePack that describes a payload, and how to make a state of it.
 
-Only :func:`decode` makes a manifest from bytes, and only a checked one leaves it: every range lies inside the payload,
-no view reaches outside its storage, and every array is named once. So those who allocate and copy by it need no checks
-of their own, and what they allocate is never more than the payload holds. Nor does reading one take more time than its
-length asks for: ``MAX_DEPTH`` and ``MOST_ALIKE`` (:mod:`pccheck_async.format.skeleton` and ``keys``) see to that.
+It follows the payload in the slot (:mod:`pccheck_async.format.record`). It is a MessagePack map from the names of
+:class:`Manifest`'s fields; the entries in it are arrays of the fields of :class:`TensorEntry`, :class:`StorageEntry`
+and :class:`ChunkEntry` in their order; the skeleton is described in :mod:`pccheck_async.format.skeleton`.
+
+Only :func:`decode` makes a manifest of bytes, and it raises unless every range lies inside the payload, no view reaches
+outside its storage, and every array is named once. Code that allocates and copies by a manifest needs no checks of its
+own, and never allocates more than the payload holds. Reading a manifest takes time in proportion to its length at most:
+nesting (:data:`~pccheck_async.format.skeleton.MAX_DEPTH`) and keys of equal hash
+(:data:`~pccheck_async.format.keys.MOST_ALIKE`) are bounded.
 """
 
 from __future__ import annotations
@@ -19,25 +24,11 @@ from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
 from pccheck_async.format import dtypes
 from pccheck_async.format.skeleton import MAX_DEPTH, ArrayNode, DictNode, Node, SurrogateStrNode, children
 
-__all__ = [
-    "ALIGNMENT",
-    "MIN_BLOCK",
-    "VERSION",
-    "ChunkEntry",
-    "Manifest",
-    "ManifestEncoder",
-    "StorageEntry",
-    "TensorEntry",
-    "decode",
-    "encode",
-    "span",
-]
-
 VERSION: Final = 1
 ALIGNMENT: Final = 64
-"""Bytes: every storage starts at a multiple of it in the payload."""
+"""Bytes. Every storage starts at a multiple of it in the payload."""
 MIN_BLOCK: Final = 512
-"""Bytes: every chunk is a multiple of it, whatever the block size of the store."""
+"""Bytes. The length of every chunk is a multiple of it, whatever the block size of the store."""
 _MAX_DIMENSIONS: Final = 64
 _MAX_BYTES: Final = 1 << 62
 
@@ -47,7 +38,7 @@ class _Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class StorageEntry(_Entry, frozen=True, gc=False):
-    """Memory that one or several arrays view: where its bytes are in the payload."""
+    """Memory that one or several arrays view: first byte in the payload, and length in bytes."""
 
     offset: int
     nbytes: int
@@ -57,13 +48,13 @@ class TensorEntry(_Entry, frozen=True, gc=False):
     """One tensor or array: a view of a storage.
 
     Attributes:
-        storage: Index of the storage; None where there are no elements.
+        storage: Index in :attr:`Manifest.storages`; None where there are no elements.
         dtype: Name, see :mod:`pccheck_async.format.dtypes`.
-        shape: Items per dimension.
-        stride: Items from one to the next along each dimension; negative only for numpy.
+        shape: Elements per dimension.
+        stride: Elements from one to the next along each dimension; negative only for numpy.
         offset: Bytes from the start of the storage to the first element.
-        kind: What it comes back as.
-        requires_grad: Whether it comes back with autograd switched on.
+        kind: The type that is restored.
+        requires_grad: Whether it is restored with ``requires_grad``.
     """
 
     storage: int | None
@@ -83,7 +74,7 @@ class TensorEntry(_Entry, frozen=True, gc=False):
 
     @property
     def extent(self) -> tuple[int, int]:
-        """First byte in the storage that it views, and the one after the last."""
+        """First byte in the storage that the view covers, and the byte after the last."""
         low, high = span(self.shape, self.stride)
         itemsize = self.itemsize
         return self.offset + low * itemsize, self.offset + (high + 1) * itemsize
@@ -98,18 +89,18 @@ class ChunkEntry(_Entry, frozen=True, gc=False):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a payload holds and how to make a state of it.
+    """A payload described, and how to make a state of it. Offsets and lengths are in bytes.
 
     Attributes:
-        version: Of this format.
+        version: Version of the manifest's format: :data:`VERSION`.
         counter: The engine's number of the checkpoint.
         step: The user's number.
-        time: When it was captured, seconds since the epoch.
-        metadata: The user's small facts.
-        skeleton: The tree; ``ArrayNode.index`` counts into ``tensors``.
-        tensors: The arrays.
-        storages: What the arrays view, in the order of their bytes in the payload.
-        chunks: The pieces of the payload, back to back from 0.
+        time: Time of the capture, seconds since the epoch.
+        metadata: What the user gave to ``checkpoint(metadata=...)``.
+        skeleton: The state; ``ArrayNode.index`` is an index in ``tensors``.
+        tensors: The tensors and arrays.
+        storages: The memory that they view, in the order of the payload.
+        chunks: The pieces of the payload, back to back from offset 0.
         payload_nbytes: Length of the payload.
     """
 
@@ -138,17 +129,17 @@ def encode(manifest: Manifest) -> bytes:
 
 
 class ManifestEncoder:
-    """Encodes manifests like :func:`encode`, but what is the same object as in the last one only once.
+    """Encodes manifests like :func:`encode`, and reuses the bytes of parts that are the same objects as the last time.
 
-    A checkpoint's manifest is encoded twice, first for its length, and its tables stay the same from save to save while
-    the structure of the state does. For one thread.
+    A checkpoint's manifest is encoded twice, first for its length, and its tables are the same objects in every save
+    while the structure of the state stays the same. For one thread.
     """
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[object, msgspec.Raw]] = {}
 
     def prepare(self, skeleton: Node, tensors: tuple[TensorEntry, ...]) -> None:
-        """Encode what is large ahead of time."""
+        """Encode the large parts ahead of time."""
         self._kept("skeleton", skeleton)
         self._kept("tensors", tensors)
 
@@ -171,7 +162,7 @@ class ManifestEncoder:
 
 
 def decode(data: bytes | bytearray | memoryview) -> Manifest:
-    """Return the manifest that ``data`` holds, checked. Raises CorruptStoreError where anything about it is wrong."""
+    """Decode and check a manifest. Raises CorruptStoreError where anything about it is wrong."""
     try:
         manifest = _DECODER.decode(data)
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
@@ -180,13 +171,14 @@ def decode(data: bytes | bytearray | memoryview) -> Manifest:
         raise CorruptStoreError(f"the manifest has format {manifest.version}; this package reads format {VERSION}")
     _check_payload(manifest)
     for index, entry in enumerate(manifest.tensors):
-        _check_tensor(index, entry, manifest.storages)
+        if trouble := _tensor_trouble(entry, manifest.storages):
+            raise CorruptStoreError(f"array {index} of the manifest is impossible ({trouble}): {str(entry)[:200]}")
     _check_skeleton(manifest.skeleton, len(manifest.tensors))
     return manifest
 
 
 def span(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int]:
-    """Return the lowest and highest element that a non-empty view touches, relative to its first."""
+    """Return the lowest and highest element that a non-empty view covers, relative to its first."""
     low = high = 0
     for size, step in zip(shape, stride, strict=True):
         if size > 1:
@@ -213,12 +205,6 @@ def _check_payload(manifest: Manifest) -> None:
         end = storage.offset + storage.nbytes
     if end > manifest.payload_nbytes:
         raise CorruptStoreError(f"the storages end at byte {end} of a payload of {manifest.payload_nbytes}")
-
-
-def _check_tensor(index: int, entry: TensorEntry, storages: Sequence[StorageEntry]) -> None:
-    trouble = _tensor_trouble(entry, storages)
-    if trouble:
-        raise CorruptStoreError(f"array {index} of the manifest is impossible ({trouble}): {str(entry)[:200]}")
 
 
 def _tensor_trouble(entry: TensorEntry, storages: Sequence[StorageEntry]) -> str:

@@ -1,4 +1,4 @@
-"""The bytes of a store, format version 1.
+"""The files of a store and the commit record, format version 1.
 
 ::
 
@@ -6,8 +6,9 @@
     <folder>/commit       4 regions of 64 KiB: record copies A0, A1 (even generations), B0, B1 (odd generations)
     <folder>/slot-NNN     one checkpoint each: payload chunks from offset 0, block-aligned, then the manifest
 
-A commit record is written in two copies into the regions of its generation's parity, so the record before it is never
-touched:
+A commit record names the committed checkpoints. It is written in two copies into the regions of its generation's
+parity, so that writing it never touches the record before it. Any valid copy makes a record valid, and the valid record
+of the highest generation decides. A copy is:
 
 ====== ===== ==========================================================================
 offset bytes field (little-endian)
@@ -16,62 +17,31 @@ offset bytes field (little-endian)
 8      4     format version (u32)
 12     4     length of the body in bytes (u32)
 16     16    store id
-32     8     generation (u64), growing with every record: by one; by two after falling back to what only the
-             older record names, so that this stays whole
+32     8     generation (u64), growing with every record: by one; by two after a fall back to a checkpoint that
+             only the older record names, so that the older record is not overwritten
 40     4     CRC-32 of bytes 0..40 followed by the body (u32)
 44     20    zeros
 64     ...   body: MessagePack array of entries, newest first, at most 64; zeros up to a block
 ====== ===== ==========================================================================
 
-An entry is the array (counter, step, time, payload bytes, slot, manifest offset, manifest length, manifest CRC-32,
-pinned, metadata). The manifest is MessagePack too (:mod:`pccheck_async.format.manifest`). Nothing in a store refers to
-its own path.
+An entry is a MessagePack array of the fields of :class:`Entry` in their order: counter, step, time, payload bytes,
+slot, manifest offset, manifest length, manifest CRC-32, pinned, metadata. The manifest is MessagePack too
+(:mod:`pccheck_async.format.manifest`). Nothing in a store refers to its own path.
 
-Bytes become values only here, and only validated: a :class:`Record` or an :class:`Identity` exists if every check held.
+Bytes from storage become a :class:`Record` or an :class:`Identity` in this module only, and only if every check holds.
 """
 
 from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import msgspec
-import numpy as np
 
 from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
 from pccheck_async.format import checksum
 from pccheck_async.format.info import CheckpointInfo
-
-__all__ = [
-    "COMMIT_NAME",
-    "COMMIT_NBYTES",
-    "FORMAT_VERSION",
-    "HEADER",
-    "IDENTITY_NAME",
-    "MAGIC",
-    "MOST_ENTRIES",
-    "MOST_METADATA_NBYTES",
-    "MOST_SLOT",
-    "REGION_NBYTES",
-    "Entry",
-    "Identity",
-    "NewerFormatError",
-    "Record",
-    "align",
-    "check_metadata",
-    "decode_identity",
-    "decode_record",
-    "encode_identity",
-    "encode_record",
-    "entries_before",
-    "names_checkpoints",
-    "newest_record",
-    "rebuild_identity",
-    "region_offsets",
-    "slot_name",
-    "slot_number",
-]
 
 FORMAT_VERSION = 1
 IDENTITY_NAME = "store.json"
@@ -81,29 +51,28 @@ HEADER = struct.Struct("<8sII16sQI20x")
 _CHECKED_HEADER = struct.Struct("<8sII16sQ")
 
 REGION_NBYTES = 64 * 1024
-"""One copy of one record; a multiple of every block size a store may have."""
+"""Room for one copy of one record; a multiple of every block size a store may have."""
 COMMIT_NBYTES = 4 * REGION_NBYTES
 MOST_ENTRIES = 64
 MOST_SLOT = 999_999_999
-"""The largest number of a slot: a file name has nine digits for it at the most, and others are not found again."""
+"""The largest number of a slot: its file name has at most nine digits."""
 MOST_METADATA_NBYTES = 512
 """Of one checkpoint, encoded: 64 entries of this size fit into a region."""
 
 _BLOCKS = [REGION_NBYTES >> shift for shift in range(8)]
-"""Sizes that a block may have, the largest first; the last is 512 bytes."""
+"""Sizes that a block may have, in bytes, the largest first; the last is 512."""
 _LARGEST = 1 << 62
 _TIMES = (-62_135_596_800, 253_402_300_799)
-"""Seconds since the epoch of the years 1 and 9999, between which ``datetime`` knows its way."""
-
+"""Seconds since the epoch of the years 1 and 9999, the range of ``datetime``."""
 _SLOT_NAME = re.compile(r"slot-(\d{3,9})")
 
 
 class NewerFormatError(CorruptStoreError):
-    """A newer version of this package made the store: it is not damaged, and nothing in it is to be changed."""
+    """A newer version of this package made the store: it is not damaged, and must not be changed."""
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``store.json`` says: it makes a folder a store and never changes."""
+    """The content of ``store.json``, which makes a folder a store and never changes."""
 
     format: int
     store_id: str
@@ -112,12 +81,12 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def id_bytes(self) -> bytes:
-        """The store id as the 16 bytes that stand in every record."""
+        """The store id as the 16 bytes in every record."""
         return bytes.fromhex(self.store_id)
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One committed checkpoint, as a record names it. Sizes in bytes."""
+    """A committed checkpoint in a record. Offsets and sizes in bytes."""
 
     counter: int
     step: int
@@ -132,24 +101,17 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     @property
     def info(self) -> CheckpointInfo:
-        """The part that the user sees."""
-        return CheckpointInfo(
-            step=self.step,
-            counter=self.counter,
-            nbytes=self.nbytes,
-            time=self.time,
-            pinned=self.pinned,
-            metadata=dict(self.metadata),
-        )
+        """The part that users see."""
+        return CheckpointInfo(self.step, self.counter, self.nbytes, self.time, self.pinned, dict(self.metadata))
 
 
 class Record(msgspec.Struct, frozen=True):
     """A validated commit record.
 
     Attributes:
-        generation: Of the record.
-        entries: Which checkpoints exist, newest first.
-        before: What the record of the other parity names, newest first. Not in the record's bytes.
+        generation: Number of the record.
+        entries: The committed checkpoints, newest first.
+        before: The entries of the record before this one, newest first; not part of this record's bytes.
     """
 
     generation: int
@@ -158,9 +120,9 @@ class Record(msgspec.Struct, frozen=True):
 
     @property
     def superseded(self) -> tuple[Entry, ...]:
-        """What :attr:`before` has and this record has not: as long as nobody wrote over them they are there, too.
+        """Checkpoints of :attr:`before` that this record does not name, which are readable until they are overwritten.
 
-        Not what is newer than all of :attr:`entries`: that was dropped on purpose.
+        Checkpoints newer than all of :attr:`entries` are left out: they were removed on purpose.
         """
         newest = max((entry.counter for entry in self.entries), default=-1)
         slots = {entry.slot for entry in self.entries}
@@ -183,13 +145,13 @@ def slot_name(number: int) -> str:
 
 
 def slot_number(name: str) -> int | None:
-    """Return the number of the slot with this file name, None where it is no slot's."""
+    """Return the number in a slot's file name; None for any other name."""
     match = _SLOT_NAME.fullmatch(name)
     return int(match[1]) if match and slot_name(int(match[1])) == name else None
 
 
 def region_offsets(generation: int) -> tuple[int, int]:
-    """Return where the two copies of the record of this generation go in the commit file."""
+    """Return the offsets in the commit file of the two copies of the record of this generation."""
     first = (generation % 2) * 2 * REGION_NBYTES
     return first, first + REGION_NBYTES
 
@@ -200,7 +162,7 @@ def encode_identity(identity: Identity) -> bytes:
 
 
 def decode_identity(data: bytes) -> Identity:
-    """Validate ``store.json``. Raises CorruptStoreError, also for formats this version does not know."""
+    """Decode and check ``store.json``. Raises CorruptStoreError; NewerFormatError for what only newer versions read."""
     try:
         identity = _identity_decoder.decode(data)
         id_nbytes = len(identity.id_bytes)
@@ -218,7 +180,11 @@ def decode_identity(data: bytes) -> Identity:
 
 
 def check_metadata(metadata: Mapping[str, object]) -> dict[str, str | int | float | bool | None]:
-    """Validate user metadata: names to plain values or NumPy's scalars, small. Raises UnsupportedStateError."""
+    """Return user metadata (names to plain values or numpy scalars, at most 512 bytes encoded) as plain values.
+
+    Raises:
+        UnsupportedStateError: Some value is of another type, or all together are too large.
+    """
     try:
         if not isinstance(metadata, Mapping):
             raise TypeError(f"not {type(metadata).__name__}")
@@ -238,6 +204,8 @@ def check_metadata(metadata: Mapping[str, object]) -> dict[str, str | int | floa
 
 
 def _plain(value: object) -> object:
+    import numpy as np  # records are read without it
+
     if isinstance(value, np.generic):  # what np.mean() returns
         return value.item()
     raise TypeError(f"{type(value).__qualname__} is none of these")
@@ -249,8 +217,8 @@ def encode_record(record: Record, store_id: bytes, block_bytes: int) -> bytes:
         raise ValueError(f"{len(record.entries)} checkpoints, a record holds at most {MOST_ENTRIES}")
     if not _sane(record):
         raise ValueError(
-            "counters fall, slots differ, none is negative or too large, times are in a calendar: "
-            "no reader would accept this record"
+            "counters must fall, slots differ, numbers be neither negative nor too large, and times lie in the years 1 "
+            "to 9999: no reader would accept this record"
         )
     body = msgspec.msgpack.encode(record.entries)
     checked = _CHECKED_HEADER.pack(MAGIC, FORMAT_VERSION, len(body), store_id, record.generation)
@@ -263,11 +231,11 @@ def encode_record(record: Record, store_id: bytes, block_bytes: int) -> bytes:
 
 
 def decode_record(region: bytes | bytearray | memoryview, store_id: bytes) -> Record | None:
-    """Validate one copy of a record; None where it is empty, torn, damaged or of another store."""
+    """Decode and check one copy of a record; None where it is empty, torn, damaged or of another store."""
     if len(region) < HEADER.size:
         return None
-    magic, version, body_nbytes, found_id, generation, value = HEADER.unpack_from(region)
-    if magic != MAGIC or version != FORMAT_VERSION or found_id != store_id:
+    magic, version, body_nbytes, record_store, generation, value = HEADER.unpack_from(region)
+    if magic != MAGIC or version != FORMAT_VERSION or record_store != store_id:
         return None
     body = bytes(region[HEADER.size : HEADER.size + body_nbytes])
     checked = bytes(region[: _CHECKED_HEADER.size])
@@ -287,66 +255,70 @@ def decode_record(region: bytes | bytearray | memoryview, store_id: bytes) -> Re
 
 def newest_record(commit: bytes | bytearray | memoryview, store_id: bytes) -> Record | None:
     """Return the valid record of the highest generation in a commit file, None where there is none."""
-    found = (
-        decode_record(commit[start : start + REGION_NBYTES], store_id)
-        for start in range(0, COMMIT_NBYTES, REGION_NBYTES)
-    )
-    return max((r for r in found if r is not None), key=lambda record: record.generation, default=None)
+    records = (decode_record(region, store_id) for region in _regions(commit))
+    return max(filter(None, records), key=_generation, default=None)
 
 
 def entries_before(commit: bytes | bytearray | memoryview, store_id: bytes, newest: Record) -> tuple[Entry, ...]:
-    """Return what the record of the other parity than the newest names; nothing where it has no valid copy."""
+    """Return the entries of the record before the newest, from the regions of the other parity; none without one."""
     regions = (commit[start : start + REGION_NBYTES] for start in region_offsets(newest.generation + 1))
-    others = [record for region in regions if (record := decode_record(region, store_id)) is not None]
-    return max(others, key=lambda record: record.generation).entries if others else ()
+    others = filter(None, (decode_record(region, store_id) for region in regions))
+    return max(others, key=_generation, default=Record(0, ())).entries
 
 
 def rebuild_identity(commit: bytes | bytearray | memoryview) -> tuple[Identity, Record] | None:
-    """Return what ``store.json`` said, as far as a commit file tells, and the newest record; None where none is valid.
+    """Return the content of a lost ``store.json`` and the newest record, as far as the commit file holds them.
 
-    Every offset in the store is a multiple of the block size, which no record names: the largest is returned for which
-    that holds, so that whatever is written with it is aligned to the true one, too.
+    No record has the block size, but every offset in the store is a multiple of it. The largest block size for which
+    that is so is returned: a multiple of the true one, to which whatever is written is then aligned, too.
+
+    Returns:
+        None where no record is valid.
     """
-    found: dict[bytes, list[Record]] = {}
-    for start in range(0, min(len(commit), COMMIT_NBYTES) - HEADER.size, REGION_NBYTES):
-        store_id: bytes = HEADER.unpack_from(commit, start)[3]
-        if (record := decode_record(commit[start : start + REGION_NBYTES], store_id)) is not None:
-            found.setdefault(store_id, []).append(record)
-    if not found:
+    by_store: dict[bytes, list[Record]] = {}
+    for region in _regions(commit):
+        store_id: bytes = HEADER.unpack_from(region)[3]
+        if (record := decode_record(region, store_id)) is not None:
+            by_store.setdefault(store_id, []).append(record)
+    if not by_store:
         return None
-    store_id, records = max(found.items(), key=lambda one: max(record.generation for record in one[1]))
+    store_id, records = max(by_store.items(), key=lambda one: max(map(_generation, one[1])))
     offsets = [entry.manifest_offset for record in records for entry in record.entries]
-    block_bytes = next(block for block in _BLOCKS if not any(offset % block for offset in offsets) or block == 512)
-    newest = max(records, key=lambda record: record.generation)
-    return Identity(
-        format=FORMAT_VERSION, store_id=store_id.hex(), checksum=checksum.NAME, block_bytes=block_bytes
-    ), newest
+    block = next(block for block in _BLOCKS if not any(offset % block for offset in offsets) or block == 512)
+    identity = Identity(format=FORMAT_VERSION, store_id=store_id.hex(), checksum=checksum.NAME, block_bytes=block)
+    return identity, max(records, key=_generation)
 
 
 def names_checkpoints(commit: bytes | bytearray | memoryview) -> bool:
-    """Whether a commit file without its ``store.json`` seems to name checkpoints, of whatever store."""
+    """Return whether a commit file without its ``store.json`` seems to name checkpoints, of whatever store."""
+    headers = (HEADER.unpack_from(region) for region in _regions(commit))
+    return any(magic == MAGIC and generation > 0 for magic, _, _, _, generation, _ in headers)
+
+
+def _regions(commit: bytes | bytearray | memoryview) -> Iterator[bytes | bytearray | memoryview]:
+    """Yield the four regions of a commit file, those that are cut off before their header's end left out."""
     for start in range(0, min(len(commit), COMMIT_NBYTES) - HEADER.size, REGION_NBYTES):
-        magic, _, _, _, generation, _ = HEADER.unpack_from(commit, start)
-        if magic == MAGIC and generation > 0:
-            return True
-    return False
+        yield commit[start : start + REGION_NBYTES]
+
+
+def _generation(record: Record) -> int:
+    return record.generation
 
 
 def _sane(record: Record) -> bool:
-    """Whether a writer may have come to these numbers by counting, and a calendar to these times."""
-    counters: list[int] = []
+    """Return whether a writer may have counted up to these numbers, and ``datetime`` can express these times."""
+    above = _LARGEST + 1
     slots: set[int] = set()
     for entry in record.entries:
         sizes = (entry.counter, entry.nbytes, entry.slot, entry.manifest_offset, entry.manifest_nbytes)
         if (
             min(sizes) < 0
-            or entry.counter > _LARGEST
+            or entry.counter >= above
             or entry.slot > MOST_SLOT
             or entry.slot in slots
-            or (counters and entry.counter >= counters[-1])
             or not _TIMES[0] <= entry.time <= _TIMES[1]
         ):
             return False
-        counters.append(entry.counter)
+        above = entry.counter
         slots.add(entry.slot)
-    return len(counters) <= MOST_ENTRIES and record.generation <= _LARGEST
+    return len(slots) <= MOST_ENTRIES and record.generation <= _LARGEST

@@ -1,55 +1,29 @@
-"""The skeleton of a state: a tree of plain nodes that msgpack carries, arrays replaced by their index in a table.
+"""The skeleton of a state, as the manifest holds it: a tree of plain nodes, with arrays replaced by their indices.
 
-None, bool, int (64 bits), float and str stand for themselves; everything else is a tagged struct. Floats keep all
-their bits, NaN payloads included. A node knows nothing about how to make it or what to make of it: see ``values``,
-``flatten`` and ``rebuild``.
+None, bool, int (64 bits), float and str are MessagePack's own; a value of any other type is a MessagePack array that
+begins with the type's tag (``["tuple", [1, 2]]``). Floats keep all their bits, NaN payloads included.
+
+The nodes are data only. :mod:`pccheck_async.state.values` and ``state.save.flatten`` make them of live values,
+:mod:`pccheck_async.state.restore.tree` makes values of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final, TypeAlias, Union
+from typing import Final, TypeAlias
 
 import msgspec
-
-__all__ = [
-    "MAX_DEPTH",
-    "ArrayNode",
-    "BigIntNode",
-    "BytearrayNode",
-    "BytesNode",
-    "ComplexNode",
-    "CounterNode",
-    "DictNode",
-    "FrozenSetNode",
-    "ListNode",
-    "MappingNode",
-    "Node",
-    "NumpyDtypeNode",
-    "NumpyScalarNode",
-    "OrderedDictNode",
-    "SequenceNode",
-    "SetNode",
-    "SizeNode",
-    "StatefulNode",
-    "SurrogateStrNode",
-    "TorchDeviceNode",
-    "TorchDtypeNode",
-    "TupleNode",
-    "arrays",
-    "children",
-]
 
 MAX_DEPTH: Final = 100
 """Levels of nesting a state may have; far below what would exhaust Python's or msgpack's stack."""
 
 
 class _Struct(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    pass
+    """On disk an array: the tag, then the fields in their order."""
 
 
 class ArrayNode(_Struct, frozen=True, gc=False, tag="array"):
-    """A tensor or array: its index in the tensor table."""
+    """A tensor or numpy array: its index in :attr:`Manifest.tensors`."""
 
     index: int
 
@@ -60,56 +34,63 @@ class StatefulNode(_Struct, frozen=True, tag="stateful"):
     child: Node
 
 
-class ListNode(_Struct, frozen=True, tag="list"):
+class _Items(_Struct, frozen=True):
+    """A sequence or a set."""
+
+    items: list[Node]
+
+
+class ListNode(_Items, frozen=True, tag="list"):
     """A list."""
 
-    items: list[Node]
 
-
-class TupleNode(_Struct, frozen=True, tag="tuple"):
+class TupleNode(_Items, frozen=True, tag="tuple"):
     """A tuple."""
 
-    items: list[Node]
 
-
-class SetNode(_Struct, frozen=True, tag="set"):
+class SetNode(_Items, frozen=True, tag="set"):
     """A set."""
 
-    items: list[Node]
 
-
-class FrozenSetNode(_Struct, frozen=True, tag="frozenset"):
+class FrozenSetNode(_Items, frozen=True, tag="frozenset"):
     """A frozenset."""
 
-    items: list[Node]
 
-
-class DictNode(_Struct, frozen=True, tag="dict"):
-    """A dict in its order; keys of any hashable supported type."""
+class _Mapping(_Struct, frozen=True):
+    """A mapping in its order, one key per value; keys of any hashable supported type."""
 
     keys: list[Node]
     values: list[Node]
 
 
-class OrderedDictNode(_Struct, frozen=True, tag="ordered"):
-    """An OrderedDict; ``metadata`` holds the ``_metadata`` that nn.Module hangs on it, in a list of one, or of none."""
+class DictNode(_Mapping, frozen=True, tag="dict"):
+    """A dict."""
 
-    keys: list[Node]
-    values: list[Node]
+
+class OrderedDictNode(_Mapping, frozen=True, tag="ordered"):
+    """An OrderedDict; ``metadata`` is a list, of the ``_metadata`` that nn.Module sets on it, or of nothing."""
+
     metadata: list[Node]
 
 
-class CounterNode(_Struct, frozen=True, tag="counter"):
+class CounterNode(_Mapping, frozen=True, tag="counter"):
     """A collections.Counter."""
 
-    keys: list[Node]
-    values: list[Node]
 
-
-class BigIntNode(_Struct, frozen=True, gc=False, tag="int"):
-    """An int beyond 64 bits: two's complement, little-endian."""
+class _Data(_Struct, frozen=True, gc=False):
+    """A value that is a string of bytes."""
 
     data: bytes
+
+
+class _Named(_Struct, frozen=True, gc=False):
+    """A value that has a name."""
+
+    name: str
+
+
+class BigIntNode(_Data, frozen=True, gc=False, tag="int"):
+    """An int beyond 64 bits: two's complement, little-endian."""
 
 
 class ComplexNode(_Struct, frozen=True, gc=False, tag="complex"):
@@ -119,22 +100,16 @@ class ComplexNode(_Struct, frozen=True, gc=False, tag="complex"):
     imag: float
 
 
-class SurrogateStrNode(_Struct, frozen=True, gc=False, tag="str"):
-    """A str with lone surrogates, which UTF-8 proper cannot carry (``surrogatepass``)."""
-
-    data: bytes
+class SurrogateStrNode(_Data, frozen=True, gc=False, tag="str"):
+    """A str with lone surrogates, which strict UTF-8 cannot encode: UTF-8 with ``surrogatepass``."""
 
 
-class BytesNode(_Struct, frozen=True, gc=False, tag="bytes"):
+class BytesNode(_Data, frozen=True, gc=False, tag="bytes"):
     """A bytes object."""
 
-    data: bytes
 
-
-class BytearrayNode(_Struct, frozen=True, gc=False, tag="bytearray"):
+class BytearrayNode(_Data, frozen=True, gc=False, tag="bytearray"):
     """A bytearray."""
-
-    data: bytes
 
 
 class SizeNode(_Struct, frozen=True, tag="size"):
@@ -143,16 +118,12 @@ class SizeNode(_Struct, frozen=True, tag="size"):
     items: list[int]
 
 
-class TorchDtypeNode(_Struct, frozen=True, gc=False, tag="dtype"):
-    """A torch.dtype by its name."""
-
-    name: str
+class TorchDtypeNode(_Named, frozen=True, gc=False, tag="dtype"):
+    """A torch.dtype by its name (``float32``)."""
 
 
-class TorchDeviceNode(_Struct, frozen=True, gc=False, tag="device"):
+class TorchDeviceNode(_Named, frozen=True, gc=False, tag="device"):
     """A torch.device as torch writes it (``cuda:0``)."""
-
-    name: str
 
 
 class NumpyScalarNode(_Struct, frozen=True, gc=False, tag="npscalar"):
@@ -162,40 +133,16 @@ class NumpyScalarNode(_Struct, frozen=True, gc=False, tag="npscalar"):
     data: bytes
 
 
-class NumpyDtypeNode(_Struct, frozen=True, gc=False, tag="npdtype"):
-    """A numpy dtype by its name."""
-
-    name: str
+class NumpyDtypeNode(_Named, frozen=True, gc=False, tag="npdtype"):
+    """A numpy dtype by its name, byte order included (``<f4``)."""
 
 
-SequenceNode: TypeAlias = ListNode | TupleNode | SetNode | FrozenSetNode
 MappingNode: TypeAlias = DictNode | OrderedDictNode | CounterNode
-Node: TypeAlias = Union[  # noqa: UP007 - the members name each other, so this cannot be written with bars
-    bool,
-    int,
-    float,
-    str,
-    ArrayNode,
-    StatefulNode,
-    ListNode,
-    TupleNode,
-    SetNode,
-    FrozenSetNode,
-    DictNode,
-    OrderedDictNode,
-    CounterNode,
-    BigIntNode,
-    ComplexNode,
-    SurrogateStrNode,
-    BytesNode,
-    BytearrayNode,
-    SizeNode,
-    TorchDtypeNode,
-    TorchDeviceNode,
-    NumpyScalarNode,
-    NumpyDtypeNode,
-    None,
-]
+_Container: TypeAlias = MappingNode | ListNode | TupleNode | SetNode | FrozenSetNode
+_Value: TypeAlias = BigIntNode | ComplexNode | SurrogateStrNode | BytesNode | BytearrayNode
+_Torch: TypeAlias = SizeNode | TorchDtypeNode | TorchDeviceNode
+_Numpy: TypeAlias = NumpyScalarNode | NumpyDtypeNode
+Node: TypeAlias = bool | int | float | str | ArrayNode | StatefulNode | _Container | _Value | _Torch | _Numpy | None
 
 
 def arrays(node: Node) -> Iterator[int]:
@@ -210,18 +157,13 @@ def arrays(node: Node) -> Iterator[int]:
 
 
 def children(node: Node) -> Iterator[Node]:
-    """Yield the direct children of a node: keys and values of a mapping, items of a sequence."""
-    match node:
-        case ListNode() | TupleNode() | SetNode() | FrozenSetNode():
-            yield from node.items
-        case OrderedDictNode():
-            yield from node.keys
-            yield from node.values
+    """Yield the direct children of a node: keys and values of a mapping, items of a sequence or set."""
+    if isinstance(node, _Items):
+        yield from node.items
+    elif isinstance(node, _Mapping):
+        yield from node.keys
+        yield from node.values
+        if isinstance(node, OrderedDictNode):
             yield from node.metadata
-        case DictNode() | CounterNode():
-            yield from node.keys
-            yield from node.values
-        case StatefulNode():
-            yield node.child
-        case _:
-            pass
+    elif isinstance(node, StatefulNode):
+        yield node.child

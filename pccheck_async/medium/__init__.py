@@ -1,5 +1,11 @@
-"""The writer: the only owner of file descriptors, and the one seam at which faults are injected."""
+"""Where bytes rest: one protocol of about a dozen verbs (:class:`Medium`), and one module for each medium.
 
-from pccheck_async.medium.base import File, FileSystemFacts, Part, Piece, Writer
+It may import transfer and what is below; it knows no record and decides nothing about durability. It is the only owner
+of file descriptors and locks, and the one seam at which faults are injected (:mod:`pccheck_async.testing`).
+``medium.files`` and ``medium.open_medium`` are imported by their names: they import torch, which
+commands such as ``pccheck watch`` do not need.
+"""
 
-__all__ = ["File", "FileSystemFacts", "Part", "Piece", "Writer"]
+from pccheck_async.medium.base import File, Medium, MediumFacts, MediumStatistics, Part, Piece, StepwiseMedium
+
+__all__ = ["File", "Medium", "MediumFacts", "MediumStatistics", "Part", "Piece", "StepwiseMedium"]

@@ -1,4 +1,4 @@
-"""The protocol between the store and its folder of files."""
+"""The protocol of a medium: what a store asks of the place where its bytes rest."""
 
 from __future__ import annotations
 
@@ -8,33 +8,50 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from pccheck_async.errors import ReadError, is_exhausted
-from pccheck_async.telemetry.stages import Stage
-from pccheck_async.transfer.memory import PAGE_BYTES
-from pccheck_async.transfer.uninterrupted import to_its_end, uninterrupted
+from pccheck_async.telemetry import Stage
+from pccheck_async.transfer import PAGE_BYTES, to_its_end, uninterrupted
 
-__all__ = ["File", "FileSystemFacts", "Part", "Piece", "Writer", "WriterStatistics"]
+__all__ = [
+    "MOST_SMALL_BYTES",
+    "File",
+    "Medium",
+    "MediumFacts",
+    "MediumStatistics",
+    "Part",
+    "Piece",
+    "StepwiseMedium",
+    "Unsure",
+    "ignore",
+    "read_around",
+]
 
 _NONE = Stage()
 
+MOST_SMALL_BYTES = 1 << 20
+"""Of a file that is read as a whole; a store's have some hundreds."""
 Piece: TypeAlias = tuple[int, memoryview]
 """Bytes, and where in a file they go."""
+Unsure: TypeAlias = Callable[[OSError], None]
+"""Told of an error after which it is unknown what is durable."""
 
 
 @dataclass(slots=True, eq=False)
 class File:
-    """An open file of the store's folder. Only its writer looks at ``fd``.
+    """An open file of a store. Only its medium looks at ``fd``.
 
     Attributes:
-        name: File name inside the folder.
-        nbytes: Size in bytes when it was opened or created.
-        fd: The descriptor, -1 for doubles that have none.
+        name: Its name in the store.
+        nbytes: Size in bytes when it was opened or reserved.
+        fd: The descriptor, -1 for a medium that has none.
         direct: Whether transfers bypass the page cache.
+        identity: Equal for two open files of which both are the same file, whatever its name is by now.
     """
 
     name: str
     nbytes: int
     fd: int = field(default=-1, repr=False)
     direct: bool = False
+    identity: object = field(default=None, repr=False)
 
 
 Part: TypeAlias = tuple[File, Sequence[Piece]]
@@ -42,8 +59,8 @@ Part: TypeAlias = tuple[File, Sequence[Piece]]
 
 
 @dataclass(frozen=True, slots=True)
-class FileSystemFacts:
-    """What the filesystem under the folder asks for.
+class MediumFacts:
+    """What a medium asks of those who use it.
 
     Attributes:
         block_bytes: Alignment of offsets and lengths of every transfer.
@@ -59,16 +76,16 @@ class FileSystemFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class WriterStatistics:
-    """Transfers since the writer was made; seconds are summed over concurrent operations.
+class MediumStatistics:
+    """Transfers since the medium was made; seconds are summed over concurrent operations.
 
     Attributes:
-        engine: Name of the operations engine.
+        engine: Name of the I/O backend.
         direct: Whether transfers bypass the page cache.
-        why: Why direct I/O is (not) used, and why by that engine.
+        why: Why direct I/O is (not) used, and why by that backend.
         write: Writes and their bytes.
         read: Reads and their bytes.
-        flush: Flushes of files and of the folder.
+        flush: Flushes of files and of names.
     """
 
     engine: str
@@ -79,134 +96,136 @@ class WriterStatistics:
     flush: Stage = _NONE
 
 
-class Writer(abc.ABC):
-    """A folder of files. Every method that fails raises WriteError or ReadError (``StoreFullError`` for no space).
+def ignore(error: OSError) -> None:
+    """Do nothing of an :data:`Unsure` error but raise it: for those who have no store to latch."""
 
-    What is no regular file (a pipe, a device, a folder, a symbolic link) is none of the store's: a writer on a real
-    filesystem opens nothing of the kind, waits for nobody there, and raises CorruptStoreError.
 
-    Nothing here flushes on its own: durability is decided by the store, and only there. A file created, renamed or
-    unlinked is durable under its name after :meth:`sync_folder`; bytes written and the size of a file after
-    :meth:`flush`.
+class Medium(abc.ABC):
+    """Where the files of one store are. Every method that fails raises WriteError or ReadError.
+
+    A medium has eight verbs: :meth:`names` (list), :meth:`reserve`, :meth:`read`, :meth:`write`, :meth:`make_durable`,
+    :meth:`replace` (a small file, as a whole), :meth:`lock` and :meth:`close`; :meth:`open` and :meth:`remove` belong
+    to :meth:`reserve`. Staging memory is the engine's pool's. A store decides what is durable: only
+    :meth:`make_durable`, :meth:`sync_names` and :meth:`replace` make anything durable, and nothing does so on its own.
+    ``StoreFullError`` means that there is no space. What is no regular file (a pipe, a device, a folder, a symbolic
+    link) is never opened: CorruptStoreError.
+
+    :mod:`pccheck_async.testing.medium_conformance` checks any medium for what this class promises.
 
     Cancellation: every method waits until its operation ended, cancelled or not.
 
     Attributes:
-        persists_at_once: Whether :meth:`persist` of small pieces of several files takes about as long as that of one,
-            so that a commit may be given to it with what it commits. Doubles that hold single operations up say no: a
-            commit would be held up by a write of another checkpoint.
+        chains: Whether :meth:`make_durable` of small pieces of several files takes about as long as that of
+            one, so that a commit may be given to it with what it commits. Doubles that hold single operations up say
+            no: a commit would be held up by a write of another checkpoint.
     """
 
-    persists_at_once = False
+    chains = False
 
     @abc.abstractmethod
-    async def prepare(self, *, create: bool) -> FileSystemFacts:
-        """Find out what the filesystem asks for; with ``create`` make the folder, every new folder's parent synced."""
+    async def prepare(self, *, create: bool) -> MediumFacts:
+        """Find out what the medium asks for; with ``create`` make the place durably where it does not exist."""
 
     @abc.abstractmethod
     async def names(self) -> list[str]:
-        """Names of the files in the folder, sorted."""
+        """Return the names of the files, sorted; none where the place does not exist."""
 
     @abc.abstractmethod
-    async def read_small(self, name: str) -> bytes | None:
-        """All of a small metadata file, None where it does not exist. Raises CorruptStoreError where it is large."""
+    async def reserve(self, name: str, nbytes: int) -> File:
+        """Make a file of ``nbytes`` zeros, its space reserved, and open it. Its name is volatile.
 
-    @abc.abstractmethod
-    async def write_small(self, name: str, data: bytes) -> None:
-        """Create or overwrite a small metadata file and flush it (its name is not yet durable)."""
-
-    @abc.abstractmethod
-    async def rename(self, name: str, to: str) -> None:
-        """Rename a file, replacing ``to``."""
-
-    @abc.abstractmethod
-    async def unlink(self, name: str) -> None:
-        """Remove a file's name."""
-
-    @abc.abstractmethod
-    async def sync_folder(self) -> None:
-        """Make creations, renames and removals in the folder durable."""
-
-    @abc.abstractmethod
-    async def create(self, name: str, nbytes: int) -> File:
-        """Create a file of ``nbytes`` zeros, space reserved. Raises StoreFullError and leaves nothing behind."""
+        Raises:
+            StoreFullError: there is no space; nothing is left behind.
+            WriteError: there is such a file (EEXIST), or the device failed.
+        """
 
     @abc.abstractmethod
     async def open(self, name: str, *, writable: bool) -> File:
         """Open an existing file. Raises FileNotFoundError (unwrapped) where there is none."""
 
     @abc.abstractmethod
-    async def close_file(self, file: File) -> None:
-        """Close a file; its lock goes with it."""
-
-    async def in_place(self, file: File) -> bool:
-        """Whether the name of an open file still leads to it: another process may have put a new one there."""
-        return True
-
-    @abc.abstractmethod
-    async def try_lock(self, file: File, *, shared: bool = False) -> bool:
-        """``flock`` without waiting; False where somebody else holds it."""
-
-    @abc.abstractmethod
-    async def unlock(self, file: File) -> None:
-        """Give the lock of ``file`` back."""
-
-    @abc.abstractmethod
-    async def write(self, file: File, offset: int, data: memoryview) -> None:
-        """Write all of ``data``; offset, length and address are aligned as :class:`FileSystemFacts` says."""
+    async def remove(self, name: str) -> None:
+        """Remove a file's name; a crash may bring it back until :meth:`sync_names`."""
 
     @abc.abstractmethod
     async def read(self, file: File, offset: int, into: memoryview) -> int:
         """Fill ``into``; return the bytes read, short only at the end of the file."""
 
-    async def read_around(self, file: File, offset: int, into: memoryview) -> tuple[int, dict[int, ReadError]]:
-        """Do what :meth:`read` does, and where the device fails, block by block: a bad sector costs one block.
-
-        Returns:
-            The bytes read, and by their offsets in ``into`` the blocks that cannot be read, and why. Those hold ones
-            (0xff): neither a record, nor a manifest, nor what was never written looks like that.
-        """
-        try:
-            return await self.read(file, offset, into), {}
-        except ReadError as error:
-            if is_exhausted(error):
-                raise  # it says nothing of the device
-            nbytes = max(0, min(len(into), file.nbytes - offset))
-        lost = {}
-        for start in range(0, nbytes, PAGE_BYTES):
-            block = into[start : start + PAGE_BYTES]
-            try:
-                await self.read(file, offset + start, block)
-            except ReadError as error:
-                if is_exhausted(error):
-                    raise
-                lost[start] = error
-                block[:] = b"\xff" * len(block)
-        return nbytes, lost
+    @abc.abstractmethod
+    async def write(self, file: File, offset: int, data: memoryview) -> None:
+        """Write all of ``data``; offset, length and address are aligned as :class:`MediumFacts` says. Volatile."""
 
     @abc.abstractmethod
-    async def flush(self, file: File) -> None:
-        """Make everything written to ``file``, and its size, durable."""
-
-    async def persist(self, parts: Sequence[Part], unsure: Callable[[OSError], None], *, final: bool = False) -> None:
+    async def make_durable(self, parts: Sequence[Part], unsure: Unsure = ignore, *, final: bool = False) -> None:
         """Write the pieces of a file and then flush it, and only then those of the next: all in one go.
 
-        :meth:`write` and :meth:`flush`; every file but the last is let go of (:meth:`unlock`) before the next is
-        written. A writer may do that in less time than one by one; those that count, delay or fail single operations
-        need not.
+        A flush makes all that was written to the file durable, its size too. Every file but the last is unlocked
+        before the next is written.
 
         Args:
             parts: Pieces are aligned as for :meth:`write`; none: the file is only flushed.
-            unsure: Called before an error is raised after which nobody knows what is durable: of a flush, and of
+            unsure: Called before an error is raised after which it is unknown what is durable: of a flush, and of
                 whatever comes after the first one. After a failed write to the first file nothing else happened.
             final: What came of it is what the caller has to know, cancelled or not.
 
         Cancellation: all of it happens, and ``unsure`` is called where something fails, before that is raised; where it
             is ``final``, cancellation comes too late, and is forgotten.
         """
-        await (to_its_end if final else uninterrupted)(self._persist(parts, unsure))
 
-    async def _persist(self, parts: Sequence[Part], unsure: Callable[[OSError], None]) -> None:
+    @abc.abstractmethod
+    async def sync_names(self) -> None:
+        """Make durable which names there are: what was reserved and removed so far."""
+
+    @abc.abstractmethod
+    async def read_small(self, name: str) -> bytes | None:
+        """Return all of a small file, None where it does not exist. Raises CorruptStoreError where it is large."""
+
+    @abc.abstractmethod
+    async def replace(self, name: str, data: bytes, *, keep_as: str = "") -> None:
+        """Make ``data`` all of a small file, durably, in one step: a crash leaves the old file or the new one.
+
+        Args:
+            name: Of the file; made where there is none.
+            data: Its bytes.
+            keep_as: The name that the old file gets. In between, a crash may leave no file called ``name``.
+        """
+
+    @abc.abstractmethod
+    async def lock(self, file: File, *, shared: bool = False) -> bool:
+        """Lock a file against other openings of it, without waiting; False where another one has it locked.
+
+        The lock ends with :meth:`unlock`, with :meth:`close`, or with the process and its last request.
+        """
+
+    @abc.abstractmethod
+    async def unlock(self, file: File) -> None:
+        """Undo :meth:`lock`."""
+
+    @abc.abstractmethod
+    async def close(self, file: File | None = None) -> None:
+        """Close a file, and its lock with it; by default all files, and the medium. Idempotent."""
+
+    @abc.abstractmethod
+    def abandon(self) -> None:
+        """Close all descriptors at once, in a forked child: no waiting, no unlocking, no flushing."""
+
+    @abc.abstractmethod
+    def statistics(self) -> MediumStatistics:
+        """Return the transfers so far."""
+
+
+class StepwiseMedium(Medium):
+    """A medium that makes durable one step after the other: each write, flush and unlocking is an operation."""
+
+    @abc.abstractmethod
+    async def flush(self, file: File) -> None:
+        """Make everything written to ``file``, and its size, durable."""
+
+    async def make_durable(self, parts: Sequence[Part], unsure: Unsure = ignore, *, final: bool = False) -> None:
+        """See :meth:`Medium.make_durable`."""
+        await (to_its_end if final else uninterrupted)(self._make_durable(parts, unsure))
+
+    async def _make_durable(self, parts: Sequence[Part], unsure: Unsure) -> None:
         flushing = False
         try:
             for number, (file, pieces) in enumerate(parts, 1):
@@ -221,14 +240,28 @@ class Writer(abc.ABC):
                 unsure(error)
             raise
 
-    @abc.abstractmethod
-    async def close(self) -> None:
-        """Close all files. Idempotent."""
 
-    @abc.abstractmethod
-    def abandon(self) -> None:
-        """Close all descriptors at once, in a forked child: no waiting, no unlocking, no flushing."""
+async def read_around(medium: Medium, file: File, offset: int, into: memoryview) -> tuple[int, dict[int, ReadError]]:
+    """Do what :meth:`Medium.read` does, and where the device fails, block by block: a bad sector costs one block.
 
-    @abc.abstractmethod
-    def statistics(self) -> WriterStatistics:
-        """Return the transfers so far."""
+    Returns:
+        The bytes read, and by their offsets in ``into`` the blocks that cannot be read, and why. Those hold ones
+        (0xff): neither a record, nor a manifest, nor what was never written looks like that.
+    """
+    try:
+        return await medium.read(file, offset, into), {}
+    except ReadError as error:
+        if is_exhausted(error):
+            raise  # it says nothing of the device
+        nbytes = max(0, min(len(into), file.nbytes - offset))
+    lost = {}
+    for start in range(0, nbytes, PAGE_BYTES):
+        block = into[start : start + PAGE_BYTES]
+        try:
+            await medium.read(file, offset + start, block)
+        except ReadError as error:
+            if is_exhausted(error):
+                raise
+            lost[start] = error
+            block[:] = b"\xff" * len(block)
+    return nbytes, lost

@@ -14,14 +14,13 @@ from contextlib import suppress
 from typing import TypeVar
 
 from pccheck_async.errors import ClosedError, StoreFullError, folder_error, read_error, write_error
-from pccheck_async.medium.base import File, FileSystemFacts, Part, Writer, WriterStatistics
+from pccheck_async.medium.base import File, Medium, MediumFacts, MediumStatistics, Part, Unsure, ignore
 from pccheck_async.medium.filesystem import probe
 from pccheck_async.medium.folder import Folder
-from pccheck_async.telemetry.logs import write
-from pccheck_async.telemetry.stages import StageClock
+from pccheck_async.telemetry import StageClock, write
 from pccheck_async.transfer.operations.base import ChainStep, Kind, Operations, Step
 
-__all__ = ["PosixWriter"]
+__all__ = ["Files"]
 
 T = TypeVar("T")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -29,25 +28,25 @@ _REMOVED = "the file was removed while the store was open; open it again"
 _ZEROS = "the filesystem reserves no space, which is taken by writing zeros (%s)"
 _BUFFERED = "%s: buffered I/O with fdatasync: %s"
 _WRITE, _FLUSH, _UNLOCK, _LINKED = Kind.WRITE, Kind.FLUSH, Kind.UNLOCK, Kind.LINKED
-_writers: weakref.WeakSet[PosixWriter] = weakref.WeakSet()
+_writers: weakref.WeakSet[Files] = weakref.WeakSet()
 
 
-class PosixWriter(Writer):
-    """The files of one folder, moved by an operations engine; ``reason`` is why by that one, for the statistics."""
+class Files(Medium):
+    """The files of one folder, moved by an I/O backend; ``reason`` is why that one, for the statistics."""
 
-    persists_at_once = True
+    chains = True
 
     def __init__(self, folder: str | os.PathLike[str], operations: Operations, reason: str = "") -> None:
         self._folder = Folder(folder)
         self._operations = operations
         self._reason = reason
-        self._facts: FileSystemFacts | None = None
+        self._facts: MediumFacts | None = None
         self._files: set[File] = set()
         self._closed = False
         _writers.add(self)
         self._clock = StageClock("write", "read", "flush")
 
-    async def prepare(self, *, create: bool) -> FileSystemFacts:
+    async def prepare(self, *, create: bool) -> MediumFacts:
         if create:
             await self._make_folder()
         self._facts = await self._operations.call(probe, self._folder.path, create)
@@ -65,45 +64,42 @@ class PosixWriter(Writer):
             raise folder_error(error, self._folder.path) from error
 
     async def names(self) -> list[str]:
-        try:
-            return await self._operations.call(self._folder.names)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        except OSError as error:
-            raise read_error(error, self._folder.path) from error
+        return await self._look("", self._folder.names) or []
 
     async def read_small(self, name: str) -> bytes | None:
+        return await self._look(name, self._folder.read_small, name)
+
+    async def _look(self, name: str, function: Callable[..., T], *arguments: object) -> T | None:
+        """Return what a function of the folder does, None where there is no such file or folder."""
         try:
-            return await self._operations.call(self._folder.read_small, name)
+            return await self._operations.call(function, *arguments)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise read_error(error, self._folder.path / name) from error
 
-    async def write_small(self, name: str, data: bytes) -> None:
+    async def replace(self, name: str, data: bytes, *, keep_as: str = "") -> None:
         try:
-            await self._operations.call(self._folder.write_small, name, data)
-        except OSError as error:
-            raise self._mapped(error, name) from error
+            with self._clock.timed("flush"):
+                await self._operations.call(self._folder.replace, name, data, keep_as)
+        except OSError as error:  # which may be about the new file, that has another name
+            raise self._mapped(error, os.path.basename(error.filename or name)) from error
 
-    async def rename(self, name: str, to: str) -> None:
-        await self._change(to, self._folder.replace, name, to)
-
-    async def unlink(self, name: str) -> None:
+    async def remove(self, name: str) -> None:
         await self._change(name, self._folder.unlink, name)
 
-    async def sync_folder(self) -> None:
+    async def sync_names(self) -> None:
         with self._clock.timed("flush"):
             await self._change("", self._folder.sync)
 
-    async def create(self, name: str, nbytes: int) -> File:
+    async def reserve(self, name: str, nbytes: int) -> File:
         reserved = not self._folder.zeros
         try:
             file = await self._obtain(name, self._folder.make, os.O_RDWR | self._direct_flag, nbytes)
         except OSError as error:
             raise self._mapped(error, name) from error
         if reserved and self._folder.zeros:
-            with suppress(Exception):  # of a handler of the log: nobody would know of the file
+            with suppress(Exception):  # a logging handler failed: the caller still needs the file
                 write(logging.INFO, "zeros", "%s: %s", self._folder.path, _ZEROS % self._folder.zeros)
         return file
 
@@ -117,22 +113,7 @@ class PosixWriter(Writer):
         except OSError as error:
             raise (write_error if writable else read_error)(error, path) from error
 
-    async def close_file(self, file: File) -> None:
-        if file in self._files:
-            self._files.remove(file)
-            with suppress(OSError):
-                # Not left to the descriptor's end: the kernel may hold the open file a moment longer than the request.
-                fcntl.flock(file.fd, fcntl.LOCK_UN)
-            self._folder.close_file(file.fd)
-            file.fd = -1
-
-    async def in_place(self, file: File) -> bool:
-        try:
-            return await self._operations.call(self._folder.leads_to, file.name, file.fd)
-        except OSError as error:
-            raise read_error(error, self._folder.path / file.name) from error
-
-    async def try_lock(self, file: File, *, shared: bool = False) -> bool:
+    async def lock(self, file: File, *, shared: bool = False) -> bool:
         # Without waiting flock returns at once, so it needs no helper thread.
         try:
             fcntl.flock(file.fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -162,14 +143,7 @@ class PosixWriter(Writer):
         except OSError as error:
             raise read_error(error, self._folder.path / file.name) from error
 
-    async def flush(self, file: File) -> None:
-        try:
-            with self._clock.timed("flush"):
-                await self._operations.flush(file.fd)
-        except OSError as error:
-            raise self._mapped(error, file.name) from error
-
-    async def persist(self, parts: Sequence[Part], unsure: Callable[[OSError], None], *, final: bool = False) -> None:
+    async def make_durable(self, parts: Sequence[Part], unsure: Unsure = ignore, *, final: bool = False) -> None:
         files, steps = _steps(parts)
         done = 0
         cancelled = unknown = False
@@ -204,11 +178,22 @@ class PosixWriter(Writer):
         if failure is not None:
             raise failure
 
-    async def close(self) -> None:
-        self._closed = True
-        for file in list(self._files):
-            await self.close_file(file)
-        self._folder.close()
+    async def close(self, file: File | None = None) -> None:
+        if file is None:
+            self._closed = True
+            for each in list(self._files):
+                self._close_file(each)
+            self._folder.close()
+        elif file in self._files:
+            self._close_file(file)
+
+    def _close_file(self, file: File) -> None:
+        self._files.remove(file)
+        with suppress(OSError):
+            # Not left to the descriptor's end: the kernel may hold the open file a moment longer than the request.
+            fcntl.flock(file.fd, fcntl.LOCK_UN)
+        self._folder.close_file(file.fd)
+        file.fd = -1
 
     def abandon(self) -> None:
         self._closed = True
@@ -217,11 +202,11 @@ class PosixWriter(Writer):
             file.fd = -1
         self._files.clear()
 
-    def statistics(self) -> WriterStatistics:
+    def statistics(self) -> MediumStatistics:
         why = self._facts.why if self._facts else "not opened yet"
         if self._folder.zeros:
             why += f"; {_ZEROS % self._folder.zeros}"
-        return WriterStatistics(
+        return MediumStatistics(
             engine=self._operations.name,
             direct=self._facts is not None and self._facts.direct,
             why=f"{why}; {self._reason}" if self._reason else why,
@@ -233,9 +218,10 @@ class PosixWriter(Writer):
         return os.O_DIRECT if self._facts is not None and self._facts.direct else 0
 
     async def _obtain(self, name: str, opening: Callable[..., int], *arguments: int) -> File:
-        # A descriptor that nobody knows would keep its lock.
+        # A forgotten descriptor would keep its lock.
         fd = await self._operations.obtain(self._folder.close_file, opening, name, *arguments)
-        file = File(name, os.fstat(fd).st_size, fd, direct=bool(self._direct_flag))
+        facts = os.fstat(fd)
+        file = File(name, facts.st_size, fd, bool(self._direct_flag), (facts.st_dev, facts.st_ino))
         self._files.add(file)
         if self._closed:
             self.abandon()
@@ -283,7 +269,7 @@ class PosixWriter(Writer):
         file.direct = False
         if self._facts.direct:
             why = "the filesystem accepted O_DIRECT and then refused a transfer (EINVAL)"
-            self._facts = FileSystemFacts(self._facts.block_bytes, self._facts.memory_alignment, direct=False, why=why)
+            self._facts = MediumFacts(self._facts.block_bytes, self._facts.memory_alignment, direct=False, why=why)
             with suppress(Exception):  # of a handler of the log: it would end a write that goes on
                 write(logging.WARNING, "direct_refused", _BUFFERED, self._folder.path, why)
 
@@ -301,7 +287,7 @@ class PosixWriter(Writer):
 
 
 def _flushes(steps: Sequence[ChainStep]) -> bool:
-    """Whether one of these is a flush, after which nobody knows what is durable where not all succeed."""
+    """Whether one of these is a flush, after which it is unknown what is durable where a later step fails."""
     return any(kind == _FLUSH for kind, *_ in steps)
 
 
@@ -321,8 +307,8 @@ def _steps(parts: Sequence[Part]) -> tuple[list[File], list[ChainStep]]:
 def _abandon_in_child() -> None:
     # The child shares the parent's open files, and with them its locks: an orphaned DataLoader worker must not keep
     # them.
-    for writer in list(_writers):
-        writer.abandon()
+    for medium in list(_writers):
+        medium.abandon()
 
 
 os.register_at_fork(after_in_child=_abandon_in_child)

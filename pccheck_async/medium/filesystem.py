@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import suppress
 from pathlib import Path
 
-from pccheck_async.format.record import COMMIT_NAME, REGION_NBYTES
-from pccheck_async.medium.base import FileSystemFacts
-from pccheck_async.medium.regular_file import open_regular
-from pccheck_async.transfer.memory import PAGE_BYTES, map_memory
+from pccheck_async.format.record import COMMIT_NAME, REGION_NBYTES, slot_number
+from pccheck_async.medium.base import MediumFacts
+from pccheck_async.medium.folder import open_regular
+from pccheck_async.transfer import PAGE_BYTES, map_memory
 
 try:
     from pccheck_async._ext import dio_alignment
@@ -20,7 +21,15 @@ except ImportError:  # built without a compiler
         return None
 
 
-__all__ = ["IN_MEMORY", "WEAK_RESERVATION", "direct_alignment", "filesystem_type", "probe"]
+__all__ = [
+    "IN_MEMORY",
+    "WEAK_RESERVATION",
+    "direct_alignment",
+    "filesystem_type",
+    "free_bytes",
+    "probe",
+    "slot_bytes",
+]
 
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 """Newer kernels accept O_DIRECT here, aligned or not, and go through the page cache all the same."""
@@ -71,7 +80,7 @@ def _mount(folder: str | os.PathLike[str]) -> str:
     return next((line.split()[1] for line in lines if line.startswith("mnt_id:")), "")
 
 
-def probe(folder: Path, create: bool) -> FileSystemFacts:
+def probe(folder: Path, create: bool) -> MediumFacts:
     """Find out by trying: the flag may be refused at open, or only at the first transfer."""
     kind = filesystem_type(folder)
     if kind in IN_MEMORY:
@@ -94,7 +103,7 @@ def probe(folder: Path, create: bool) -> FileSystemFacts:
     finally:
         os.close(fd)
     reservation = "; space reserved here may still be missing later" if kind in WEAK_RESERVATION else ""
-    return FileSystemFacts(
+    return MediumFacts(
         block,
         memory_alignment,
         direct=True,
@@ -130,5 +139,23 @@ def _open_probe(folder: Path, create: bool) -> tuple[int, bool]:
     return fd, True
 
 
-def _buffered(why: str) -> FileSystemFacts:
-    return FileSystemFacts(PAGE_BYTES, 1, direct=False, why=why)
+def _buffered(why: str) -> MediumFacts:
+    return MediumFacts(PAGE_BYTES, 1, direct=False, why=why)
+
+
+def free_bytes(folder: Path) -> int:
+    """Return what this user may still write where ``folder`` is or would be."""
+    facts = os.statvfs(next(parent for parent in (folder, *folder.parents) if parent.exists()))
+    return facts.f_bavail * facts.f_frsize
+
+
+def slot_bytes(folder: Path) -> int:
+    """Return the bytes of the slots of the store in ``folder``, 0 where there is none."""
+    if not folder.is_dir():
+        return 0
+    nbytes = 0
+    for entry in os.scandir(folder):
+        if slot_number(entry.name) is not None:
+            with suppress(OSError):  # an engine may remove it meanwhile, and a bad one has no size
+                nbytes += entry.stat().st_size
+    return nbytes

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import stat
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from pccheck_async.errors import CorruptStoreError
-from pccheck_async.medium.regular_file import open_regular
-from pccheck_async.transfer.fork_lock import ForkLock
-from pccheck_async.transfer.memory import map_memory
+from pccheck_async.medium.base import MOST_SMALL_BYTES
+from pccheck_async.medium.fork_lock import ForkLock
+from pccheck_async.transfer import map_memory
 
-__all__ = ["Folder"]
+__all__ = ["Folder", "open_regular"]
 
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _MODE = 0o666  # the user's umask decides
-_MOST_SMALL_BYTES = 1 << 20
-"""Of a file that is read as a whole; a store's have some hundreds."""
 _NO_RESERVATION = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 """The first is the C library's: it writes single bytes instead, which direct I/O refuses."""
 _ZEROS_NBYTES = 4 << 20
+_KINDS = (
+    (stat.S_ISLNK, "symbolic link"),
+    (stat.S_ISFIFO, "pipe"),
+    (stat.S_ISDIR, "folder"),
+    (stat.S_ISSOCK, "socket"),
+    (stat.S_ISCHR, "device"),
+    (stat.S_ISBLK, "device"),
+)
 _opening = ForkLock()
 
 
@@ -69,23 +77,31 @@ class Folder:
         return self._remembered(lambda: self.open_unknown(name, flags))
 
     def open_unknown(self, name: str, flags: int) -> int:
-        """Open a file, making it with ``O_CREAT``, for a moment: whoever asked closes it."""
+        """Open a file, making it with ``O_CREAT``, for a moment: the caller closes it."""
         return open_regular(self.path / name, flags, _MODE, dir_fd=self._handle)
 
     def read_small(self, name: str) -> bytes:
         """Return all of a file."""
         with open(name, "rb", opener=self.open_unknown) as file:
-            data = file.read(_MOST_SMALL_BYTES + 1)
-        if len(data) > _MOST_SMALL_BYTES:
+            data = file.read(MOST_SMALL_BYTES + 1)
+        if len(data) > MOST_SMALL_BYTES:
             raise CorruptStoreError(f"{self.path / name} is too large for what it is")
         return data
 
-    def write_small(self, name: str, data: bytes) -> None:
-        """Replace all of a file, durably."""
-        with open(name, "wb", opener=self.open_unknown) as file:
+    def replace(self, name: str, data: bytes, keep_as: str) -> None:
+        """Make ``data`` all of a file, durably and atomically; what was there before gets the name ``keep_as``."""
+        new = name + ".new"
+        # Crash: what the killed writer of a left-over had queued for it lands in ours.
+        with suppress(FileNotFoundError):
+            self.unlink(new)
+        with open(new, "xb", opener=self.open_unknown) as file:
             file.write(data)
             file.flush()  # out of Python's buffer first: fsync sees only what the kernel has
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # crash: the name of a file without its bytes
+        if keep_as:
+            self._rename(name, keep_as)
+        self._rename(new, name)
+        self.sync()  # crash: acknowledged, and the old file back
 
     def make(self, name: str, flags: int, nbytes: int) -> int:
         """Make a file with space reserved for ``nbytes``."""
@@ -112,21 +128,12 @@ class Folder:
                 while done < nbytes:
                     done += os.pwrite(fd, zeros[: min(len(zeros), nbytes - done)], done)
 
-    def leads_to(self, name: str, fd: int) -> bool:
-        """Whether a name is that of the file which is open as ``fd``."""
-        try:
-            found = os.stat(self._named(name), dir_fd=self._handle, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        return os.path.samestat(found, os.fstat(fd))
-
     def close_file(self, fd: int) -> None:
         """Close a descriptor of :meth:`open` or :meth:`make`."""
         self._fds.remove(fd)
         os.close(fd)
 
-    def replace(self, name: str, to: str) -> None:
-        """Rename a file over another one."""
+    def _rename(self, name: str, to: str) -> None:
         os.replace(self._named(name), self._named(to), src_dir_fd=self._handle, dst_dir_fd=self._handle)
 
     def unlink(self, name: str) -> None:
@@ -141,13 +148,13 @@ class Folder:
             os.fsync(self._handle)
 
     def close(self) -> None:
-        """Let go of it; files stay open."""
+        """Close the folder itself; files stay open."""
         handle, self._handle = self._handle, None
         if handle in self._fds:
             self.close_file(handle)
 
     def abandon(self) -> None:
-        """Close every descriptor, whatever is done with it."""
+        """Close every descriptor, also those in use."""
         for fd in self._fds:
             with suppress(OSError):
                 os.close(fd)
@@ -169,3 +176,49 @@ def _sync(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def open_regular(path: str | os.PathLike[str], flags: int, mode: int = 0o666, *, dir_fd: int | None = None) -> int:
+    """Open a file as :func:`os.open` does, unless the name is that of something else.
+
+    Opening a pipe waits for whoever opens its other end, a symbolic link leads into somebody else's file, and a device
+    may do anything. None of these is made by this package.
+
+    Args:
+        path: Of the file.
+        flags: As for :func:`os.open`.
+        mode: As for :func:`os.open`.
+        dir_fd: A folder that is open: only the last part of ``path`` is looked up, there.
+
+    Raises:
+        CorruptStoreError: it is no regular file.
+        OSError: it cannot be opened.
+    """
+    name = path if dir_fd is None else os.path.basename(path)
+    try:
+        fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode, dir_fd=dir_fd)
+    except OSError as error:
+        if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+            _check(path, _mode(name, dir_fd))
+        raise
+    try:
+        _check(path, os.fstat(fd).st_mode)
+        # It was for the opening only: io_uring gives up on requests to such a file instead of waiting for the device.
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _mode(path: str | os.PathLike[str], dir_fd: int | None) -> int:
+    try:
+        return os.stat(path, dir_fd=dir_fd, follow_symlinks=False).st_mode
+    except OSError:
+        return stat.S_IFREG  # unknown: the error of opening it says more
+
+
+def _check(path: str | os.PathLike[str], mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = next((name for test, name in _KINDS if test(mode)), "strange thing")
+        raise CorruptStoreError(f"{os.fspath(path)} is a {kind}, not a file of this package: remove it")

@@ -1,27 +1,27 @@
-"""Operations engine and writer for one folder, by the name of the I/O engine."""
+"""I/O backend and writer for one folder, by the name of the backend."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from pccheck_async.medium import Writer
-from pccheck_async.medium.files import PosixWriter
+from pccheck_async.medium import Medium
+from pccheck_async.medium.files import Files
+from pccheck_async.transfer import uninterrupted
 from pccheck_async.transfer.operations import native
 from pccheck_async.transfer.operations.base import Operations
 from pccheck_async.transfer.operations.native import NativeOperations
 from pccheck_async.transfer.operations.python import PythonOperations
-from pccheck_async.transfer.uninterrupted import uninterrupted
 
-__all__ = ["IO", "Session", "check_io", "open_session"]
+__all__ = ["IO", "Session", "check_io", "open_session", "store_path"]
 
-IO = Literal["auto", "io_uring", "threads", "python"] | Writer | Callable[[str, Operations], Writer]
-"""Name of an I/O engine; or a writer, or a function that makes one, as the failure doubles in ``testing`` are."""
+IO = Literal["auto", "threads", "python"] | Medium | Callable[[str, Operations], Medium]
+"""Name of an I/O backend; or a medium, or a function that makes one, as the failure doubles in ``testing`` are."""
 
-_NATIVE: dict[str, native.Engine] = {"io_uring": "io_uring", "threads": "threads"}
-_NAMES = ("auto", *_NATIVE, "python")
+_NAMES = ("auto", "threads", "python")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,12 @@ class Session:
 
     Attributes:
         operations: Performs reads, writes, flushes and copies.
-        writer: The folder's files.
-        reason: Why this I/O engine, in one sentence.
+        medium: Where the store's files are.
+        reason: Why this I/O backend, in one sentence.
     """
 
     operations: Operations
-    writer: Writer
+    medium: Medium
     reason: str
 
     async def close(self) -> None:
@@ -47,46 +47,53 @@ class Session:
 
     async def _close(self) -> None:
         await self.operations.close()
-        await self.writer.close()
+        await self.medium.close()
 
 
 def check_io(io: IO) -> None:
-    """Refuse an unknown name, and an engine that does not work here. Raises ValueError."""
-    if not isinstance(io, Writer) and not callable(io) and io not in _NAMES:
-        raise ValueError(f"io is one of {', '.join(_NAMES)}, a Writer, or a function that makes one, not {io!r}")
-    if io in _NATIVE and not native.available():
-        raise ValueError(f"io={io!r} needs the C extension, which was not built here; use io='auto' or 'python'")
-    if io == "io_uring" and (refusal := native.why_no_io_uring()):
-        raise ValueError(f"io='io_uring' does not work here: {refusal}; use io='auto' or 'threads', or lift that")
+    """Refuse an unknown name, and a backend that does not work here. Raises ValueError."""
+    if io == "io_uring":  # type: ignore[comparison-overlap]
+        raise ValueError(
+            "io='io_uring' was removed: it was never faster; io='threads' (or 'auto') reads and writes the same stores"
+        )
+    if not isinstance(io, Medium) and not callable(io) and io not in _NAMES:
+        raise ValueError(f"io is one of {', '.join(_NAMES)}, a Medium, or a function that makes one, not {io!r}")
+    if io == "threads" and not native.available():
+        raise ValueError("io='threads' needs the C extension, which was not built here; use io='auto' or 'python'")
 
 
 async def open_session(path: str | os.PathLike[str], io: IO, *, writers: int, copiers: int) -> Session:
     """Start the threads. Called on the engine's loop."""
     check_io(io)
-    name, why = (io, "asked for") if isinstance(io, str) and io != "auto" else _pick()
+    if isinstance(io, str) and io != "auto":
+        name, why = io, "asked for"
+    elif native.available():
+        name, why = "threads", "the C extension was built here"
+    else:
+        name, why = "python", "the C extension was not built here"
     operations: Operations
     if name == "python":
         operations = PythonOperations(io_threads=writers, copy_threads=copiers)
     else:
-        operations = NativeOperations(io_threads=writers, copy_threads=copiers, engine=_NATIVE[name])
+        operations = NativeOperations(io_threads=writers, copy_threads=copiers)
     if not isinstance(io, str):
         try:
-            writer = io if isinstance(io, Writer) else io(os.fspath(path), operations)
+            medium = io if isinstance(io, Medium) else io(os.fspath(path), operations)
         except BaseException:
             await operations.close()
             raise
-        return Session(operations, writer, f"files by {type(writer).__name__}")
+        return Session(operations, medium, f"files by {type(medium).__name__}")
     reason = f"{name}: {why}"
-    return Session(operations, PosixWriter(path, operations, reason), reason)
+    return Session(operations, Files(path, operations, reason), reason)
 
 
-def _pick() -> tuple[str, str]:
-    """Pick an engine, and say why.
-
-    io_uring was measured beside threads with as many requests at a time: no difference in the time to durable or in the
-    processor's, so it is left to those who ask for it.
-    """
-    if not native.available():
-        return "python", "the C extension was not built here"
-    refusal = native.why_no_io_uring()
-    return "threads", refusal or "as fast as io_uring where that was measured, which works here too"
+def store_path(path: str | os.PathLike[str]) -> str:
+    """Return where a store is, wherever the process goes. Raises ValueError for what means another place."""
+    text = str(os.fspath(path))
+    if not text:
+        raise ValueError("the path of the store is empty; the current folder is '.'")
+    if text.startswith("~"):
+        raise ValueError(f"{text!r} begins with '~', which only shells replace; use os.path.expanduser({text!r})")
+    if "://" in text:
+        raise ValueError(f"{text!r} is a URL; a store is a folder on a disk, or on a network filesystem mounted here")
+    return os.fspath(Path(path).absolute())

@@ -4,7 +4,7 @@
 may be missing. It is one line ``pccheck-status 1 <length> <CRC-32>``, both in eight hexadecimal digits, and a JSON
 document of that length. An engine makes the file when its first checkpoint was admitted, writes over it twice a second,
 keeps ``flock`` on it as long as it lives, and removes it when it is closed, as it does with one that it found. So a
-file that nobody has locked is what was last known of a process that died.
+file that is not locked is what a process that died published last.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from pccheck_async.errors import CorruptStoreError
-from pccheck_async.format.checksum import crc32
-from pccheck_async.medium.regular_file import open_regular
+from pccheck_async.format import crc32
+from pccheck_async.medium.folder import open_regular
 
 __all__ = [
     "STATUS_NAME",
@@ -29,6 +29,7 @@ __all__ = [
     "InFlight",
     "Published",
     "Status",
+    "copied",
     "encode_status",
     "read_status",
     "starts_status",
@@ -40,7 +41,7 @@ _HEAD = re.compile(_MAGIC + rb"([0-9a-f]{8}) ([0-9a-f]{8})\n")
 _MOST_BYTES = 1 << 20
 _TRIES = 20
 _STALE_SECONDS = 10.0
-"""Where the filesystem locks nothing, a writer that has not been heard of for so long is taken for dead."""
+"""Where the filesystem locks nothing, a writer that has not been heard of for so long counts as dead."""
 
 
 _Int = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -70,31 +71,24 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine published.
+    """What an engine published; fields without a line here are those of :class:`pccheck_async.EngineStatistics`.
 
     Attributes:
         pid: Its process.
         host: The machine.
         started: When the engine was opened, in seconds since the epoch.
-        time: When this was published.
+        time: When this was published, in seconds since the epoch.
         in_flight: Oldest first.
         committed: The newest ones, newest first.
         counts: By name: admitted, durable, superseded, failed, skipped, abandoned.
-        durable_bytes: Of all that committed.
         save_seconds: From admission to durable, on average; None before the first.
-        stall_seconds: What training was kept waiting so far.
         stage_bytes: By stage, so far.
         stage_seconds: By stage, so far, summed over concurrent operations.
-        pool_bytes: Staging memory that was ever used.
-        pool_in_use_bytes: That is in use.
-        host_memory: That may be used.
-        slots: Slots on storage.
-        slot_bytes: Their bytes.
-        io: The I/O engine, and why.
+        host_memory: Staging memory that may be used, in bytes.
         interval: Steps between checkpoints that the policy has decided on; None where it goes by time or does not know.
         interval_seconds: Seconds between them; None where not known.
         reason: Why.
-        step: The last training step that was bracketed, None without ``engine.step``.
+        step: The last step that ``engine.step`` finished, None before the first.
         step_seconds: What it took.
         next_step: After which the next checkpoint is due, None where not known.
         next_time: When it is due, in seconds since the epoch, None where not known.
@@ -127,6 +121,15 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     next_step: _Int | None
     next_time: float | None
     failure: str
+
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def copied(kind: type[S], source: object, **others: Any) -> S:
+    """Return a struct whose fields are the attributes of ``source`` that have their names, apart from ``others``."""
+    same = {name: getattr(source, name) for name in kind.__struct_fields__ if name not in others}
+    return kind(**same, **others)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,37 +38,33 @@ _DISPATCH_MODES: Final = tuple(
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Let torch do what it does by itself, whatever modes the caller is in: default devices and modes of users' own.
+    """Switch off the modes that the caller is in (default devices, modes of users' own), so that torch does as usual.
 
-    For the package's own calls only. What users wrote (``state_dict()``, ``load_state_dict()``) runs in their modes.
+    For the package's own calls only: users' ``state_dict()`` and ``load_state_dict()`` run in their modes.
     """
     with no_functions(), no_dispatch():
         yield
 
 
 def refuse_tracing(call: str) -> None:
-    """Raise UnsupportedStateError where tensors are none: traced, made up, or wrapped by a function transform.
+    """Raise UnsupportedStateError where tensors are traced, fake, or wrapped by a function transform.
 
-    What ``state_dict()`` returns there is no state, and ``load_state_dict()`` fills nothing.
+    There ``state_dict()`` returns no state that could be saved, and ``load_state_dict()`` fills nothing.
 
     Args:
-        call: Who was called.
+        call: Name of the method that was called.
     """
-    if inside := _tracer():
+    inside = ""
+    if _transform() is not None:
+        inside = "a transform of torch.func (vmap, grad, functionalize, ...)"
+    elif _traced() is not None:
+        inside = "torch.jit.trace"
+    elif _compiler():
+        inside = "a function of torch.compile (torch.compiler.disable keeps what calls this out of it)"
+    if _dispatch_modes():
+        modes = (what for key, what in _DISPATCH_MODES if key is not None and _dispatch_mode(key) is not None)
+        inside = inside or next(modes, "")
+    if inside:
         raise UnsupportedStateError(
             f"{call}() was called inside {inside}, where tensors are not what they are outside; call it outside of that"
         )
-
-
-def _tracer() -> str:
-    if _transform() is not None:
-        return "a transform of torch.func (vmap, grad, functionalize, ...)"
-    if _dispatch_modes():
-        for key, what in _DISPATCH_MODES:
-            if key is not None and _dispatch_mode(key) is not None:
-                return what
-    if _traced() is not None:
-        return "torch.jit.trace"
-    if _compiler():
-        return "a function of torch.compile (torch.compiler.disable keeps what calls this out of it)"
-    return ""

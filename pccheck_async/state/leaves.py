@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, overload
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -37,11 +37,11 @@ class ArrayLeaf(NamedTuple):
     requires_grad: bool = False
 
 
-class Leaves(Sequence[ArrayLeaf]):
-    """The leaves of one state, in the order of its walk; an :class:`ArrayLeaf` is only made when someone asks for it.
+class Leaves:
+    """The leaves of one state in the order in which it was walked; each :class:`ArrayLeaf` is made on demand.
 
     Attributes:
-        paths: Where each is.
+        paths: Path of each leaf.
         values: The live objects.
     """
 
@@ -58,13 +58,7 @@ class Leaves(Sequence[ArrayLeaf]):
             if reason:
                 raise UnsupportedStateError(f"{path}: {reason}")
 
-    @overload
-    def __getitem__(self, index: int) -> ArrayLeaf: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[ArrayLeaf]: ...
-    def __getitem__(self, index: int | slice) -> ArrayLeaf | Sequence[ArrayLeaf]:
-        if isinstance(index, slice):
-            return list(map(_leaf, self.paths[index], self.values[index]))
+    def __getitem__(self, index: int) -> ArrayLeaf:
         return _leaf(self.paths[index], self.values[index])
 
     def __iter__(self) -> Iterator[ArrayLeaf]:

@@ -1,10 +1,11 @@
 r"""Names of leaves: ``optimizer.state.0.exp_avg``.
 
-A path joins the keys from the root to the leaf with dots. A dot or backslash inside a key is written with a backslash
-before it, so the key ``"a.b"`` (``a\.b``) is not ``a`` -> ``b``. Keys that are not strings are written as Python shows
-them (``0``, ``None``, ``(1, 2)``). A string is put in single quotes only where the same mapping also holds another key
-that would be written the same (``{0: ..., "0": ...}`` gives ``0`` and ``'0'``); a string that starts with a quote has
-it escaped (``\'``), and an empty one is written ``''``. So no two leaves of a state share a path.
+A path joins the keys from the root to the leaf with dots. A dot or backslash inside a key is escaped with a backslash,
+so the path of the key ``"a.b"`` (``a\.b``) differs from that of ``b`` below ``a``. Keys that are not strings are
+written as by ``repr`` (``0``, ``None``, ``(1, 2)``). A string is put in single quotes only where its mapping also has
+another key that would be written the same way (``{0: ..., "0": ...}`` gives ``0`` and ``'0'``); a quote at the
+beginning of a string is escaped (``\'``), and an empty string is written ``''``. So no two leaves of a state share a
+path.
 """
 
 from __future__ import annotations
@@ -16,23 +17,21 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import numpy as np
 
-__all__ = ["child", "components", "escape", "matcher", "plain"]
-
 _SPECIAL = re.compile(r"[.\\]")
 _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 
 
 def escape(key: str) -> str:
-    """Return a string key as it is written in a path."""
+    """Return a string key as a component of a path."""
     if not key:
-        return "''"  # not nothing: the root's path is empty
+        return "''"  # an empty path is the root's
     if "." in key or "\\" in key:
         key = key.replace("\\", r"\\").replace(".", r"\.")
     return "\\" + key if key.startswith("'") else key
 
 
 def components(keys: Sequence[Hashable]) -> list[str]:
-    """Return how each key of one mapping is written, all different."""
+    """Return the components for the keys of one mapping, all different."""
     if all(type(key) is str for key in keys):
         return [escape(key) for key in keys if isinstance(key, str)]
     written = [escape(key) if type(key) is str else _SPECIAL.sub(r"\\\g<0>", _show(key)) for key in keys]
@@ -48,19 +47,17 @@ def child(path: str, component: str) -> str:
 
 
 def plain(path: str) -> str:
-    r"""Return the path without its escapes: ``model.layers\.0`` as people type it, ``model.layers.0``."""
+    r"""Return the path without its escapes: ``model.layers.0`` for ``model.layers\.0``."""
     return _ESCAPED.sub(r"\1", path) if "\\" in path else path
 
 
 def matcher(pattern: str, *, unescaped: bool = False) -> Callable[[str], bool]:
-    r"""Return whether a path is selected by ``pattern``: the path itself or a shell glob (``*``, ``?``, ``[...]``).
-
-    ``*`` also matches dots.
+    r"""Return a function that tells whether ``pattern`` matches a path.
 
     Args:
-        pattern: What is looked for.
-        unescaped: Look for it in the path without its escapes: ``model.layers.0.weight`` then finds
-            ``model.layers\.0\.weight``, and else only what is written so.
+        pattern: A path, or a shell glob (``*``, ``?``, ``[...]``), in which ``*`` also matches dots.
+        unescaped: Compare it with paths without their escapes: then ``model.layers.0.weight`` also matches
+            ``model.layers\.0\.weight``.
     """
     glob = re.compile(fnmatch.translate(pattern)).match
 
@@ -80,7 +77,7 @@ def _show(key: Hashable) -> str:
         case tuple() if type(key) is tuple:
             return f"({_join(key)})"
         case np.generic():
-            return f"np.{type(key).__name__}({key.item()!r})"  # numpy's own way changed with version 2
+            return f"np.{type(key).__name__}({key.item()!r})"  # repr() changed with numpy 2
         case frozenset():
             return f"{{{', '.join(sorted(map(_show_quoted, key)))}}}"
         case _:

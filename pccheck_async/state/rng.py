@@ -1,4 +1,4 @@
-"""The global random number generators as one Stateful."""
+"""The global random number generators as one Stateful object."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ import torch
 
 from pccheck_async.errors import StateMismatchError
 
-__all__ = ["RNGState"]
-
 
 class RNGState:
-    """The generators of Python, numpy, torch on the CPU and torch on every CUDA device, saved and restored exactly.
+    """The global generators of Python, numpy, torch on the CPU and torch on every CUDA device.
 
     Put one into the app state (``{"rng": RNGState(), ...}``). CUDA generators are saved only where CUDA was used.
-    Generators of your own (``numpy.random.default_rng()``, ``torch.Generator()``) are not global: save their own state.
+    Generators of your own (``numpy.random.default_rng()``, ``torch.Generator()``) are not among them: save their state.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of every generator, as arrays and numbers."""
+        """Return the states of all generators, as arrays and numbers."""
         version, words, gauss = random.getstate()
         return {
             "python": {"version": version, "words": np.array(words, np.uint32), "gauss": gauss},
@@ -32,7 +30,7 @@ class RNGState:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
-        """Take over a state. Raises StateMismatchError, before anything changed, where the CUDA devices differ."""
+        """Set all generators. Raises StateMismatchError, before any is set, where numbers of CUDA devices differ."""
         cuda = state_dict["cuda"]
         trouble = self.mismatch(None if cuda is None else len(cuda))
         if trouble:
@@ -45,7 +43,7 @@ class RNGState:
             torch.cuda.set_rng_state_all(cuda)
 
     def mismatch(self, saved_devices: int | None) -> str:
-        """Why generators of that many CUDA devices (None: CUDA was not used) do not fit; empty if they do."""
+        """Return why the generators of so many CUDA devices (None: CUDA was not used) do not fit; empty if they do."""
         available = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if saved_devices is None or saved_devices == available:
             return ""

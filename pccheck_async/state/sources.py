@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from math import prod
-from typing import Any, Final, NamedTuple, TypeAlias, overload
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -80,7 +80,7 @@ class PackedSource:
 Source: TypeAlias = RawSource | PackedSource
 
 
-class Sources(Sequence[Source]):
+class Sources:
     """The sources of one capture: their addresses in one table, and what keeps their memory.
 
     Args:
@@ -109,8 +109,8 @@ class Sources(Sequence[Source]):
             else:
                 self.add_device(*source)
 
-    def again(self, addresses: npt.NDArray[np.uint64], owners: list[Any]) -> Sources:
-        """Return sources of the same sizes on the same devices; of a packed one the address is 0, the owner itself."""
+    def with_memory(self, addresses: npt.NDArray[np.uint64], owners: list[Any]) -> Sources:
+        """Return sources of the same sizes on the same devices; a packed one has the address 0 and owns itself."""
         new = Sources.__new__(Sources)  # all of it is set here
         new._addresses, new._owners = [], owners
         new.addresses, new.nbytes, new.lengths = addresses, self.nbytes, self.lengths
@@ -193,18 +193,24 @@ class Sources(Sequence[Source]):
         devices[list(self._placed)] = list(self._placed.values())
         return devices
 
-    @overload
-    def __getitem__(self, index: int) -> Source: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sources: ...
-    def __getitem__(self, index: int | slice) -> Source | Sources:
-        if isinstance(index, slice):
-            return Sources(self[number] for number in range(*index.indices(len(self))))
+    def on_host(self) -> npt.NDArray[np.bool_]:
+        """Return which sources the host copies, those of devices that have no plain address included."""
+        return np.ones(len(self), np.bool_) if self.device_of is None else np.equal(self.device_of, HOST)
+
+    def live(self) -> npt.NDArray[np.bool_]:
+        """Return which sources hold bytes of the live state: those that have any, and are no copies of the engine."""
+        filled = self.lengths > 0
+        return filled if self.owned is None else filled & ~self.owned
+
+    def __getitem__(self, index: int) -> Source:
         owner = self._owners[index]
         if isinstance(owner, PackedSource):
             return owner
         where = self._placed.get(index % len(self), HOST)
         return RawSource(int(self.addresses[index]), self.nbytes[index], owner, where)
+
+    def __iter__(self) -> Iterator[Source]:
+        return map(self.__getitem__, range(len(self)))
 
     def __len__(self) -> int:
         return len(self._owners)

@@ -1,4 +1,4 @@
-"""Objects that save and load themselves, and where they are in a live state."""
+"""Stateful objects, and where they are in a live state."""
 
 from __future__ import annotations
 
@@ -11,30 +11,28 @@ import torch
 
 from pccheck_async.state import paths
 
-__all__ = ["Stateful", "is_stateful", "parts"]
-
 _LEAVES: Final = frozenset((NoneType, bool, int, float, str, torch.Tensor, torch.nn.Parameter, np.ndarray))
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object that saves and loads itself: modules, optimizers, schedulers, loaders, and whatever users write."""
+    """An object with a state of its own: a module, an optimizer, a scheduler, a loader, or a user's own."""
 
     def state_dict(self) -> Any:
-        """Return the state, made of anything that can be saved."""
+        """Return the state, made of any values that can be saved."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Take over a state that ``state_dict`` returned."""
+        """Set the state to one that ``state_dict`` returned."""
 
 
 def is_stateful(value: object) -> bool:
-    """Whether ``value`` is an object (not a class) that saves and loads itself."""
+    """Return whether ``value`` is an object (not a class) with ``state_dict`` and ``load_state_dict``."""
     kind = type(value)
     return not isinstance(value, type) and hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
 
 
 def parts(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield path and value of the containers and objects in a live state, the state first; nothing within objects."""
+    """Yield path and value of the containers and objects in a live state, from the root; nothing inside of objects."""
     waiting: list[tuple[str, Any]] = [("", state)]
     seen: set[int] = set()
     while waiting:

@@ -1,11 +1,11 @@
-"""Leaves laid out by the memory they view, so that aliases are stored once and come back aliased.
+"""The layout of leaves, by the memory they view, so that aliases are stored once and come back aliased.
 
-For every storage, the byte ranges that its leaves span are taken, ranges that overlap or touch are merged, and what no
-leaf covers is dropped: a small view does not drag its base along. The ranges of one storage are then compacted into one
-:class:`StorageEntry`. A leaf (or several leaves that are the same view) that shares its range with no other and has
-holes in it (``big[:, 0]``) is *packed*: stored C-contiguous, as are lazily conjugated or negated tensors. Dimensions
-that are expanded (stride 0) take one item and stay expanded. A leaf whose range others overlap is stored raw, holes
-included, since they may be the others' bytes.
+Of every storage the byte ranges are kept that its leaves span; ranges that overlap or touch are merged, and bytes that
+no leaf covers are left out: a small view does not drag its base along. The ranges of one storage are then compacted
+into one :class:`StorageEntry`. A leaf (or several leaves that are the same view) that shares its range with no other
+and has holes in it (``big[:, 0]``) is *packed*: stored C-contiguous, as are lazily conjugated or negated tensors.
+Dimensions that are expanded (stride 0) take one item and stay expanded. A leaf whose range others overlap is stored
+raw, holes included, since they may be the others' bytes.
 
 Everything is resolved anew at each save: offloading, FSDP and ``resize_`` move storages between two saves.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -22,30 +23,160 @@ import torch
 
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format import dtypes
-from pccheck_async.format.manifest import ALIGNMENT, TensorEntry
+from pccheck_async.format.manifest import ALIGNMENT, TensorEntry, span
 from pccheck_async.state.leaves import ArrayLeaf
 from pccheck_async.state.sources import PackedSource, Sources
 from pccheck_async.state.tensor_access import untyped_storage
-from pccheck_async.state.views import Memory, View, is_lazy, view_of
 
-__all__ = ["Layout", "Origins", "arrange", "lay_out"]
+__all__ = ["Layout", "Origins", "View", "arrange", "is_unresolved", "lay_out", "view_of"]
 
 _WIDEST: Final = 16
 """Bytes of the widest tensor element: addresses keep their remainder by it, so that views stay aligned."""
 
 
+Memory: TypeAlias = tuple[Any, int]
+"""Device (``"cpu"`` for the host) and address of a storage."""
+
+
+@dataclass(slots=True, eq=False)
+class View:
+    """What a leaf with elements views: which memory, from which address to which, with which strides.
+
+    Attributes:
+        leaf: The leaf's index.
+        value: The tensor or array.
+        owner: What keeps the memory: the storage, or the array that others view; not the tensor, whose data may move.
+        memory: Device and address of the storage.
+        low: Address of its first byte.
+        high: The address after its last byte.
+        first: Address of its first element.
+        shape: Items per dimension.
+        stride: Items from one to the next; 0 along a numpy dimension of one item.
+        itemsize: Bytes of an item.
+        dtype: Name of the dtype.
+        holes: Whether there are bytes between its elements.
+        unresolved: Whether its memory does not hold its elements as they are (yet to be conjugated or negated), or its
+            strides are no multiples of the item size.
+    """
+
+    leaf: int
+    value: Any
+    owner: Any
+    memory: Memory
+    low: int
+    high: int
+    first: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    itemsize: int
+    dtype: str
+    holes: bool
+    unresolved: bool
+
+    def same(self, other: View) -> bool:
+        """Whether both view the same elements."""
+        mine = (self.first, self.shape, self.stride, self.dtype)
+        return mine == (other.first, other.shape, other.stride, other.dtype)
+
+
+def view_of(index: int, leaf: ArrayLeaf) -> View | None:
+    """Return what a leaf views; None where it has no bytes. Raises UnsupportedStateError where its memory is gone."""
+    if isinstance(leaf.value, torch.Tensor):
+        return _tensor_view(index, leaf.path, leaf.value)
+    return _array_view(index, leaf.value)
+
+
+def is_unresolved(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory is yet to be conjugated or negated."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def _tensor_view(index: int, path: str, tensor: torch.Tensor) -> View | None:
+    shape = tuple(tensor.shape)
+    if 0 in shape:
+        return None
+    stride = tensor.stride()
+    itemsize = tensor.element_size()
+    last = span(shape, stride)[1]
+    try:
+        storage = untyped_storage(tensor)
+        base, nbytes = storage.data_ptr(), storage.nbytes()
+    except (RuntimeError, NotImplementedError) as error:
+        raise UnsupportedStateError(
+            f"{path}: this tensor has no memory of its own; save a plain one in its place (torch.zeros(x.shape) of "
+            f"torch's own zeros): {error}"
+        ) from error
+    offset = int(tensor.storage_offset()) * itemsize
+    length = (last + 1) * itemsize
+    if offset + length > nbytes or base == 0:
+        raise UnsupportedStateError(
+            f"{path}: the tensor claims {length} bytes, but its storage has {nbytes}: it was freed or shrunk "
+            "(sharded parameters are; gather them before the checkpoint)"
+        )
+    return View(
+        leaf=index,
+        value=tensor,
+        owner=storage,
+        memory=("cpu" if tensor.is_cpu else tensor.device, base),
+        low=base + offset,
+        high=base + offset + length,
+        first=base + offset,
+        shape=shape,
+        stride=stride,
+        itemsize=itemsize,
+        dtype=dtypes.TORCH_NAMES[tensor.dtype],
+        holes=last >= prod(size for size, step in zip(shape, stride, strict=True) if step),
+        unresolved=is_unresolved(tensor),
+    )
+
+
+def _array_view(index: int, array: np.ndarray[Any, Any]) -> View | None:
+    itemsize = array.itemsize
+    if array.nbytes == 0:
+        return None
+    shape = array.shape
+    steps = tuple(step if size > 1 else 0 for size, step in zip(shape, array.strides, strict=True))
+    low, high = span(shape, steps)
+    elements = prod(size for size, step in zip(shape, steps, strict=True) if step)
+    whole = all(step % itemsize == 0 for step in steps)
+    first = _address(array)
+    root = array
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    return View(
+        leaf=index,
+        value=array,
+        owner=root,
+        memory=("cpu", _address(root)),
+        low=first + low,
+        high=first + high + itemsize,
+        first=first,
+        shape=shape,
+        stride=tuple(step // itemsize for step in steps),
+        itemsize=itemsize,
+        dtype=array.dtype.str,
+        holes=high - low + itemsize > elements * itemsize or low < 0,
+        unresolved=not whole,
+    )
+
+
+def _address(array: np.ndarray[Any, Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """Where every leaf is and where its bytes come from.
+    """Where the bytes of every leaf lie in the checkpoint, and where they come from.
 
     Attributes:
         tensors: One entry per leaf.
-        storage_nbytes: Size of each storage.
-        extents: The parts of the storages that hold bytes, in order; what lies between them is padding. Per row the
-            storage, the offset in it, and the length.
-        sources: One per extent.
-        source_of: Per leaf the index of its extent and source, -1 where it has no bytes.
-        breaks: Storages that begin a new chunk, whatever was in the one before.
+        storage_nbytes: Bytes of each storage.
+        extents: The parts of the storages that hold bytes, in order; what lies between them is padding. Shape
+            (parts, 3): per row the number of the storage, the offset in it and the length, in bytes.
+        sources: One source per extent.
+        source_of: For each leaf the number of its extent and source, -1 where it has no bytes.
+        breaks: Numbers of storages that begin a new chunk, whatever is in the one before.
     """
 
     tensors: tuple[TensorEntry, ...]
@@ -101,9 +232,9 @@ def arrange(leaves: Iterable[ArrayLeaf]) -> Layout:
     return lay_out(leaves)[0]
 
 
-def lay_out(found: Iterable[ArrayLeaf]) -> tuple[Layout, Origins]:
-    """Do the same, and tell where the sources come from."""
-    leaves = list(found)
+def lay_out(state_leaves: Iterable[ArrayLeaf]) -> tuple[Layout, Origins]:
+    """Do the same; return where the sources come from, too."""
+    leaves = list(state_leaves)
     whole = _WholeTensors()
     views: list[View] = []
     builder = _Builder(leaves)
@@ -117,7 +248,7 @@ def lay_out(found: Iterable[ArrayLeaf]) -> tuple[Layout, Origins]:
     shared = whole.shared(views)
     views += [view for view in (view_of(index, leaves[index]) for index in shared) if view is not None]
     views.sort(key=lambda view: view.leaf)
-    groups = {group[0].leaf: group for group in _united(views)}
+    groups = {group[0].leaf: group for group in _grouped_by_storage(views)}
     alone = dict(zip(whole.leaves, zip(whole.bases, whole.lows, whole.highs, whole.owners, strict=True), strict=True))
     for index in shared:
         del alone[index]
@@ -143,8 +274,8 @@ class _WholeTensors:
         self.owners: list[Any] = []
 
     def add(self, index: int, value: Any) -> bool:
-        """Take a leaf; False where it is another kind of leaf."""
-        if not (isinstance(value, torch.Tensor) and value.is_cpu and value.is_contiguous()) or is_lazy(value):
+        """Add a leaf; False where it is another kind of leaf."""
+        if not (isinstance(value, torch.Tensor) and value.is_cpu and value.is_contiguous()) or is_unresolved(value):
             return False
         try:
             storage = untyped_storage(value)
@@ -164,7 +295,7 @@ class _WholeTensors:
         return True
 
     def shared(self, others: Iterable[View]) -> list[int]:
-        """The leaves that share their storage, or any of their bytes, with another one or with ``others``."""
+        """Return the leaves that share their storage, or any of their bytes, with another one or with ``others``."""
         host = [(view.memory[1], view.low, view.high) for view in others if view.memory[0] == "cpu"]
         bases, lows, highs = (
             np.array([*mine, *(row[column] for row in host)], np.int64)
@@ -177,10 +308,10 @@ class _WholeTensors:
         touched = lows[order][1:] < reach[:-1]
         crowded[order[1:]] |= touched
         crowded[order[:-1]] |= lows[order][1:] < highs[order][:-1]
-        return [leaf for leaf, found in zip(self.leaves, crowded[: len(self.leaves)].tolist(), strict=True) if found]
+        return [leaf for leaf, shared in zip(self.leaves, crowded[: len(self.leaves)].tolist(), strict=True) if shared]
 
 
-def _united(views: Sequence[View]) -> Iterable[list[View]]:
+def _grouped_by_storage(views: Sequence[View]) -> Iterable[list[View]]:
     """Group views by storage, and join storages of the host whose views overlap.
 
     Two objects may wrap the same memory (from_numpy, DLPack). Storages that only touch stay apart: which ones do is the
@@ -188,10 +319,10 @@ def _united(views: Sequence[View]) -> Iterable[list[View]]:
     """
     groups: dict[Memory, list[View]] = {}
     for view in views:
-        groups.setdefault(("lazy", view.leaf) if view.lazy else view.memory, []).append(view)
+        groups.setdefault(("unresolved", view.leaf) if view.unresolved else view.memory, []).append(view)
     into = {memory: memory for memory in groups}
     end, holder = 0, None
-    host = [view for view in views if view.memory[0] == "cpu" and not view.lazy]
+    host = [view for view in views if view.memory[0] == "cpu" and not view.unresolved]
     for view in sorted(host, key=lambda view: view.low):
         if holder is not None and view.low < end and into[view.memory] != into[holder]:
             old, new = into[view.memory], into[holder]
@@ -208,7 +339,7 @@ def _ranges(views: list[View]) -> list[_Range]:
     """Merge the spans of one storage's views; those alone in theirs with holes in them are packed."""
     if len(views) == 1:
         view = views[0]
-        return [_Range(view.low, view.high, views, view.holes or view.lazy)]
+        return [_Range(view.low, view.high, views, view.holes or view.unresolved)]
     views.sort(key=lambda view: (view.low, -view.high))
     clusters: list[_Range] = []
     for view in views:

@@ -1,9 +1,8 @@
-"""Where the bytes of a restore go: payload ranges and the memory that takes them."""
+"""The memory that a restore fills: ranges of the payload, and where each is copied to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -11,13 +10,11 @@ import numpy.typing as npt
 
 from pccheck_async.state.sources import HOST
 
-__all__ = ["Restoration", "Target", "Targets"]
-
 
 class Target(NamedTuple):
-    """Bytes of the payload and the memory that they are copied to; ``owner`` keeps it.
+    """A range of the payload and the memory that it is copied to. Offset and length are in bytes.
 
-    ``device`` is the index of the CUDA device that has it.
+    ``owner`` keeps the memory alive; ``device`` is the index of its CUDA device, or ``HOST``.
     """
 
     payload_offset: int
@@ -28,10 +25,10 @@ class Target(NamedTuple):
 
 
 class Targets(Sequence[Target]):
-    """Targets in the order of the payload. They may overlap there: stored once, wanted twice.
+    """Targets in the order of the payload, where they may overlap: bytes stored once go to several places.
 
     Attributes:
-        devices: Indices of the CUDA devices that hold any of them.
+        devices: Indices of the CUDA devices of all targets.
     """
 
     def __init__(self, targets: Iterable[Target] = ()) -> None:
@@ -42,18 +39,20 @@ class Targets(Sequence[Target]):
         self._addresses = np.fromiter((target.address for target in self._targets), np.uint64, count)
         self.devices = {target.device for target in self._targets} - {HOST}
         self._devices = np.fromiter((target.device for target in self._targets), np.int32, count)
-        self._reach = np.maximum.accumulate(self._ends) if count else self._ends  # monotonic, so it can be searched
+        self._reach = (
+            np.maximum.accumulate(self._ends) if count else self._ends
+        )  # ascending, so that it can be searched
 
     @property
     def span(self) -> tuple[int, int]:
-        """The first byte of the payload that goes anywhere, and the one after the last."""
+        """The first byte of the payload that any target takes, and the byte after the last."""
         return (int(self._starts[0]), int(self._reach[-1])) if self._targets else (0, 0)
 
     def segments(self, offset: int, nbytes: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32] | None]:
-        """Return where payload bytes ``[offset, offset + nbytes)`` go.
+        """Return the memory for payload bytes ``[offset, offset + nbytes)``.
 
         Returns:
-            Rows of (address, offset in the range, length), and the device of each; None where all are on the host.
+            Rows of (address, offset in the range, length), and the device of each row; None where all are on the host.
         """
         first = int(np.searchsorted(self._reach, offset, "right"))
         last = max(first, int(np.searchsorted(self._starts, offset + nbytes, "left")))
@@ -78,24 +77,3 @@ class Targets(Sequence[Target]):
 
     def __len__(self) -> int:
         return len(self._targets)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Restoration:
-    """A restore that was checked and can begin: fill the targets, then call ``finish`` once.
-
-    Attributes:
-        targets: What to fill, in the order of the payload.
-        finish: Makes the state of what was filled, and returns it.
-        missing: Paths that the state has and the checkpoint lacks, and that stay as they are.
-        unexpected: Paths that the checkpoint has and the state lacks.
-        filled: Paths of the live arrays that the targets fill.
-        counts: Of each entry that both have, how many leaves of the checkpoint are restored, and how many it has.
-    """
-
-    targets: Targets
-    finish: Callable[[], Any]
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    filled: tuple[str, ...] = ()
-    counts: Mapping[str, tuple[int, int]] = field(default_factory=dict)

@@ -1,10 +1,11 @@
-"""Callbacks before Python code gets at the memory of a tensor without torch counting what it changes there.
+"""Callbacks that run before Python code reaches for the memory of a tensor in a way that torch does not count.
 
 Torch counts the changes that its own operations make (``Tensor._version``). It does not count what is written through
 ``param.data``, a NumPy array of a tensor, DLPack or a storage: that is how weights are swapped for an evaluation, or
-perturbed around a forward pass. So while a callback is wanted, the attributes that lead there are shadowed by ones that
-call it first and then do what torch does. They are put up once and taken down by the last who wanted one, not around
-each capture: CPython stops caching the attributes of a class that changes a thousand times.
+perturbed around a forward pass. So while there is a callback, the attributes of torch's classes that lead there are
+replaced by ones that call it first and then do what torch's own do. The first callback replaces them, they are restored
+after the last one, and not around each capture: CPython stops caching attributes of a class that changes a thousand
+times.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import torch
 __all__ = ["Callback", "exempt_this_thread", "notify", "stop_notifying", "storage_address", "untyped_storage"]
 
 Callback: TypeAlias = Callable[[Any, bool], None]
-"""Called with the tensor or storage, and whether who gets there likely writes; else it may be a look, or a copy."""
+"""Called with the tensor or storage, and whether the access likely writes; else it may only read."""
 
 untyped_storage: Final = torch.Tensor.untyped_storage
-"""Torch's own, for the package itself: whoever captures memory does not wait for the end of the capture."""
+"""Torch's own, for the package itself: a capture does not wait for its own end."""
 
 _METHODS: Final = (
     *((torch.Tensor, name) for name in ("numpy", "untyped_storage", "set_", "resize_", "resize_as_", "__dlpack__")),
@@ -38,12 +39,12 @@ _thread = threading.local()
 
 
 def notify(callback: Callback) -> None:
-    """Call ``callback`` from now on, on the thread that reaches for memory, before it gets there. Idempotent."""
+    """Call ``callback`` from now on, on the thread that reaches for memory, before it does. Idempotent."""
     if callback in _callbacks:
         return
     with _lock:
         if not _shadows:
-            _put_up()
+            _replace_all()
         _callbacks.append(callback)
 
 
@@ -53,11 +54,11 @@ def stop_notifying(callback: Callback) -> None:
         if callback in _callbacks:
             _callbacks.remove(callback)
         if not _callbacks:
-            _take_down()
+            _restore_all()
 
 
 def exempt_this_thread() -> None:
-    """Call nobody on this thread: a thread that captures must not wait for the capture's end."""
+    """Call nothing on this thread: a thread that captures must not wait for the end of the capture."""
     _thread.exempt = True
 
 
@@ -77,7 +78,7 @@ def _reached(owner: Any, writes: bool) -> None:
             callback(owner, writes)
 
 
-def _put_up() -> None:
+def _replace_all() -> None:
     for cls, name in _METHODS:
         _shadow(cls, name, _method(getattr(cls, name), name in _WRITING))
     for cls, name in _PROPERTIES:
@@ -89,7 +90,7 @@ def _shadow(cls: type, name: str, shadow: Any) -> None:
     setattr(cls, name, shadow)
 
 
-def _take_down() -> None:
+def _restore_all() -> None:
     while _shadows:
         cls, name, shadow, before = _shadows.pop()
         if cls.__dict__.get(name) is not shadow:

@@ -1,41 +1,148 @@
-"""The file ``commit`` of a store: made together with the store, locked against other writers, laid out."""
+"""The files ``commit`` and ``store.json``: made together, locked against other writers, read, laid out."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 
-from pccheck_async.errors import CorruptStoreError, StoreLockedError, WriteError
-from pccheck_async.format import checksum
+from msgspec.structs import replace
+
+from pccheck_async.errors import CorruptStoreError, ReadError, StoreLockedError, WriteError, is_exhausted, is_forbidden
+from pccheck_async.format import Identity, Record, checksum
 from pccheck_async.format.record import (
     COMMIT_NAME,
     COMMIT_NBYTES,
     FORMAT_VERSION,
     IDENTITY_NAME,
     REGION_NBYTES,
-    Identity,
-    Record,
+    decode_identity,
     decode_record,
     encode_identity,
     encode_record,
+    entries_before,
     names_checkpoints,
+    newest_record,
+    rebuild_identity,
     region_offsets,
     slot_number,
 )
-from pccheck_async.medium import File, Part, Writer
+from pccheck_async.medium import File, Medium, Part
+from pccheck_async.medium.base import read_around
 from pccheck_async.medium.lifetime import made_here
 from pccheck_async.medium.status_file import read_status
-from pccheck_async.store.records import read_identity, read_records
-from pccheck_async.transfer.memory import PAGE_BYTES, aligned_buffer
+from pccheck_async.telemetry import write
+from pccheck_async.transfer import PAGE_BYTES, aligned_buffer
 
-__all__ = ["CommitFile", "lock_commit", "open_commit"]
+__all__ = [
+    "CommitFile",
+    "lock_commit",
+    "open_commit",
+    "read_commit",
+    "read_identity",
+    "read_record",
+    "read_records",
+    "stored_identity",
+    "unread_record",
+]
+
+
+async def stored_identity(medium: Medium) -> Identity | None:
+    """Return the validated ``store.json``, None where there is none. Raises CorruptStoreError, ReadError."""
+    data = await medium.read_small(IDENTITY_NAME)
+    return None if data is None else decode_identity(data)
+
+
+async def read_identity(medium: Medium) -> Identity | None:
+    """Return what ``store.json`` says, None where there is no (complete) store. Raises CorruptStoreError, ReadError.
+
+    Where the device cannot read it, the records tell what it said. Bytes that are there, and that are not understood,
+    may be those of another format: they are an error.
+    """
+    try:
+        return await stored_identity(medium)
+    except ReadError as error:
+        found = None if is_exhausted(error) or is_forbidden(error) else await read_commit(medium)
+        rebuilt = None if found is None else rebuild_identity(found[0])
+        if rebuilt is None:
+            raise
+        text = "%s cannot be read (%s): the commit records tell what it says; `pccheck recover --write` writes it anew"
+        write(logging.WARNING, "identity", text, IDENTITY_NAME, error.strerror, error=str(error))
+        return rebuilt[0]
+
+
+async def read_commit(medium: Medium) -> tuple[memoryview, dict[int, ReadError]] | None:
+    """Return what :func:`read_around` does of the commit file; None where there is none."""
+    try:
+        file = await medium.open(COMMIT_NAME, writable=False)
+    except FileNotFoundError:
+        return None
+    view = aligned_buffer(COMMIT_NBYTES)
+    got, lost = await read_around(medium, file, 0, view)
+    await medium.close(file)
+    return view[:got], lost
+
+
+def unread_record(commit: memoryview, lost: Mapping[int, ReadError], store_id: bytes) -> ReadError | None:
+    """Return why the newest record is unknown: one of the two has no valid copy, and neither copy could be read.
+
+    A copy that is read and not valid tells that its record, which is durable only in both, never was.
+    """
+    for generation in (0, 1):
+        why = []
+        for start in region_offsets(generation):
+            errors = [error for offset, error in lost.items() if start <= offset < start + REGION_NBYTES]
+            if errors and decode_record(commit[start : start + REGION_NBYTES], store_id) is None:
+                why.append(errors[0])
+        if len(why) == 2:
+            return why[0]
+    return None
+
+
+async def read_records(medium: Medium, commit: File, identity: Identity) -> memoryview:
+    """Return the bytes of the commit file; a copy that cannot be read is not valid.
+
+    Raises:
+        ReadError: the device failed where both copies of a record are, which may be the newest: what the other one
+            names may be written over.
+    """
+    view = aligned_buffer(COMMIT_NBYTES)
+    got, lost = await read_around(medium, commit, 0, view)
+    if error := unread_record(view[:got], lost, identity.id_bytes):
+        text = (
+            f"{error.strerror}: neither copy of a commit record can be read, and it may be the newest; try again, and "
+            "where that does not help, see what is left with `pccheck recover`"
+        )
+        raise ReadError(error.errno, text, error.filename) from error
+    return view[:got]
+
+
+async def read_record(medium: Medium, commit: File, identity: Identity) -> Record:
+    """Return the newest valid record, and with it what the one before it names.
+
+    A store is created with a first, empty record, and a crash while one record is written never touches the other: so
+    a store without any valid record was damaged.
+
+    Raises:
+        CorruptStoreError: neither record has a valid copy.
+        ReadError: see :func:`read_records`.
+    """
+    view = await read_records(medium, commit, identity)
+    record = newest_record(view, identity.id_bytes)
+    if record is None:
+        raise CorruptStoreError(
+            f"no copy of a commit record in {COMMIT_NAME!r} is valid; the checkpoints themselves may be whole: "
+            "`pccheck recover` looks for them; keep the folder and do not write to it"
+        )
+    return replace(record, before=entries_before(view, identity.id_bytes, record))
+
 
 _POLL_SECONDS = 0.01
-"""Locks of other processes can only be polled: flock tells nobody when it becomes free."""
+"""Locks of other processes can only be polled: ``flock`` does not report when a lock becomes free."""
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
 
 
@@ -59,38 +166,38 @@ class CommitFile:
         """Return what is written for a record; good until the next call."""
         data = encode_record(record, self._id_bytes, self.identity.block_bytes)
         # Two copies on separate blocks: one damaged block does not cost the record. Both only ever touch this
-        # generation's parity, so the record before stays whole whatever happens here, in whatever order.
+        # generation's parity, so the record before it stays whole, whichever of these writes happen.
         view = self._buffer[: len(data)]
         view[:] = data
         return self.file, [(offset, view) for offset in region_offsets(record.generation)]
 
-    async def unsettled(self, writer: Writer, record: Record) -> Part:
+    async def repairs(self, medium: Medium, record: Record) -> Part:
         """Return what has to be written before any crash falls back to ``record``.
 
-        Zeros over the remains of a torn record, where the next one goes, and over what cannot be read there. And one
-        copy of ``record``: a page cache shows one that the disk does not have where a flush failed, and a filesystem
-        may have nothing to flush of a file that only a process wrote which is dead. The other copy stays, whatever
-        happens: so it is the one that is not this record, or cannot be read, where there is such a one.
+        Zeros over the remains of a torn record, and over what cannot be read, where the next record goes. And one copy
+        of ``record``: after a failed flush the page cache shows a record that the disk does not have, and a filesystem
+        may find nothing to flush in a file that only a dead process wrote. The copy that is not written stays as it is;
+        so the one that is written is the one that is not this record, or cannot be read, if there is one.
         """
-        view = await read_records(writer, self.file, self.identity)
+        view = await read_records(medium, self.file, self.identity)
 
-        def found(start: int) -> Record | None:
+        def record_at(start: int) -> Record | None:
             return decode_record(view[start : start + REGION_NBYTES], self.identity.id_bytes)
 
         pieces = []
         for start in region_offsets(record.generation + 1):
-            if found(start) is None and bytes(view[start : start + REGION_NBYTES]).strip(b"\0"):
+            if record_at(start) is None and bytes(view[start : start + REGION_NBYTES]).strip(b"\0"):
                 pieces.append((start, aligned_buffer(REGION_NBYTES)))
         data = encode_record(record, self.identity.id_bytes, self.identity.block_bytes)
         copy = aligned_buffer(len(data))
         copy[:] = data
         first, second = region_offsets(record.generation)
-        held = found(first)
+        held = record_at(first)
         pieces.append((second if held and held.generation == record.generation else first, copy))
         return self.file, pieces
 
 
-async def open_commit(writer: Writer, path: str | os.PathLike[str], lock_timeout: float) -> CommitFile:
+async def open_commit(medium: Medium, path: str | os.PathLike[str], lock_timeout: float) -> CommitFile:
     """Lock the store, and create it where there is none. ``path`` is for messages.
 
     Durability: opening an existing store writes nothing.
@@ -100,21 +207,21 @@ async def open_commit(writer: Writer, path: str | os.PathLike[str], lock_timeout
         CorruptStoreError: the folder holds something else.
         WriteError: the folder cannot be written.
     """
-    facts = await writer.prepare(create=True)
-    file = await lock_commit(writer, lambda: _open(writer), lock_timeout, lambda: _refuse_own(path))
+    facts = await medium.prepare(create=True)
+    file = await lock_commit(medium, lambda: _open(medium), lock_timeout, lambda: _refuse_own(path))
     if file is None:
         raise StoreLockedError(
             f"another writer has held {os.fspath(path)} for {lock_timeout} s{_holder(path)}: close it first, or use "
             "another folder (reading with load or list_checkpoints works meanwhile)"
         )
-    # Only now that nobody else, not even a dying writer's last request, can change it, is anything read.
-    found = await read_identity(writer)
-    identity = found or await _create(writer, file, max(facts.block_bytes, PAGE_BYTES))
+    # Read only now, when no one else can change it any more, not even a dying writer's last request.
+    found = await read_identity(medium)
+    identity = found or await _create(medium, file, max(facts.block_bytes, PAGE_BYTES))
     return CommitFile(file, identity, is_new=found is None)
 
 
 def _holder(path: str | os.PathLike[str]) -> str:
-    """Who it probably is, for a message."""
+    """Return the process that probably holds the store, for an error message."""
     with suppress(OSError):
         if (published := read_status(path)) is not None and published.alive:
             return f" (process {published.status.pid} on {published.status.host!r})"
@@ -132,34 +239,44 @@ def _refuse_own(path: str | os.PathLike[str]) -> None:
 
 
 async def lock_commit(
-    writer: Writer, opening: Callable[[], Awaitable[File]], timeout: float, refused: Callable[[], None] = lambda: None
+    medium: Medium, opening: Callable[[], Awaitable[File]], timeout: float, refused: Callable[[], None] = lambda: None
 ) -> File | None:
     """Open the file and lock it against other writers; None where one held it for ``timeout`` seconds.
 
-    Whoever held it may have put another one in its place, as recovering does: then it is that one which is locked.
+    The holder may have put another file in its place, as a recovery does: then that one is locked.
     ``refused`` is called each time that somebody else holds it, and may end the waiting with an error.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout
     file = await opening()
     while True:
-        locked = await writer.try_lock(file)
-        if locked and await writer.in_place(file):
+        locked = await medium.lock(file)
+        if locked and await _in_place(medium, file):
             return file
         if not locked:
             refused()
         if loop.time() >= deadline:
             return None
         if locked:
-            await writer.close_file(file)
+            await medium.close(file)
             file = await opening()
         else:
             await asyncio.sleep(_POLL_SECONDS)
 
 
-async def _open(writer: Writer) -> File:
+async def _in_place(medium: Medium, file: File) -> bool:
+    """Whether the name of an open file still leads to it."""
     try:
-        return await _open_or_create(writer)
+        named = await medium.open(file.name, writable=False)
+    except FileNotFoundError:
+        return False
+    await medium.close(named)
+    return named.identity == file.identity
+
+
+async def _open(medium: Medium) -> File:
+    try:
+        return await _open_or_create(medium)
     except WriteError as error:
         if error.errno not in _REFUSED:
             raise
@@ -167,41 +284,41 @@ async def _open(writer: Writer) -> File:
         raise WriteError(error.errno, text, error.filename) from error
 
 
-async def _open_or_create(writer: Writer) -> File:
+async def _open_or_create(medium: Medium) -> File:
     try:
-        return await writer.open(COMMIT_NAME, writable=True)
+        return await medium.open(COMMIT_NAME, writable=True)
     except FileNotFoundError:
-        await _refuse_remains(writer)
+        await _refuse_remains(medium)
     try:
-        return await writer.create(COMMIT_NAME, COMMIT_NBYTES)
+        return await medium.reserve(COMMIT_NAME, COMMIT_NBYTES)
     except WriteError as error:
         if error.errno != errno.EEXIST:
             raise
         # Another writer was faster; the lock decides.
-        return await writer.open(COMMIT_NAME, writable=True)
+        return await medium.open(COMMIT_NAME, writable=True)
 
 
-async def _refuse_remains(writer: Writer) -> None:
+async def _refuse_remains(medium: Medium) -> None:
     """Raise CorruptStoreError where parts of a store lie that lost its commit file: a new one would overwrite them."""
-    parts = [name for name in await writer.names() if name == IDENTITY_NAME or slot_number(name) is not None]
-    if parts and COMMIT_NAME not in await writer.names():  # looked for again: another writer may be making the store
+    parts = [name for name in await medium.names() if name == IDENTITY_NAME or slot_number(name) is not None]
+    if parts and COMMIT_NAME not in await medium.names():  # looked for again: another writer may be making the store
         raise CorruptStoreError(
             f"{COMMIT_NAME!r} is missing beside {max(parts)}: "
             "see what is left with `pccheck recover`, or use an empty folder"
         )
 
 
-async def _create(writer: Writer, file: File, block_bytes: int) -> Identity:
+async def _create(medium: Medium, file: File, block_bytes: int) -> Identity:
     """Make the folder a store; ``store.json`` comes last, so a crash leaves either no store or a whole one."""
     if file.nbytes > COMMIT_NBYTES:
         raise CorruptStoreError(f"there is a file {COMMIT_NAME!r} here that is not a store's; use an empty folder")
     view = aligned_buffer(COMMIT_NBYTES)
-    if names_checkpoints(bytes(view[: await writer.read(file, 0, view)])):
+    if names_checkpoints(bytes(view[: await medium.read(file, 0, view)])):
         raise CorruptStoreError(
             f"{IDENTITY_NAME} is missing beside a {COMMIT_NAME!r} file that names checkpoints: "
             "see what is left with `pccheck recover`, or use an empty folder"
         )
-    if any(slot_number(name) is not None for name in await writer.names()):  # made only after both
+    if any(slot_number(name) is not None for name in await medium.names()):  # made only after both
         raise CorruptStoreError(
             f"{IDENTITY_NAME} is missing, {COMMIT_NAME!r} is empty, and there are slots: "
             "see what is left with `pccheck recover`, or use an empty folder"
@@ -214,13 +331,8 @@ async def _create(writer: Writer, file: File, block_bytes: int) -> Identity:
     image = bytearray(first)
     image[second_copy : second_copy + REGION_NBYTES] = first[:REGION_NBYTES]
     view[:] = image
-    await writer.write(file, 0, view)
-    await writer.flush(file)  # crash: store.json without a first record behind it
-    await writer.sync_folder()  # crash: store.json without a commit file beside it
-    passing = IDENTITY_NAME + ".tmp"
-    if passing in await writer.names():
-        await writer.unlink(passing)  # crash: what its killed writer had queued lands in ours, with another id
-    await writer.write_small(passing, encode_identity(identity))
-    await writer.rename(passing, IDENTITY_NAME)
-    await writer.sync_folder()  # crash: checkpoints acknowledged in a folder that is no store
+    await medium.make_durable([(file, [(0, view)])])  # crash: store.json without a first record behind it
+    await medium.sync_names()  # crash: store.json without a commit file beside it
+    # Crash: checkpoints acknowledged in a folder that is no store. So it is durable, as a whole, when this returns.
+    await medium.replace(IDENTITY_NAME, encode_identity(identity))
     return identity

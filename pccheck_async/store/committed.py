@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from pccheck_async.format.record import MOST_ENTRIES, Entry, Record
-from pccheck_async.store.retention import Retention
-from pccheck_async.telemetry.logs import write
+from pccheck_async.format import Entry, Record
+from pccheck_async.format.record import MOST_ENTRIES
+from pccheck_async.store.retention import Kept, Retention
+from pccheck_async.telemetry import write
 
 __all__ = ["Committed"]
 
@@ -49,11 +50,11 @@ class Committed:
         self._damaged.add(counter)
 
     def adopt(self, entry: Entry) -> None:
-        """Take a superseded checkpoint, all of which was found whole, for a committed one."""
+        """Count a superseded checkpoint as committed, all of which was verified."""
         self.adopted = (*self.adopted, entry)
 
-    def follow(self, entries: Iterable[Entry]) -> Record:
-        """Return the record that comes next.
+    def record_naming(self, entries: Iterable[Entry]) -> Record:
+        """Return the record that comes next where it names ``entries``. Changes nothing.
 
         It goes where the one before the newest is. Where that alone names what was adopted, a crash must not tear it:
         then it goes where the newest is, of which nothing newer was whole.
@@ -64,15 +65,16 @@ class Committed:
         return Record(before.generation + 1, named, before.entries)
 
     def publish(self, record: Record) -> None:
-        """Take note that ``record`` is durable."""
+        """Note that ``record`` is durable."""
         self.record = record
         self.adopted = ()
         self._damaged.intersection_update(entry.counter for entry in record.entries)
 
     def check_rules(self) -> None:
-        """Say which checkpoints the rules do not keep. Raises StoreFullError where more are pinned than there is room.
+        """Log which checkpoints no rule keeps: the next commit drops them.
 
-        These are dropped with the next commit.
+        Raises:
+            StoreFullError: more are pinned than a record has room for.
         """
         self.retention.check_room(self.record.entries)
         dropped = [entry.step for entry in self.retention.dropped(self.record.entries)]
@@ -80,9 +82,12 @@ class Committed:
             text = "the next checkpoint drops those of steps %s: no rule of this engine keeps them"
             write(logging.WARNING, "dropping", text, dropped)
 
-    def retain(self, new: Entry) -> list[Entry]:
-        """Return what the next record names; ``new`` is not among it where it is superseded (I6)."""
-        kept = self.retention.retain((*self.record.entries, *self.adopted), new, self._damaged)
+    def retain(self, new: Entry) -> Kept:
+        """Return what the next record names; ``new`` is not among it where it is superseded (I6). Changes nothing."""
+        return self.retention.retain((*self.record.entries, *self.adopted), new, self._damaged)
+
+    def warn_of(self, new: Entry, kept: Kept) -> None:
+        """Log which checkpoints are dropped for want of room, and, once, that ``keep_best`` cannot rank ``new``."""
         for entry in kept.crowded_out:
             text = "the checkpoint of step %d is dropped although keep_every keeps it: a record names %d"
             write(logging.WARNING, "crowded_out", text, entry.step, MOST_ENTRIES)
@@ -93,4 +98,3 @@ class Committed:
                 "keep_best takes no notice of checkpoints without a number %r in their metadata; that of step %d is %s"
             )
             write(logging.WARNING, "no_metric", text, best.metric, new.step, new.metadata or "empty")
-        return kept.entries

@@ -6,14 +6,14 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from pccheck_async.errors import StoreFailedError
-from pccheck_async.telemetry.logs import write
-from pccheck_async.transfer.uninterrupted import uninterrupted
+from pccheck_async.telemetry import write
+from pccheck_async.transfer import uninterrupted
 
 __all__ = ["Latch"]
 
 
 class Latch:
-    """Keeps the first error after which nobody knows what is durable; it is never let go of.
+    """The first error after which it is unknown what is durable. It is never reset: reopen the store.
 
     Attributes:
         failure: That error, None while there was none.
@@ -23,7 +23,7 @@ class Latch:
         self.failure: BaseException | None = None
 
     def set(self, error: BaseException) -> None:
-        """Take no more commits because of ``error``; only the first one is kept, and said."""
+        """Take no more commits because of ``error``; only the first one is kept, and logged."""
         if self.failure is None:
             self.failure = error
             write(logging.ERROR, "store_failed", "the store takes no more commits: %s", error, error=str(error))
@@ -41,17 +41,18 @@ class Latch:
     async def flush(self, flush: Callable[[], Awaitable[None]]) -> None:
         """Flush; where that fails no more commits are taken. Raises StoreFailedError.
 
-        Cancellation: raised when it ended: the error of a flush that nobody waits for any more must latch all the same.
+        Cancellation: raised when the flush ended: its error must latch though the caller no longer waits.
         """
-        await uninterrupted(self._flush(flush))
 
-    async def _flush(self, flush: Callable[[], Awaitable[None]]) -> None:
-        try:
-            await flush()
-        except OSError as error:
-            # After a failed flush the kernel may report success although the data is gone: never try again.
-            self.set(error)
-            raise _failed(error) from error
+        async def flush_or_latch() -> None:
+            try:
+                await flush()
+            except OSError as error:
+                # After a failed flush the kernel may report success although the data is gone: never try again.
+                self.set(error)
+                raise _failed(error) from error
+
+        await uninterrupted(flush_or_latch())
 
 
 def _failed(error: BaseException) -> StoreFailedError:

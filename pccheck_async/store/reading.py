@@ -1,23 +1,52 @@
-"""Which checkpoint to read, and what to say where it is damaged."""
+"""Reading a committed checkpoint: which one, its manifest, and its chunks, every checksum verified on the way.
+
+Chunks are read concurrently into staging buffers, so memory is bounded by the pool whatever the size of the
+checkpoint; bytes reach their tensors only after their chunk's checksum held.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
+import errno
 import logging
 import warnings
-from collections.abc import Collection, Sequence
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
 
-from pccheck_async.format.manifest import Manifest
-from pccheck_async.format.record import Entry
-from pccheck_async.telemetry.logs import write
-from pccheck_async.transfer.pool import BufferPool
+from pccheck_async.errors import CorruptStoreError, DamagedError, ReadError, is_exhausted
+from pccheck_async.format import Entry, align, crc32
+from pccheck_async.format.manifest import ChunkEntry, Manifest, decode
+from pccheck_async.medium import File, Medium
+from pccheck_async.medium.open_medium import Session
+from pccheck_async.state import Targets
+from pccheck_async.telemetry import write
+from pccheck_async.transfer import BufferLease, BufferPool, address_of, aligned_buffer, first_failure
+from pccheck_async.transfer.copying import CopyBackend, HostCopy
+from pccheck_async.transfer.plan import scatter_segments
+from pccheck_async.transfer.segments import Segments
 
-__all__ = ["choose", "pool_for", "warn_damaged"]
+__all__ = [
+    "Fallback",
+    "VerifiedChunks",
+    "choose",
+    "chunks_between",
+    "pool_for",
+    "read_chunk",
+    "read_manifest",
+    "read_payload",
+    "verify_payload",
+    "warn_damaged",
+]
 
 
 def choose(
     entries: Sequence[Entry], step: int | None, unreadable: Collection[int] = (), superseded: Sequence[Entry] = ()
 ) -> Entry | None:
-    """Return the checkpoint to read: the newest, or the newest of ``step``, without those found ``unreadable``.
+    """Return the checkpoint to read: the newest, or the newest of ``step``, without the ``unreadable`` ones.
 
     Those that were ``superseded`` are read only where all newer ones are unreadable, and never by their step.
     """
@@ -25,6 +54,57 @@ def choose(
         entries = sorted((*entries, *superseded), key=lambda entry: -entry.counter)
     wanted = (entry for entry in entries if step is None or entry.step == step)
     return next((entry for entry in wanted if entry.counter not in unreadable), None)
+
+
+class Fallback:
+    """The way past checkpoints that cannot be read, to the newest one that can.
+
+    Superseded checkpoints come last, and only where all of one is whole; but before them, what a device failed to read
+    is tried once more: a failure that passes must not cost a checkpoint that is kept.
+
+    Args:
+        step: The step that was asked for: then damage raises, and nothing else is read.
+
+    Attributes:
+        unreadable: Counters of those that were tried in vain.
+        failure: The newest one of them, and its error; a superseded one only where there is no other.
+    """
+
+    def __init__(self, step: int | None) -> None:
+        self.unreadable: set[int] = set()
+        self.failure: tuple[Entry, Exception] | None = None
+        self._step = step
+        self._unread: set[int] | None = set()  # by the device; None once all of them were tried again
+
+    def pass_over(
+        self,
+        entry: Entry,
+        superseded: bool,
+        error: DamagedError | ReadError,
+        older: Callable[[], tuple[Entry, bool] | None],
+    ) -> None:
+        """Note why ``entry`` cannot be read, and warn where the next older one is read instead.
+
+        ``older`` returns what is to be read next and is not ``unreadable``, and whether that was superseded.
+
+        Raises:
+            DamagedError, ReadError: nothing is left to try, or the error says nothing of the checkpoint.
+        """
+        if is_exhausted(error):
+            raise error
+        self.unreadable.add(entry.counter)
+        if self.failure is None or not superseded:
+            self.failure = entry, error
+        chosen = older()
+        if self._step is not None or chosen is None:
+            raise self.failure[1] from None
+        if self._unread is not None and isinstance(error, ReadError):
+            self._unread.add(entry.counter)
+        if chosen[1] and self._unread:
+            self.unreadable -= self._unread
+            self._unread = None
+        elif chosen[0].counter < entry.counter and not chosen[1]:  # else only once that one proved whole
+            warn_damaged(self.failure[0], chosen[0], self.failure[1])
 
 
 def pool_for(manifest: Manifest, pool: BufferPool) -> BufferPool:
@@ -40,3 +120,239 @@ def warn_damaged(entry: Entry, older: Entry, error: Exception) -> None:
     text = f"checkpoint of step {entry.step} cannot be read ({error}); falling back to step {older.step}"
     write(logging.WARNING, "fell_back", "%s", text, step=entry.step, counter=entry.counter, error=str(error))
     warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+_MOST_CHUNKS = 8
+"""Read and verified at a time. They keep a disk busy; more would only be memory that nothing has touched yet, which a
+restart pays for at the wrong moment: on ours a cold restore took half as long again."""
+
+
+async def read_manifest(medium: Medium, file: File, entry: Entry, block_bytes: int) -> Manifest:
+    """Read and validate the manifest that a commit record names.
+
+    Raises:
+        DamagedError: its checksum does not hold, or the file ends too early.
+        CorruptStoreError: it is what was written, and this version does not understand it.
+        ReadError: the device failed.
+    """
+    end = entry.manifest_offset + entry.manifest_nbytes
+    if entry.manifest_offset % block_bytes or end > file.nbytes:
+        raise DamagedError(
+            f"{file.name} has {file.nbytes} bytes; the manifest of checkpoint {entry.counter} is said to end at {end}"
+        )
+    view = aligned_buffer(align(entry.manifest_nbytes, block_bytes))
+    got = await medium.read(file, entry.manifest_offset, view)
+    data = bytes(view[: min(got, entry.manifest_nbytes)])
+    if len(data) != entry.manifest_nbytes or crc32(data) != entry.manifest_checksum:
+        raise DamagedError(f"{file.name}: the manifest of checkpoint {entry.counter} (step {entry.step}) is damaged")
+    try:
+        manifest = decode(data)
+    except CorruptStoreError as error:
+        raise CorruptStoreError(
+            f"{file.name}: the manifest of checkpoint {entry.counter} (step {entry.step}) is what was written, and not "
+            f"understood ({error}); load it with the version of this package, and of torch, that saved it, or give the "
+            "step of another one"
+        ) from error
+    if manifest.counter != entry.counter or manifest.payload_nbytes > entry.manifest_offset:
+        raise CorruptStoreError(f"{file.name}: the manifest is not that of checkpoint {entry.counter}")
+    return manifest
+
+
+def chunks_between(manifest: Manifest, low: int, high: int) -> range:
+    """Return the indices of the chunks that hold any of the payload's bytes from ``low`` to before ``high``."""
+    chunks = manifest.chunks
+    first = bisect_right(chunks, low, key=lambda chunk: chunk.offset) - 1
+    return range(max(0, first), bisect_left(chunks, high, key=lambda chunk: chunk.offset)) if low < high else range(0)
+
+
+async def read_payload(
+    medium: Medium,
+    backend: CopyBackend,
+    pool: BufferPool,
+    file: File,
+    manifest: Manifest,
+    targets: Targets,
+    admission: Any = None,
+    advance: Callable[[int], None] = lambda _: None,
+    *,
+    every: bool = False,
+) -> None:
+    """Fill ``targets`` from the chunks that hold them; no other chunk is read, unless ``every`` one is to be verified.
+
+    The pool's buffers hold at least the manifest's largest chunk. Targets on a device are filled behind what the
+    backend admitted there, and are whole when this returns, for any stream. ``advance`` is called with the bytes of
+    each chunk that was read, or need not be.
+
+    Cancellation: ends once every read and copy ended. The targets are then partly filled.
+
+    Raises:
+        DamagedError: a checksum does not hold; earlier chunks may have been copied already.
+        ReadError: the device failed.
+    """
+    if admission:
+        await backend.order_after(admission)
+    turns = asyncio.Semaphore(_MOST_CHUNKS)
+
+    def end(lease: BufferLease) -> None:
+        lease.release()
+        turns.release()
+
+    async def read(index: int, chunk: ChunkEntry, segments: Segments, buffer: memoryview) -> None:
+        await read_chunk(medium, backend, file, index, chunk, segments, buffer, targets)
+        advance(chunk.nbytes)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            near = chunks_between(manifest, *targets.span)
+            for index, chunk in enumerate(manifest.chunks):
+                segments = scatter_segments(chunk.offset, chunk.nbytes, targets) if index in near else Segments()
+                if not segments and not every:
+                    advance(chunk.nbytes)
+                else:
+                    await turns.acquire()
+                    lease = await pool.lease()
+                    reading = read(index, chunk, segments, lease.view)
+                    # The lease outlives the task, also one that is cancelled before it ran at all.
+                    group.create_task(reading).add_done_callback(lambda _, lease=lease: end(lease))  # type: ignore[misc]
+    except BaseExceptionGroup as errors:
+        failure = first_failure(errors)
+        raise failure from failure.__cause__
+
+
+async def verify_payload(
+    medium: Medium, backend: CopyBackend, pool: BufferPool, file: File, manifest: Manifest
+) -> None:
+    """Read every chunk, and copy nothing. Raises DamagedError, ReadError."""
+    await read_payload(medium, backend, pool, file, manifest, Targets(), every=True)
+
+
+async def read_chunk(
+    medium: Medium,
+    backend: CopyBackend,
+    file: File,
+    index: int,
+    chunk: ChunkEntry,
+    segments: Segments,
+    buffer: memoryview,
+    keepalive: Any,
+) -> None:
+    """Read a chunk into a staging buffer, verify it, and only then copy segments of it to their places.
+
+    Raises:
+        DamagedError: the checksum does not hold, or the file ends too early.
+        ReadError: the device failed.
+    """
+    view = buffer[: chunk.nbytes]
+    try:
+        if await medium.read(file, chunk.offset, view) != chunk.nbytes:
+            raise OSError(errno.EBADMSG, "the file is too short")
+        await backend.scatter(view, chunk.checksum, segments, keepalive)
+    except OSError as error:
+        if error.errno != errno.EBADMSG:
+            raise
+        raise DamagedError(
+            f"{file.name}: chunk {index} (bytes {chunk.offset} to {chunk.offset + chunk.nbytes}) of the checkpoint is "
+            f"damaged: {error.strerror}"
+        ) from None
+
+
+_KEPT = 4
+"""Chunks that stay in memory: tensors that lie beside each other are mostly read one after the other."""
+
+
+class VerifiedChunks:
+    """Bytes of a payload by their place. Memory is bounded by the pool; one call at a time works.
+
+    Args:
+        session: Reads.
+        file: The slot, locked for as long as this is used.
+        manifest: What it holds.
+        pool: Staging buffers; another one as large where the chunks do not fit into them.
+    """
+
+    def __init__(self, session: Session, file: File, manifest: Manifest, pool: BufferPool) -> None:
+        self._medium = session.medium
+        self._backend = HostCopy(session.operations)
+        self._file = file
+        self._manifest = manifest
+        self._pool = pool_for(manifest, pool)
+        self._most = max(1, min(_KEPT, self._pool.nbytes // self._pool.buffer_bytes // 2))
+        self._kept: OrderedDict[int, BufferLease] = OrderedDict()
+        self._turn = asyncio.Lock()
+
+    async def fill(self, targets: Targets) -> None:
+        """Fill ``targets`` in host memory: from few chunks one by one, from many as :func:`read_payload` does.
+
+        Raises:
+            CorruptStoreError: a checksum does not hold.
+            ReadError: the device failed.
+        """
+        touched = [
+            index
+            for index in chunks_between(self._manifest, *targets.span)
+            if len(targets.segments(self._manifest.chunks[index].offset, self._manifest.chunks[index].nbytes)[0])
+        ]
+        async with self._turn:
+            if len(touched) > self._most:
+                self._drop(0)  # the whole pool is for the chunks to come
+                await read_payload(self._medium, self._backend, self._pool, self._file, self._manifest, targets)
+                return
+            for index in touched:
+                view = await self._get(index)
+                base = address_of(view)
+                rows, _ = targets.segments(self._manifest.chunks[index].offset, view.nbytes)
+                for address, offset, length in rows.tolist():
+                    ctypes.memmove(address, base + offset, length)
+
+    async def pieces(self, ranges: Iterable[tuple[int, int]]) -> AsyncGenerator[memoryview, None]:
+        """Yield the bytes of ranges (first byte, the one after the last); each piece stays as it is until the next.
+
+        The next chunk is read meanwhile. Close the iterator where it is not used up.
+
+        Raises:
+            CorruptStoreError: a checksum does not hold; what was yielded before did.
+            ReadError: the device failed.
+        """
+        chunks = self._manifest.chunks
+        wanted = [
+            (index, max(low, chunks[index].offset), min(high, chunks[index].offset + chunks[index].nbytes))
+            for low, high in ranges
+            for index in chunks_between(self._manifest, low, high)
+        ]
+        ahead: asyncio.Task[memoryview] | None = None
+        try:
+            for number, (index, low, high) in enumerate(wanted):
+                view = await (ahead or self._chunk(index))
+                ahead = None
+                if number + 1 < len(wanted) and self._most > 1:
+                    ahead = asyncio.create_task(self._chunk(wanted[number + 1][0]))
+                start = chunks[index].offset
+                yield view[low - start : high - start]
+        finally:
+            if ahead is not None:
+                ahead.cancel()
+                with suppress(asyncio.CancelledError, Exception):
+                    await ahead
+
+    async def _chunk(self, index: int) -> memoryview:
+        async with self._turn:
+            return await self._get(index)
+
+    async def _get(self, index: int) -> memoryview:
+        chunk = self._manifest.chunks[index]
+        if index in self._kept:
+            self._kept.move_to_end(index)
+            return self._kept[index].view[: chunk.nbytes]
+        self._drop(self._most - 1)
+        lease = await self._pool.lease()
+        try:
+            await read_chunk(self._medium, self._backend, self._file, index, chunk, Segments(), lease.view, None)
+        except BaseException:
+            lease.release()
+            raise
+        self._kept[index] = lease
+        return lease.view[: chunk.nbytes]
+
+    def _drop(self, most: int) -> None:
+        while len(self._kept) > most:
+            self._kept.popitem(last=False)[1].release()

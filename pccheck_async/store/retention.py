@@ -11,7 +11,8 @@ from typing import Literal
 from msgspec.structs import replace
 
 from pccheck_async.errors import NoCheckpointError, StoreFullError
-from pccheck_async.format.record import MOST_ENTRIES, Entry
+from pccheck_async.format import Entry
+from pccheck_async.format.record import MOST_ENTRIES
 
 __all__ = ["Best", "KeepAll", "Kept", "Retention", "SpaceNeeded", "make_best"]
 

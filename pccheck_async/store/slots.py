@@ -1,51 +1,44 @@
-"""Who may use which slot, and when: plain decisions, no I/O.
+"""The slots of a store: which of them may be written, and when; and their files.
 
 A slot is *leased* to the checkpoint that is being written into it, *committed* while the newest durable record names
-it,
-*read* while a restore of this engine reads it, and free otherwise. Only a free slot may be written (I1); a committed
-slot becomes free only through :meth:`SlotTable.committed`, which the store calls once the record without it is durable
-(I3).
+it, *read* while a restore of this engine reads it, and free otherwise. Only a free slot may be written (I1); a
+committed slot becomes free only once the record without it is durable (:meth:`SlotTable.committed`, I3).
+:class:`SlotTable` decides without I/O; :class:`Slots` creates, locks, leases and removes the files.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import chain, count, islice
+from typing import NamedTuple
 
-import msgspec
+from pccheck_async.errors import CorruptStoreError, DamagedError, ReadError, StoreFullError, is_exhausted
+from pccheck_async.format import Record
+from pccheck_async.format.record import MOST_SLOT, slot_name, slot_number
+from pccheck_async.medium import File, Medium
+from pccheck_async.store.latch import Latch
+from pccheck_async.telemetry import write
+from pccheck_async.transfer import uninterrupted
 
-from pccheck_async.format.record import MOST_SLOT
-
-__all__ = ["Create", "Replace", "Reuse", "SlotTable", "Wait"]
-
-
-class Reuse(msgspec.Struct, frozen=True):
-    """Write into the free slot ``slot``."""
-
-    slot: int
-
-
-class Create(msgspec.Struct, frozen=True):
-    """Create slot ``slot``."""
-
-    slot: int
+__all__ = ["Decision", "SlotLease", "SlotTable", "Slots", "open_slots"]
 
 
-class Replace(msgspec.Struct, frozen=True):
-    """Remove the free slot ``old``, which is too small, and create ``slot``."""
+class Decision(NamedTuple):
+    """Where a checkpoint goes.
 
-    old: int
-    slot: int
+    Attributes:
+        slot: Write into this one; None: every slot is in use, and no more may be made.
+        create: It does not exist yet.
+        remove: A free slot that is too small, to be removed first.
+    """
 
-
-class Wait(msgspec.Struct, frozen=True):
-    """Every slot is in use and no more may be made; ``readers`` of them are held by other processes' readers."""
-
-    readers: int
-
-
-Decision = Reuse | Create | Replace | Wait
+    slot: int | None
+    create: bool = False
+    remove: int | None = None
 
 
 class SlotTable:
@@ -54,7 +47,7 @@ class SlotTable:
     Args:
         sizes: Slots found on storage: number to bytes.
         committed: Slots that the newest durable record names.
-        unusable: Slots whose files cannot be opened: their numbers are taken.
+        unusable: Slots whose files cannot be opened: no new slot gets one of their numbers.
         in_flight: Most checkpoints that are written at a time.
         kept: Checkpoints for which there is always room; pinned ones and the like come on top (I10).
     """
@@ -119,14 +112,14 @@ class SlotTable:
         free = [slot for slot in self.free() if slot not in passed_over]
         fitting = [slot for slot in free if self._sizes[slot] >= nbytes]
         if fitting:
-            return Reuse(min(fitting, key=self._rank))
+            return Decision(min(fitting, key=self._rank))
         if free and self.count >= self.most:
-            return Replace(min(free, key=self._rank), self._fresh()[0])
+            return Decision(self._fresh()[0], create=True, remove=min(free, key=self._rank))
         # A restore of this engine may need the buffers that a waiting checkpoint holds: never wait for one.
         extra = len(self._read.keys() - self._committed) + (1 if passed_over else 0)
         if self.count < self.most + extra:
-            return Create(self._fresh()[0])
-        return Wait(readers=len(passed_over))
+            return Decision(self._fresh()[0], create=True)
+        return Decision(None)
 
     def _rank(self, slot: int) -> tuple[bool, int, int]:
         """Return what is smaller for a slot to give up first: what was superseded may be needed once more."""
@@ -192,3 +185,200 @@ class SlotTable:
         if extra <= 0:
             return []
         return sorted(self.free(), key=self._rank)[:extra]
+
+
+_POLL_SECONDS = 0.01
+"""Locks of other processes can only be polled: ``flock`` does not report when a lock becomes free."""
+
+
+@dataclass(slots=True, eq=False)
+class SlotLease:
+    """A slot that one checkpoint writes into; exclusive, also against other processes. Given back exactly once."""
+
+    slot: int
+    file: File
+    nbytes: int
+
+
+async def open_slots(medium: Medium, record: Record, *, in_flight: int, kept: int, latch: Latch) -> Slots:
+    """Open the slots that a folder has; a slot that cannot be opened is left alone: what it holds is lost.
+
+    Args:
+        medium: The folder's files.
+        record: The newest one.
+        in_flight: Most checkpoints that are written at a time.
+        kept: Checkpoints for which there is always room.
+        latch: Set where the name of a new slot cannot be made durable.
+    """
+    files: dict[int, File] = {}
+    unusable: dict[int, Exception] = {}
+    for name in await medium.names():
+        number = slot_number(name)
+        if number is None:
+            continue
+        try:
+            files[number] = await medium.open(name, writable=True)
+        except (CorruptStoreError, OSError) as error:
+            if is_exhausted(error):
+                raise
+            unusable[number] = error
+            write(logging.WARNING, "unusable_slot", "%s cannot be used: %s", name, error, error=str(error))
+    sizes = {number: file.nbytes for number, file in files.items()}
+    named = [entry.slot for entry in record.entries]
+    before = [entry.slot for entry in record.before]
+    table = SlotTable(sizes, [*before, *named], unusable, in_flight=in_flight, kept=kept)
+    table.committed(named)
+    return Slots(medium, files, unusable, table, latch)
+
+
+class Slots:
+    """Leases slots to checkpoints, against other processes too. Made by :func:`open_slots`.
+
+    Attributes:
+        table: Which slots there are, and who uses them.
+        lock: Held while a slot is looked for or removed.
+        reader_waits: Times that a checkpoint waited for other processes' readers.
+    """
+
+    def __init__(
+        self, medium: Medium, files: dict[int, File], unusable: Mapping[int, Exception], table: SlotTable, latch: Latch
+    ) -> None:
+        self.lock = asyncio.Lock()
+        self.reader_waits = 0
+        self._medium = medium
+        self._files = files
+        self._unusable = unusable
+        self.table = table
+        self._latch = latch
+        self._reserved = False
+
+    async def lease(self, nbytes: int) -> SlotLease:
+        """Lease a slot of at least ``nbytes``, whole blocks. Called under :attr:`lock`. Raises StoreFullError."""
+        if not self._reserved:
+            await self._reserve_all(nbytes)
+        slot = await self._find_slot(nbytes)
+        self.table.lease(slot)
+        return SlotLease(slot, self._files[slot], nbytes)
+
+    async def release(self, lease: SlotLease) -> None:
+        """Unlock a slot that no record will name and give it back, once nothing writes to it any more."""
+        try:
+            await self._medium.unlock(lease.file)
+        finally:
+            self.table.release(lease.slot)
+
+    def start_reading(self, slot: int) -> File:
+        """Keep a slot from being reused until :meth:`stop_reading`.
+
+        Raises:
+            DamagedError: it is missing, or no file.
+            ReadError: its file could not be opened.
+        """
+        error = self._unusable.get(slot)
+        if isinstance(error, OSError):
+            raise ReadError(error.errno, error.strerror, error.filename) from error
+        if error is not None:
+            raise DamagedError(str(error)) from error
+        if slot not in self._files:
+            raise DamagedError(f"{slot_name(slot)}, which the newest record names, is missing")
+        self.table.start_reading(slot)
+        return self._files[slot]
+
+    async def start_reading_free(self, slot: int) -> File:
+        """Keep a slot that no record names from being reused. Raises DamagedError also where it is being written."""
+        if slot in self.table.leased:
+            raise DamagedError(f"{slot_name(slot)} is being written over")
+        file = self.start_reading(slot)
+        try:
+            # The last requests of a predecessor that was killed hold the lock until they landed; no more come.
+            if not await self._medium.lock(file, shared=True):
+                raise DamagedError(f"{slot_name(slot)} is being written over")
+            await self._medium.unlock(file)
+        except BaseException:
+            self.table.stop_reading(slot)
+            raise
+        return file
+
+    async def remove_surplus(self) -> None:
+        """Remove slots that are neither needed nor used any more; a failure is only logged."""
+        if self.lock.locked() or not self.table.surplus():
+            return  # a checkpoint is looking for a slot, perhaps for long: the next commit removes them
+        async with self.lock:
+            for slot in self.table.surplus():
+                try:
+                    if await self._lock_free(slot):
+                        await self._remove_slot(slot)
+                except OSError as error:
+                    write(logging.WARNING, "surplus", "%s could not be removed: %s", slot_name(slot), error)
+
+    async def _reserve_all(self, nbytes: int) -> None:
+        missing = self.table.missing()
+        for done, number in enumerate(missing):
+            try:
+                await uninterrupted(self._create_slot(number, nbytes))
+            except StoreFullError as error:
+                raise StoreFullError(
+                    error.errno,
+                    f"{self.table.most} slots of {nbytes} bytes are needed (in flight and kept), there was space for "
+                    f"{self.table.count} ({len(missing) - done} missing); the last checkpoint is untouched",
+                    error.filename,
+                ) from error
+        self._reserved = True
+
+    async def _find_slot(self, nbytes: int) -> int:
+        passed_over: set[int] = set()
+        while True:
+            slot, create, old = self.table.decide(nbytes, passed_over)
+            if slot is None:
+                self.reader_waits += 1
+                text = "a checkpoint waits for %d reader(s) of this store to finish"
+                write(logging.WARNING, "readers", text, len(passed_over))
+                await self._wait_for_readers(passed_over)
+                passed_over.clear()
+                continue
+            # Locked by a reader, or by the last requests of a killed predecessor: never wait for those.
+            reused = old if create else slot
+            if reused is not None and not await self._lock_free(reused):
+                passed_over.add(reused)
+                continue
+            if not create:
+                return slot
+            if old is not None:
+                await self._remove_slot(old)
+            await uninterrupted(self._create_slot(slot, nbytes))
+
+    async def _lock_free(self, slot: int) -> bool:
+        """Lock a free slot; False where a reader holds it: of another process, or of this one by now."""
+        if not await self._medium.lock(self._files[slot]):
+            return False
+        if self.table.is_free(slot):
+            return True
+        await self._medium.unlock(self._files[slot])
+        return False
+
+    async def _wait_for_readers(self, slots: set[int]) -> None:
+        while True:
+            await asyncio.sleep(_POLL_SECONDS)
+            free = set(self.table.free())
+            if free - slots:
+                return
+            for slot in slots & free:
+                if await self._medium.lock(self._files[slot]):
+                    await self._medium.unlock(self._files[slot])
+                    return
+
+    async def _create_slot(self, number: int, nbytes: int) -> None:
+        file = await self._medium.reserve(slot_name(number), nbytes)
+        # Crash: a record may name this slot later, and its name must be there then. Its size is flushed with its bytes.
+        await self._latch.flush(self._medium.sync_names)
+        self._files[number] = file
+        self.table.created(number, nbytes)
+
+    async def _remove_slot(self, number: int) -> None:
+        """Remove a free slot's file; a crash may bring it back, and then it is free again: no record names it."""
+        self.table.removed(number)  # before anything is awaited: a restore might begin to read it
+        await uninterrupted(self._remove_file(self._files.pop(number)))
+
+    async def _remove_file(self, file: File) -> None:
+        await self._medium.close(file)
+        await self._medium.remove(file.name)

@@ -4,36 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from pccheck_async.engine.config import EngineConfig, decide
-from pccheck_async.engine.loop import EngineLoop
 from pccheck_async.errors import CorruptStoreError, DamagedError, NoCheckpointError, ReadError, is_exhausted
+from pccheck_async.format import Entry, Identity, Record
 from pccheck_async.format.manifest import MIN_BLOCK, Manifest
-from pccheck_async.format.record import COMMIT_NAME, IDENTITY_NAME, Entry, Identity, Record, slot_name, slot_number
+from pccheck_async.format.record import COMMIT_NAME, IDENTITY_NAME, slot_name, slot_number
 from pccheck_async.medium import File
-from pccheck_async.medium.files import PosixWriter
-from pccheck_async.medium.open_medium import IO, Session, open_session
-from pccheck_async.store.reading import choose, warn_damaged
-from pccheck_async.store.records import read_identity, read_record
-from pccheck_async.store.restore import read_manifest, verify_payload
+from pccheck_async.medium.files import Files
+from pccheck_async.medium.open_medium import Session
+from pccheck_async.store.commit_file import read_identity, read_record
+from pccheck_async.store.reading import Fallback, choose, read_manifest, verify_payload, warn_damaged
+from pccheck_async.transfer import BufferPool
 from pccheck_async.transfer.copying import HostCopy
-from pccheck_async.transfer.machine import available_cores, available_memory
-from pccheck_async.transfer.pool import BufferPool
 
-__all__ = ["OneLoop", "StoreReader", "no_store", "why_no_store", "with_session"]
+__all__ = ["LOCK_SECONDS", "StoreReader", "no_store", "why_no_store"]
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.001
-_LOCK_SECONDS = 30.0
+LOCK_SECONDS = 30.0
+"""For which a reader tries to lock a checkpoint while newer ones replace it."""
 
 
 def no_store(session: Session, path: str | os.PathLike[str], what: str = "no store") -> NoCheckpointError:
     """Return what to raise where there is no store."""
-    if isinstance(session.writer, PosixWriter):  # of other writers' folders only they know what and where they are
+    if isinstance(session.medium, Files):  # of other writers' folders only they know what and where they are
         return NoCheckpointError(why_no_store(path, what))
     return NoCheckpointError(f"{os.fspath(path)} holds {what}")
 
@@ -65,26 +63,6 @@ def _inside(path: str | os.PathLike[str]) -> tuple[bool, list[str]]:
     return parts, [*sorted(stores)[:5], *(["..."] if len(stores) > 5 else [])]
 
 
-class OneLoop:
-    """A loop for the length of one call, blocking or awaited."""
-
-    def __init__(self, name: str = "pccheck-read") -> None:
-        self._name = name
-
-    def __enter__(self) -> EngineLoop:
-        self._loop = EngineLoop(self._name)
-        return self._loop
-
-    def __exit__(self, *_: object) -> None:
-        self._loop.stop()
-
-    async def __aenter__(self) -> EngineLoop:
-        return self.__enter__()
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._loop.stopped()
-
-
 @dataclass(slots=True)
 class StoreReader:
     """An open store, read-only.
@@ -102,12 +80,12 @@ class StoreReader:
     @classmethod
     async def open(cls, session: Session) -> StoreReader | None:
         """Open the store of ``session``; None where there is no (complete) one. Raises CorruptStoreError."""
-        identity = await read_identity(session.writer)
+        identity = await read_identity(session.medium)
         if identity is None:
             return None
-        await session.writer.prepare(create=False)
+        await session.medium.prepare(create=False)
         try:
-            commit = await session.writer.open(COMMIT_NAME, writable=False)
+            commit = await session.medium.open(COMMIT_NAME, writable=False)
         except FileNotFoundError:
             text = f"the store has no {COMMIT_NAME!r} file: see what is left with `pccheck recover`"
             raise CorruptStoreError(text) from None
@@ -115,7 +93,7 @@ class StoreReader:
 
     async def record(self) -> Record:
         """Return the newest record as it is now. Raises CorruptStoreError where there is none."""
-        return await read_record(self.session.writer, self.commit, self.identity)
+        return await read_record(self.session.medium, self.commit, self.identity)
 
     async def lock(
         self, pick: Callable[[Record], Entry | None]
@@ -128,8 +106,8 @@ class StoreReader:
         only free slots, and pass over locked ones. Otherwise the record has moved on: start over.
         """
         clock = asyncio.get_running_loop().time
-        deadline = clock() + _LOCK_SECONDS
-        writer = self.session.writer
+        deadline = clock() + LOCK_SECONDS
+        medium = self.session.medium
         while True:
             record = await self.record()
             entry = pick(record)
@@ -137,21 +115,21 @@ class StoreReader:
                 return None
             superseded = entry in record.superseded
             try:
-                file = await writer.open(slot_name(entry.slot), writable=False)
+                file = await medium.open(slot_name(entry.slot), writable=False)
             except (FileNotFoundError, CorruptStoreError, ReadError) as error:
                 if is_exhausted(error):
                     raise
                 if _names(await self.record(), entry, superseded):
                     return entry, error if isinstance(error, ReadError) else _damaged(entry, error)
             else:
-                locked = await writer.try_lock(file, shared=True)
+                locked = await medium.lock(file, shared=True)
                 if locked and _names(await self.record(), entry, superseded):
                     return entry, file
-                await writer.close_file(file)
+                await medium.close(file)
                 if superseded and not locked:
                     return entry, DamagedError(f"{file.name} is being written over")
             if clock() > deadline:
-                raise ReadError(f"the checkpoints change faster than they can be locked ({_LOCK_SECONDS} s)")
+                raise ReadError(f"the checkpoints change faster than they can be locked ({LOCK_SECONDS} s)")
             await asyncio.sleep(_POLL_SECONDS)
 
     async def read(
@@ -178,15 +156,17 @@ class StoreReader:
             CorruptStoreError: this version does not understand it.
             ReadError: the device failed, and nothing older to fall back to.
         """
-        unreadable: set[int] = set()
-        unread: set[int] | None = set()  # by the device; None once all of them were tried again
-        failure: tuple[Entry, Exception] | None = None
+        fallback = Fallback(step)
         record: Record
 
         def pick(found: Record) -> Entry | None:
             nonlocal record
             record = found
-            return choose(record.entries, step, unreadable, record.superseded)
+            return choose(record.entries, step, fallback.unreadable, record.superseded)
+
+        def older() -> tuple[Entry, bool] | None:
+            chosen = pick(record)
+            return None if chosen is None else (chosen, chosen in record.superseded)
 
         while True:
             locked = await self.lock(pick)
@@ -199,51 +179,26 @@ class StoreReader:
             try:
                 if not isinstance(file, File):
                     raise file
-                manifest = await read_manifest(self.session.writer, file, entry, self.identity.block_bytes)
+                manifest = await read_manifest(self.session.medium, file, entry, self.identity.block_bytes)
                 if superseded:
                     await self._verify(file, manifest)
                 result = await use(entry, file, manifest)
-                if superseded and failure is not None:
-                    warn_damaged(failure[0], entry, failure[1])
+                if superseded and fallback.failure is not None:
+                    warn_damaged(fallback.failure[0], entry, fallback.failure[1])
                 used = True
                 return result
             except (DamagedError, ReadError) as error:
-                if is_exhausted(error):
-                    raise
-                unreadable.add(entry.counter)
-                if failure is None or not superseded:
-                    failure = entry, error
-                older = pick(await self.record())
-                if step is not None or older is None:
-                    raise failure[1] from None
-                if unread is not None and isinstance(error, ReadError):
-                    unread.add(entry.counter)
-                if older in record.superseded and unread:  # as a restore does
-                    unreadable -= unread
-                    unread = None
-                elif older in record.entries:
-                    warn_damaged(failure[0], older, failure[1])
+                pick(await self.record())  # what older() chooses from
+                fallback.pass_over(entry, superseded, error, older)
             finally:
                 if isinstance(file, File) and not (used and keep):
-                    await self.session.writer.close_file(file)
+                    await self.session.medium.close(file)
 
     async def _verify(self, file: File, manifest: Manifest) -> None:
         session = self.session
         largest = max((chunk.nbytes for chunk in manifest.chunks), default=MIN_BLOCK)
         pool = BufferPool(2 * largest, largest)
-        await verify_payload(session.writer, HostCopy(session.operations), pool, file, manifest)
-
-
-async def with_session(
-    path: str | os.PathLike[str], io: IO, work: Callable[[Session], Coroutine[Any, Any, T]], config: EngineConfig
-) -> T:
-    """Call ``work`` with what moves bytes of one folder; its files are closed when it ended."""
-    decided = decide(config, block_bytes=MIN_BLOCK, cores=available_cores(), memory=available_memory())
-    session = await open_session(path, io, writers=decided.writers, copiers=decided.copiers)
-    try:
-        return await work(session)
-    finally:
-        await session.close()
+        await verify_payload(session.medium, HostCopy(session.operations), pool, file, manifest)
 
 
 def _damaged(entry: Entry, error: Exception) -> DamagedError:

@@ -1,4 +1,29 @@
-"""Events, log lines, spans and progress: primitives that know no engine.
+"""What happens, told to people and programs: events and hooks, log lines, spans, stage times and progress.
 
-It may import: errors only.
+Primitives that know no engine and no store, and import ``errors`` only. :mod:`.events` lists the events, and
+:mod:`.logs` the log lines and their fields.
 """
+
+from pccheck_async.telemetry.events import Event
+from pccheck_async.telemetry.hooks import Hook
+from pccheck_async.telemetry.logs import about, write
+from pccheck_async.telemetry.progress import ReadProgress, reading_progress
+from pccheck_async.telemetry.reporter import Reporter
+from pccheck_async.telemetry.stages import Stage, StageClock
+from pccheck_async.telemetry.tracing import Span, Traced, enter_chunk, traced
+
+__all__ = [
+    "Event",
+    "Hook",
+    "ReadProgress",
+    "Reporter",
+    "Span",
+    "Stage",
+    "StageClock",
+    "Traced",
+    "about",
+    "enter_chunk",
+    "reading_progress",
+    "traced",
+    "write",
+]

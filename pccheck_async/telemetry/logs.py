@@ -33,9 +33,9 @@ store_failed        ERROR    a flush or a commit record failed, and nothing more
 dropping            WARNING  the store holds checkpoints that no rule of this engine keeps; once, when it is opened
 crowded_out         WARNING  ``keep_every`` keeps more than a record names
 last_not_saved      WARNING  leaving the context did not save the last step, because the state is not that of its end
-no_step             WARNING  a checkpoint is due and no attached optimizer has made a step for 256 brackets; once
+no_step             WARNING  a checkpoint is due and no attached optimizer has made a step for 256 contexts; once
 unawaited           WARNING  coroutine methods of the engine were called and never awaited; when it closes
-unused_gradients    WARNING  brackets in a row ended with gradients that no step used, which are ignored now
+unused_gradients    WARNING  step contexts in a row ended with unused gradients, which are ignored now
 captured_eagerly    WARNING  what keeps being torn beside training is captured before ``engine.step`` ends from then on
 unseen_optimizer    WARNING  an optimizer in the state has no hooks, so that its windows of accumulation are not seen
 no_metric           WARNING  a checkpoint has no number of the name that ``keep_best`` goes by; once

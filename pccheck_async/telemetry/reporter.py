@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeAlias
@@ -21,6 +21,10 @@ _Line: TypeAlias = tuple[int, str, str, dict[str, Any]]
 """Level, name of the event, text and fields of a record."""
 
 _SUMMARY_SECONDS = 600.0
+_SUMMARY = (
+    "%(durable)d checkpoint(s) durable in the last %(seconds).0f s (%(nbytes)d bytes), %(superseded)d superseded, "
+    "%(failed)d failed; training was kept waiting for %(stall).3f s"
+)
 _LONG_SECONDS = 1.0
 _LAST = 16
 """Checkpoints among which superseded ones are a burst where they are more than half."""
@@ -45,7 +49,8 @@ class Reporter:
         self._waited = waited
         self._lock = threading.RLock()
         self._began = time.monotonic()
-        self._since = _Sums(self._began, 0.0)
+        self._since, self._waited_then = self._began, 0.0  # the last summary, and what training had waited by then
+        self._sums: Counter[str] = Counter()  # since then
         self._last: deque[bool] = deque(maxlen=_LAST)  # whether they were superseded
         self._burst = False
         self._held_up: float | None = None
@@ -57,7 +62,10 @@ class Reporter:
         logged = of.level is not None and log.isEnabledFor(of.level)
         if lines or logged:
             with suppress(Exception):  # of an error without a text, or a handler of the log: nobody expects it here
-                self._write([self._own_line(of, fields), *lines] if logged else lines)
+                if logged:
+                    error = {"error": f"{type(fields['error']).__name__}: {fields['error']}"} if kind is Failed else {}
+                    self._write([(of.level, of.name, of.text, {**fields, **error})])
+                self._write(lines)
         if self.hooks:
             self.hooks.put(kind(*arguments, **fields))
 
@@ -73,13 +81,6 @@ class Reporter:
             seconds=time.monotonic() - self._began,
             stall=self._waited(),
         )
-
-    def _own_line(self, kind: type[Event], fields: Mapping[str, Any]) -> _Line:
-        assert kind.level is not None
-        said = dict(fields)
-        if kind is Failed:
-            said["error"] = f"{type(fields['error']).__name__}: {fields['error']}"
-        return kind.level, kind.name, kind.text, said
 
     def _write(self, lines: Sequence[_Line]) -> None:
         for level, name, text, fields in lines:
@@ -97,24 +98,22 @@ class Reporter:
         return ()
 
     def _count_end(self, kind: type[Event], fields: Mapping[str, Any]) -> list[_Line]:
-        sums = self._since
         lines: list[_Line] = []
+        self._sums[kind.name] += 1
         if kind is Durable:
             self.nbytes += fields["nbytes"]
-            sums.nbytes += fields["nbytes"]
-            sums.durable += 1
-        elif kind is Superseded:
-            sums.superseded += 1
-        else:
-            sums.failed += 1
+            self._sums["nbytes"] += fields["nbytes"]
         if kind is not Failed:
             self._last.append(kind is Superseded)
             lines += self._look_for_burst()
         now = time.monotonic()
-        if now - sums.began >= _SUMMARY_SECONDS:
+        if now - self._since >= _SUMMARY_SECONDS:
             waited = self._waited()
-            self._since = _Sums(now, waited)
-            lines.append((logging.INFO, "summary", _Sums.TEXT, sums.fields(now, waited)))
+            sums: dict[str, Any] = {name: self._sums[name] for name in ("durable", "superseded", "failed", "nbytes")}
+            sums |= {"seconds": now - self._since, "stall": waited - self._waited_then}
+            lines.append((logging.INFO, "summary", _SUMMARY, sums))
+            self._sums.clear()
+            self._since, self._waited_then = now, waited
         return lines
 
     def _look_for_burst(self) -> list[_Line]:
@@ -140,27 +139,3 @@ class Reporter:
             "not said again for ten minutes"
         )
         return [(logging.WARNING, "held_up", text, dict(fields))]
-
-
-class _Sums:
-    """Since the last summary."""
-
-    TEXT = (
-        "%(durable)d checkpoint(s) durable in the last %(seconds).0f s (%(nbytes)d bytes), %(superseded)d superseded, "
-        "%(failed)d failed; training was kept waiting for %(stall).3f s"
-    )
-
-    def __init__(self, began: float, waited: float) -> None:
-        self.began = began
-        self.durable = self.superseded = self.failed = self.nbytes = 0
-        self._waited = waited
-
-    def fields(self, now: float, waited: float) -> dict[str, Any]:
-        return {
-            "durable": self.durable,
-            "superseded": self.superseded,
-            "failed": self.failed,
-            "nbytes": self.nbytes,
-            "seconds": now - self.began,
-            "stall": waited - self._waited,
-        }

@@ -1,6 +1,6 @@
-"""Failure doubles: writers that crash, fail, hang or crawl, for tests of the engine and of programs that use it.
+"""Failure doubles: media that crash, fail, hang or are slow, for tests of the engine and of programs that use it.
 
-Every double is a :class:`~pccheck_async.medium.base.Writer`; hand it to the engine as ``io``. What a power failure
+Every double is a :class:`~pccheck_async.medium.Medium`; hand it to the engine as ``io``. What a power failure
 may do to a training job's checkpoints, for instance::
 
     history = []
@@ -16,12 +16,14 @@ may do to a training job's checkpoints, for instance::
                 assert snapshot.acknowledged is None   # nothing was promised yet
 
 :class:`FailingWriter` fails the k-th operation, :class:`StuckWriter` holds operations back until they are released,
-:class:`ThrottledWriter` has the bandwidth of a slow disk; they wrap any writer, the real one too.
+:class:`ThrottledWriter` has the bandwidth of a slow disk; they wrap any medium, the real files too.
+:data:`MEDIUM_CHECKS` are what a medium of your own has to pass.
 """
 
 from pccheck_async.testing.countdown import FailingWriter
 from pccheck_async.testing.crash import CrashWriter, ImageWriter
 from pccheck_async.testing.disk import CrashDisk
+from pccheck_async.testing.medium_conformance import MEDIUM_CHECKS
 from pccheck_async.testing.power_loss import Image, power_loss_images
 from pccheck_async.testing.snapshot import Snapshot
 from pccheck_async.testing.stuck import StuckWriter
@@ -30,6 +32,7 @@ from pccheck_async.testing.wrapping import CHANGES, Access, WrappingWriter
 
 __all__ = [
     "CHANGES",
+    "MEDIUM_CHECKS",
     "Access",
     "CrashDisk",
     "CrashWriter",

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import TypeVar
 
 from pccheck_async.errors import StoreFullError, read_error, write_error
-from pccheck_async.medium.base import Writer
+from pccheck_async.medium import Medium
 from pccheck_async.testing.wrapping import CHANGES, Access, WrappingWriter
 
 __all__ = ["FailingWriter"]
@@ -30,7 +30,7 @@ class FailingWriter(WrappingWriter):
 
     Args:
         inner: The writer that performs what does not fail.
-        fail_at: Number of the operation that fails, counted from 1; None for none.
+        fail_at: Number of the operation that fails, counted from 1; None for none. May be set anew.
         error: ``errno`` of the failure, mapped to the error that the real writer raises.
         kinds: Names of the methods that count (default: all that change storage or make it durable).
         stays: Whether all later operations of these kinds fail too, as on a device that is gone.
@@ -38,7 +38,7 @@ class FailingWriter(WrappingWriter):
 
     def __init__(
         self,
-        inner: Writer,
+        inner: Medium,
         *,
         fail_at: int | None,
         error: int = errno.EIO,
@@ -46,7 +46,7 @@ class FailingWriter(WrappingWriter):
         stays: bool = False,
     ) -> None:
         super().__init__(inner)
-        self._fail_at = fail_at
+        self.fail_at = fail_at
         self._error = error
         self._kinds = frozenset(kinds)
         self._stays = stays
@@ -64,6 +64,11 @@ class FailingWriter(WrappingWriter):
         """The operations that failed, in order."""
         return list(self._failed)
 
+    def fail_next(self, after: int = 0) -> None:
+        """Fail the next operation, or the one that comes after so many more."""
+        with self._guard:
+            self.fail_at = self._operations + 1 + after
+
     async def perform(self, access: Access, call: Callable[[], Awaitable[T]]) -> T:
         if access.kind in self._kinds and self._is_due(access):
             raise self._failure(access)
@@ -72,9 +77,9 @@ class FailingWriter(WrappingWriter):
     def _is_due(self, access: Access) -> bool:
         with self._guard:
             self._operations += 1
-            if self._fail_at is None:
+            if self.fail_at is None:
                 return False
-            due = self._operations == self._fail_at or (self._stays and self._operations > self._fail_at)
+            due = self._operations == self.fail_at or (self._stays and self._operations > self.fail_at)
             if due:
                 self._failed.append(access)
             return due

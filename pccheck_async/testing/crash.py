@@ -6,23 +6,22 @@ import asyncio
 import errno
 import os
 import random
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
-from pccheck_async.errors import ClosedError, StoreFullError, read_error, write_error
-from pccheck_async.medium.base import File, FileSystemFacts, Writer, WriterStatistics
-from pccheck_async.telemetry.stages import StageClock
+from pccheck_async.errors import ClosedError, CorruptStoreError, StoreFullError, read_error, write_error
+from pccheck_async.medium import File, MediumFacts, MediumStatistics, StepwiseMedium
+from pccheck_async.medium.base import MOST_SMALL_BYTES
+from pccheck_async.telemetry import StageClock
 from pccheck_async.testing.disk import CrashDisk
 from pccheck_async.testing.power_loss import Image
-from pccheck_async.testing.snapshot import Remove, Rename
-from pccheck_async.transfer.uninterrupted import uninterrupted
+from pccheck_async.testing.snapshot import Change, FolderChange, Written
+from pccheck_async.transfer import uninterrupted
 
 __all__ = ["CrashWriter", "ImageWriter"]
 
-T = TypeVar("T")
 
-
-class CrashWriter(Writer):
+class CrashWriter(StepwiseMedium):
     """One process's view of a :class:`CrashDisk`. Several writers on one disk stand for several processes.
 
     Transfers must be aligned to the disk's blocks, as direct I/O wants it.
@@ -35,7 +34,7 @@ class CrashWriter(Writer):
         read_only: Refuse every change with ``EROFS``.
     """
 
-    persists_at_once = True
+    chains = True
 
     def __init__(self, disk: CrashDisk, *, turns: int = 3, seed: int = 0, read_only: bool = False) -> None:
         self.disk = disk
@@ -47,8 +46,8 @@ class CrashWriter(Writer):
         self._closed = False
         self._clock = StageClock("write", "read", "flush")
 
-    async def prepare(self, *, create: bool) -> FileSystemFacts:
-        return FileSystemFacts(self.disk.block_bytes, self.disk.block_bytes, direct=True, why="in memory")
+    async def prepare(self, *, create: bool) -> MediumFacts:
+        return MediumFacts(self.disk.block_bytes, self.disk.block_bytes, direct=True, why="in memory")
 
     async def names(self) -> list[str]:
         return self.disk.names()
@@ -58,53 +57,79 @@ class CrashWriter(Writer):
             inode = self.disk.find(name)
         except FileNotFoundError:
             return None
-        return self.disk.read(inode, 0, self.disk.size(inode))
+        if (nbytes := self.disk.size(inode)) > MOST_SMALL_BYTES:
+            raise CorruptStoreError(f"{name} is too large for what it is")
+        return self.disk.read(inode, 0, nbytes)
 
-    async def write_small(self, name: str, data: bytes) -> None:
-        await self._perform(f"write_small {name}", name, self._write_small(name, data))
+    async def replace(self, name: str, data: bytes, *, keep_as: str = "") -> None:
+        await uninterrupted(self._replace(name, data, keep_as))
 
-    async def rename(self, name: str, to: str) -> None:
-        what = f"rename {name} {to}"
-        await self._perform(what, to, self._change_folder(Rename(name, to), what))
+    async def _replace(self, name: str, data: bytes, keep_as: str) -> None:
+        disk, new = self.disk, name + ".new"
 
-    async def unlink(self, name: str) -> None:
-        what = f"unlink {name}"
-        await self._perform(what, name, self._change_folder(Remove(name), what))
+        def begin(_: None) -> tuple[int, FolderChange, Written]:
+            inode, entry = disk.create(new, 0)
+            return inode, entry, disk.submit_write(inode, 0, data)
 
-    async def sync_folder(self) -> None:
+        def end(begun: tuple[int, FolderChange, Written]) -> None:
+            inode, entry, change = begun
+            disk.complete_write(inode, change, data)
+            disk.complete_change(entry)
+            disk.complete_flush(inode, disk.submit_flush(inode))
+
+        if new in disk.names():
+            await self.remove(new)
+        await self._perform(f"write {new}", new, begin, end)
+        if keep_as:
+            await self._change(f"rename {name} {keep_as}", keep_as, FolderChange(name, to=keep_as))
+        await self._change(f"rename {new} {name}", name, FolderChange(new, to=name))
+        await self.sync_names()
+
+    async def remove(self, name: str) -> None:
+        await self._change(f"remove {name}", name, FolderChange(name))
+
+    async def _change(self, what: str, name: str, entry: FolderChange) -> None:
+        disk = self.disk
+        await self._perform(what, name, _nothing, lambda _: disk.change_folder(entry), disk.complete_change)
+
+    async def sync_names(self) -> None:
         with self._clock.timed("flush"):
-            await self._perform("sync_folder", "", self._sync_folder())
+            await self._perform("sync_names", "", lambda _: self.disk.submit_sync(), self.disk.complete_sync)
 
-    async def create(self, name: str, nbytes: int) -> File:
-        return await self._perform(f"create {name}", name, self._create(name, nbytes))
+    async def reserve(self, name: str, nbytes: int) -> File:
+        def keep(created: tuple[int, FolderChange]) -> File:
+            self.disk.complete_change(created[1])
+            return self._keep(name, created[0], writable=True)
+
+        file: File = await self._perform(
+            f"reserve {name}", name, _nothing, lambda _: self.disk.create(name, nbytes), keep
+        )
+        return file
 
     async def open(self, name: str, *, writable: bool) -> File:
         if writable and self._read_only:
             raise write_error(OSError(errno.EROFS, os.strerror(errno.EROFS)), name)
         return self._keep(name, self.disk.find(name), writable=writable)
 
-    async def close_file(self, file: File) -> None:
-        inode = self._inodes.pop(file, None)
-        self._writable.discard(file)
-        if inode is not None:
-            self.disk.unlock(inode, file)
-
-    async def in_place(self, file: File) -> bool:
-        try:
-            return self.disk.find(file.name) == self._inode(file)
-        except FileNotFoundError:
-            return False
-
-    async def try_lock(self, file: File, *, shared: bool = False) -> bool:
+    async def lock(self, file: File, *, shared: bool = False) -> bool:
         return self.disk.try_lock(self._inode(file), file, shared=shared)
 
     async def unlock(self, file: File) -> None:
         self.disk.unlock(self._inode(file), file)
 
     async def write(self, file: File, offset: int, data: memoryview) -> None:
+        def begin(_: None) -> tuple[int, Written]:
+            inode = self._inode(file)
+            if file not in self._writable:
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+            self._check_aligned(offset, len(data))
+            return inode, self.disk.submit_write(inode, offset, bytes(data))
+
         what = f"write {file.name} [{offset}, {offset + len(data)})"
         with self._clock.timed("write", len(data)):
-            await self._perform(what, file.name, self._write(file, offset, data, what))
+            await self._perform(
+                what, file.name, begin, lambda begun: self.disk.complete_write(begun[0], begun[1], bytes(data))
+            )
 
     async def read(self, file: File, offset: int, into: memoryview) -> int:
         with self._clock.timed("read", len(into)):
@@ -118,11 +143,19 @@ class CrashWriter(Writer):
         return len(data)
 
     async def flush(self, file: File) -> None:
-        with self._clock.timed("flush"):
-            await self._perform(f"flush {file.name}", file.name, self._flush(file))
+        def begin(_: None) -> tuple[int, list[Change]]:
+            inode = self._inode(file)
+            return inode, self.disk.submit_flush(inode)
 
-    async def close(self) -> None:
-        self.abandon()
+        with self._clock.timed("flush"):
+            await self._perform(f"flush {file.name}", file.name, begin, lambda begun: self.disk.complete_flush(*begun))
+
+    async def close(self, file: File | None = None) -> None:
+        if file is None:
+            self.abandon()
+        elif (inode := self._inodes.pop(file, None)) is not None:
+            self._writable.discard(file)
+            self.disk.unlock(inode, file)
 
     def abandon(self) -> None:
         self._closed = True
@@ -131,72 +164,33 @@ class CrashWriter(Writer):
         self._inodes.clear()
         self._writable.clear()
 
-    def statistics(self) -> WriterStatistics:
-        return WriterStatistics("crash", direct=True, why="in memory", **self._clock.stages())
+    def statistics(self) -> MediumStatistics:
+        return MediumStatistics("crash", direct=True, why="in memory", **self._clock.stages())
 
-    async def _write_small(self, name: str, data: bytes) -> None:
-        try:
-            inode, entry = self.disk.find(name), None
-        except FileNotFoundError:
-            inode, entry = self.disk.create(name, 0)
-        self.disk.truncate(inode)
-        change = self.disk.submit_write(inode, 0, data)
-        await self._in_flight(f"write_small {name}")
-        self.disk.complete_write(inode, change, data)
-        if entry is not None:
-            self.disk.settle(entry)
-        self.disk.complete_flush(inode, self.disk.submit_flush(inode))
+    async def _perform(self, what: str, name: str, *steps: Callable[[Any], Any]) -> Any:
+        """Run an operation to its end, cancelled or not; map what it raises.
 
-    async def _change_folder(self, entry: Rename | Remove, description: str) -> None:
-        await self._in_flight(description)
-        self.disk.change_folder(entry)
-        await self._pass_time()
-        self.disk.settle(entry)
-
-    async def _sync_folder(self) -> None:
-        covered = self.disk.submit_sync()
-        await self._in_flight("sync_folder")
-        self.disk.complete_sync(covered)
-
-    async def _create(self, name: str, nbytes: int) -> File:
-        await self._in_flight(f"create {name}")
-        inode, entry = self.disk.create(name, nbytes)
-        await self._pass_time()
-        self.disk.settle(entry)
-        return self._keep(name, inode, writable=True)
-
-    async def _write(self, file: File, offset: int, data: memoryview, description: str) -> None:
-        inode = self._inode(file)
-        if file not in self._writable:
-            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-        self._check_aligned(offset, len(data))
-        change = self.disk.submit_write(inode, offset, bytes(data))
-        await self._in_flight(description)
-        self.disk.complete_write(inode, change, bytes(data))
-
-    async def _flush(self, file: File) -> None:
-        inode = self._inode(file)
-        covered = self.disk.submit_flush(inode)
-        await self._in_flight(f"flush {file.name}")
-        self.disk.complete_flush(inode, covered)
-
-    async def _perform(self, description: str, name: str, operation: Coroutine[Any, Any, T]) -> T:
-        """Run an operation to its end, cancelled or not; map what it raises."""
+        Its first step is its submission; time passes before each of the others, which get what the one before returned.
+        """
         if self._read_only:
-            operation.close()
             raise write_error(OSError(errno.EROFS, os.strerror(errno.EROFS)), name)
+
+        async def run() -> Any:
+            result = steps[0](None)
+            self.disk.boundary(f"{what} submitted")
+            for step in steps[1:]:
+                await self._pass_time()
+                result = step(result)
+            return result
+
         try:
-            return await (uninterrupted(operation) if self._turns else operation)
+            return await (uninterrupted(run()) if self._turns else run())
         except OSError as error:
             if error.errno == errno.ENOSPC:
                 raise StoreFullError(error.errno, error.strerror, name) from error
             raise write_error(error, name) from error
         finally:
-            self.disk.boundary(f"{description} completed")
-
-    async def _in_flight(self, description: str) -> None:
-        self.disk.boundary(f"{description} submitted")
-        await self._pass_time()
+            self.disk.boundary(f"{what} completed")
 
     async def _pass_time(self) -> None:
         for _ in range(self._rng.randint(0, self._turns)):
@@ -205,7 +199,7 @@ class CrashWriter(Writer):
     def _keep(self, name: str, inode: int, *, writable: bool) -> File:
         if self._closed:
             raise ClosedError("the writer was closed meanwhile")
-        file = File(name, self.disk.size(inode), direct=True)
+        file = File(name, self.disk.size(inode), direct=True, identity=inode)
         self._inodes[file] = inode
         if writable:
             self._writable.add(file)
@@ -226,3 +220,6 @@ class ImageWriter(CrashWriter):
 
     def __init__(self, image: Image, *, block_bytes: int = 4096) -> None:
         super().__init__(CrashDisk.from_image(image, block_bytes=block_bytes), turns=0, read_only=True)
+
+
+def _nothing(_: None) -> None: ...

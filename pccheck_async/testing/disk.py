@@ -9,17 +9,14 @@ import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from pccheck_async.testing.power_loss import Image, closed, tear
-from pccheck_async.testing.snapshot import Change, FileState, FolderChange, Link, Resized, Snapshot, Written, replay
+from pccheck_async.testing.snapshot import Change, FileState, FolderChange, Resized, Snapshot, Written, replay
 
 __all__ = ["CrashDisk"]
 
 Holder = object
-"""Whoever holds a lock: an open file, or a write that its dead process left in the kernel's queue."""
-
-EntryT = TypeVar("EntryT", bound=FolderChange)
+"""The holder of a lock: an open file, or a write that its dead process left in the kernel's queue."""
 
 
 @dataclass(slots=True)
@@ -163,7 +160,7 @@ class CrashDisk:
         with self._guard:
             return bytes(self._inodes[inode].volatile[offset : offset + nbytes])
 
-    def create(self, name: str, nbytes: int) -> tuple[int, Link]:
+    def create(self, name: str, nbytes: int) -> tuple[int, FolderChange]:
         """Enter a new file of ``nbytes`` zeros. Its name and its size are volatile."""
         with self._guard:
             if name in self._names:
@@ -174,21 +171,21 @@ class CrashDisk:
             inode = _Inode(max(self._inodes, default=-1) + 1)
             self._inodes[inode.number] = inode
             if nbytes:
-                inode.unflushed.append(Resized(0, nbytes, completed=True))
+                inode.unflushed.append(Resized(nbytes, completed=True))
                 inode.volatile.extend(bytes(nbytes))
-            return inode.number, self.change_folder(Link(name, inode.number))
+            return inode.number, self.change_folder(FolderChange(name, inode.number))
 
-    def change_folder(self, entry: EntryT) -> EntryT:
+    def change_folder(self, entry: FolderChange) -> FolderChange:
         """Let a change of the folder happen; volatile."""
         with self._guard:
-            if not isinstance(entry, Link):
+            if entry.inode is None:
                 self.find(entry.name)
             entry.apply(self._names)
             self._pending.append(entry)
             return entry
 
-    def settle(self, entry: FolderChange) -> None:
-        """Complete a change of the folder: from now on ``sync_folder`` covers it."""
+    def complete_change(self, entry: FolderChange) -> None:
+        """Complete a change of the folder: from now on ``sync_names`` covers it."""
         with self._guard:
             index = _index(self._pending, entry)
             if index is not None:
@@ -213,14 +210,6 @@ class CrashDisk:
             index = _index(file.unflushed, submitted)
             if index is not None:
                 file.unflushed[index] = landed
-
-    def truncate(self, inode: int) -> None:
-        """Cut a file to nothing; volatile."""
-        with self._guard:
-            file = self._inodes[inode]
-            if file.volatile:
-                file.unflushed.append(Resized(len(file.volatile), 0, completed=True))
-                file.volatile.clear()
 
     def submit_flush(self, inode: int) -> list[Change]:
         """Start a flush and return what it covers: the changes that are complete now."""

@@ -2,11 +2,11 @@
 
 What the model lets a power failure do, on purpose more than any one filesystem does:
 
-* Of the changes to a file that no flush covers (writes, and sizes set by creation or truncation), any subset survives,
-  in the order in which they were made. Each surviving write may be torn: sectors are written whole or not at all, in
-  any order, so that prefixes, holes and scattered sectors remain. A size may stop anywhere between the old and the new
-  one, and a write beyond a size that was lost is lost with it.
-* Of the changes to the folder that no ``sync_folder`` covers, any subset survives in which a change comes with all
+* Of the changes to a file that no flush covers (writes, and the sizes of new files), any subset survives, in the order
+  in which they were made. Each surviving write may be torn: sectors are written whole or not at all, in any order, so
+  that prefixes, holes and scattered sectors remain. A size may stop anywhere below the one that was set, and a write
+  beyond a size that was lost is lost with it.
+* Of the changes to the folder that no ``sync_names`` covers, any subset survives in which a change comes with all
   earlier ones that touch the same names. A journal that commits in order gives the prefixes, which are among these;
   copy-on-write filesystems and parallel journals give others. Renames are atomic. Flushing a file does not make its
   name durable.
@@ -89,8 +89,7 @@ def power_loss_images(
 def tear(change: Change, sector: int, rng: random.Random) -> list[Change]:
     """Return what remains of a torn change: a prefix, all but a hole, or scattered sectors; a size in between."""
     if isinstance(change, Resized):
-        low, high = sorted((change.before, change.nbytes))
-        return [Resized(change.before, rng.randrange(low, high + 1, min(sector, high - low) or 1), change.completed)]
+        return [Resized(rng.randrange(0, change.nbytes + 1, min(sector, change.nbytes) or 1), change.completed)]
     sectors = list(change.sectors(sector))
     first, last = sorted((rng.randint(0, len(sectors)), rng.randint(0, len(sectors))))
     match rng.randrange(3):
@@ -142,7 +141,7 @@ class _Units:
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
         self._changes = [(inode, c) for inode in snapshot.reachable() for c in snapshot.files[inode].unflushed]
-        self.count = snapshot.unsettled
+        self.count = snapshot.undecided
 
     def image(self, fates: Sequence[int], sector: int, rng: random.Random) -> Image:
         survived: dict[int, list[Change]] = {}

@@ -9,9 +9,6 @@ __all__ = [
     "Change",
     "FileState",
     "FolderChange",
-    "Link",
-    "Remove",
-    "Rename",
     "Resized",
     "Snapshot",
     "Written",
@@ -53,15 +50,13 @@ class Written:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resized:
-    """A size that is not durable: preallocation of a new file, or truncation."""
+    """The size of a new file that is not durable."""
 
-    before: int
     nbytes: int
     completed: bool = False
 
     def apply(self, content: bytearray) -> None:
-        """Cut ``content`` or fill it up with zeros."""
-        del content[self.nbytes :]
+        """Fill ``content`` up with zeros."""
         content.extend(bytes(self.nbytes - len(content)))
 
 
@@ -69,61 +64,32 @@ Change = Written | Resized
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Link:
-    """A name given to a new file."""
+class FolderChange:
+    """One atomic change of the folder: a name is given to a new file, moved to a file's new name, or removed.
+
+    Attributes:
+        name: The name given, or the one that is gone.
+        inode: The new file, None where a name is moved or removed.
+        to: The name it moves to, replacing what had that; empty where it is removed.
+        completed: False while the change is in flight: no ``sync_names`` covers it.
+    """
 
     name: str
-    inode: int
+    inode: int | None = None
+    to: str = ""
     completed: bool = False
 
     @property
     def touches(self) -> frozenset[str]:
         """The names that this change reads or writes."""
-        return frozenset((self.name,))
+        return frozenset((self.name, self.to or self.name))
 
     def apply(self, names: dict[str, int]) -> None:
-        """Enter the name."""
-        names[self.name] = self.inode
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Remove:
-    """A name taken away."""
-
-    name: str
-    completed: bool = False
-
-    @property
-    def touches(self) -> frozenset[str]:
-        """The names that this change reads or writes."""
-        return frozenset((self.name,))
-
-    def apply(self, names: dict[str, int]) -> None:
-        """Drop the name."""
-        names.pop(self.name, None)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Rename:
-    """A name changed, replacing another: one atomic change."""
-
-    name: str
-    to: str
-    completed: bool = False
-
-    @property
-    def touches(self) -> frozenset[str]:
-        """The names that this change reads or writes."""
-        return frozenset((self.name, self.to))
-
-    def apply(self, names: dict[str, int]) -> None:
-        """Move the name."""
-        inode = names.pop(self.name, None)
-        if inode is not None:
+        """Change ``names``."""
+        if self.inode is not None:
+            names[self.name] = self.inode
+        elif (inode := names.pop(self.name, None)) is not None and self.to:
             names[self.to] = inode
-
-
-FolderChange = Link | Remove | Rename
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +122,11 @@ class Snapshot:
 
     def reachable(self) -> list[int]:
         """Inodes that some durable image may contain."""
-        linked = {change.inode for change in self.pending if isinstance(change, Link)}
+        linked = {change.inode for change in self.pending if change.inode is not None}
         return sorted(linked.union(self.names.values()))
 
     @property
-    def unsettled(self) -> int:
+    def undecided(self) -> int:
         """Changes that a power failure decides on: a number n allows up to 2 ** n images, torn writes not counted."""
         return len(self.pending) + sum(len(self.files[inode].unflushed) for inode in self.reachable())
 

@@ -1,4 +1,4 @@
-"""A writer whose operations hang until they are let go."""
+"""A writer whose operations hang until they are released."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import threading
 from collections.abc import Awaitable, Callable, Collection
 from typing import TypeVar
 
-from pccheck_async.medium.base import Writer
+from pccheck_async.medium import Medium
 from pccheck_async.testing.wrapping import CHANGES, Access, WrappingWriter
-from pccheck_async.transfer.uninterrupted import uninterrupted
+from pccheck_async.transfer import uninterrupted
 
 __all__ = ["StuckWriter"]
 
@@ -21,19 +21,19 @@ class StuckWriter(WrappingWriter):
 
     The engine runs on a thread of its own, so everything here may be called from any thread::
 
-        writer = StuckWriter(PosixWriter(...), kinds=("flush",))
+        writer = StuckWriter(Files(...), kinds=("flush",))
         pending = await engine.checkpoint(state, step=1)
         await asyncio.to_thread(writer.wait_stuck)   # the flush hangs in the "device"
         ...
         writer.release()
 
     Args:
-        inner: The writer that performs what was let go.
+        inner: The writer that performs what was released.
         kinds: Names of the methods that hang (default: all that change storage or make it durable).
         after: Operations of these kinds that pass before the first one hangs.
     """
 
-    def __init__(self, inner: Writer, *, kinds: Collection[str] = CHANGES, after: int = 0) -> None:
+    def __init__(self, inner: Medium, *, kinds: Collection[str] = CHANGES, after: int = 0) -> None:
         super().__init__(inner)
         self._changed = threading.Condition()
         self._kinds = frozenset(kinds)
@@ -53,13 +53,13 @@ class StuckWriter(WrappingWriter):
             self._passing = after
 
     def release(self, *, hold_on: bool = False) -> None:
-        """Let go what hangs; later operations pass too, unless ``hold_on``."""
+        """Release what hangs; later operations pass too, unless ``hold_on``."""
         with self._changed:
             if not hold_on:
                 self._kinds = frozenset()
             waiting, self._waiting = self._waiting, {}
         for future in waiting:
-            future.get_loop().call_soon_threadsafe(_let_go, future)
+            future.get_loop().call_soon_threadsafe(_release_one, future)
 
     def wait_stuck(self, count: int = 1, timeout: float | None = 30.0) -> None:
         """Block until ``count`` operations hang. Raises TimeoutError after ``timeout`` seconds."""
@@ -91,6 +91,6 @@ class StuckWriter(WrappingWriter):
             return gate
 
 
-def _let_go(future: asyncio.Future[None]) -> None:
+def _release_one(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)

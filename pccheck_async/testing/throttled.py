@@ -7,9 +7,9 @@ import heapq
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from pccheck_async.medium.base import Writer
+from pccheck_async.medium import Medium
 from pccheck_async.testing.wrapping import Access, WrappingWriter
-from pccheck_async.transfer.uninterrupted import uninterrupted
+from pccheck_async.transfer import uninterrupted
 
 __all__ = ["ThrottledWriter"]
 
@@ -32,7 +32,7 @@ class ThrottledWriter(WrappingWriter):
 
     def __init__(
         self,
-        inner: Writer,
+        inner: Medium,
         *,
         per_stream: float | None = None,
         total: float | None = None,

@@ -1,24 +1,25 @@
-"""The base of the doubles that stand in front of another writer."""
+"""The base of the doubles that stand in front of another medium."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
-from pccheck_async.medium.base import File, FileSystemFacts, Writer, WriterStatistics
+from pccheck_async.medium import File, Medium, MediumFacts, MediumStatistics, StepwiseMedium
 
 __all__ = ["CHANGES", "Access", "WrappingWriter"]
 
 T = TypeVar("T")
 
-CHANGES = frozenset(("create", "flush", "rename", "sync_folder", "unlink", "write", "write_small"))
+CHANGES = frozenset(("flush", "remove", "replace", "reserve", "sync_names", "write"))
 """The kinds of access that change what is on storage, or make it durable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One call of a writer's method.
+    """One call of a medium's method.
 
     Attributes:
         kind: The method's name.
@@ -36,8 +37,10 @@ class Access:
         return self.kind in CHANGES
 
 
-class WrappingWriter(Writer):
-    """Hands every call to ``inner``. Override :meth:`perform` to treat all calls alike, or a method to change that one.
+class WrappingWriter(StepwiseMedium):
+    """Hands every call to ``inner``, :meth:`make_durable` in single steps.
+
+    Override :meth:`perform` to treat all calls alike, or a method to change that one.
 
     ::
 
@@ -49,14 +52,14 @@ class WrappingWriter(Writer):
         CheckpointEngine(path, io=SlowFlush(CrashWriter(CrashDisk())))
     """
 
-    def __init__(self, inner: Writer) -> None:
+    def __init__(self, inner: Medium) -> None:
         self.inner = inner
 
     async def perform(self, access: Access, call: Callable[[], Awaitable[T]]) -> T:
         """Let ``call`` happen; every method but ``close``, ``abandon`` and ``statistics`` comes through here."""
         return await call()
 
-    async def prepare(self, *, create: bool) -> FileSystemFacts:
+    async def prepare(self, *, create: bool) -> MediumFacts:
         return await self.perform(Access("prepare"), lambda: self.inner.prepare(create=create))
 
     async def names(self) -> list[str]:
@@ -65,32 +68,24 @@ class WrappingWriter(Writer):
     async def read_small(self, name: str) -> bytes | None:
         return await self.perform(Access("read_small", name), lambda: self.inner.read_small(name))
 
-    async def write_small(self, name: str, data: bytes) -> None:
-        await self.perform(Access("write_small", name, len(data)), lambda: self.inner.write_small(name, data))
+    async def replace(self, name: str, data: bytes, *, keep_as: str = "") -> None:
+        call = partial(self.inner.replace, name, data, keep_as=keep_as)
+        await self.perform(Access("replace", name, len(data)), call)
 
-    async def rename(self, name: str, to: str) -> None:
-        await self.perform(Access("rename", to), lambda: self.inner.rename(name, to))
+    async def remove(self, name: str) -> None:
+        await self.perform(Access("remove", name), lambda: self.inner.remove(name))
 
-    async def unlink(self, name: str) -> None:
-        await self.perform(Access("unlink", name), lambda: self.inner.unlink(name))
+    async def sync_names(self) -> None:
+        await self.perform(Access("sync_names"), self.inner.sync_names)
 
-    async def sync_folder(self) -> None:
-        await self.perform(Access("sync_folder"), self.inner.sync_folder)
-
-    async def create(self, name: str, nbytes: int) -> File:
-        return await self.perform(Access("create", name), lambda: self.inner.create(name, nbytes))
+    async def reserve(self, name: str, nbytes: int) -> File:
+        return await self.perform(Access("reserve", name), lambda: self.inner.reserve(name, nbytes))
 
     async def open(self, name: str, *, writable: bool) -> File:
         return await self.perform(Access("open", name), lambda: self.inner.open(name, writable=writable))
 
-    async def close_file(self, file: File) -> None:
-        await self.perform(Access("close_file", file.name), lambda: self.inner.close_file(file))
-
-    async def in_place(self, file: File) -> bool:
-        return await self.perform(Access("in_place", file.name), lambda: self.inner.in_place(file))
-
-    async def try_lock(self, file: File, *, shared: bool = False) -> bool:
-        return await self.perform(Access("try_lock", file.name), lambda: self.inner.try_lock(file, shared=shared))
+    async def lock(self, file: File, *, shared: bool = False) -> bool:
+        return await self.perform(Access("lock", file.name), lambda: self.inner.lock(file, shared=shared))
 
     async def unlock(self, file: File) -> None:
         await self.perform(Access("unlock", file.name), lambda: self.inner.unlock(file))
@@ -102,13 +97,13 @@ class WrappingWriter(Writer):
         return await self.perform(Access("read", file.name, len(into)), lambda: self.inner.read(file, offset, into))
 
     async def flush(self, file: File) -> None:
-        await self.perform(Access("flush", file.name), lambda: self.inner.flush(file))
+        await self.perform(Access("flush", file.name), lambda: self.inner.make_durable([(file, ())]))
 
-    async def close(self) -> None:
-        await self.inner.close()
+    async def close(self, file: File | None = None) -> None:
+        await self.inner.close(file)
 
     def abandon(self) -> None:
         self.inner.abandon()
 
-    def statistics(self) -> WriterStatistics:
+    def statistics(self) -> MediumStatistics:
         return self.inner.statistics()

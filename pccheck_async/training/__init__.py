@@ -1,4 +1,10 @@
-"""All around a training step: the step context, accumulation, policies, preemption, resumable data.
+"""All around a training step: the step context, accumulation windows, policies, preemption, resumable data.
 
-It may import: engine and what is below.
+It puts an engine together with what the engine asks of training.
+It may import: engine and what is below. Policies are in :mod:`.policy`, resumable data in :mod:`.data`.
 """
+
+from pccheck_async.training.run import TrainingRun, TrainingStep
+from pccheck_async.training.step_context import AsyncStepContext, StepContext
+
+__all__ = ["AsyncStepContext", "StepContext", "TrainingRun", "TrainingStep"]

@@ -1,18 +1,18 @@
-"""Windows of gradient accumulation: which brackets end where no gradient waits for a step.
+"""Windows of gradient accumulation: after which training steps no gradient waits to be used by an optimizer's step.
 
-Gradients are not saved. So a checkpoint in the middle of a window, of several brackets that lead to one step, would
-lose what the first of them computed. Where a window ends follows from the steps of optimizers:
+Gradients are not saved. A window is several step contexts (``engine.step``) that lead to one step of an optimizer; a
+checkpoint inside it would lose the gradients that the first contexts computed. The end of a window is recognised by the
+steps of optimizers:
 
-- where one is attached, one has to make a step in the bracket, or the bracket is inside its window;
-- of several, and of those in the state where none is attached, none that made no step in the bracket may have gradients
-  that it has not used.
+- If optimizers are attached, at least one of them must make a step in the context.
+- No watched optimizer (attached, or found in the state) that made no step in the context may have unused gradients.
 
-A gradient was used if it is what it was when the last bracket with a step on its parameter ended. What came after that
-step does not count: some training leaves gradients that nobody ever uses (an actor's loss leaves some in the critic).
-Where such come to one that makes no step, and no bracket ends without any for a while, they are ignored, and a line
-says so.
+A gradient counts as used if it is still what it was when the last context with a step on its parameter ended. Gradients
+computed after that step do not count: some training leaves gradients that nobody ever uses (an actor's loss leaves some
+in the critic). If such gradients reach an optimizer that makes no step, and no context ends without any for a while,
+they are ignored from then on, with a warning.
 
-What is seen are gradients in ``.grad`` whose changes torch counts. Libraries that accumulate elsewhere (flat buffers of
+Only gradients in ``.grad`` whose changes torch counts are seen. Libraries that accumulate elsewhere (flat buffers of
 their own, FSDP2 without synchronisation) need an attached optimizer.
 """
 
@@ -28,12 +28,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pccheck_async.engine.overlap import Guard
+from pccheck_async.engine import Guard
 from pccheck_async.engine.step_hooks import StepHooks, hooks_of, unwrapped
 from pccheck_async.state.ambient import no_functions
-from pccheck_async.telemetry.logs import write
+from pccheck_async.telemetry import write
 
-__all__ = ["Mark", "Windows"]
+__all__ = ["PATIENCE", "Accumulation", "Mark", "optimizers_in"]
 
 
 class Mark(NamedTuple):
@@ -44,11 +44,11 @@ class Mark(NamedTuple):
     versions: list[int]
 
 
-_PATIENCE = 64
-"""Brackets in a row whose only fault are unused gradients, until those are ignored."""
-_PATIENCE_SECONDS = 600.0
+PATIENCE = 64
+"""Step contexts in a row that unused gradients alone keep inside a window, until those gradients are ignored."""
+PATIENCE_SECONDS = 600.0
 _FEWEST = 3
-"""After so many seconds they are ignored sooner, but not before so many brackets: those may be whole epochs."""
+"""After so many seconds they are ignored sooner, but not before so many contexts: a context may be a whole epoch."""
 _MOST_ITEMS = 64
 _MOST_LOOKS = 256
 """Optimizers are looked for in lists and the like of at most so many items, as long as so many values were not seen."""
@@ -67,44 +67,44 @@ class _Watched:
 
     Args:
         hooks: Those around its steps.
-        last: The bracket of its last step.
+        last: Number of the context of its last step.
 
     Attributes:
-        patience: Brackets until gradients that it does not use are ignored.
+        patience: Contexts until gradients that it does not use are ignored.
         ignored: Whether they are.
     """
 
     def __init__(self, hooks: StepHooks, last: int) -> None:
         self.hooks = hooks
         self.last = last
-        self.patience = _PATIENCE
+        self.patience = PATIENCE
         self.ignored = False
 
-    def begin(self, bracket: int) -> None:
-        """Note that a step begins: if it was ignored for making none for long, it just does that rarely."""
-        length = bracket - self.last
+    def begin(self, context: int) -> None:
+        """Note that a step begins: an optimizer that was ignored for making none merely has long windows."""
+        length = context - self.last
         if self.ignored and length >= self.patience:
-            self.ignored, self.patience = False, max(2 * length, _PATIENCE + 1)
+            self.ignored, self.patience = False, max(2 * length, PATIENCE + 1)
 
 
-class Windows:
-    """Watches the attached optimizers, and those in the state.
+class Accumulation:
+    """Watches the attached optimizers, and those in the state, for the ends of windows.
 
     Args:
         guard: Knows the attached ones. Others in the state join them: their steps would tear captures.
         store: Path of the store, for the log.
 
     Attributes:
-        lacks_step: Whether the last bracket had no step although an optimizer is attached.
+        lacks_step: Whether no attached optimizer made a step in the last context although there are some.
     """
 
     def __init__(self, guard: Guard, store: str) -> None:
         self._guard = guard
         self._store = store
         self._watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Watched] = weakref.WeakKeyDictionary()
-        self._bracket = 0
-        self._held: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._held_brackets, self._held_first, self._held_since = 0, 0, 0.0
+        self._context = 0
+        self._unused: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._unused_contexts, self._unused_first, self._unused_since = 0, 0, 0.0
         self._unseen: set[type] = set()
         self._steps = 0
         self.lacks_step = False
@@ -119,12 +119,12 @@ class Windows:
                 if all(_is_used(gradient) for gradient in _gradients(other, most=1)):
                     _note_used(other)  # so far that was noted of one gradient alone
         hooks.add(before=self._before_step, after=self._after_step)
-        self._watched[optimizer] = _Watched(hooks, self._bracket - 1)
+        self._watched[optimizer] = _Watched(hooks, self._context - 1)
 
     def begin(self, state: Mapping[str, Any]) -> int:
-        """Note the beginning of a bracket, and return its number. Watches the optimizers in its state, too."""
-        self._bracket += 1
-        for found in _optimizers(state):
+        """Note the beginning of a step context, and return its number. Watches the optimizers in its state, too."""
+        self._context += 1
+        for found in optimizers_in(state):
             try:
                 optimizer = unwrapped(found)
                 if self._guard.attached:
@@ -132,24 +132,24 @@ class Windows:
                 self.watch(optimizer)
             except TypeError as error:
                 self._say_unseen(found, error)
-        return self._bracket
+        return self._context
 
-    def end(self, step: int, bracket: int) -> bool:
-        """Note the end of a bracket; return whether it is outside all windows."""
+    def end(self, step: int, context: int) -> bool:
+        """Note the end of a step context; return whether it is outside all windows."""
         watched = list(self._watched.items())
-        self.lacks_step = self._guard.attached and bool(watched) and all(each.last < bracket for _, each in watched)
+        self.lacks_step = self._guard.attached and bool(watched) and all(each.last < context for _, each in watched)
         if self.lacks_step:
             return False
         for optimizer, each in watched:
-            if each.last >= bracket and not each.ignored:
+            if each.last >= context and not each.ignored:
                 # Of one that is attached it is enough to know that it made a step.
                 _note_used(optimizer, most=1 if len(watched) == 1 and self._guard.attached else None)
-        without = [optimizer for optimizer, each in watched if each.last < bracket and not each.ignored]
+        without = [optimizer for optimizer, each in watched if each.last < context and not each.ignored]
         waiting = [each for each in without if not all(map(_is_used, _gradients(each)))]
         if waiting:
             return self._lose_patience(waiting, step)
-        self._held.clear()
-        self._held_brackets = 0
+        self._unused.clear()
+        self._unused_contexts = 0
         return True
 
     def mark(self) -> Mark:
@@ -170,40 +170,43 @@ class Windows:
         self._watched.clear()
 
     def _lose_patience(self, waiting: Collection[torch.optim.Optimizer], step: int) -> bool:
-        """Count a bracket whose only fault is what waits; return whether that is ignored from now on."""
+        """Count a context that unused gradients alone keep in a window; return whether they are ignored from now on."""
         now = time.monotonic()
-        if self._held_brackets == 0:
-            self._held_first, self._held_since = self._bracket, now
-        self._held_brackets += 1
-        self._held.update(waiting)
-        late = self._held_brackets >= _FEWEST and now - self._held_since >= _PATIENCE_SECONDS
+        if self._unused_contexts == 0:
+            self._unused_first, self._unused_since = self._context, now
+        self._unused_contexts += 1
+        self._unused.update(waiting)
+        late = self._unused_contexts >= _FEWEST and now - self._unused_since >= PATIENCE_SECONDS
         for optimizer in waiting:
             patience = self._watched[optimizer].patience
-            if self._held_brackets < patience and (not late or patience > _PATIENCE):  # a longer window of it is known
+            if self._unused_contexts < patience and (not late or patience > PATIENCE):  # a longer window of it is known
                 return False
-        held = {optimizer: self._watched[optimizer] for optimizer in list(self._held) if optimizer in self._watched}
-        idle = {optimizer: each for optimizer, each in held.items() if each.last < self._held_first}
-        for each in (idle or held).values():  # one that makes steps has windows of its own, beside another's left-overs
-            each.ignored, each.patience = True, min(each.patience, self._held_brackets)
+        unused = {optimizer: self._watched[optimizer] for optimizer in list(self._unused) if optimizer in self._watched}
+        idle = {optimizer: each for optimizer, each in unused.items() if each.last < self._unused_first}
+        for each in (
+            idle or unused
+        ).values():  # one that makes steps has windows of its own, beside another's left-overs
+            each.ignored, each.patience = True, min(each.patience, self._unused_contexts)
         text = (
-            "the last %d brackets of engine.step all ended with gradients that no step of the %s has used: from now on "
-            "they are taken for left over; if they are accumulated, a resumed run lacks them: bracket whole windows%s"
+            "the last %d contexts of engine.step all ended with gradients that no step of the %s has used: from now on "
+            "they count as left over; if they are accumulated, a resumed run lacks them: let engine.step enclose whole "
+            "windows%s"
         )
         advice = "" if self._guard.attached else ", or attach the optimizers"
-        names = ", ".join(sorted({type(each).__qualname__ for each in idle or held}))
-        count = self._held_brackets
-        self._held.clear()
-        self._held_brackets = 0
+        names = ", ".join(sorted({type(each).__qualname__ for each in idle or unused}))
+        count = self._unused_contexts
+        self._unused.clear()
+        self._unused_contexts = 0
         write(logging.WARNING, "unused_gradients", text, count, names, advice, step=step, store=self._store)
         return all(self._watched[optimizer].ignored for optimizer in waiting)
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if (this := self._watched.get(optimizer)) is not None:
-            this.begin(self._bracket)
+            this.begin(self._context)
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         if (this := self._watched.get(optimizer)) is not None:
-            this.last = self._bracket
+            this.last = self._context
             self._steps += 1
 
     def _say_unseen(self, optimizer: torch.optim.Optimizer, error: TypeError) -> None:
@@ -244,7 +247,7 @@ def _gradients(optimizer: torch.optim.Optimizer, most: int | None = None) -> Ite
     return islice(found, most)
 
 
-def _optimizers(state: Mapping[str, Any]) -> Iterator[torch.optim.Optimizer]:
+def optimizers_in(state: Mapping[str, Any]) -> Iterator[torch.optim.Optimizer]:
     """Those in the values of a state, and in dicts, lists and tuples among them, the outermost first."""
     looks, rest = 0, [list(state.values())]
     for values in rest:

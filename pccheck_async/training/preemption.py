@@ -10,7 +10,7 @@ the process goes at once in the same way. The log has a line each for the reques
 up. Handlers of Python run between instructions of the main thread: while that hangs in one call into a library,
 nothing notices the signal.
 
-Several engines of one process all save, if they bracket steps. Forked children, such as the workers of a
+Of several engines in one process, all those that run steps save. Forked children, such as the workers of a
 ``DataLoader``, have the handlers from before. If they die of a signal that the whole process group gets, the trainer's
 next batch raises: outside a step, leaving the engine's context still saves the last finished one; inside a step nothing
 more is saved. So use a signal of your own where all processes get it: forked workers ignore those, SIGTERM and SIGINT
@@ -53,9 +53,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
-from pccheck_async.telemetry.logs import write
+from pccheck_async.engine import EngineCore
+from pccheck_async.telemetry import write
 
 __all__ = ["Preemption"]
 
@@ -63,15 +64,6 @@ _SAME_SECONDS = 1.0
 """Signals so soon after the first are the same one: launchers pass on what the whole process group got anyway."""
 _LATE_SECONDS = 0.5
 """What a safe point that gives up at the deadline gets to go by itself."""
-
-
-class _Engine(Protocol):
-    path: str
-
-    @property
-    def newest_step(self) -> int | None: ...
-
-    def limit(self, until: float | None) -> None: ...
 
 
 class _Request:
@@ -226,7 +218,7 @@ class _Signals:
         for each in request.asked:
             each.limit(time.monotonic())
         why = f"{name} came again" if request.again else f"{request.seconds:g} s after {name}"
-        for each in [each for each in request.asked if each.in_use and not each.settled] or request.asked:
+        for each in [each for each in request.asked if each.in_use and not each.finished] or request.asked:
             each.write("%s: the process goes now; nothing newer than %s", why, each.newest)
         self._wake_main(request)
 
@@ -282,18 +274,19 @@ class Preemption:
         signals: Those that are watched.
         seconds: From the signal until the process goes.
         request: The one that came, or None.
-        in_use: Whether training steps are bracketed with this engine, so that there are safe points to wait for.
-        settled: Whether the last checkpoint was taken, or failed.
+        in_use: Whether training steps run in this engine's step contexts, so that there are safe points to wait for.
+        finished: Whether the last checkpoint was taken, or failed.
+        limited: Whether the engine's last drain ends at a time.
     """
 
-    def __init__(self, engine: _Engine) -> None:
+    def __init__(self, engine: EngineCore) -> None:
         self._engine = engine
         self.signals: frozenset[int] = frozenset()
         self.seconds = 0.0
         self.request: _Request | None = None
         self.in_use = False
-        self.settled = False
-        self._limited = False
+        self.finished = False
+        self.limited = False
 
     def watch(self, signals: tuple[int, ...], deadline: float) -> None:
         """Install handlers; see :meth:`pccheck_async.CheckpointEngine.on_preemption`."""
@@ -310,7 +303,7 @@ class Preemption:
         self.signals |= chosen
         self.seconds = deadline
         if self.request is not None and self.request.left:
-            self.request, self.settled = None, False
+            self.request, self.finished = None, False
         _signals.watch(self)
 
     @property
@@ -336,18 +329,18 @@ class Preemption:
 
     def limit(self, until: float) -> None:
         """Let the engine's last drain end at a time, in seconds of the monotonic clock."""
-        self._limited = True
+        self.limited = True
         self._engine.limit(until)
 
     def go_on(self) -> None:
         """Note that the engine is used: where a previous handler let the process stay, drains may take their time."""
-        if self._limited and self.request is not None and self.request.left:
-            self._limited = False
+        if self.limited and self.request is not None and self.request.left:
+            self.limited = False
             self._engine.limit(None)
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Note that this engine did what it could, and let the process go when all did that."""
-        self.settled = True
+        self.finished = True
         request = self.request
         if request is not None and not request.left and not self._others(request):
             _signals.let_go(request)
@@ -379,14 +372,14 @@ class Preemption:
         name = _name(request.signum)
         if failure is not None:
             self.write("%s: gave up: %s; nothing newer than %s", name, failure, self.newest)
-        elif not self.settled:
+        elif not self.finished:
             self.write("%s: the engine was closed; %s; the process goes", name, self.newest)
         _signals.let_go(request)
 
     def _others(self, request: _Request) -> bool:
         """Whether other engines have not come to a safe point yet."""
         others = (each for each in _signals.engines if each is not self and each.request is request)
-        return any(each.in_use and not each.settled for each in others)
+        return any(each.in_use and not each.finished for each in others)
 
     def say(self, message: str, *arguments: Any) -> None:
         """Log what became of the last checkpoint."""

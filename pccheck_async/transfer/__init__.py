@@ -1,4 +1,32 @@
-"""Moving bytes: buffers, copies between memories, and I/O operations.
+"""Moving bytes: staging buffers, the plan of chunks, copies to and from devices, and I/O operations.
 
-It may import: state and what is below.
+Two rooms inside have doors of their own: ``operations/`` (write, read, flush, copy, checksum: in C or in Python) and
+``copying/`` (live state to buffers and back: host or CUDA). Here is what needs no torch. May import: state, format,
+telemetry and errors.
 """
+
+from pccheck_async.transfer.limiter import Limiter, LimiterStatistics, Permit
+from pccheck_async.transfer.machine import available_cores, available_memory
+from pccheck_async.transfer.memory import PAGE_BYTES, address_of, aligned_buffer, contiguous_buffer, map_memory
+from pccheck_async.transfer.pool import BufferLease, BufferPool, Pinning, PoolStatistics
+from pccheck_async.transfer.uninterrupted import first_failure, to_its_end, uninterrupted
+
+__all__ = [
+    "PAGE_BYTES",
+    "BufferLease",
+    "BufferPool",
+    "Limiter",
+    "LimiterStatistics",
+    "Permit",
+    "Pinning",
+    "PoolStatistics",
+    "address_of",
+    "aligned_buffer",
+    "available_cores",
+    "available_memory",
+    "contiguous_buffer",
+    "first_failure",
+    "map_memory",
+    "to_its_end",
+    "uninterrupted",
+]

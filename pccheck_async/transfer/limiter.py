@@ -13,7 +13,7 @@ __all__ = ["Limiter", "LimiterStatistics", "Permit"]
 
 @dataclass(frozen=True, slots=True)
 class LimiterStatistics:
-    """Attributes: permits in all, those in use, the most ever in use, tasks waiting, and how many ever had to wait."""
+    """Attributes: permits in all, in use now, most ever in use, tasks waiting now, tasks that ever had to wait."""
 
     permits: int
     in_use: int
@@ -23,7 +23,7 @@ class LimiterStatistics:
 
 
 class Permit:
-    """One permit, given back exactly once."""
+    """One permit, released exactly once."""
 
     __slots__ = ("_limiter",)
 
@@ -31,10 +31,10 @@ class Permit:
         self._limiter: Limiter | None = limiter
 
     def release(self) -> None:
-        """Give the permit back. Raises RuntimeError the second time."""
+        """Release the permit. Raises RuntimeError the second time."""
         limiter, self._limiter = self._limiter, None
         if limiter is None:
-            raise RuntimeError("the permit was given back before")
+            raise RuntimeError("the permit was released before")
         limiter._release()
 
     def __enter__(self) -> Permit:
@@ -45,7 +45,7 @@ class Permit:
 
 
 class Limiter:
-    """At most ``permits`` permits are out at a time; waiting tasks are served in the order in which they came.
+    """Hands out at most ``permits`` permits at a time; waiting tasks are served first come, first served.
 
     Bounds the checkpoints in flight (PCcheck, section 3.1: N concurrent checkpoints) and the staging buffers.
     """
@@ -62,7 +62,7 @@ class Limiter:
     async def acquire(self) -> Permit:
         """Wait for a permit.
 
-        Cancellation: a permit granted in the same moment goes to the next in line.
+        Cancellation: a permit granted at the same moment goes to the next waiting task.
         """
         if self._in_use < self._permits and not self._waiters:
             return self._grant()

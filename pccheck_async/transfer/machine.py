@@ -1,4 +1,4 @@
-"""What this process may use of the machine: cores and memory, cgroup limits, resource limits and affinity included."""
+"""Cores and memory that this process may use, by affinity, cgroup limits and resource limits."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ _MEMORY = (
     ("memory.high", "memory.current", "inactive_file"),  # beyond it the kernel slows the process down
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Of a cgroup: the limit, what is used of it, and what of that the kernel gives back when it is asked for more."""
+"""Files of a cgroup: the limit, the use, and the field of ``memory.stat`` for page cache that the kernel can drop."""
 _RLIMITS = ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData"))
 
 
 def available_cores(root: Path = Path("/")) -> int:
-    """Cores that this process may run on (affinity and cgroup CPU quota); ``root`` is where the kernel tells."""
+    """Return the cores that this process may use (affinity, cgroup CPU quota). ``root`` holds ``proc`` and ``sys``."""
     cores = len(os.sched_getaffinity(0))
     for folder in _cgroups(root, "cpu"):
         two = _read(folder / "cpu.max").split()
         one = [_read(folder / f"cpu.cfs_{each}_us").strip() for each in ("quota", "period")]
         for quota, period in (each for each in (two, one) if len(each) == 2):
-            if quota.isdigit() and period.isdigit() and int(period) > 0:  # "max" or -1 where there is none
+            if quota.isdigit() and period.isdigit() and int(period) > 0:  # "max" or -1: no quota
                 cores = min(cores, int(quota) // int(period))
     return max(1, cores)
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that this process can still take: free memory, what its cgroups leave, or its resource limits.
+    """Return the bytes that this process can still allocate: the least of free memory, cgroup and resource limits.
 
-    What a cgroup holds of files that were read counts as free, as it does for the machine: the kernel drops it first.
+    Page cache of a cgroup counts as free, as it does for the machine: the kernel drops it first.
     """
     free = _fields(root / "proc/meminfo").get("MemAvailable:", os.sysconf("SC_PAGE_SIZE")) * 1024
     for folder in _cgroups(root, "memory"):
@@ -51,9 +51,9 @@ def available_memory(root: Path = Path("/")) -> int:
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """This process's cgroup folders for a controller, its own first, then the ancestors; of version 2 and of 1.
+    """Yield this process's cgroup folders for a controller, its own first, then the ancestors; version 2 and 1.
 
-    In a container the path may be the one outside of it; what is mounted there is then the container's own cgroup.
+    In a container the path may be the one outside of it; the mounted root is then the container's own cgroup.
     """
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -65,7 +65,7 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Names and numbers of a file of the kernel's that has one of each in a line."""
+    """Return the names and numbers of a kernel file that has one of each per line."""
     lines = (line.split() for line in _read(path).splitlines())
     return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}
 

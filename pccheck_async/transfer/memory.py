@@ -15,12 +15,12 @@ __all__ = ["PAGE_BYTES", "address_of", "aligned_buffer", "contiguous_buffer", "m
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 _ADVICE = (
-    "MADV_DONTFORK",  # a child neither copies staging memory nor pins it while the device reads it
+    "MADV_DONTFORK",  # a child neither copies staging memory nor shares it while a device reads it
     "MADV_DONTDUMP",  # a core dump does not carry gigabytes of weights
     "MADV_HUGEPAGE",  # first touch faults once per 2 MiB, not once per 4 KiB
 )
 _mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
-_MOST_HUGE_BYTES = 8 << 20
+MOST_HUGE_BYTES = 8 << 20
 """More than about a chunk at a time is not to become physical: with pages of 64 KiB a huge page has 512 MiB."""
 
 
@@ -31,7 +31,7 @@ def map_memory(nbytes: int) -> mmap.mmap:
     memory = mmap.mmap(-1, size, flags=flags)
     for advice in _ADVICE:
         value = getattr(mmap, advice, None)
-        if value is not None and (advice != "MADV_HUGEPAGE" or _huge_page_bytes() <= _MOST_HUGE_BYTES):
+        if value is not None and (advice != "MADV_HUGEPAGE" or _huge_page_bytes() <= MOST_HUGE_BYTES):
             with suppress(OSError):  # advice only: a kernel built without it still works
                 memory.madvise(value)
     _mapped.add(memory)
@@ -39,17 +39,17 @@ def map_memory(nbytes: int) -> mmap.mmap:
 
 
 def aligned_buffer(nbytes: int) -> memoryview:
-    """Return a page-aligned buffer of ``nbytes`` zeros of its own; it is unmapped when the last view of it is gone."""
+    """Return a page-aligned buffer of ``nbytes`` zeros; it is unmapped with the last view of it."""
     return memoryview(map_memory(nbytes))[:nbytes]
 
 
 def contiguous_buffer(nbytes: int) -> memoryview:
-    """Return a page-aligned buffer like that, inside one huge page where there are any: a device takes it in one piece.
+    """Return a page-aligned buffer inside one huge page, if the machine has them: a device transfers it in one piece.
 
-    A transfer out of pages of their own takes some microseconds longer. Touched, it takes all of the huge page.
+    A transfer from separate pages takes some microseconds longer. Once touched, it occupies the whole huge page.
     """
     huge_bytes = _huge_page_bytes()
-    if not nbytes <= huge_bytes <= _MOST_HUGE_BYTES:
+    if not nbytes <= huge_bytes <= MOST_HUGE_BYTES:
         return aligned_buffer(nbytes)
     view = aligned_buffer(2 * huge_bytes)
     start = -address_of(view) % huge_bytes
@@ -57,17 +57,17 @@ def contiguous_buffer(nbytes: int) -> memoryview:
 
 
 def address_of(buffer: memoryview) -> int:
-    """Return the address of a buffer that has bytes."""
+    """Return the address of a buffer that is not empty."""
     address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
     return address
 
 
 def _huge_page_bytes() -> int:
-    return PAGE_BYTES * PAGE_BYTES // 8  # what one page of 8-byte table entries maps
+    return PAGE_BYTES * PAGE_BYTES // 8  # mapped by one page of 8-byte table entries
 
 
 def _keep_in_child() -> None:
-    # The child has the objects without their memory: the end of one would unmap whatever lies there by then.
+    # The child has the objects without their memory: destroying one would unmap whatever lies there by then.
     for memory in list(_mapped):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
 

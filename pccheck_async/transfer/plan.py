@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pccheck_async.format.manifest import ALIGNMENT, MIN_BLOCK, StorageEntry
-from pccheck_async.state.sources import HOST, PackedSource, Source, Sources
+from pccheck_async.state import Target, Targets
+from pccheck_async.state.sources import HOST, PackedSource, Sources
 from pccheck_async.state.storages import Layout
-from pccheck_async.state.targets import Target, Targets
 from pccheck_async.transfer.segments import PackedPiece, Segments, Table
 
 __all__ = ["Chunk", "Part", "Plan", "Planner", "scatter_segments", "segments"]
@@ -81,22 +81,21 @@ class Planner:
         self.block_bytes = block_bytes
         self.hits = 0
         self.misses = 0
-        self._last: tuple[tuple[int, ...], tuple[int, ...], _Extents, Plan] | None = None
+        self._last: tuple[object, _Extents, Plan] | None = None
 
     def plan(self, layout: Layout) -> Plan:
         """Return the plan for ``layout``."""
-        last = self._last
-        nbytes, breaks = layout.storage_nbytes, layout.breaks
-        if last is not None and last[:2] == (nbytes, breaks) and _same(last[2], layout.extents):
+        sizes, extents, last = (layout.storage_nbytes, layout.breaks), layout.extents, self._last
+        if last is not None and last[0] == sizes and (last[1] is extents or np.array_equal(last[1], extents)):
             self.hits += 1
-            return last[3]
+            return last[2]
         self.misses += 1
-        storages = self._place(nbytes, {*breaks})
+        storages = self._place(layout.storage_nbytes, {*layout.breaks})
         end = storages[-1].offset + storages[-1].nbytes if storages else 0
         payload_nbytes = _align(end, self.block_bytes)
-        bounds = [0, *(storages[number].offset for number in breaks), payload_nbytes]
-        plan = Plan(storages, self._cut(storages, layout.extents, bounds), payload_nbytes)
-        self._last = (nbytes, breaks, layout.extents, plan)
+        bounds = [0, *(storages[number].offset for number in layout.breaks), payload_nbytes]
+        plan = Plan(storages, self._cut(storages, extents, bounds), payload_nbytes)
+        self._last = sizes, extents, plan
         return plan
 
     def _place(self, sizes: Sequence[int], breaks: Set[int]) -> tuple[StorageEntry, ...]:
@@ -129,23 +128,22 @@ class Planner:
         )
 
 
-def segments(chunk: Chunk, sources: Sequence[Source]) -> Segments:
+def segments(chunk: Chunk, sources: Sources) -> Segments:
     """Return what fills the buffer of ``chunk``."""
-    known = sources if isinstance(sources, Sources) else Sources(sources)
     table = chunk.table
     index = table[:, 0].astype(np.intp)
-    is_packed = known.packed[index]
+    is_packed = sources.packed[index]
     packed: list[PackedPiece] = []
     if is_packed.any():
         for number, low, offset, length in table[is_packed].tolist():
-            source = known[number]
+            source = sources[number]
             assert isinstance(source, PackedSource)
             packed.append((source, low, low + length, offset))
         table, index = table[~is_packed], index[~is_packed]
     raw = np.empty((len(table), 3), np.uint64)
-    np.add(known.addresses[index], table[:, 1], out=raw[:, 0])
+    np.add(sources.addresses[index], table[:, 1], out=raw[:, 0])
     raw[:, 1:] = table[:, 2:]
-    devices = known.device_of
+    devices = sources.device_of
     return _by_device(raw, None if devices is None else devices[index], packed)
 
 
@@ -168,13 +166,9 @@ def scatter_segments(chunk_offset: int, chunk_nbytes: int, targets: Sequence[Tar
 def _by_device(raw: Table, devices: npt.NDArray[np.int32] | None, packed: Sequence[PackedPiece] = ()) -> Segments:
     if devices is None:
         return Segments(raw.tobytes(), packed=packed)
-    found = {device: raw[devices == device] for device in np.unique(devices).tolist()}
-    host = found.pop(HOST, raw[:0])
-    return Segments(host.tobytes(), found, packed)
-
-
-def _same(one: _Extents, other: _Extents) -> bool:
-    return one is other or np.array_equal(one, other)
+    tables = {device: raw[devices == device] for device in np.unique(devices).tolist()}
+    host = tables.pop(HOST, raw[:0])
+    return Segments(host.tobytes(), tables, packed)
 
 
 def _align(value: int, alignment: int) -> int:

@@ -11,25 +11,25 @@ from pccheck_async.transfer.memory import aligned_buffer
 
 __all__ = ["BufferLease", "BufferPool", "Pinning", "PoolStatistics"]
 
-_LARGEST_SLAB = 256 << 20
-"""Bytes that are pinned at a time, at most: whoever waits for one buffer of a slab waits for all."""
+LARGEST_SLAB = 256 << 20
+"""Most bytes pinned in one call: a task that waits for one buffer of a slab waits for all of it."""
 
 
 class Pinning(Protocol):
-    """What is done to staging memory before its first use, so that devices may copy from and to it directly.
+    """Locks staging memory before its first use, so that devices can copy from and to it directly.
 
     Attributes:
-        active: Whether there is anything to be done; buffers leased before are done at their next lease.
+        active: Whether memory is to be pinned; buffers that were leased before are pinned at their next lease.
     """
 
     active: bool
 
     async def pin(self, view: memoryview) -> None:
-        """Do it. Cancellation: raised once it ended."""
+        """Pin memory. Cancellation: raised once that has ended."""
         ...
 
     def unpin_all(self) -> None:
-        """Undo it; nothing is copied any more."""
+        """Unpin all memory; nothing is copied any more."""
         ...
 
 
@@ -40,7 +40,7 @@ class PoolStatistics:
     Attributes:
         buffer_bytes: Size of one buffer.
         buffers: Buffers the pool may have.
-        touched: Buffers that were ever used or pinned: what the pool takes of physical memory, in buffers.
+        touched: Buffers that were ever used or pinned, and so occupy physical memory.
         in_use: Buffers leased now.
         peak: Most buffers leased at a time.
         waited: Leases that had to wait for a buffer.
@@ -55,7 +55,7 @@ class PoolStatistics:
 
 
 class BufferLease:
-    """A staging buffer for one owner. ``view`` is all of it; it is returned exactly once."""
+    """A staging buffer leased to one owner, released exactly once. ``view`` is all of its memory."""
 
     __slots__ = ("_permit", "_pool", "index", "view")
 
@@ -66,23 +66,23 @@ class BufferLease:
         self.view = view
 
     def release(self) -> None:
-        """Give the buffer back; nothing reads or writes it any more. Raises RuntimeError the second time."""
+        """Return the buffer to the pool; nothing reads or writes it any more. Raises RuntimeError the second time."""
         index, self.index = self.index, -1
         if index < 0:
-            raise RuntimeError("the buffer was given back before")
-        self._pool._take_back(index)
+            raise RuntimeError("the buffer was released before")
+        self._pool._free.append(index)
         self._permit.release()
 
 
 class BufferPool:
     """At most ``nbytes`` of staging memory in buffers of ``buffer_bytes``; physical memory is taken on first use.
 
-    The buffer returned last is leased first: a state smaller than the pool touches only what it needs.
+    The buffer released last is leased first: a state smaller than the pool touches only the memory it needs.
 
     Args:
         nbytes: Most staging memory.
         buffer_bytes: Size of a buffer.
-        pinning: What to do to buffers before their first use, several at a time; undone by :meth:`close`.
+        pinning: Pins buffers before their first use, several at a time; :meth:`close` unpins them.
     """
 
     def __init__(self, nbytes: int, buffer_bytes: int, pinning: Pinning | None = None) -> None:
@@ -120,7 +120,7 @@ class BufferPool:
         return lease
 
     def close(self) -> None:
-        """Let the memory go; no buffer is leased any more. What was counted stays readable."""
+        """Free the memory; no buffer is leased any more. The statistics stay readable."""
         if self._pinning is not None:
             self._pinning.unpin_all()
         self._view = memoryview(b"")
@@ -134,13 +134,10 @@ class BufferPool:
         """Pin slabs, each as large as all before it, until a buffer is in one."""
         async with self._turn:
             while pinning.active and index >= self._pinned:
-                low, most = self._pinned, max(1, _LARGEST_SLAB // self.buffer_bytes)
+                low, most = self._pinned, max(1, LARGEST_SLAB // self.buffer_bytes)
                 high = min(low + max(1, min(low, most)), self.nbytes // self.buffer_bytes)
                 try:
                     await pinning.pin(self._view[low * self.buffer_bytes : high * self.buffer_bytes])
                 finally:
-                    self._pinned = high  # where it was cancelled or refused, too: it is not tried again
+                    self._pinned = high  # also after a cancellation or a refusal: pinning is not tried again
                 self._touched = max(self._touched, high)
-
-    def _take_back(self, index: int) -> None:
-        self._free.append(index)

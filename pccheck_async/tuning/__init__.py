@@ -1,4 +1,20 @@
-"""Measuring a disk, and the choice of settings from what was measured.
+"""Measure a disk and choose settings: checkpoints in flight, writers, bytes of a chunk, staging memory.
 
 It may import: training and what is below.
 """
+
+from pccheck_async.tuning.choice import Point
+from pccheck_async.tuning.tuned import Measurement, TunedSettings, Tuning, read_tuning
+from pccheck_async.tuning.tuner import Progress, checkpoint_bytes, tune, tune_blocking
+
+__all__ = [
+    "Measurement",
+    "Point",
+    "Progress",
+    "TunedSettings",
+    "Tuning",
+    "checkpoint_bytes",
+    "read_tuning",
+    "tune",
+    "tune_blocking",
+]

@@ -14,16 +14,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from pccheck_async.errors import InfeasibleError
-from pccheck_async.format.record import MOST_ENTRIES, align
+from pccheck_async.format import align
+from pccheck_async.format.record import MOST_ENTRIES
 
 __all__ = [
     "LEAST_BUFFERS",
     "Choice",
+    "FittedTimes",
     "Limits",
     "Point",
-    "Settled",
     "choose",
-    "settle",
+    "fit_rounds",
     "shortages",
     "staging_bytes",
 ]
@@ -91,7 +92,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class FittedTimes:
     """Times of points, freed from the drift of the machine.
 
     Attributes:
@@ -189,7 +190,7 @@ def staging_bytes(nbytes: int, point: Point, budget: int) -> int:
     return min(most, max(LEAST_BUFFERS * point.chunk_bytes, wanted))
 
 
-def settle(rounds: Sequence[Mapping[Point, float]]) -> Settled:
+def fit_rounds(rounds: Sequence[Mapping[Point, float]]) -> FittedTimes:
     """Separate what the points take from how fast the machine happened to be.
 
     A round measures some points one after the other, so that what a shared machine does to one of them it does to all:
@@ -213,7 +214,7 @@ def settle(rounds: Sequence[Mapping[Point, float]]) -> Settled:
         weights = 1 / np.sqrt(np.maximum(residuals, _TINY))
     typical = np.median([solution[len(points) + r] for r, _, _ in observed])
     seconds = {point: float(np.exp(solution[p] + typical)) for p, point in enumerate(points)}
-    return Settled(seconds, _noise(residuals, design, len(observed) / max(1, len(points))))
+    return FittedTimes(seconds, _noise(residuals, design, len(observed) / max(1, len(points))))
 
 
 def _noise(residuals: np.ndarray[tuple[int], np.dtype[np.float64]], design: np.ndarray, repetitions: float) -> float:

@@ -12,14 +12,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pccheck_async.engine.config import EngineConfig
-from pccheck_async.engine.core import EngineCore
+from pccheck_async.engine import EngineConfig, EngineCore, run
 from pccheck_async.errors import CheckpointError
-from pccheck_async.format.record import align
-from pccheck_async.medium import File, Writer
+from pccheck_async.format import align
+from pccheck_async.medium import File, Medium
 from pccheck_async.medium.open_medium import IO, open_session
-from pccheck_async.transfer.failures import first_failure
-from pccheck_async.transfer.memory import PAGE_BYTES, aligned_buffer
+from pccheck_async.transfer import PAGE_BYTES, aligned_buffer, first_failure
 from pccheck_async.tuning.choice import Point, staging_bytes
 
 __all__ = ["Disk", "Sample", "Trial", "run_trial", "saves_of_trial", "try_disk"]
@@ -82,24 +80,24 @@ async def try_disk(folder: Path, io: IO, *, nbytes: int, seconds: float) -> Disk
     """
     session = await open_session(folder, io, writers=_DISK_STREAMS, copiers=1)
     try:
-        facts = await session.writer.prepare(create=True)
+        facts = await session.medium.prepare(create=True)
         chunk = align(min(nbytes, _DISK_CHUNK_BYTES), max(facts.block_bytes, PAGE_BYTES))
         chunks = -(-nbytes // chunk)
-        file = await session.writer.create(_DISK_FILE, chunks * chunk)
+        file = await session.medium.reserve(_DISK_FILE, chunks * chunk)
         data = aligned_buffer(chunk)
         data[:] = np.random.default_rng().bytes(chunk)
-        count = await _write(session.writer, file, data, chunks, seconds, once=True)
+        count = await _write(session.medium, file, data, chunks, seconds, once=True)
         began, busy = time.perf_counter(), time.process_time()
-        written = await _write(session.writer, file, data, count, seconds, once=False)
+        written = await _write(session.medium, file, data, count, seconds, once=False)
         took, busy = time.perf_counter() - began, time.process_time() - busy
-        await session.writer.close_file(file)
-        await session.writer.unlink(_DISK_FILE)
+        await session.medium.close(file)
+        await session.medium.remove(_DISK_FILE)
     finally:
         await session.close()
     return Disk(written * chunk / took, min(1.0, busy / took / _DISK_STREAMS))
 
 
-async def _write(writer: Writer, file: File, data: memoryview, chunks: int, seconds: float, *, once: bool) -> int:
+async def _write(writer: Medium, file: File, data: memoryview, chunks: int, seconds: float, *, once: bool) -> int:
     """Write chunk after chunk, over and over or ``once``, for ``seconds``; flush; return how many."""
     end = time.perf_counter() + seconds
     written = 0
@@ -117,7 +115,7 @@ async def _write(writer: Writer, file: File, data: memoryview, chunks: int, seco
     except BaseExceptionGroup as error:
         failure = first_failure(error)
         raise failure from failure.__cause__
-    await writer.flush(file)
+    await writer.make_durable([(file, ())])
     return written
 
 
@@ -162,17 +160,17 @@ def _turns(point: Point) -> int:
 @asynccontextmanager
 async def _engine(folder: Path, io: IO, config: EngineConfig) -> AsyncIterator[EngineCore]:
     core = EngineCore(folder, io, config)
-    await core.run(core.open())
+    await run(core, core.open())
     try:
         yield core
     except BaseException as error:
         try:
-            await core.run(core.close())
+            await run(core, core.close())
         except CheckpointError as failure:
             if failure is not error:
                 error.add_note(f"closing the engine failed too: {failure}")
         raise
-    await core.run(core.close())
+    await run(core, core.close())
 
 
 async def _save(core: EngineCore, sample: Sample, count: int) -> Trial:

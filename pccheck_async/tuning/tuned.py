@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated, Literal, TypedDict, cast
 
 import msgspec
 
 from pccheck_async.errors import CorruptStoreError, InvalidTuningError, read_error, write_error
-from pccheck_async.medium.regular_file import open_regular
-from pccheck_async.transfer.machine import available_cores
+from pccheck_async.medium.folder import open_regular
+from pccheck_async.transfer import available_cores
 from pccheck_async.tuning.choice import Point
 
 __all__ = ["TUNING_NAME", "Measurement", "TunedSettings", "Tuning", "read_tuning"]
@@ -150,13 +150,7 @@ def read_tuning(path: str | os.PathLike[str]) -> TunedSettings:
             RuntimeWarning,
             stacklevel=2,
         )
-    settings = stored.settings
-    return {
-        "max_in_flight": settings.max_in_flight,
-        "writers": settings.writers,
-        "chunk_bytes": settings.chunk_bytes,
-        "host_memory": settings.host_memory,
-    }
+    return cast("TunedSettings", msgspec.structs.asdict(stored.settings))
 
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]

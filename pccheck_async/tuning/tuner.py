@@ -4,7 +4,7 @@ Every point is measured by a real engine on a store of its own, in a folder that
 changes between saves is checkpointed back to back, so that N are always in flight, and Tw(N) is N times what one
 save takes. Not all combinations are measured, but three lines: N with enough writers, then p at the best N, then b;
 each goes on while more is better. The points of a line take turns in rounds, so that a machine whose speed drifts does
-not decide (:func:`pccheck_async.tuning.choice.settle`).
+not decide (:func:`pccheck_async.tuning.choice.fit_rounds`).
 """
 
 from __future__ import annotations
@@ -18,31 +18,29 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pccheck_async.engine.config import EngineConfig, decide
-from pccheck_async.engine.core import EngineCore
+from pccheck_async.engine import EngineConfig, EngineCore, decide
+from pccheck_async.engine.loop import OneLoop
 from pccheck_async.errors import InfeasibleError, NoCheckpointError
 from pccheck_async.format.manifest import MIN_BLOCK
-from pccheck_async.medium import Writer
-from pccheck_async.medium.open_medium import IO, check_io
-from pccheck_async.medium.scratch import free_bytes, scratch_folder, slot_bytes
-from pccheck_async.medium.store_path import store_path
+from pccheck_async.medium import Medium
+from pccheck_async.medium.filesystem import free_bytes, slot_bytes
+from pccheck_async.medium.open_medium import IO, check_io, store_path
 from pccheck_async.state.save.flatten import flatten
 from pccheck_async.state.storages import arrange
-from pccheck_async.store.store_reader import OneLoop
 from pccheck_async.training.policy.formulas import interval_floor, sustained_interval
-from pccheck_async.transfer.machine import available_cores, available_memory
-from pccheck_async.transfer.memory import PAGE_BYTES
+from pccheck_async.transfer import PAGE_BYTES, available_cores, available_memory
 from pccheck_async.transfer.plan import Planner
 from pccheck_async.tuning.choice import (
     LEAST_BUFFERS,
     Choice,
+    FittedTimes,
     Limits,
     Point,
-    Settled,
     choose,
-    settle,
+    fit_rounds,
     shortages,
 )
+from pccheck_async.tuning.scratch import scratch_folder
 from pccheck_async.tuning.trials import Disk, Sample, Trial, run_trial, saves_of_trial, try_disk
 from pccheck_async.tuning.tuned import Measurement, Tuning
 
@@ -158,7 +156,7 @@ async def _tune(
     began = time.perf_counter()
     config = config or EngineConfig()
     check_io(io)
-    if isinstance(io, Writer):
+    if isinstance(io, Medium):
         raise ValueError(
             "a tuning needs writers of its own: give io as a name, or as a function of folder and operations"
         )
@@ -202,7 +200,7 @@ async def _tune(
         measurements=table,
         nbytes=nbytes,
         sample_nbytes=search.sample_nbytes,
-        noise=search.settled.noise,
+        noise=search.fitted.noise,
         bandwidth=bandwidth,
         stream_cpu=disk.stream_cpu,
         cores=cores,
@@ -239,7 +237,7 @@ class _Search:
         self._part = 0.0
         self._rounds: list[dict[Point, Trial]] = []
         self._too_much: dict[str, str] = {}
-        self.settled = Settled({}, 0.0)
+        self.fitted = FittedTimes({}, 0.0)
         self.sample_nbytes = 0
 
     async def run(self) -> Choice:
@@ -277,15 +275,15 @@ class _Search:
                 capture_bandwidth=self._nbytes / median(trial.captured for found, trial in trials if found == point),
                 repetitions=repetitions[point],
             )
-            for point, seconds in sorted(self.settled.seconds.items())
+            for point, seconds in sorted(self.fitted.seconds.items())
         )
 
     @property
     def _tolerance(self) -> float:
-        return min(max(self.settled.noise, _LEAST_TOLERANCE), _MOST_TOLERANCE)
+        return min(max(self.fitted.noise, _LEAST_TOLERANCE), _MOST_TOLERANCE)
 
     def _choose(self) -> Choice:
-        return choose(self.settled.seconds, self._limits, _storage_bytes(self._nbytes), self._tolerance)
+        return choose(self.fitted.seconds, self._limits, _storage_bytes(self._nbytes), self._tolerance)
 
     async def _line(
         self, name: str, first: int, last: int, at: Callable[[int], Point], most: int | None = None
@@ -306,11 +304,11 @@ class _Search:
                 if len(points) > 1 and not self._still_better(points):
                     return
                 points = points[-1:]  # what comes next is measured beside it
-        if len(points) > 1 or points[0] not in self.settled.seconds:
+        if len(points) > 1 or points[0] not in self.fitted.seconds:
             await self._measure(name, points)
 
     def _still_better(self, points: Sequence[Point]) -> bool:
-        costs = [self.settled.seconds[point] / point.max_in_flight for point in points]
+        costs = [self.fitted.seconds[point] / point.max_in_flight for point in points]
         return costs[-1] * (1 + self._tolerance) < min(costs[:-1])
 
     async def _measure(self, name: str, points: Sequence[Point]) -> None:
@@ -320,7 +318,7 @@ class _Search:
         sample = Sample(self._sample_bytes(points))
         self.sample_nbytes = max(self.sample_nbytes, sample.nbytes)
         for turn in range(_MOST_ROUNDS):
-            if turn >= _LEAST_ROUNDS and (self.settled.noise <= _GOOD_NOISE or time.perf_counter() > end):
+            if turn >= _LEAST_ROUNDS and (self.fitted.noise <= _GOOD_NOISE or time.perf_counter() > end):
                 break
             measured: dict[Point, Trial] = {}
             for point in points if turn % 2 else reversed(points):
@@ -331,8 +329,8 @@ class _Search:
                 trial = await run_trial(folder, self._io, point, sample, self._limits.host_memory)
                 measured[point] = trial.scaled(max(1.0, self._nbytes / sample.nbytes))
             self._rounds.append(measured)
-            self.settled = settle([{p: t.durable for p, t in each.items()} for each in self._rounds])
-        best = min(self.settled.seconds[point] / point.max_in_flight for point in points)
+            self.fitted = fit_rounds([{p: t.durable for p, t in each.items()} for each in self._rounds])
+        best = min(self.fitted.seconds[point] / point.max_in_flight for point in points)
         self._bandwidth = max(self._bandwidth, self._nbytes / best)
 
     def _sample_bytes(self, points: Sequence[Point]) -> int:

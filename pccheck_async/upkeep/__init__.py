@@ -1,7 +1,7 @@
 """Looking after stores: what a checkpoint holds, whether it is whole, how two differ; copy, drop, pin, recover.
 
 The functions block; call them from asyncio code with ``asyncio.to_thread``. Those that only read open everything
-read-only, write nothing, and work while a trainer writes to the store.
+read-only, write nothing, and work while a trainer writes to the store. May import ``store`` and what is below it.
 """
 
 from pccheck_async.upkeep.change import Removal, pin_checkpoint, remove_checkpoints

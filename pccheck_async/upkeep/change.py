@@ -8,16 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pccheck_async.engine.config import EngineConfig
 from pccheck_async.errors import NoCheckpointError, StoreError, StoreLockedError
-from pccheck_async.format.info import CheckpointInfo, check_step
-from pccheck_async.format.record import Entry, slot_number
+from pccheck_async.format import CheckpointInfo, Entry, check_step
+from pccheck_async.format.record import slot_number
+from pccheck_async.medium.filesystem import slot_bytes
 from pccheck_async.medium.open_medium import IO, Session
-from pccheck_async.medium.scratch import slot_bytes
-from pccheck_async.store.commit import Store, open_store
-from pccheck_async.store.retention import KeepAll
-from pccheck_async.store.store_reader import OneLoop, with_session
-from pccheck_async.upkeep.held import LOCK_SECONDS, open_reader
+from pccheck_async.store import KeepAll, Store, open_store
+from pccheck_async.upkeep.reading import LOCK_SECONDS, open_reader, run_with_session
 
 __all__ = ["Removal", "pin_checkpoint", "remove_checkpoints"]
 
@@ -74,7 +71,7 @@ def remove_checkpoints(
 
     async def drop(store: Store) -> None:
         await store.amend(change)
-        await store.remove_surplus()
+        await store.slots.remove_surplus()
 
     before = slot_bytes(Path(path))
     _with_store(path, io, drop)
@@ -107,12 +104,12 @@ def _with_store(path: str | os.PathLike[str], io: IO, work: Callable[[Store], Co
     async def change(session: Session) -> T:
         reader = await open_reader(session, path)
         committed = len((await reader.record()).entries)
-        await session.writer.close_file(reader.commit)
-        slots = sum(1 for name in await session.writer.names() if slot_number(name) is not None)
+        await session.medium.close(reader.commit)
+        slots = sum(1 for name in await session.medium.names() if slot_number(name) is not None)
         free = max(0, slots - committed)  # as many stay free: the trainer reserved them
         try:
             store = await open_store(
-                session.writer, path=path, retention=KeepAll(), max_in_flight=free, lock_timeout=LOCK_SECONDS
+                session.medium, path=path, retention=KeepAll(), max_in_flight=free, lock_timeout=LOCK_SECONDS
             )
         except StoreLockedError as error:
             raise StoreLockedError(
@@ -121,5 +118,4 @@ def _with_store(path: str | os.PathLike[str], io: IO, work: Callable[[Store], Co
             ) from None
         return await work(store)
 
-    with OneLoop() as loop:
-        return loop.call(with_session(path, io, change, EngineConfig(writers=1)))
+    return run_with_session(path, io, change, small=True)

@@ -8,20 +8,26 @@ from contextlib import suppress
 
 from msgspec import structs
 
-from pccheck_async.engine.config import EngineConfig
+from pccheck_async.api.reading import with_session
+from pccheck_async.engine import EngineConfig
 from pccheck_async.errors import DamagedError, StoreFullError
-from pccheck_async.format.checksum import crc32
-from pccheck_async.format.info import CheckpointInfo, check_step
+from pccheck_async.format import CheckpointInfo, align, check_step, crc32
 from pccheck_async.format.manifest import encode
-from pccheck_async.format.record import MOST_ENTRIES, align
-from pccheck_async.medium.open_medium import IO, Session
-from pccheck_async.medium.store_path import store_path
-from pccheck_async.store.commit import SlotLease, Store, open_store
-from pccheck_async.store.retention import KeepAll
-from pccheck_async.store.store_reader import OneLoop, with_session
-from pccheck_async.transfer.memory import aligned_buffer
-from pccheck_async.upkeep.chunks import Progress, Run, check_chunks, make_pool
-from pccheck_async.upkeep.held import LOCK_SECONDS, Held, hold, open_reader
+from pccheck_async.format.record import MOST_ENTRIES
+from pccheck_async.medium.open_medium import IO, Session, store_path
+from pccheck_async.store import KeepAll, SlotLease, Store, open_store
+from pccheck_async.transfer import aligned_buffer
+from pccheck_async.upkeep.reading import (
+    LOCK_SECONDS,
+    Held,
+    Progress,
+    Run,
+    check_chunks,
+    hold,
+    make_pool,
+    open_reader,
+    run_with_session,
+)
 
 __all__ = ["copy_checkpoint"]
 
@@ -75,7 +81,7 @@ def copy_checkpoint(
 
     async def write(held: Held, session: Session) -> CheckpointInfo:
         store = await open_store(
-            session.writer, path=target, retention=KeepAll(), max_in_flight=1, lock_timeout=LOCK_SECONDS
+            session.medium, path=target, retention=KeepAll(), max_in_flight=1, lock_timeout=LOCK_SECONDS
         )
         if len(store.committed.entries) >= MOST_ENTRIES:
             raise StoreFullError(
@@ -83,8 +89,7 @@ def copy_checkpoint(
             )
         return await _copy(held, store, session, pinned, progress)
 
-    with OneLoop() as loop:
-        return loop.call(with_session(source, io, read, EngineConfig()))
+    return run_with_session(source, io, read)
 
 
 async def _copy(held: Held, store: Store, session: Session, pinned: bool | None, progress: Progress) -> CheckpointInfo:
@@ -100,12 +105,11 @@ async def _copy(held: Held, store: Store, session: Session, pinned: bool | None,
     lease = await store.reserve(offset + align(len(data), block))
     try:
         await _copy_payload(held, session, lease, progress)
-        padded = aligned_buffer(align(len(data), block))
-        padded[: len(data)] = data
-        await store.persist(lease, [(offset, padded)])
     except BaseException:
-        await store.release(lease, offset)
+        await store.release(lease)
         raise
+    padded = aligned_buffer(align(len(data), block))
+    padded[: len(data)] = data
     await store.commit(
         lease,
         structs.replace(
@@ -115,6 +119,7 @@ async def _copy(held: Held, store: Store, session: Session, pinned: bool | None,
             manifest_nbytes=len(data),
             manifest_checksum=crc32(data),
         ),
+        [(offset, padded)],
     )
     return entry.info
 
@@ -133,7 +138,7 @@ async def _copy_payload(held: Held, session: Session, lease: SlotLease, progress
         # Where blocks of the target are larger than those of the source, a run may end inside one. Then the writer
         # goes on without O_DIRECT.
         nonlocal done
-        await session.writer.write(lease.file, run.offset, view)
+        await session.medium.write(lease.file, run.offset, view)
         done += run.nbytes
         progress(done, manifest.payload_nbytes)
 

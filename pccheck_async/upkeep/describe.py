@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from pccheck_async.engine.config import EngineConfig
-from pccheck_async.format.info import CheckpointInfo, check_step
+from pccheck_async.format import CheckpointInfo, check_step
 from pccheck_async.format.manifest import ChunkEntry
 from pccheck_async.format.record import slot_name
 from pccheck_async.medium.open_medium import IO, Session
-from pccheck_async.state.restore.listing import StoredLeaf, list_leaves
-from pccheck_async.store.store_reader import OneLoop, with_session
-from pccheck_async.upkeep.held import hold, open_reader
+from pccheck_async.state import StoredLeaf, list_leaves
+from pccheck_async.upkeep.reading import hold, open_reader, run_with_session
 
 __all__ = ["Description", "describe_checkpoint"]
 
@@ -83,5 +81,4 @@ def describe_checkpoint(path: str | os.PathLike[str], *, step: int | None = None
                 block_bytes=reader.identity.block_bytes,
             )
 
-    with OneLoop() as loop:
-        return loop.call(with_session(path, io, work, EngineConfig(writers=1)))
+    return run_with_session(path, io, work, small=True)

@@ -6,9 +6,9 @@ import os
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
-from pccheck_async.engine.config import EngineConfig
 from pccheck_async.errors import (
     CorruptStoreError,
     NoCheckpointError,
@@ -18,18 +18,13 @@ from pccheck_async.errors import (
     is_exhausted,
     is_forbidden,
 )
-from pccheck_async.format import checksum
-from pccheck_async.format.info import CheckpointInfo
+from pccheck_async.format import CheckpointInfo, Entry, Identity, NewerFormatError, Record, checksum
 from pccheck_async.format.manifest import MIN_BLOCK
 from pccheck_async.format.record import (
     COMMIT_NAME,
     COMMIT_NBYTES,
     FORMAT_VERSION,
     IDENTITY_NAME,
-    Entry,
-    Identity,
-    NewerFormatError,
-    Record,
     encode_identity,
     encode_record,
     newest_record,
@@ -38,19 +33,16 @@ from pccheck_async.format.record import (
     slot_name,
     slot_number,
 )
-from pccheck_async.medium import Writer
+from pccheck_async.medium import Medium
 from pccheck_async.medium.open_medium import IO, Session
-from pccheck_async.store.commit_file import lock_commit
-from pccheck_async.store.records import read_commit, stored_identity, unread_record
-from pccheck_async.store.store_reader import OneLoop, no_store, with_session
-from pccheck_async.transfer.memory import PAGE_BYTES, aligned_buffer
-from pccheck_async.upkeep.chunks import Progress
-from pccheck_async.upkeep.held import LOCK_SECONDS
+from pccheck_async.store.commit_file import lock_commit, read_commit, stored_identity, unread_record
+from pccheck_async.store.store_reader import no_store
+from pccheck_async.transfer import PAGE_BYTES, aligned_buffer
+from pccheck_async.upkeep.reading import LOCK_SECONDS, Progress, run_with_session
 from pccheck_async.upkeep.salvage import FoundCheckpoint, arrange, search_slot
 
 __all__ = ["Recovery", "recover_store"]
 
-_NEW = ".recovered"
 _BUSY = "in use by another process"
 
 FileState = Literal["valid", "missing", "damaged"]
@@ -125,8 +117,7 @@ def recover_store(
     async def work(session: Session) -> Recovery:
         return await _recover(session, path, write, search, slots, progress)
 
-    with OneLoop() as loop:
-        return loop.call(with_session(path, io, work, EngineConfig()))
+    return run_with_session(path, io, work)
 
 
 async def _recover(
@@ -137,10 +128,11 @@ async def _recover(
     slots: Collection[int] | None,
     progress: Progress,
 ) -> Recovery:
-    writer = session.writer
+    writer = session.medium
     alone = write and COMMIT_NAME not in await writer.names()  # no trainer opens it so
-    if write and not alone:
-        await _lock(writer, path)
+    opening = partial(writer.open, COMMIT_NAME, writable=True)  # its lock is held until the session ends
+    if write and not alone and await lock_commit(writer, opening, LOCK_SECONDS) is None:
+        raise StoreLockedError(f"another process has {os.fspath(path)} open for writing: close it first")
     names = await writer.names()  # only now: whoever held the lock may have made slots
     numbers = [number for name in names if (number := slot_number(name)) is not None]
     if not numbers and COMMIT_NAME not in names:
@@ -159,7 +151,9 @@ async def _recover(
             raise StoreLockedError(f"another process writes to a slot of {os.fspath(path)}: nothing was written")
         if alone and COMMIT_NAME in await writer.names():
             raise StoreLockedError(f"another process recovered {os.fspath(path)} meanwhile: nothing was written")
-        found = [_unasked(one) if slots is not None and one.slot not in slots else one for one in found]
+        if slots is not None:
+            unasked = [replace(one, entry=None, note=one.note or "not asked for") for one in found]
+            found = [one if one.slot in slots else other for one, other in zip(found, unasked, strict=True)]
         entries, notes = arrange(found)
         found = [replace(one, note=notes.get(one.slot, one.note)) for one in found]
     else:
@@ -186,17 +180,7 @@ async def _recover(
     return replace(recovery, written=tuple(writing.written), kept=tuple(writing.kept))
 
 
-def _unasked(one: FoundCheckpoint) -> FoundCheckpoint:
-    return replace(one, entry=None, note=one.note or "not asked for")
-
-
-async def _lock(writer: Writer, path: str | os.PathLike[str]) -> None:
-    """Hold the writer's lock until the session ends."""
-    if await lock_commit(writer, lambda: writer.open(COMMIT_NAME, writable=True), LOCK_SECONDS) is None:
-        raise StoreLockedError(f"another process has {os.fspath(path)} open for writing: close it first")
-
-
-async def _identity(writer: Writer) -> tuple[FileState, Identity | None]:
+async def _identity(writer: Medium) -> tuple[FileState, Identity | None]:
     try:
         identity = await stored_identity(writer)
     except NewerFormatError as error:
@@ -232,19 +216,19 @@ async def _search(
     """
     name = slot_name(number)
     try:
-        file = await session.writer.open(name, writable=alone)  # flock over NFS asks for that
+        file = await session.medium.open(name, writable=alone)  # flock over NFS asks for that
     except (CorruptStoreError, OSError) as error:
         if is_exhausted(error) or is_forbidden(error):
             raise  # what it holds may be whole, and would not be named
         return FoundCheckpoint(number, name, None, 0, (), None, str(error))
     try:
-        if not await session.writer.try_lock(file, shared=not alone):
+        if not await session.medium.lock(file, shared=not alone):
             keep = False
             return FoundCheckpoint(number, name, None, 0, (), None, _BUSY)
         return await search_slot(session, file, block_bytes, progress)
     finally:
         if not keep:
-            await session.writer.close_file(file)
+            await session.medium.close(file)
 
 
 def _block(block: int, entries: Sequence[Entry]) -> int:
@@ -262,7 +246,7 @@ class _Writing:
         kept: Names that the old ones have now.
     """
 
-    def __init__(self, writer: Writer, names: Sequence[str]) -> None:
+    def __init__(self, writer: Medium, names: Sequence[str]) -> None:
         self._writer = writer
         self._names = set(names)
         self.written: list[str] = []
@@ -270,33 +254,24 @@ class _Writing:
 
     async def commit(self, identity: Identity, entries: Sequence[Entry]) -> None:
         """Write a commit file both of whose records name ``entries``: four copies of it."""
-        new = COMMIT_NAME + _NEW
-        if new in self._names:  # left by a crash
-            await self._writer.unlink(new)
-        file = await self._writer.create(new, COMMIT_NBYTES)
         image = aligned_buffer(COMMIT_NBYTES)
         for generation in (0, 1):
             data = encode_record(Record(generation, tuple(entries)), identity.id_bytes, identity.block_bytes)
             for offset in region_offsets(generation):
                 image[offset : offset + len(data)] = data
-        await self._writer.write(file, 0, image)
-        await self._writer.flush(file)  # crash: a commit file under its name without its records
-        await self._replace(new, COMMIT_NAME)
+        await self._replace(COMMIT_NAME, bytes(image))
 
     async def identity(self, identity: Identity) -> None:
         """Write ``store.json``; it comes last, and names the store whose records are there by then."""
-        new = IDENTITY_NAME + _NEW
-        await self._writer.write_small(new, encode_identity(identity))
-        await self._replace(new, IDENTITY_NAME)
+        await self._replace(IDENTITY_NAME, encode_identity(identity))
 
-    async def _replace(self, new: str, name: str) -> None:
+    async def _replace(self, name: str, data: bytes) -> None:
+        aside = ""
         if name in self._names:
             number = 0
             while (aside := f"{name}.damaged-{number}") in self._names:
                 number += 1
-            await self._writer.rename(name, aside)
             self._names.add(aside)
-            self.kept.append(aside)
-        await self._writer.rename(new, name)
-        await self._writer.sync_folder()  # crash: acknowledged, and the old name back
+        await self._writer.replace(name, data, keep_as=aside)
+        self.kept += [aside] * bool(aside)
         self.written.append(name)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
 
 from pccheck_async.errors import CorruptStoreError, ReadError, UnsupportedStateError
-from pccheck_async.format.checksum import crc32
-from pccheck_async.format.info import CheckpointInfo, Metadata
-from pccheck_async.format.manifest import Manifest
-from pccheck_async.format.record import MOST_ENTRIES, Entry, check_metadata, slot_number
+from pccheck_async.format import CheckpointInfo, Entry, check_metadata, crc32
+from pccheck_async.format.manifest import MIN_BLOCK, VERSION, Manifest, decode, encode
+from pccheck_async.format.record import MOST_ENTRIES, slot_number
 from pccheck_async.medium import File
+from pccheck_async.medium.base import read_around
 from pccheck_async.medium.open_medium import Session
-from pccheck_async.state.restore.listing import Listing, list_leaves
-from pccheck_async.transfer.memory import PAGE_BYTES, aligned_buffer
-from pccheck_async.upkeep.candidates import find_signatures, manifest_at
-from pccheck_async.upkeep.chunks import Progress
+from pccheck_async.state import Listing, list_leaves
+from pccheck_async.transfer import PAGE_BYTES, aligned_buffer
+from pccheck_async.upkeep.reading import Progress
 from pccheck_async.upkeep.verify import Damage, check_payload
 
-__all__ = ["FoundCheckpoint", "arrange", "search_slot"]
+__all__ = ["SIGNATURE", "FoundCheckpoint", "MalformedError", "arrange", "find_signatures", "manifest_at"]
+__all__ += ["object_length", "search_slot"]
 
 _WINDOW_BYTES = 16 << 20
 _FIRST_LOOK_BYTES = 1 << 20
@@ -83,11 +86,11 @@ async def search_slot(session: Session, file: File, block_bytes: int, progress: 
         tried += 1
         if tried > _MOST_CANDIDATES:
             break
-        found = await _examine(session, file, candidate, progress)
-        if found.whole:
-            return found
-        if best is None or best.info is None or (found.info and found.info.time > best.info.time):
-            best = found
+        examined = await _examine(session, file, candidate, progress)
+        if examined.whole:
+            return examined
+        if best is None or best.info is None or (examined.info and examined.info.time > best.info.time):
+            best = examined
     return best or FoundCheckpoint(_number(file), file.name, None, 0, (), None, "no manifest")
 
 
@@ -120,7 +123,7 @@ async def _signatures(session: Session, file: File, step: int, progress: Progres
     """Yield the offsets at which a manifest may begin, the last one first."""
     buffer = aligned_buffer(_WINDOW_BYTES)
     for start in range((file.nbytes - 1) // _WINDOW_BYTES * _WINDOW_BYTES, -1, -_WINDOW_BYTES):
-        got, _ = await session.writer.read_around(file, start, buffer)
+        got, _ = await read_around(session.medium, file, start, buffer)
         for offset in await session.operations.call(find_signatures, buffer[: got // step * step], step):
             yield start + offset
         progress(file.nbytes - start, file.nbytes)
@@ -149,12 +152,12 @@ async def _read_candidate(session: Session, file: File, offset: int, looks: _Loo
     size = _FIRST_LOOK_BYTES
     while True:
         buffer = aligned_buffer(size)
-        got, lost = await session.writer.read_around(file, base, buffer)
+        got, lost = await read_around(session.medium, file, base, buffer)
         looks.left -= got
         data = buffer[offset - base : got]
-        found = await session.operations.call(manifest_at, data, offset)
-        if found is not None:
-            manifest, length = found
+        decoded = await session.operations.call(manifest_at, data, offset)
+        if decoded is not None:
+            manifest, length = decoded
             if end := next((at for at in lost if offset - base - PAGE_BYTES < at < offset - base + length), None):
                 raise CorruptStoreError(f"no manifest: its bytes from {base + end} on cannot be read")
             return _Candidate(offset, length, crc32(data[:length]), manifest, list_leaves(manifest))
@@ -172,42 +175,123 @@ async def _examine(session: Session, file: File, candidate: _Candidate, progress
         progress(done, manifest.payload_nbytes)
 
     damage = await check_payload(session, file, manifest, candidate.listing, read)
-    metadata = _metadata(manifest)
-    info = CheckpointInfo(
-        step=manifest.step,
+    try:
+        metadata = check_metadata(manifest.metadata)
+    except UnsupportedStateError:
+        metadata = {}  # larger than a record takes: no engine wrote it
+    entry = Entry(
         counter=manifest.counter,
-        nbytes=manifest.payload_nbytes,
+        step=manifest.step,
         time=manifest.time,
-        metadata=metadata,
+        nbytes=manifest.payload_nbytes,
+        slot=_number(file),
+        manifest_offset=candidate.offset,
+        manifest_nbytes=candidate.nbytes,
+        manifest_checksum=candidate.checksum,
+        pinned=False,
+        metadata=dict(metadata),
     )
-    entry = None
-    if not damage and manifest.counter >= 0:
-        entry = Entry(
-            counter=manifest.counter,
-            step=manifest.step,
-            time=manifest.time,
-            nbytes=manifest.payload_nbytes,
-            slot=_number(file),
-            manifest_offset=candidate.offset,
-            manifest_nbytes=candidate.nbytes,
-            manifest_checksum=candidate.checksum,
-            pinned=False,
-            metadata=dict(metadata),
-        )
-    note = "" if entry else "no engine counts like this"
+    note = "" if manifest.counter >= 0 else "no engine counts like this"
     if damage:
         note = f"{len(damage)} of {len(manifest.chunks)} chunks damaged or overwritten"
-    return FoundCheckpoint(_number(file), file.name, info, len(manifest.chunks), damage, entry, note)
-
-
-def _metadata(manifest: Manifest) -> Metadata:
-    try:
-        return check_metadata(manifest.metadata)
-    except UnsupportedStateError:
-        return {}  # larger than a record takes: no engine wrote it
+    chunks = len(manifest.chunks)
+    return FoundCheckpoint(_number(file), file.name, entry.info, chunks, damage, None if note else entry, note)
 
 
 def _number(file: File) -> int:
     number = slot_number(file.name)
     assert number is not None
     return number
+
+
+# -- manifests in bytes that no record points to: pure decisions
+
+_FIRST: Final = Manifest(VERSION, 0, 0, 0.0, {}, None, (), (), (), 0)
+SIGNATURE: Final = encode(_FIRST)[: encode(_FIRST).index(b"counter") + len(b"counter")]
+"""What every manifest of this format begins with: a map of so many entries, its version, the name of the second."""
+
+_FIXED: Final = {
+    **dict.fromkeys((0xC0, 0xC2, 0xC3), 0),  # nil, false, true
+    **dict.fromkeys((0xCC, 0xD0), 1),
+    **dict.fromkeys((0xCD, 0xD1), 2),
+    **dict.fromkeys((0xCA, 0xCE, 0xD2), 4),
+    **dict.fromkeys((0xCB, 0xCF, 0xD3), 8),
+}
+"""Bytes that follow the first one of a MessagePack object of fixed length."""
+_SIZED: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
+"""Bytes and strings: so many bytes of length come first."""
+_COUNTED: Final = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
+"""Arrays and maps: so many bytes of count come first, and each item takes so many objects."""
+
+
+class MalformedError(ValueError):
+    """Bytes that are no MessagePack."""
+
+
+def find_signatures(data: memoryview, step: int = MIN_BLOCK) -> list[int]:
+    """Return the multiples of ``step`` at which a manifest may begin, the last one first; ``step`` divides all."""
+    rows = np.frombuffer(data, np.uint8).reshape(-1, step)
+    hits = (rows[:, : len(SIGNATURE)] == np.frombuffer(SIGNATURE, np.uint8)).all(axis=1)
+    return [row * step for row in np.flatnonzero(hits).tolist()[::-1]]
+
+
+def object_length(data: bytes | memoryview) -> int | None:
+    """Return the length of the MessagePack object that ``data`` begins with; None where it goes on behind the end.
+
+    Raises MalformedError where it is none.
+    """
+    at, left, end = 0, 1, len(data)
+    while left:
+        if at >= end:
+            return None
+        first = data[at]
+        at += 1
+        left -= 1
+        if first <= 0x7F or first >= 0xE0:
+            continue
+        if first <= 0x8F:
+            left += 2 * (first & 0x0F)
+        elif first <= 0x9F:
+            left += first & 0x0F
+        elif first <= 0xBF:
+            at += first & 0x1F
+        elif first in _FIXED:
+            at += _FIXED[first]
+        elif first in _SIZED:
+            width = _SIZED[first]
+            if at + width > end:
+                return None
+            at += width + int.from_bytes(data[at : at + width], "big")
+        elif first in _COUNTED:
+            width, each = _COUNTED[first]
+            if at + width > end:
+                return None
+            left += each * int.from_bytes(data[at : at + width], "big")
+            at += width
+        else:
+            raise MalformedError(f"{first:#x} begins no object of a manifest")
+        if at > end:
+            return None
+    return at
+
+
+def manifest_at(data: bytes | memoryview, offset: int) -> tuple[Manifest, int] | None:
+    """Return the manifest that ``data`` begins with and its length; None where more bytes are needed to tell.
+
+    Args:
+        data: Bytes of a slot.
+        offset: Where in the slot they lie.
+
+    Raises:
+        CorruptStoreError: no manifest begins here, or none that this place can have: the payload lies before it.
+    """
+    try:
+        length = object_length(data)
+    except MalformedError as error:
+        raise CorruptStoreError(f"no manifest: {error}") from None
+    if length is None:
+        return None
+    manifest = decode(data[:length])
+    if manifest.payload_nbytes > offset:
+        raise CorruptStoreError("no manifest: its payload does not fit before it")
+    return manifest, length

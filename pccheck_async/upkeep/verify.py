@@ -7,28 +7,56 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from pccheck_async.engine.config import EngineConfig
 from pccheck_async.errors import DamagedError, NoCheckpointError, ReadError
-from pccheck_async.format.info import CheckpointInfo, check_step
+from pccheck_async.format import CheckpointInfo, Entry, Record, check_step
 from pccheck_async.format.manifest import Manifest
-from pccheck_async.format.record import COMMIT_NBYTES, REGION_NBYTES, Entry, Record, newest_record, slot_name
+from pccheck_async.format.record import COMMIT_NBYTES, REGION_NBYTES, decode_record, newest_record, slot_name
 from pccheck_async.medium import File
+from pccheck_async.medium.base import read_around
 from pccheck_async.medium.open_medium import IO, Session
-from pccheck_async.state.restore.listing import Listing, list_leaves
-from pccheck_async.store.reading import choose
-from pccheck_async.store.restore import read_manifest
-from pccheck_async.store.store_reader import OneLoop, StoreReader, with_session
-from pccheck_async.transfer.memory import aligned_buffer
-from pccheck_async.upkeep.chunks import Progress, check_chunks, make_pool
-from pccheck_async.upkeep.copies import RecordCopy, examine
-from pccheck_async.upkeep.held import hold_slot, open_reader
+from pccheck_async.state import Listing, list_leaves
+from pccheck_async.store import StoreReader
+from pccheck_async.store.reading import choose, read_manifest
+from pccheck_async.transfer import aligned_buffer
+from pccheck_async.upkeep.reading import (
+    Progress,
+    check_chunks,
+    hold_slot,
+    make_pool,
+    no_checkpoint,
+    open_reader,
+    run_with_session,
+)
 
-__all__ = ["CheckedCheckpoint", "Damage", "Verification", "check_payload", "verify_checkpoints"]
+__all__ = ["CheckedCheckpoint", "Damage", "RecordCopy", "Verification", "check_payload", "examine_records"]
+__all__ += ["verify_checkpoints"]
 
 _LOOKS = 20
 _LOOK_SECONDS = 0.025
 """A running writer may be in the middle of a record: only what stays as it is for half a second is damage."""
+
+
+RecordState = Literal["valid", "blank", "older", "damaged"]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordCopy:
+    """One copy of one commit record.
+
+    Attributes:
+        name: ``A0``, ``A1`` (even generations), ``B0`` or ``B1`` (odd ones).
+        offset: Where it lies in the commit file, in bytes.
+        generation: Of the record; None where it is not valid.
+        state: ``valid``; ``blank`` where none was written yet; ``older`` than the other copy, as a kill between two
+            writes leaves it; ``damaged``.
+    """
+
+    name: str
+    offset: int
+    generation: int | None
+    state: RecordState
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,19 +155,16 @@ def verify_checkpoints(
         copies, record = await _records(reader)
         wanted = list(record.entries) if every else [entry] if (entry := choose(record.entries, step)) else []
         if not wanted:
-            raise NoCheckpointError(
-                f"{os.fspath(path)} holds no checkpoint" + ("" if step is None else f" of step {step}")
-            )
+            raise no_checkpoint(path, step)
         start = time.perf_counter()
         count = _Count(progress, sum(entry.manifest_nbytes + entry.nbytes for entry in wanted))
-        found = [checked for entry in wanted if (checked := await _check(reader, entry, count))]
-        while not found:  # a running writer dropped them before they could be held
-            found = [checked] if (checked := await _check(reader, None, count, step)) else []
+        checks = [checked for entry in wanted if (checked := await _check(reader, entry, count))]
+        while not checks:  # a running writer dropped them before they could be held
+            checks = [checked] if (checked := await _check(reader, None, count, step)) else []
         seconds = time.perf_counter() - start
-        return Verification(copies, tuple(found), count.done, seconds, session.writer.statistics().direct)
+        return Verification(copies, tuple(checks), count.done, seconds, session.medium.statistics().direct)
 
-    with OneLoop() as loop:
-        return loop.call(with_session(path, io, work, EngineConfig()))
+    return run_with_session(path, io, work)
 
 
 class _Count:
@@ -153,16 +178,35 @@ class _Count:
         self._progress(min(self.done, self._total), self._total)
 
 
+def examine_records(commit: memoryview, store_id: bytes) -> tuple[RecordCopy, ...]:
+    """Look at each copy of both records in the bytes of a commit file."""
+    starts = range(0, COMMIT_NBYTES, REGION_NBYTES)
+    regions = [commit[start : start + REGION_NBYTES] for start in starts]
+    records = [decode_record(region, store_id) for region in regions]
+    newest = max((record.generation for record in records if record), default=None)
+    copies = []
+    for number, (name, region, record) in enumerate(zip(("A0", "A1", "B0", "B1"), regions, records, strict=True)):
+        state: RecordState
+        if record is not None:
+            other = records[number ^ 1]
+            state = "older" if other and other.generation > record.generation else "valid"
+        else:  # the records of odd generations begin with the first commit; from then on both are there
+            unwritten = newest == 0 and number >= 2 and len(region) == REGION_NBYTES and not any(region)
+            state = "blank" if unwritten else "damaged"
+        copies.append(RecordCopy(name, starts[number], record.generation if record else None, state))
+    return tuple(copies)
+
+
 async def _records(reader: StoreReader) -> tuple[tuple[RecordCopy, ...], Record]:
     """Look at the commit file until it is whole, or stays as it is."""
     view = aligned_buffer(COMMIT_NBYTES)
     last, same = b"", 0
     for _ in range(10 * _LOOKS):
-        got, lost = await reader.session.writer.read_around(reader.commit, 0, view)
+        got, lost = await read_around(reader.session.medium, reader.commit, 0, view)
         image, bad = view[:got], {offset // REGION_NBYTES * REGION_NBYTES for offset in lost}
         copies = tuple(
             replace(copy, state="damaged") if copy.offset in bad else copy
-            for copy in examine(image, reader.identity.id_bytes)
+            for copy in examine_records(image, reader.identity.id_bytes)
         )
         same, last = same + 1 if last == bytes(image) else 0, bytes(image)
         if all(copy.state != "damaged" for copy in copies) or same >= _LOOKS:
@@ -189,23 +233,23 @@ async def _check(
             if entry is None:
                 raise NoCheckpointError("the store holds no such checkpoint any more")
             return None
-        found, file = held
-        name = slot_name(found.slot)
+        chosen, file = held
+        name = slot_name(chosen.slot)
         if not isinstance(file, File):
             why = str(file) if isinstance(file, ReadError) else "there is no such file"
-            missing = Damage(name, "slot", 0, found.manifest_offset + found.manifest_nbytes, why)
-            return CheckedCheckpoint(found.info, name, 0, 0, (missing,))
+            missing = Damage(name, "slot", 0, chosen.manifest_offset + chosen.manifest_nbytes, why)
+            return CheckedCheckpoint(chosen.info, name, 0, 0, (missing,))
         try:
-            manifest = await read_manifest(reader.session.writer, file, found, reader.identity.block_bytes)
+            manifest = await read_manifest(reader.session.medium, file, chosen, reader.identity.block_bytes)
             listing = list_leaves(manifest)
         except (DamagedError, ReadError) as error:
-            damage = Damage(name, "manifest", found.manifest_offset, found.manifest_nbytes, str(error))
-            count.add(found.manifest_nbytes)
-            return CheckedCheckpoint(found.info, name, 0, found.manifest_nbytes, (damage,))
-        count.add(found.manifest_nbytes)
+            damage = Damage(name, "manifest", chosen.manifest_offset, chosen.manifest_nbytes, str(error))
+            count.add(chosen.manifest_nbytes)
+            return CheckedCheckpoint(chosen.info, name, 0, chosen.manifest_nbytes, (damage,))
+        count.add(chosen.manifest_nbytes)
         damages = await check_payload(reader.session, file, manifest, listing, count.add)
-        nbytes = manifest.payload_nbytes + found.manifest_nbytes
-        return CheckedCheckpoint(found.info, name, len(manifest.chunks), nbytes, damages)
+        nbytes = manifest.payload_nbytes + chosen.manifest_nbytes
+        return CheckedCheckpoint(chosen.info, name, len(manifest.chunks), nbytes, damages)
 
 
 async def check_payload(

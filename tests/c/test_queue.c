@@ -1,92 +1,84 @@
-/* The queue over an engine whose operations end when the test says so. */
+/* The queue and its threads, over transfers that end when the test lets them. */
+#define _GNU_SOURCE
 #include "check.h"
+#include "copy.h"
 #include "queue.h"
+#include "transfer.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
+#include <pthread.h>
+#include <semaphore.h>
+#include <signal.h>
+#include <string.h>
+#include <sys/eventfd.h>
 
-struct held {
-    struct queue *queue;
-    unsigned commits;
-    bool disowned;
-    struct op_list waiting;
-    struct op_list inside;
-};
+/* In place of transfer.c. A write says that it began, and ends when it is let; reads and flushes end at once. */
+static sem_t began, may_end;
+static const int faults[] = {SIGBUS, SIGFPE, SIGILL, SIGSEGV};
 
-static struct held *held;
-
-static int held_open(struct queue *queue, const struct engine_options *options, void **state)
+int64_t transfer_write(int fd, const void *data, uint64_t size, uint64_t offset)
 {
-    if (options->io_threads == 0)
-        return -EPERM;
-    CHECK(queue_fd(queue) >= 0);
-    held = *state = calloc(1, sizeof *held);
-    CHECK(held);
-    held->queue = queue;
-    return 0;
+    sigset_t mask;
+    char name[16];
+    (void)fd, (void)data, (void)offset;
+    CHECK(pthread_sigmask(SIG_SETMASK, NULL, &mask) == 0 && sigismember(&mask, SIGINT) && sigismember(&mask, SIGTERM));
+    for (size_t i = 0; i < sizeof faults / sizeof *faults; i++)
+        CHECK(!sigismember(&mask, faults[i])); /* blocked, they kill without a handler */
+    CHECK(pthread_getname_np(pthread_self(), name, sizeof name) == 0 && strncmp(name, "pccheck-io-", 11) == 0);
+    sem_post(&began);
+    sem_wait(&may_end);
+    return (int64_t)size;
 }
 
-static void held_submit(void *state, struct op *op)
+int64_t transfer_read(int fd, void *data, uint64_t size, uint64_t offset)
 {
-    CHECK(state == held);
-    op_list_push(op->fd < 0 ? &held->waiting : &held->inside, op);
+    (void)fd;
+    memset(data, (int)offset, size);
+    return (int64_t)size;
 }
 
-static void held_commit(void *state)
+int64_t transfer_flush(int fd)
 {
-    CHECK(state == held);
-    held->commits++;
+    return fd < 0 ? -EBADF : 0;
 }
 
-static bool held_cancel(void *state, uint64_t token)
+int64_t transfer_unlock(int fd)
 {
-    CHECK(state == held);
-    struct op *op = op_list_remove(&held->waiting, token);
-    if (op)
-        queue_complete_cancelled(held->queue, op);
-    return op != NULL;
+    return fd < 0 ? -EBADF : 0;
 }
 
-static void held_close(void *state)
+int64_t transfer_linked(int fd)
 {
-    CHECK(state == held);
-    for (struct op *op; (op = op_list_pop(&held->waiting)) != NULL;)
-        queue_complete_cancelled(held->queue, op);
-    for (struct op *op; (op = op_list_pop(&held->inside)) != NULL;)
-        queue_complete(held->queue, op);
+    return fd < 0 ? -ENOENT : 0;
 }
 
-static void held_disown(void *state)
-{
-    CHECK(state == held);
-    held->disowned = true;
-}
-
-static const struct engine held_engine = {
-    .name = "held",
-    .open = held_open,
-    .submit = held_submit,
-    .commit = held_commit,
-    .cancel = held_cancel,
-    .close = held_close,
-    .disown = held_disown,
-};
-static const struct engine_options options = {1, 1};
-
-static struct queue *open_queue(void)
+static struct queue *open_queue(unsigned io_threads, unsigned copy_threads)
 {
     struct queue *queue;
-    CHECK(queue_open(&held_engine, &options, &queue) == 0);
+    CHECK(queue_open(io_threads, copy_threads, &queue) == 0);
     return queue;
 }
 
-static void finish_oldest(void)
+static void submit(struct queue *queue, struct op *ops, size_t count)
 {
-    struct op *op = op_list_pop(&held->inside);
-    CHECK(op);
-    op->result = 1;
-    queue_complete(held->queue, op);
+    struct op_list list = {0};
+    for (size_t i = 0; i < count; i++)
+        op_list_push(&list, &ops[i]);
+    queue_submit(queue, &list);
+}
+
+/* Wait on the eventfd until `count` completions came. */
+static void reap(struct queue *queue, size_t count)
+{
+    while (count > 0) {
+        struct pollfd p = {queue_fd(queue), POLLIN, 0};
+        CHECK(poll(&p, 1, -1) == 1);
+        const size_t got = queue_reap(queue).count;
+        CHECK(got <= count);
+        count -= got;
+    }
 }
 
 static bool readable(const struct queue *queue)
@@ -95,109 +87,244 @@ static bool readable(const struct queue *queue)
     return poll(&p, 1, 0) == 1;
 }
 
-/* Those with a descriptor start at once. */
-static struct op_list list_of(struct op *ops, size_t count, int fd)
-{
-    struct op_list list = {0};
-    for (size_t i = 0; i < count; i++) {
-        ops[i] = (struct op){.token = i, .kind = OP_FLUSH, .fd = fd};
-        op_list_push(&list, &ops[i]);
-    }
-    return list;
-}
-
 static void test_completions_come_in_order_and_signal_once(void)
 {
-    struct queue *queue = open_queue();
-    struct op ops[3];
-    struct op_list batch = list_of(ops, 3, 0);
-    queue_submit(queue, &batch);
-    CHECK(!batch.first && held->inside.count == 3 && held->commits == 1 && !readable(queue));
-    for (int i = 0; i < 3; i++)
-        finish_oldest();
-    CHECK(readable(queue));
+    struct queue *queue = open_queue(1, 1);
+    struct op ops[] = {{.kind = OP_FLUSH}, {.kind = OP_FLUSH, .fd = -1}, {.kind = OP_FLUSH}, {.kind = OP_WRITE}};
+    eventfd_t signals;
+    CHECK(!readable(queue) && queue_reap(queue).count == 0);
+    submit(queue, ops, 4);
+    sem_wait(&began); /* the one thread is through with the flushes */
+    CHECK(readable(queue) && eventfd_read(queue_fd(queue), &signals) == 0 && signals == 1);
     struct op_list reaped = queue_reap(queue);
-    CHECK(reaped.count == 3 && reaped.first == &ops[0] && reaped.last == &ops[2] && ops[1].result == 1);
+    CHECK(reaped.count == 3 && reaped.first == &ops[0] && reaped.last == &ops[2] && ops[1].result == -EBADF);
     CHECK(!readable(queue) && queue_reap(queue).count == 0);
 
     queue_unreap(queue, &reaped); /* could not be delivered */
     CHECK(!reaped.first && readable(queue));
     reaped = queue_reap(queue);
     CHECK(reaped.count == 3 && reaped.first == &ops[0] && !readable(queue));
+    sem_post(&may_end);
+    reap(queue, 1);
     queue_close(queue);
+    queue_free(queue);
+}
+
+static void test_memory_does_not_wait_behind_storage(void)
+{
+    struct queue *queue = open_queue(1, 1);
+    uint8_t buffer[100], source[60];
+    struct copy_segment segment = {(uintptr_t)source, 20, sizeof source};
+    struct op write = {.token = 1, .kind = OP_WRITE, .size = 10};
+    struct op gather = {.token = 2, .kind = OP_GATHER, .data = buffer, .size = sizeof buffer,
+                        .segments = &segment, .segment_count = 1};
+    memset(source, 9, sizeof source);
+    submit(queue, &write, 1);
+    sem_wait(&began);
+    submit(queue, &gather, 1);
+    reap(queue, 1);
+    CHECK(buffer[19] == 0 && buffer[20] == 9 && buffer[79] == 9 && buffer[80] == 0);
+
+    struct op checksum = {.kind = OP_CHECKSUM, .data = buffer, .size = sizeof buffer};
+    submit(queue, &checksum, 1);
+    reap(queue, 1);
+    CHECK(checksum.checksum == gather.checksum && checksum.result == 0);
+
+    struct op scatter = gather;
+    scatter.kind = OP_SCATTER;
+    memset(source, 0, sizeof source);
+    submit(queue, &scatter, 1);
+    reap(queue, 1);
+    CHECK(scatter.result == 0 && source[0] == 9 && source[59] == 9);
+    scatter.checksum++;
+    submit(queue, &scatter, 1);
+    reap(queue, 1);
+    CHECK(scatter.result == -EBADMSG);
+
+    sem_post(&may_end);
+    reap(queue, 1);
+    CHECK(write.result == 10);
+    queue_close(queue);
+    queue_free(queue);
+}
+
+static void test_cancel_spares_what_runs(void)
+{
+    struct queue *queue = open_queue(1, 1);
+    struct op ops[] = {{.token = 1, .kind = OP_WRITE, .size = 1},
+                       {.token = 2, .kind = OP_FLUSH},
+                       {.token = 3, .kind = OP_FLUSH, .fd = -1}};
+    submit(queue, ops, 3);
+    sem_wait(&began);
+    CHECK(!queue_cancel(queue, 1) && queue_cancel(queue, 2) && !queue_cancel(queue, 4));
+    reap(queue, 1);
+    CHECK(ops[1].result == -ECANCELED);
+    sem_post(&may_end);
+    reap(queue, 2);
+    CHECK(ops[0].result == 1 && ops[2].result == -EBADF);
+    queue_close(queue);
+    queue_free(queue);
+}
+
+/* Let the write end once something completed: that is what close() cancels before it waits. */
+static void *let_it_end(void *eventfd)
+{
+    struct pollfd p = {*(const int *)eventfd, POLLIN, 0};
+    CHECK(poll(&p, 1, -1) == 1);
+    sem_post(&may_end);
+    return NULL;
+}
+
+static void test_close_cancels_and_waits(void)
+{
+    struct queue *queue = open_queue(1, 2);
+    struct op ops[] = {{.kind = OP_WRITE, .size = 5}, {.kind = OP_WRITE}, {.kind = OP_FLUSH}};
+    int eventfd = queue_fd(queue);
+    pthread_t other;
+    submit(queue, ops, 3);
+    sem_wait(&began);
+    CHECK(pthread_create(&other, NULL, let_it_end, &eventfd) == 0);
+    queue_close(queue);
+    pthread_join(other, NULL);
+    CHECK(queue_reap(queue).count == 3);
+    CHECK(ops[0].result == 5 && ops[1].result == -ECANCELED && ops[2].result == -ECANCELED);
     queue_close(queue);
     CHECK(queue_fd(queue) == -1);
+
+    struct op late[] = {{.kind = OP_FLUSH}, {.kind = OP_CHECKSUM}};
+    submit(queue, late, 2);
+    CHECK(queue_reap(queue).count == 2 && late[0].result == -ECANCELED && late[1].result == -ECANCELED);
+    CHECK(!queue_cancel(queue, 0));
     queue_free(queue);
 }
 
-static void test_the_engine_knows_what_can_be_cancelled(void)
+static void test_disowning_closes_the_eventfd_alone(void)
 {
-    struct queue *queue = open_queue();
-    struct op runs[1], waits[3];
-    struct op_list batch = list_of(runs, 1, 0), more = list_of(waits, 3, -1);
-    queue_submit(queue, &batch);
-    queue_submit(queue, &more);
-    CHECK(held->commits == 2);
-    CHECK(queue_cancel(queue, 2) && !queue_cancel(queue, 2) && !queue_cancel(queue, 7));
-    CHECK(readable(queue));
-    struct op_list reaped = queue_reap(queue);
-    CHECK(reaped.count == 1 && reaped.first == &waits[2] && waits[2].result == -ECANCELED);
-    queue_close(queue);
-    CHECK(queue_reap(queue).count == 3);
-    queue_free(queue);
-}
-
-static void test_closing_ends_everything(void)
-{
-    struct queue *queue = open_queue();
-    struct op runs[2], waits[1], late[2];
-    struct op_list batch = list_of(runs, 2, 0), more = list_of(waits, 1, -1);
-    queue_submit(queue, &batch);
-    queue_submit(queue, &more);
-    queue_close(queue);
-    CHECK(queue_reap(queue).count == 3);
-    CHECK(runs[0].result == 0 && runs[1].result == 0 && waits[0].result == -ECANCELED);
-
-    batch = list_of(late, 2, 0);
-    queue_submit(queue, &batch);
-    CHECK(!batch.first && queue_reap(queue).count == 2);
-    CHECK(late[0].result == -ECANCELED && late[1].result == -ECANCELED);
-    CHECK(!queue_cancel(queue, 0) && held->commits == 2);
-    queue_free(queue);
-}
-
-static void test_disowned(void)
-{
-    struct queue *queue = open_queue();
+    struct queue *queue = open_queue(1, 1);
+    struct op flush = {.kind = OP_FLUSH};
     const int fd = queue_fd(queue);
     queue_disown(queue);
-    CHECK(held->disowned && queue_fd(queue) == -1);
-    CHECK(fcntl(fd, F_GETFD) < 0 && errno == EBADF);
+    CHECK(queue_fd(queue) == -1 && fcntl(fd, F_GETFD) < 0 && errno == EBADF);
     queue_disown(queue);
+    submit(queue, &flush, 1);
+    queue_close(queue);
+    CHECK(queue_reap(queue).count == 1);
+    queue_free(queue);
+}
+
+/* Steps run one after the other, what follows a failure does not, and the chain is told of once. */
+static void test_a_chain_ends_with_its_first_failure(void)
+{
+    struct queue *queue = open_queue(2, 1);
+    struct op steps[] = {{.kind = OP_WRITE, .size = 7}, {.kind = OP_FLUSH}, {.kind = OP_FLUSH, .fd = -1}, {.kind = OP_FLUSH}};
+    struct op chain = {.token = 1, .kind = OP_CHAIN, .steps = steps};
+    for (size_t i = 0; i + 1 < sizeof steps / sizeof *steps; i++)
+        steps[i].next = &steps[i + 1];
+    submit(queue, &chain, 1);
+    sem_wait(&began);
+    CHECK(!queue_cancel(queue, 1) && queue_reap(queue).count == 0); /* it goes on: a thread has it */
+    sem_post(&may_end);
+    reap(queue, 1);
+    CHECK(chain.result == -EBADF && chain.steps_ended == 3);
+    CHECK(steps[0].result == 7 && steps[1].result == 0 && steps[2].result == -EBADF && steps[3].ended_at == 0);
+    CHECK(0 < steps[0].ended_at && steps[0].ended_at <= steps[1].ended_at && steps[1].ended_at <= steps[2].ended_at);
+
+    struct op unlocks[] = {{.kind = OP_UNLOCK}, {.kind = OP_UNLOCK, .fd = -1}};
+    struct op whole = {.token = 2, .kind = OP_CHAIN, .steps = &steps[3]};
+    steps[3].next = unlocks;
+    submit(queue, &whole, 1);
+    reap(queue, 1);
+    CHECK(whole.result == 0 && whole.steps_ended == 2);
+
+    struct op refused = {.token = 3, .kind = OP_CHAIN, .steps = &unlocks[1]};
+    submit(queue, &refused, 1);
+    reap(queue, 1);
+    CHECK(refused.result == -EBADF && refused.steps_ended == 1);
+
+    struct op links[] = {{.kind = OP_LINKED}, {.kind = OP_LINKED, .fd = -1}};
+    struct op removed = {.token = 4, .kind = OP_CHAIN, .steps = links};
+    links[0].next = &links[1];
+    submit(queue, &removed, 1);
+    reap(queue, 1);
+    CHECK(removed.result == -ENOENT && removed.steps_ended == 2);
     queue_close(queue);
     queue_free(queue);
 }
 
-static void test_an_engine_that_does_not_open(void)
+static void test_a_chain_that_has_not_started_is_cancelled_whole(void)
 {
-    struct queue *queue = NULL;
-    CHECK(queue_open(&held_engine, &(struct engine_options){0, 1}, &queue) == -EPERM && !queue);
+    struct queue *queue = open_queue(1, 1);
+    struct op write = {.token = 1, .kind = OP_WRITE, .size = 1}, step = {.kind = OP_FLUSH};
+    struct op chain = {.token = 2, .kind = OP_CHAIN, .steps = &step};
+    submit(queue, &write, 1);
+    sem_wait(&began);
+    submit(queue, &chain, 1);
+    CHECK(queue_cancel(queue, 2));
+    reap(queue, 1);
+    CHECK(chain.result == -ECANCELED && chain.steps_ended == 0);
+    sem_post(&may_end);
+    reap(queue, 1);
+    queue_close(queue);
+    queue_free(queue);
 }
 
-static void test_names(void)
+/* Several threads submit and cancel while one reaps: for the thread sanitizer. */
+enum { SUBMITTERS = 3, ROUNDS = 60, BATCH = 8 };
+
+struct submitter {
+    struct queue *queue;
+    struct op ops[ROUNDS * BATCH];
+    uint8_t memory[ROUNDS * BATCH][64];
+};
+
+static void *submit_many(void *argument)
 {
-    CHECK(queue_engine("threads") == &threads_engine);
-    CHECK(queue_engine("io_uring") == &uring_engine);
-    CHECK(!queue_engine("held"));
+    struct submitter *s = argument;
+    for (size_t i = 0; i < ROUNDS * BATCH; i++) {
+        s->ops[i] = (struct op){.token = i, .kind = i % 3 ? OP_READ : OP_CHECKSUM, .data = s->memory[i],
+                                .size = sizeof s->memory[i], .offset = i % 256};
+    }
+    for (size_t round = 0; round < ROUNDS; round++) {
+        submit(s->queue, &s->ops[round * BATCH], BATCH);
+        queue_cancel(s->queue, round * BATCH + 3);
+    }
+    return NULL;
+}
+
+static void test_many_threads_on_one_queue(void)
+{
+    static struct submitter submitters[SUBMITTERS];
+    struct queue *queue = open_queue(3, 2);
+    pthread_t threads[SUBMITTERS];
+    for (size_t i = 0; i < SUBMITTERS; i++) {
+        submitters[i].queue = queue;
+        CHECK(pthread_create(&threads[i], NULL, submit_many, &submitters[i]) == 0);
+    }
+    reap(queue, SUBMITTERS * ROUNDS * BATCH);
+    for (size_t i = 0; i < SUBMITTERS; i++) {
+        pthread_join(threads[i], NULL);
+        for (size_t k = 0; k < ROUNDS * BATCH; k++) {
+            const struct op *op = &submitters[i].ops[k];
+            CHECK(op->result == (op->kind == OP_READ ? 64 : 0) || op->result == -ECANCELED);
+            if (op->kind == OP_READ && op->result == 64)
+                CHECK(submitters[i].memory[k][63] == (uint8_t)op->offset);
+        }
+    }
+    queue_close(queue);
+    queue_free(queue);
 }
 
 int main(void)
 {
+    sem_init(&began, 0, 0);
+    sem_init(&may_end, 0, 0);
     test_completions_come_in_order_and_signal_once();
-    test_the_engine_knows_what_can_be_cancelled();
-    test_closing_ends_everything();
-    test_disowned();
-    test_an_engine_that_does_not_open();
-    test_names();
+    test_memory_does_not_wait_behind_storage();
+    test_cancel_spares_what_runs();
+    test_a_chain_ends_with_its_first_failure();
+    test_a_chain_that_has_not_started_is_cancelled_whole();
+    test_close_cancels_and_waits();
+    test_disowning_closes_the_eventfd_alone();
+    test_many_threads_on_one_queue();
     return 0;
 }

@@ -18,7 +18,7 @@ import torch
 
 from pccheck_async import SyncCheckpointEngine
 from pccheck_async.bench.medians import summary
-from pccheck_async.engine.capture import Capture, Snapshots
+from pccheck_async.engine.capture import Captures
 from pccheck_async.state.targets import Target, Targets
 from pccheck_async.transfer.copying import CopyBackend, make_backend
 from pccheck_async.transfer.copying.cuda import CudaCopy
@@ -60,16 +60,15 @@ class Copies:
         self.planner = Planner(chunk_bytes, 4096)
 
     async def to_host(self, state: dict[str, Any]) -> tuple[float, Plan]:
-        snapshot = Snapshots().take(state, self.backend)
-        plan = self.planner.plan(snapshot.layout)
+        capture = Captures().start(state, self.backend)
+        plan = self.planner.plan(capture.layout)
         start = time.perf_counter()
-        capture = Capture(snapshot, plan, self.backend, lambda: None)
-        await capture.begin()
+        await capture.begin(plan, lambda: None)
 
         async def one(index: int) -> None:
             lease = await self.pool.lease()
             try:
-                await capture.chunk(index, plan.chunks[index], lease.view[: plan.chunks[index].nbytes])
+                await capture.copy(index, lease.view[: plan.chunks[index].nbytes])
             finally:
                 lease.release()
 
@@ -94,7 +93,7 @@ class Copies:
         for lease in leases:
             free.put_nowait(lease.view)
         start = time.perf_counter()
-        await self.backend.settle(self.backend.admit(targets.devices))
+        await self.backend.order_after(self.backend.admit(targets.devices))
 
         async def one(offset: int, nbytes: int) -> None:
             view = await free.get()

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
+from examples.paper.lab.bare_sequence import BareSequence
 from pccheck_async import SyncCheckpointEngine
 from pccheck_async.bench.medians import summary
-from pccheck_async.bench.raw_disk import BareSequence
 
 
 def main() -> None:

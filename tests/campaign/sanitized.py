@@ -16,7 +16,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ["-std=gnu11", "-g", "-O1", "-pthread", "-fno-omit-frame-pointer", "-fsanitize=address,undefined"]
-TESTS = ["tests/transfer/test_operations.py", "tests/store/test_medium.py", "tests/engine/test_engine.py"]
+TESTS = [
+    "tests/transfer/test_operations.py",
+    "tests/transfer/test_extension.py",
+    "tests/store/test_medium.py",
+    "tests/engine/test_engine.py",
+]
 
 
 def main() -> int:

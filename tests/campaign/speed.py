@@ -2,7 +2,7 @@
 
 Run: ``python -m tests.campaign.speed [--folder DIR] [--gib 1] [--host-memory MIB] [--pairs 9] [--io threads]``.
 
-Each pair times the engine between two rounds of the raw ways (threads, io_uring) on the engine's own slot files: that
+Each pair times the engine between two rounds of the raw ways on the engine's own slot files: that
 which it writes next, that which it read. Each ratio is the limit of that file, from before and after where there is
 both, divided by the engine's time.
 """
@@ -26,7 +26,7 @@ from pccheck_async import SyncCheckpointEngine, _ext
 from pccheck_async.bench.medians import summary
 from pccheck_async.bench.raw_disk import RawDisk, RawLimit, between, slot_file
 from pccheck_async.bench.usage import busy_seconds
-from pccheck_async.state.cache.layout_cache import arranged
+from pccheck_async.state.cache.layout_cache import cached_layout
 from pccheck_async.state.save.flatten import flatten
 from pccheck_async.transfer.memory import aligned_buffer
 from pccheck_async.transfer.plan import Planner, segments
@@ -85,16 +85,14 @@ class BarePipeline:
 
     Args:
         state: What is copied.
-        engine: What writes and reads, "threads" or "io_uring".
     """
 
     _IN_FLIGHT, _COPIERS = 4, 2
     _PLACES = 8  # pieces that are read or verified at a time
 
-    def __init__(self, state: dict[str, torch.Tensor], engine: str) -> None:
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
         self._state = state
-        self._engine = engine
-        layout, _ = arranged(flatten(state).leaves)
+        layout, _ = cached_layout(flatten(state).leaves)
         plan = Planner(8 << 20, 4096).plan(layout)
         memory = aligned_buffer(plan.payload_nbytes)
         self._offsets = [chunk.offset for chunk in plan.chunks]
@@ -150,7 +148,7 @@ class BarePipeline:
     def _seconds(self, path: Path, move: Callable[[_ext.Queue, int], None]) -> float:
         fd = os.open(path, os.O_RDWR | os.O_DIRECT)
         try:
-            with closing(_ext.Queue(self._IN_FLIGHT, self._COPIERS, self._engine)) as queue:
+            with closing(_ext.Queue(self._IN_FLIGHT, self._COPIERS)) as queue:
                 start = time.perf_counter()
                 move(queue, fd)
                 return time.perf_counter() - start
@@ -210,7 +208,7 @@ def main() -> None:
         for _ in range(args.pairs):
             writes.measure(save)
         saved = peak_rss() - base
-        bare = BarePipeline(state, "io_uring" if engine.statistics().io.startswith("io_uring") else "threads")
+        bare = BarePipeline(state)
         spare = slot_file(store, committed=False)
         bare.write_seconds(spare)  # touches its memory
         beside: dict[str, list[float]] = {}

@@ -12,8 +12,9 @@ import torch
 
 from pccheck_async import CheckpointEngine, CheckpointError, list_checkpoints, load
 from pccheck_async.engine.pending import PendingCheckpoint
-from pccheck_async.medium import Writer
+from pccheck_async.medium import Medium
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, StuckWriter
+from pccheck_async.testing.probe import probe
 
 FOLDER = "anywhere"
 
@@ -28,11 +29,11 @@ class Run:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.disk = CrashDisk()
-        inner: Writer = CrashWriter(self.disk, seed=seed)
+        inner: Medium = CrashWriter(self.disk, seed=seed)
         if self.rng.random() < 0.4:
             inner = FailingWriter(inner, fail_at=self.rng.randint(8, 60), kinds=("write", "flush"))
         self.writer = StuckWriter(inner, kinds=())
-        self.writer.persists_at_once = self.rng.random() < 0.7
+        self.writer.chains = self.rng.random() < 0.7
         self.how = self.rng.choice(("close", "deadline", "cancel"))
         self.pending: list[PendingCheckpoint] = []
 
@@ -67,9 +68,9 @@ class Run:
             await closing
         self.writer.release()
         if self.how == "deadline":  # what was left behind ends, so that the test leaves nothing
-            core = engine._core
+            core = probe(engine).core
             with suppress(Exception):
-                await core.loop.run(core.pipeline.close())
+                await core.loop.run(core.assembly.close())
             core.loop.stop()
 
     def hang(self, seconds: float) -> None:

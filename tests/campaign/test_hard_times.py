@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from pccheck_async import SyncCheckpointEngine, load_sync
-from pccheck_async.medium import Writer
-from pccheck_async.medium.files import PosixWriter
+from pccheck_async.medium import Medium
+from pccheck_async.medium.files import Files
 from pccheck_async.testing import Access, StuckWriter, WrappingWriter
 from pccheck_async.transfer.operations.base import Operations
 
@@ -123,7 +123,7 @@ def test_exits_with_saves_in_flight(tmp_path: Path, how: str, io: str) -> None:
 class Uneven(WrappingWriter):
     """A device on which everything takes anything from nothing to a long time."""
 
-    def __init__(self, inner: Writer, rng: random.Random) -> None:
+    def __init__(self, inner: Medium, rng: random.Random) -> None:
         super().__init__(inner)
         self._rng = rng
 
@@ -141,8 +141,8 @@ def test_a_slow_and_uneven_device(tmp_path: Path, seed: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": -1}
 
-    def make(path: str, operations: Operations) -> Writer:
-        return Uneven(PosixWriter(path, operations), rng)
+    def make(path: str, operations: Operations) -> Medium:
+        return Uneven(Files(path, operations), rng)
 
     wants: dict[int, torch.Tensor] = {}
     settings: dict[str, Any] = {"chunk_bytes": 16 << 10, "host_memory": 64 << 10}
@@ -163,14 +163,14 @@ def test_a_slow_and_uneven_device(tmp_path: Path, seed: int) -> None:
     print(f"\n{statistics.durable} durable, {statistics.superseded} superseded, stall {statistics.stall_seconds:.2f} s")
 
 
-@pytest.mark.parametrize("kind", ["write", "flush", "create", "rename"])
+@pytest.mark.parametrize("kind", ["write", "flush", "reserve", "replace"])
 def test_a_device_that_hangs_for_thirty_seconds(tmp_path: Path, kind: str) -> None:
-    """In mid-save, or while a store is made, since only that renames."""
+    """In mid-save, or while a store is made, since only that replaces a file."""
     made: list[StuckWriter] = []
     stuck: list[Access] = []
 
-    def make(path: str, operations: Operations) -> Writer:
-        made.append(StuckWriter(PosixWriter(path, operations), kinds=("rename",) if kind == "rename" else ()))
+    def make(path: str, operations: Operations) -> Medium:
+        made.append(StuckWriter(Files(path, operations), kinds=("replace",) if kind == "replace" else ()))
         return made[-1]
 
     def go_on() -> None:

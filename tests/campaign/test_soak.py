@@ -73,7 +73,7 @@ def test_a_reader_beside_a_fast_writer(tmp_path: Path, io: str) -> None:
                 step += 1
             engine.drain()
             found = engine.statistics()
-            waits = engine._core.pipeline.store.statistics().reader_waits
+            waits = probe(engine).store.statistics().reader_waits
         print(found.durable, found.slots, waits, f"{worst:.3f}")
         """
     )

@@ -95,7 +95,7 @@ def test_a_creator_that_is_killed_cannot_reach_into_the_next_ones_store() -> Non
             await (await engine.checkpoint({"step": step}, step=step)).durable()
 
     asyncio.run(save(CrashDisk(observer=history.append), 1))
-    moment = next(s for s in history if s.boundary == "write_small store.json.tmp submitted")
+    moment = next(s for s in history if s.boundary == "write store.json.new submitted")
     for operations in range(1, 40):
         disk = CrashDisk.after_process_death(moment, lingering=operations)
         asyncio.run(save(disk, 2))
@@ -113,7 +113,7 @@ def test_a_slot_that_a_dead_writer_made_is_durable_before_a_record_names_it() ->
                 disk.acknowledge(engine.checkpoint({"step": step}, step=step).result(30).step)
 
     save_steps(CrashDisk(observer=history.append), 1)
-    moment = [s for s in history if s.boundary.startswith("create slot") and s.boundary.endswith("completed")][-1]
+    moment = [s for s in history if s.boundary.startswith("reserve slot") and s.boundary.endswith("completed")][-1]
     disk = CrashDisk.after_process_death(moment)
     history.clear()
     disk.observer = history.append

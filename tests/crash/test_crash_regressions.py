@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,11 +15,15 @@ from pccheck_async.format import checksum
 from pccheck_async.format import record as layout
 from pccheck_async.format.manifest import decode
 from pccheck_async.format.record import Entry, Identity, Record, slot_number
-from pccheck_async.medium import File, Part, Piece, Writer
-from pccheck_async.store import store_reader
-from pccheck_async.store.commit import Store
-from pccheck_async.store.records import read_record
+from pccheck_async.medium import File, Medium, Part, Piece
+from pccheck_async.medium.base import Unsure, ignore
+from pccheck_async.store import commit as steps
+from pccheck_async.store import store, store_reader
+from pccheck_async.store.commit import CommitState, make_data_durable, write_record
+from pccheck_async.store.commit_file import read_record
 from pccheck_async.store.retention import Kept, Retention
+from pccheck_async.store.slots import SlotLease
+from pccheck_async.store.store import Store
 from pccheck_async.testing import Snapshot, WrappingWriter
 from pccheck_async.transfer.operations.base import Operations
 from tests.support.crash_harness import BLOCK, Findings, Scenario, explore, explore_damage, explore_falling_back
@@ -75,55 +79,60 @@ def test_a_rule_that_is_forgotten(kind: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_slot_freed_before_the_record_is_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    persist_record = Store._persist_record
+    async def free_first(state: CommitState, record: Record, data: Sequence[Part] = ()) -> None:
+        state.slots.table.committed(entry.slot for entry in record.entries)
+        await write_record(state, record, data)
 
-    async def free_first(store: Store, record: Record, slot: Sequence[Part] = ()) -> None:
-        store._slots.committed(entry.slot for entry in record.entries)
-        await persist_record(store, record, slot)
-
-    monkeypatch.setattr(Store, "_persist_record", free_first)
+    monkeypatch.setattr(steps, "write_record", free_first)
     found(dataclasses.replace(SCENARIO, max_in_flight=4, bursts=3, deaths=0, images=8, wrap=SlowRecords))
 
 
+def test_an_older_checkpoint_takes_the_place_of_a_newer_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def commit_anything(state: CommitState, entry: Entry) -> Record:
+        return state.committed.record_naming([entry])
+
+    monkeypatch.setattr(steps, "decide", commit_anything)
+    found(dataclasses.replace(SCENARIO, max_in_flight=4, bursts=3))
+
+
 def test_record_written_before_the_payload_is_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    persist_slot, persist_record = Store._persist_slot, Store._persist_record
-    late: list[File] = []
+    late: list[SlotLease] = []
 
-    async def flush_later(store: Store, file: File, rest: Sequence[Piece]) -> None:
+    async def flush_later(state: CommitState, lease: SlotLease, rest: Sequence[Piece]) -> None:
         for offset, data in rest:
-            await store._writer.write(file, offset, data)
-        late.append(file)
+            await state.medium.write(lease.file, offset, data)
+        late.append(lease)
 
-    async def flush_both(store: Store, record: Record, slot: Sequence[Part] = ()) -> None:
-        for file, rest in slot:
-            await flush_later(store, file, rest)
-        await persist_record(store, record)
+    async def flush_both(state: CommitState, record: Record, data: Sequence[Part] = ()) -> None:
+        await write_record(state, record)
+        for file, rest in data:
+            await state.medium.make_durable([(file, rest)])
         while late:
-            await persist_slot(store, late.pop(), ())
+            await make_data_durable(state, late.pop(), ())
 
-    monkeypatch.setattr(store_reader, "_LOCK_SECONDS", 1.0)  # some readers wait in vain then
-    monkeypatch.setattr(Store, "_persist_slot", flush_later)
-    monkeypatch.setattr(Store, "_persist_record", flush_both)
+    monkeypatch.setattr(store_reader, "LOCK_SECONDS", 1.0)  # some readers wait in vain then
+    monkeypatch.setattr(steps, "make_data_durable", flush_later)
+    monkeypatch.setattr(steps, "write_record", flush_both)
     found()
 
 
 class FlushFirst(WrappingWriter):
     """Flushes what is persisted before it is written."""
 
-    persists_at_once = True
+    chains = True
 
-    def __init__(self, inner: Writer, name: str) -> None:
+    def __init__(self, inner: Medium, name: str) -> None:
         super().__init__(inner)
         self._name = name
 
-    async def persist(self, parts: Sequence[Part], unsure: Callable[[OSError], None], *, final: bool = False) -> None:
+    async def make_durable(self, parts: Sequence[Part], unsure: Unsure = ignore, *, final: bool = False) -> None:
         for number, (file, pieces) in enumerate(parts, 1):
             if file.name.startswith(self._name):
                 await self.flush(file)
                 for offset, data in pieces:
                     await self.write(file, offset, data)
             else:
-                await super().persist([(file, pieces)], unsure, final=final)
+                await super().make_durable([(file, pieces)], unsure, final=final)
             if number < len(parts):
                 await self.unlock(file)
 
@@ -137,7 +146,7 @@ def test_what_is_persisted_is_flushed_before_it_is_written(name: str) -> None:
 class FlushOneBlockShort(WrappingWriter):
     """Writes the last block of a slot only after the flush that should have covered it."""
 
-    def __init__(self, inner: Writer) -> None:
+    def __init__(self, inner: Medium) -> None:
         super().__init__(inner)
         self._last: dict[File, tuple[int, bytes]] = {}
 
@@ -167,7 +176,7 @@ def test_payload_flush_one_block_short() -> None:
     found(dataclasses.replace(SCENARIO, wrap=FlushOneBlockShort))
 
 
-async def largest_counter_found(writer: Writer, commit: File, identity: Identity) -> Record:
+async def largest_counter_found(writer: Medium, commit: File, identity: Identity) -> Record:
     """Recover naively: the slot with the largest counter wins, whatever the record says."""
     record = await read_record(writer, commit, identity)
     entries = [entry for name in await writer.names() if (entry := await entry_in(writer, name)) is not None]
@@ -175,7 +184,7 @@ async def largest_counter_found(writer: Writer, commit: File, identity: Identity
     return Record(record.generation, tuple(newest))
 
 
-async def entry_in(writer: Writer, name: str) -> Entry | None:
+async def entry_in(writer: Medium, name: str) -> Entry | None:
     """Return an entry for the first manifest that a slot holds."""
     number = slot_number(name)
     if number is None:
@@ -183,7 +192,7 @@ async def entry_in(writer: Writer, name: str) -> Entry | None:
     file = await writer.open(name, writable=False)
     content = memoryview(bytearray(file.nbytes // BLOCK * BLOCK))
     await writer.read(file, 0, content)
-    await writer.close_file(file)
+    await writer.close(file)
     for offset in range(0, len(content), BLOCK):
         data = bytes(content[offset:]).split(bytes(64))[0]
         for padding in range(4):
@@ -207,8 +216,8 @@ async def entry_in(writer: Writer, name: str) -> Entry | None:
 
 
 def test_recovery_by_largest_counter(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("store", "store_reader"):
-        monkeypatch.setattr(f"pccheck_async.{module}.read_record", largest_counter_found)
+    for module in (store, store_reader):
+        monkeypatch.setattr(module, "read_record", largest_counter_found)
     found()
 
 
@@ -249,7 +258,7 @@ def test_payload_checksum_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
 class NoFolderSync(WrappingWriter):
     """Leaves names volatile."""
 
-    async def sync_folder(self) -> None:
+    async def sync_names(self) -> None:
         """Do nothing."""
 
 
@@ -259,9 +268,9 @@ def test_directory_entry_not_synced() -> None:
 
 def test_new_slot_not_synced() -> None:
     class SyncIdentityOnly(WrappingWriter):
-        async def sync_folder(self) -> None:
+        async def sync_names(self) -> None:
             if not any(slot_number(name) is not None for name in await self.names()):
-                await super().sync_folder()
+                await super().sync_names()
 
     found(dataclasses.replace(SCENARIO, wrap=SyncIdentityOnly))
 
@@ -272,15 +281,15 @@ def dying_with_the_record_in_flight(snapshot: Snapshot) -> bool:
 
 
 def test_first_flush_of_a_new_writer_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def trust_the_predecessor(store: Store) -> None:
+    async def trust_the_predecessor(state: CommitState) -> None:
         pass
 
-    monkeypatch.setattr(Store, "_take_over", trust_the_predecessor)
+    monkeypatch.setattr(store, "take_over", trust_the_predecessor)
     found(dataclasses.replace(SCENARIO, bursts=1, deaths=8, images=16, dying=dying_with_the_record_in_flight))
 
 
 def test_what_was_fallen_back_to_is_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def forget(store: Store, entry: Entry) -> None:
+    async def forget(_: Store, entry: Entry) -> None:
         pass
 
     monkeypatch.setattr(Store, "adopt", forget)

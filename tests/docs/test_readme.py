@@ -1,5 +1,8 @@
+"""The README and the guide: every block runs, every link, module, test and command that they name exists."""
+
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shutil
@@ -7,15 +10,19 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
-from pccheck_async import list_checkpoints, load_sync
-from tests.support.readme_blocks import INSTALLING, RUN, SHOWN, blocks_of
+from pccheck_async.cli import app
+from tests.support.readme_blocks import INSTALLING, PAGES, ROOT, RUN, SHOWN, blocks_of, is_run
 
-ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+OTHERS = [ROOT / ".github" / "CONTRIBUTING.md", ROOT / "examples" / "paper" / "README.md"]
+ALL = {page.relative_to(ROOT).as_posix(): page.read_text() for page in [*PAGES, *OTHERS]}
+MOST_LINES = 230
 
 
 def fenced(after: str) -> list[str]:
@@ -40,90 +47,48 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
     assert extracted.stdout.splitlines() == fenced("<!-- quickstart: test -->")
 
 
-def test_the_example_comes_first_and_is_short() -> None:
-    example = fenced("```python")
-    assert len(example) <= 15
-    assert README.index("```python") < README.index("<!-- quickstart: run -->") < README.index("\n## ")
-
-
-@pytest.mark.slow
-def test_the_example_runs_and_resumes(tmp_path: Path) -> None:
-    script = tmp_path / "example.py"
-    script.write_text("\n".join(fenced("```python")))
-    steps = []
-    for _ in range(2):  # the second run resumes where the first saved last
-        done = subprocess.run(
-            [sys.executable, "-W", "error", script.name],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        steps += [info.step for info in list_checkpoints(tmp_path / "checkpoints")]
-    assert len(steps) == 2
-    assert 0 < steps[0] <= steps[1] <= 99
-
-
-@pytest.mark.slow
-def test_the_loader_example_runs_and_resumes(tmp_path: Path) -> None:
-    script = tmp_path / "example.py"
-    script.write_text(
-        "\n".join(fenced("### Data that resumes")).replace("range(first, 100)", "range(first, first + 50)")
-    )
-    for last in (49, 99):
-        done = subprocess.run(
-            [sys.executable, "-W", "error", "-W", "ignore:This process:DeprecationWarning", script.name],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        assert [info.step for info in list_checkpoints(tmp_path / "checkpoints-data")] == [last]
-    position = load_sync(tmp_path / "checkpoints-data", keys=["loader.*"])["loader"]
-    assert (position["epoch"], position["position"]) == (3, 4 * 32)  # 100 batches, of which 32 make an epoch
+def test_the_readme_is_short_and_begins_with_a_short_change_and_the_commands() -> None:
+    assert len(README.splitlines()) <= MOST_LINES
+    assert sum(line.startswith("+") for line in fenced("<!-- diff -->")) <= 12
+    places = [
+        README.index(what) for what in ("```diff", "<!-- quickstart: run -->", "<!-- quickstart: test -->", "\n## ")
+    ]
+    assert places == sorted(places)
 
 
 def test_every_block_says_whether_it_runs() -> None:
-    blocks = blocks_of(README)
-    assert {block.language for block in blocks} == RUN | SHOWN
-    assert {block.mark for block in blocks if "quickstart" in block.mark} == INSTALLING
-    assert len(blocks) == README.count("```") // 2 > 15
+    for page, text in ALL.items():
+        blocks = blocks_of(text)
+        assert {block.language for block in blocks} <= RUN | SHOWN, page
+        assert len(blocks) == text.count("```") // 2, page
+    assert {block.mark for block in blocks_of(README) if "quickstart" in block.mark} == INSTALLING
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_every_block_runs(tmp_path: Path) -> None:
-    """In their order, in one folder: what one block leaves, the next one finds."""
+    """In their order, each page in a folder of its own: what one block leaves, the next one finds."""
     pytest.importorskip("safetensors")
-    pytest.importorskip("sklearn")
-    bin_folder = tmp_path / "bin"
-    bin_folder.mkdir()
-    for name, what in (("python", ""), ("pccheck", " -m pccheck_async")):
-        (bin_folder / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{what} "$@"\n')
-        (bin_folder / name).chmod(0o755)
-    path = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
-    work = tmp_path / "work"
-    work.mkdir()
     command = [sys.executable, "-W", "error", "-W", "ignore:This process:DeprecationWarning"]
     done = subprocess.run(
-        [*command, "-m", "tests.support.readme_blocks", str(ROOT / "README.md")],
-        cwd=work,
-        env=os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)},
+        [*command, "-m", "tests.support.readme_blocks", *map(str, PAGES)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=1700,
+        timeout=540,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
-    ran = re.findall(r"^-- (\w+), line (\d+)$", done.stdout, re.MULTILINE)
-    wanted = [(b.language, str(b.line)) for b in blocks_of(README) if b.language in RUN and b.mark not in INSTALLING]
-    assert ran == wanted
-    [shown] = [block.text.rstrip() for block in blocks_of(README) if "(in flight)" in block.text]
-    assert shown.removesuffix("...") in done.stdout
+    wanted = [
+        f"-- {page.name}, {block.language}, line {block.line}"
+        for page in PAGES
+        for block in blocks_of(page.read_text())
+        if is_run(block)
+    ]
+    assert [line for line in done.stdout.splitlines() if line.startswith("-- ")] == wanted
+    outputs = [block for text in ALL.values() for block in blocks_of(text) if block.mark == "<!-- output -->"]
+    assert len(outputs) == 1
+    assert outputs[0].text.rstrip().removesuffix("...") in done.stdout
 
 
 @pytest.mark.campaign
@@ -140,9 +105,8 @@ def test_the_quickstart_runs(tmp_path: Path) -> None:
     venv.create(environment, with_pip=True)
     packages = sysconfig.get_path("purelib", vars={"base": str(environment), "platbase": str(environment)})
     (Path(packages) / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    [block] = [block for block in blocks_of(README) if block.mark == "<!-- quickstart: run -->"]
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", block.text],
+        ["bash", "-euo", "pipefail", "-c", "\n".join(fenced("<!-- quickstart: run -->"))],
         cwd=checkout,
         env={name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         | {"PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}", "PIP_NO_DEPS": "1"}
@@ -157,6 +121,72 @@ def test_the_quickstart_runs(tmp_path: Path) -> None:
     assert list(Path(packages).glob("pccheck_async/_ext.*")) or shutil.which("cc") is None
 
 
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
 def test_links_lead_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (ROOT / target).exists(), target
+    shown = {page: re.sub("<!-- .*? -->", "", text) for page, text in ALL.items()}
+    links = [(page, link) for page, text in shown.items() for link in re.findall(r"\]\(([^)]+)\)", text)]
+    assert len(links) > 40
+    for page, link in links:
+        if "://" in link:
+            continue
+        file, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / file if file else ROOT / page
+        assert target.exists(), f"{page}: {link}"
+        if anchor:
+            assert anchor in anchors(target.read_text()), f"{page}: {link}"
+
+
+def test_the_index_has_every_page() -> None:
+    pages = {page.name for page in PAGES} - {"README.md", "index.md"}
+    assert set(re.findall(r"\]\((\w+\.md)\)", ALL["examples/guide/index.md"])) == pages
+    assert set(re.findall(r"\]\(examples/guide/(\w+\.md)", README)) == pages
+
+
+def exists(dotted: str) -> bool:
+    """Whether there is such a module, or an attribute of one."""
+    parts = dotted.split(".")
+    for length in range(len(parts), 0, -1):
+        name = ".".join(parts[:length])
+        try:
+            found = find_spec(name) is not None
+        except ModuleNotFoundError:
+            continue
+        if found:
+            value: object = importlib.import_module(name)
+            for part in parts[length:]:
+                value = getattr(value, part, None)
+            return value is not None
+    return False
+
+
+def test_what_the_pages_name_exists() -> None:
+    names, files, tests = 0, 0, 0
+    for page, text in ALL.items():
+        if page.endswith("changes.md"):  # its tables have the names from before
+            text = re.sub(r"^\| [^|]*\|", "", text, flags=re.MULTILINE)  # noqa: PLW2901
+        for name in re.findall(r"\bpccheck_async(?:\.[A-Za-z_]+)+", text):
+            names += 1
+            assert exists(name), f"{page}: {name}"
+        for file in re.findall(r"(?<![\w/])tests/[a-z_/]+(?:\.py)?", text):
+            files += 1
+            assert (ROOT / file).exists(), f"{page}: {file}"
+        for module in re.findall(r"python -m (tests[\w.]+)", text):
+            assert find_spec(module), f"{page}: {module}"
+    source = (ROOT / "tests" / "crash" / "test_crash_regressions.py").read_text()
+    for test in re.findall(r"`(test_\w+)`", ALL[".github/CONTRIBUTING.md"]):
+        tests += 1
+        assert f"def {test}(" in source, test
+    assert min(names, files, tests) > 10
+
+
+def test_the_pages_name_every_command() -> None:
+    commands = set(get_command(app).commands)  # type: ignore[attr-defined]
+    table = ALL["examples/guide/operating.md"]
+    named = set(re.findall(r"pccheck (\w+)", "".join(ALL.values())))
+    assert commands <= named | set(re.findall(r"`(pin|unpin)`", table))
+    assert named <= commands

@@ -24,15 +24,16 @@ from pccheck_async import (
     list_checkpoints,
     load_sync,
 )
+from pccheck_async.engine.assembly import Assembly
 from pccheck_async.engine.config import EngineConfig
-from pccheck_async.engine.core import EngineCore
-from pccheck_async.engine.in_flight import Admissions
+from pccheck_async.engine.in_flight import InFlight
 from pccheck_async.engine.loop import finish
-from pccheck_async.medium import Writer, folder
-from pccheck_async.medium.files import PosixWriter
-from pccheck_async.medium.regular_file import open_regular
+from pccheck_async.medium import Medium, folder
+from pccheck_async.medium.files import Files
+from pccheck_async.medium.folder import open_regular
 from pccheck_async.telemetry.reporter import Reporter
 from pccheck_async.testing import FailingWriter, StuckWriter
+from pccheck_async.testing.probe import probe
 from pccheck_async.transfer.memory import PAGE_BYTES
 from pccheck_async.transfer.operations.base import Operations
 from pccheck_async.transfer.operations.python import PythonOperations
@@ -49,8 +50,8 @@ class Stuck:
         self.kinds, self.failing = kinds, failing
         self.writer: StuckWriter
 
-    def __call__(self, path: str, operations: Operations) -> Writer:
-        inner: Writer = PosixWriter(path, operations)
+    def __call__(self, path: str, operations: Operations) -> Medium:
+        inner: Medium = Files(path, operations)
         if self.failing:
             inner = FailingWriter(inner, **self.failing)
         self.writer = StuckWriter(inner, kinds=self.kinds)
@@ -136,34 +137,34 @@ def test_a_flush_that_fails_after_its_checkpoint_was_cancelled_latches(tmp_path:
 
 
 def test_nobody_else_is_told_of_a_checkpoint_while_it_is_aborted() -> None:
-    admissions = Admissions(EngineConfig(), Reporter("store", lambda: 0.0))
+    in_flight = InFlight(EngineConfig(), Reporter("store", lambda: 0.0))
     for aborted in (True, False):
-        pending = admissions.add(1)
+        pending = in_flight.add(1)
         with pending.aborting() if aborted else nullcontext():
-            admissions.note_end(pending, error := CheckpointError("cancelled"), superseded=False, nbytes=0)
+            in_flight.note_end(pending, error := CheckpointError("cancelled"), superseded=False, nbytes=0)
             pending.set_failed(error)
             with nullcontext() if aborted else pytest.raises(CheckpointError):
-                admissions.raise_untold()
+                in_flight.raise_untold()
 
 
 @pytest.mark.parametrize("when", ["before it is told", "as it is told"])
 def test_a_failure_whose_waiter_is_cancelled_is_for_the_next_call(when: str) -> None:
-    admissions = Admissions(EngineConfig(), Reporter("store", lambda: 0.0))
+    in_flight = InFlight(EngineConfig(), Reporter("store", lambda: 0.0))
 
     async def main() -> None:
-        pending = admissions.add(1)
+        pending = in_flight.add(1)
         waiting = asyncio.create_task(pending.captured())
         await asyncio.sleep(0)
-        admissions.note_end(pending, error := CheckpointError("no"), superseded=False, nbytes=0)
-        admissions.raise_untold()  # somebody waits for it
+        in_flight.note_end(pending, error := CheckpointError("no"), superseded=False, nbytes=0)
+        in_flight.raise_untold()  # somebody waits for it
         if when == "as it is told":
             pending.set_failed(error)
         waiting.cancel()
         await asyncio.wait([waiting])
         assert waiting.cancelled()
         with pytest.raises(CheckpointError, match="no"):
-            admissions.raise_untold()
-        admissions.raise_untold()
+            in_flight.raise_untold()
+        in_flight.raise_untold()
 
     asyncio.run(main())
 
@@ -209,7 +210,7 @@ def test_cancelled_twice_still_waits_for_its_copies(tmp_path: Path) -> None:
     # Opening writes too.
     opened = Stuck.__call__
 
-    def make(self: Stuck, path: str, operations: Operations) -> Writer:
+    def make(self: Stuck, path: str, operations: Operations) -> Medium:
         writer = opened(self, path, operations)
         self.writer.release()
         return writer
@@ -224,10 +225,10 @@ def test_cancelled_after_its_capture_it_goes_on_and_its_failure_is_told(tmp_path
     async def main() -> None:
         async with CheckpointEngine(tmp_path, io=stuck) as engine:
             stuck.writer.hold("write")
-            core = engine._core
+            core = probe(engine).core
             pending, _ = core.admit(state_of(1), 1, None)
             await asyncio.to_thread(pending.wait_captured)
-            await core.pipeline.aborts.abort(pending)  # what a cancelled checkpoint() does, too late
+            await core.in_flight.abort(pending, None)  # what a cancelled checkpoint() does, too late
             stuck.writer.release()
             with pytest.raises(WriteError):
                 await engine.drain()
@@ -339,9 +340,8 @@ def test_what_is_skipped_after_it_was_read_gives_its_buffer_back(tmp_path: Path,
 
         def load_state_dict(self, state: dict[str, int]) -> None: ...
 
-    images = engine._core.pipeline.images
     engine.checkpoint({"x": torch.ones(3)}, step=0).result(60)
-    free = len(images._free)
+    free = probe(engine).free_inline_buffers
     stuck.writer.hold("flush")
     if closing:
         stuck.writer.release()
@@ -349,7 +349,7 @@ def test_what_is_skipped_after_it_was_read_gives_its_buffer_back(tmp_path: Path,
         assert engine.checkpoint({"busy": Busy(), "x": torch.ones(3)}, step=2).skipped
     stuck.writer.release()
     engine.close()
-    assert len(images._free) == free
+    assert probe(engine).free_inline_buffers == free
 
 
 def test_an_engine_that_is_closed_twice_at_the_same_time(tmp_path: Path) -> None:
@@ -386,8 +386,7 @@ def test_each_who_closes_an_engine_is_told_that_it_was_left_behind(tmp_path: Pat
             assert "the checkpoints of steps 1 were still being written; left behind" in str(error)
         await engine.close()  # and nobody later
         stuck.writer.release()
-        await asyncio.to_thread(engine._core.loop.call, engine._core.pipeline.close())
-        await asyncio.to_thread(engine._core.loop.stop)
+        await asyncio.to_thread(probe(engine).end_what_was_left_behind)
 
     asyncio.run(main())
 
@@ -407,7 +406,7 @@ def test_one_of_those_who_close_an_engine_is_cancelled(tmp_path: Path, cancelled
         closing[cancelled].cancel()
         if cancelled == 1:
             await asyncio.wait([closing[1]])  # although nothing has ended
-            assert not engine._core.loop.loop.is_closed()
+            assert not probe(engine).loop.loop.is_closed()
         stuck.writer.release()
         with pytest.raises(asyncio.CancelledError):
             await closing[cancelled]
@@ -418,13 +417,13 @@ def test_one_of_those_who_close_an_engine_is_cancelled(tmp_path: Path, cancelled
             await closing[0]
             assert (await pending).step == 1
         assert not open_files(tmp_path)
-        assert engine._core.loop.loop.is_closed()
+        assert probe(engine).loop.loop.is_closed()
         await engine.close()
 
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(("what", "kind"), [("restore", "read"), ("pin", "flush"), ("surplus", "unlink")])
+@pytest.mark.parametrize(("what", "kind"), [("restore", "read"), ("pin", "flush"), ("surplus", "remove")])
 def test_a_deadline_holds_whatever_hangs(tmp_path: Path, what: str, kind: str) -> None:
     with SyncCheckpointEngine(tmp_path, keep_last=3) as engine:
         for step in range(3):
@@ -453,7 +452,7 @@ def test_a_deadline_holds_whatever_hangs(tmp_path: Path, what: str, kind: str) -
     assert error is None if what == "surplus" else isinstance(error, ClosedError)
     while open_files(tmp_path):
         threading.Event().wait(0.001)
-    engine._core.loop.stop()
+    probe(engine).loop.stop()
     assert list_checkpoints(tmp_path)[0].step == (3 if what == "surplus" else 2)
 
 
@@ -464,15 +463,15 @@ def test_a_close_that_is_interrupted_twice_still_closes(tmp_path: Path) -> None:
     stuck.writer.hold("write")
     pending = engine.checkpoint(state_of(1), step=1)
     stuck.writer.wait_stuck()
-    core = engine._core
-    (saving,) = core.pipeline.scheduler._tasks.values()
-    closing, cancel = core.loop.submit(core.pipeline.close())
+    parts = probe(engine)
+    (saving,) = parts.tasks
+    closing, cancel = parts.loop.submit(parts.core.assembly.close())
     cancel()
     while not saving.cancelling():
         threading.Event().wait(0.001)
-    stopping = threading.Thread(target=core.loop.stop)
+    stopping = threading.Thread(target=parts.loop.stop)
     stopping.start()
-    while not core.loop._stopping:
+    while parts.loop.post(lambda: None):
         threading.Event().wait(0.001)
     threading.Event().wait(0.1)  # and now it is cancelled once more
     stuck.writer.release()
@@ -499,9 +498,7 @@ def test_a_child_forked_while_a_deadline_left_files_behind_holds_none(tmp_path: 
 
     assert passes_in_a_forked_child(holds_nothing)
     stuck.writer.release()
-    core = engine._core
-    core.loop.call(core.pipeline.close())
-    core.loop.stop()
+    probe(engine).end_what_was_left_behind()
 
 
 class Told(StuckWriter):
@@ -518,8 +515,8 @@ def test_a_child_forked_while_the_store_is_opened_lets_go_of_it(tmp_path: Path) 
     async def main() -> None:
         made: asyncio.Future[Told] = asyncio.get_running_loop().create_future()
 
-        def make(path: str, operations: Operations) -> Writer:
-            writer = Told(PosixWriter(path, operations), kinds=("flush",))
+        def make(path: str, operations: Operations) -> Medium:
+            writer = Told(Files(path, operations), kinds=("flush",))
             made.get_loop().call_soon_threadsafe(made.set_result, writer)
             return writer
 
@@ -544,7 +541,7 @@ def test_an_open_cancelled_after_it_succeeded_gives_the_store_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine's side is done, and the caller is cancelled before it gets to know."""
-    really_open = EngineCore._open
+    really_open = Assembly.open
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -554,12 +551,12 @@ def test_an_open_cancelled_after_it_succeeded_gives_the_store_free(
             opening.cancel()
             cancelled.set()
 
-        async def open_and_cancel(core: EngineCore) -> None:
-            await really_open(core)
+        async def open_and_cancel(*arguments: Any, **parts: Any) -> None:
+            await really_open(*arguments, **parts)
             loop.call_soon_threadsafe(cancel)
             cancelled.wait(10)
 
-        monkeypatch.setattr(EngineCore, "_open", open_and_cancel)
+        monkeypatch.setattr(Assembly, "open", open_and_cancel)
         opening = asyncio.create_task(CheckpointEngine(tmp_path).open())
         with pytest.raises(asyncio.CancelledError):
             await opening
@@ -604,7 +601,7 @@ def test_a_child_forked_while_a_file_is_opened_does_not_hold_it(
 
     async def main() -> None:
         operations = PythonOperations(io_threads=1, copy_threads=1)
-        writer = PosixWriter(tmp_path, operations)
+        writer = Files(tmp_path, operations)
         monkeypatch.setattr(folder, "open_regular", open_slowly)
         opening = asyncio.create_task(writer.open("slot-000", writable=True))
         await asyncio.to_thread(began.wait)

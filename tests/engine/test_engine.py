@@ -38,9 +38,10 @@ from pccheck_async.format.record import (
     newest_record,
     region_offsets,
 )
+from pccheck_async.testing.probe import probe
 from pccheck_async.transfer.copying import HostCopy
 from pccheck_async.transfer.memory import PAGE_BYTES
-from tests.conftest import ENGINES, need
+from tests.conftest import BACKENDS, need
 from tests.engine.test_inline_capture_engine import stuck_engine
 from tests.support.processes import open_files, passes_in_a_forked_child
 
@@ -262,16 +263,16 @@ def test_an_engine_that_closes_while_a_state_is_read_admits_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = SyncCheckpointEngine(tmp_path).open()
-    take = engine._core._snapshots.take
+    start = probe(engine).core.captures.start
 
     def closed_meanwhile(*arguments: Any, **settings: Any) -> Any:
-        snapshot = take(*arguments, **settings)
+        capture = start(*arguments, **settings)
         closing = threading.Thread(target=engine.close)
         closing.start()
         closing.join(60)
-        return snapshot
+        return capture
 
-    monkeypatch.setattr(engine._core._snapshots, "take", closed_meanwhile)
+    monkeypatch.setattr(probe(engine).core.captures, "start", closed_meanwhile)
     with pytest.raises(ClosedError):
         engine.checkpoint({"x": torch.zeros(10)})
     assert list_checkpoints(tmp_path) == []
@@ -441,7 +442,7 @@ def test_forked_child(tmp_path: Path) -> None:
         assert engine.checkpoint({"a": torch.ones(10)}, step=2).result(60).step == 2
 
 
-@pytest.mark.parametrize(("writing", "reading"), list(permutations(ENGINES, 2)))
+@pytest.mark.parametrize(("writing", "reading"), list(permutations(BACKENDS, 2)))
 def test_a_store_written_by_one_engine_is_read_by_the_other(tmp_path: Path, writing: str, reading: str) -> None:
     need(writing)
     need(reading)

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing waits for hooks, however late a busy machine comes to them."""
-    monkeypatch.setattr("pccheck_async.engine.core._HOOKS_SECONDS", 60.0)
+    monkeypatch.setattr("pccheck_async.engine.core.HOOKS_SECONDS", 60.0)
 
 
 def state() -> dict[str, Any]:
@@ -174,7 +174,7 @@ def test_a_hook_that_raises_may_be_any_object(caplog: pytest.LogCaptureFixture) 
 
 
 def test_a_hook_that_blocks_harms_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pccheck_async.engine.core._HOOKS_SECONDS", 0.1)
+    monkeypatch.setattr("pccheck_async.engine.core.HOOKS_SECONDS", 0.1)
     go_on, blocked = threading.Event(), threading.Event()
     seen: list[Event] = []
 
@@ -195,7 +195,7 @@ def test_a_hook_that_blocks_harms_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_hook_that_hangs_at_the_end_holds_up_no_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pccheck_async.engine.core._HOOKS_SECONDS", 5.0)
+    monkeypatch.setattr("pccheck_async.engine.core.HOOKS_SECONDS", 5.0)
     turned: list[bool] = []
 
     async def main() -> None:

@@ -52,10 +52,11 @@ from pccheck_async.format.record import (
     newest_record,
     region_offsets,
 )
-from pccheck_async.medium import File, Writer
-from pccheck_async.medium.files import PosixWriter
+from pccheck_async.medium import File, Medium
+from pccheck_async.medium.files import Files
 from pccheck_async.medium.status_file import read_status
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, StuckWriter, WrappingWriter
+from pccheck_async.testing.probe import probe
 from pccheck_async.transfer.memory import PAGE_BYTES
 from pccheck_async.transfer.operations.base import Operations
 from tests.engine.test_inline_capture_engine import FOLDER
@@ -90,8 +91,8 @@ class Failing:
         self.settings = settings
         self.writer: FailingWriter
 
-    def __call__(self, path: str, operations: Operations) -> Writer:
-        self.writer = FailingWriter(PosixWriter(path, operations), **self.settings)
+    def __call__(self, path: str, operations: Operations) -> Medium:
+        self.writer = FailingWriter(Files(path, operations), **self.settings)
         return self.writer
 
 
@@ -170,7 +171,7 @@ def test_a_failed_flush_latches_the_store(tmp_path: Path) -> None:
     assert loaded_step(tmp_path) == 5
 
 
-@pytest.mark.parametrize("kind", ["write", "flush", "sync_folder"])
+@pytest.mark.parametrize("kind", ["write", "flush", "sync_names"])
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
 def test_pinning_fails_with_the_error_that_is_documented(tmp_path: Path, kind: str, error: int) -> None:
     """The first time, and every time after."""
@@ -196,7 +197,7 @@ def test_pinning_fails_with_the_error_that_is_documented(tmp_path: Path, kind: s
 
 def test_a_surplus_slot_that_cannot_be_removed_fails_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path, 0, 1, 2, keep_last=3)
-    with SyncCheckpointEngine(tmp_path, io=Failing(fail_at=1, kinds=("unlink",)), chunk_bytes=4096) as engine:
+    with SyncCheckpointEngine(tmp_path, io=Failing(fail_at=1, kinds=("remove",)), chunk_bytes=4096) as engine:
         assert engine.checkpoint(state_of(3), step=3).result(60).step == 3
         engine.drain()
         assert engine.statistics().failed == 0
@@ -299,7 +300,7 @@ def _failing_unseen(engine: SyncCheckpointEngine, device: Device) -> PendingChec
     device.writer.release()
     while not pending.done():
         time.sleep(0.001)
-    engine._core.loop.call(engine._core.drain())
+    probe(engine).loop.call(probe(engine).scheduler.drain())  # unlike engine.drain() it tells nobody
     return pending
 
 
@@ -424,7 +425,7 @@ def test_a_second_writer_is_refused(tmp_path: Path) -> None:
 
 def test_a_writer_that_is_being_closed_is_waited_for(tmp_path: Path) -> None:
     def stuck(path: str, operations: Operations) -> StuckWriter:
-        writers.append(StuckWriter(PosixWriter(path, operations), kinds=()))
+        writers.append(StuckWriter(Files(path, operations), kinds=()))
         return writers[0]
 
     async def main() -> None:
@@ -615,9 +616,9 @@ def test_the_only_checkpoint_damaged(tmp_path: Path) -> None:
 class BadInode(WrappingWriter):
     """Fails to open some files."""
 
-    def __init__(self, inner: Writer, names: set[str], error: int) -> None:
+    def __init__(self, inner: Medium, names: set[str], error: int) -> None:
         super().__init__(inner)
-        self.persists_at_once = inner.persists_at_once
+        self.chains = inner.chains
         self.names_of_bad, self.error = names, error
 
     async def open(self, name: str, *, writable: bool) -> File:
@@ -643,8 +644,8 @@ def test_a_slot_that_cannot_be_opened_costs_what_it_holds(tmp_path: Path, which:
         (tmp_path / name).mkdir() if bad == "folder" else (tmp_path / name).symlink_to(tmp_path / "aside")
     before = (tmp_path / ("aside" if isinstance(bad, str) else name)).read_bytes()
 
-    def io(path: str, operations: Operations) -> Writer:
-        return BadInode(PosixWriter(path, operations), set() if isinstance(bad, str) else {name}, bad)  # type: ignore[arg-type]
+    def io(path: str, operations: Operations) -> Medium:
+        return BadInode(Files(path, operations), set() if isinstance(bad, str) else {name}, bad)  # type: ignore[arg-type]
 
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -670,7 +671,7 @@ def test_a_slot_that_cannot_be_opened_costs_what_it_holds(tmp_path: Path, which:
 def test_a_process_without_descriptors_takes_no_slot_for_a_bad_one(tmp_path: Path, bad: int) -> None:
     save(tmp_path, 0)
     name = slot_of(tmp_path, 0).name
-    io: Any = lambda path, operations: BadInode(PosixWriter(path, operations), {name}, bad)  # noqa: E731
+    io: Any = lambda path, operations: BadInode(Files(path, operations), {name}, bad)  # noqa: E731
     with pytest.raises(WriteError), SyncCheckpointEngine(tmp_path, io=io):
         pass
 
@@ -678,7 +679,7 @@ def test_a_process_without_descriptors_takes_no_slot_for_a_bad_one(tmp_path: Pat
 def test_verify_tells_of_a_slot_that_cannot_be_opened(tmp_path: Path) -> None:
     save(tmp_path, 0, 1)
     name = slot_of(tmp_path, 1).name
-    io: Any = lambda path, operations: BadInode(PosixWriter(path, operations), {name}, errno.EIO)  # noqa: E731
+    io: Any = lambda path, operations: BadInode(Files(path, operations), {name}, errno.EIO)  # noqa: E731
     damages = [damage for one in verify_checkpoints(tmp_path, io=io, every=True).checkpoints for damage in one.damage]
     assert [(damage.file, damage.what) for damage in damages] == [(name, "slot")]
     assert "Input/output error" in damages[0].reason
@@ -736,9 +737,7 @@ def test_close_gives_up_at_its_deadline(tmp_path: Path) -> None:
         pending.result(1)
     # What was left behind is left alone; here it is ended so that the test leaves nothing.
     device.writer.release()
-    core = engine._core
-    core.loop.call(core.pipeline.close())
-    core.loop.stop()
+    probe(engine).end_what_was_left_behind()
 
 
 # -- the interpreter's end
@@ -751,8 +750,8 @@ def test_an_unclosed_engine_drains_at_exit(tmp_path: Path) -> None:
         import sys, torch
         from pccheck_async import SyncCheckpointEngine
         from pccheck_async.testing import ThrottledWriter
-        from pccheck_async.writer.posix import PosixWriter
-        slow = lambda path, operations: ThrottledWriter(PosixWriter(path, operations), total=10e6)
+        from pccheck_async.medium.files import Files
+        slow = lambda path, operations: ThrottledWriter(Files(path, operations), total=10e6)
         engine = SyncCheckpointEngine(sys.argv[1], io=slow).open()
         engine.checkpoint({"tensor": torch.arange(3000) + 4, "step": 4, "big": torch.ones(5_000_000)}, step=4)
         """
@@ -815,7 +814,7 @@ def test_whoever_waits_is_told_and_nobody_twice(tmp_path: Path) -> None:
 
 def test_on_error_warn_never_raises_into_the_trainer(tmp_path: Path) -> None:
     """Also where the failure comes while the state is captured."""
-    failing = Failing(fail_at=2, kinds=("create",), error=errno.ENOSPC, stays=True)
+    failing = Failing(fail_at=2, kinds=("reserve",), error=errno.ENOSPC, stays=True)
     with SyncCheckpointEngine(
         tmp_path, io=failing, chunk_bytes=PAGE_BYTES, host_memory=2 * PAGE_BYTES, on_error="warn"
     ) as engine:
@@ -889,7 +888,7 @@ def test_a_close_that_is_cancelled_before_it_began_still_closes(tmp_path: Path, 
     async def main() -> None:
         engine = await CheckpointEngine(tmp_path).open()
         gate = threading.Event()
-        engine._core.loop.post(gate.wait, 60)  # the close and its cancellation reach the engine's loop together
+        probe(engine).loop.post(gate.wait, 60)  # the close and its cancellation reach the engine's loop together
         closing = asyncio.create_task(engine.close())
         await asyncio.sleep(0)
         closing.cancel()

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pccheck_async.errors import ClosedError, ReadError, StoreFullError, WriteError
-from pccheck_async.medium import File, Writer
+from pccheck_async.medium import File
+from pccheck_async.medium.base import StepwiseMedium
 from pccheck_async.testing import (
     Access,
     CrashDisk,
@@ -47,11 +48,11 @@ def images(snapshot: Snapshot, *, sector: int = BLOCK, limit: int = 256) -> list
     return [dict(image.files) for image in power_loss_images(snapshot, sector=sector, limit=limit)]
 
 
-async def durable_file(writer: Writer, name: str = "a", blocks: int = 2) -> File:
-    file = await writer.create(name, blocks * BLOCK)
+async def durable_file(writer: StepwiseMedium, name: str = "a", blocks: int = 2) -> File:
+    file = await writer.reserve(name, blocks * BLOCK)
     await writer.write(file, 0, block(1, blocks))
     await writer.flush(file)
-    await writer.sync_folder()
+    await writer.sync_names()
     return file
 
 
@@ -77,20 +78,20 @@ def test_flush_does_not_make_the_name_durable() -> None:
 
     async def use() -> None:
         writer = CrashWriter(disk)
-        await writer.flush(await writer.create("a", BLOCK))
+        await writer.flush(await writer.reserve("a", BLOCK))
 
     run(use())
     assert images(disk.snapshot()) == [{}, {"a": bytes(BLOCK)}]
 
 
-def test_sync_folder_does_not_make_bytes_or_size_durable() -> None:
+def test_sync_names_does_not_make_bytes_or_size_durable() -> None:
     disk = small_disk()
 
     async def use() -> None:
         writer = CrashWriter(disk)
-        file = await writer.create("a", 2 * BLOCK)
+        file = await writer.reserve("a", 2 * BLOCK)
         await writer.write(file, 0, block(1))
-        await writer.sync_folder()
+        await writer.sync_names()
 
     run(use())
     found = {image["a"] for image in images(disk.snapshot())}
@@ -115,39 +116,53 @@ def test_flush_covers_only_what_was_complete_when_it_was_submitted() -> None:
     assert {image["a"][0] for image in images(disk.snapshot())} == {1, 7}
 
 
-def test_write_small_flushes_its_bytes_but_may_be_caught_in_the_middle() -> None:
+def test_a_replaced_file_is_the_old_one_or_the_new_one() -> None:
     snapshots: list[Snapshot] = []
     disk = small_disk(snapshots.append)
 
     async def use() -> None:
         writer = CrashWriter(disk)
-        await writer.write_small("s", b"old")
-        await writer.sync_folder()
-        await writer.write_small("s", b"newer")
+        await writer.replace("s", b"old")
+        snapshots.clear()
+        await writer.replace("s", b"newer")
 
     run(use())
     assert images(disk.snapshot()) == [{"s": b"newer"}]
-    overwriting = next(s for s in reversed(snapshots) if s.boundary == "write_small s submitted")
-    assert {b"old", b"", b"newer"} <= {image["s"] for image in images(overwriting)}
+    found = [image for snapshot in snapshots for image in images(snapshot)]
+    assert {image["s"] for image in found} == {b"old", b"newer"}
+    assert {image.get("s.new") for image in found} >= {None, b"", b"newer"}
 
 
-def test_rename_is_atomic_and_later_changes_of_a_name_come_with_earlier_ones() -> None:
+def test_an_old_file_that_is_kept_is_never_lost() -> None:
+    snapshots: list[Snapshot] = []
+    disk = small_disk(snapshots.append)
+
+    async def use() -> None:
+        writer = CrashWriter(disk)
+        await writer.replace("s", b"old")
+        snapshots.clear()
+        await writer.replace("s", b"newer", keep_as="kept")
+
+    run(use())
+    assert images(disk.snapshot()) == [{"s": b"newer", "kept": b"old"}]
+    assert all(b"old" in image.values() for snapshot in snapshots for image in images(snapshot))
+
+
+def test_later_changes_of_a_name_come_with_earlier_ones() -> None:
     disk = small_disk()
 
     async def use() -> None:
         writer = CrashWriter(disk)
-        await writer.write_small("s", b"old")
-        await writer.sync_folder()
-        await writer.write_small("s.tmp", b"new")
-        await writer.rename("s.tmp", "s")
-        await writer.unlink("s")
-        await writer.write_small("other", b"!")
+        await durable_file(writer)
+        await writer.remove("a")
+        await writer.flush(await writer.reserve("a", BLOCK))
+        await writer.flush(await writer.reserve("other", BLOCK))
 
     run(use())
-    without = [{"s": b"old"}, {"s": b"old", "s.tmp": b"new"}, {"s": b"new"}, {}]
+    without = [{"a": bytes(block(1, 2))}, {}, {"a": bytes(BLOCK)}]
     found = images(disk.snapshot())
-    assert all(image in found for image in without + [{**image, "other": b"!"} for image in without])
-    assert len(found) == 8
+    assert all(image in found for image in without + [{**image, "other": bytes(BLOCK)} for image in without])
+    assert len(found) == 6
 
 
 def test_all_subsets_of_few_writes_are_enumerated_first_none_then_all() -> None:
@@ -239,16 +254,16 @@ def test_observer_sees_submission_and_completion_of_every_operation() -> None:
 
     async def use() -> None:
         writer = CrashWriter(disk)
-        file = await writer.create("a", BLOCK)
+        file = await writer.reserve("a", BLOCK)
         await writer.write(file, 0, block(3))
         await writer.flush(file)
-        await writer.rename("a", "b")
-        await writer.unlink("b")
-        await writer.sync_folder()
-        await writer.write_small("c", b"")
+        await writer.remove("a")
+        await writer.sync_names()
+        await writer.replace("c", b"")
 
     run(use())
-    operations = ["create a", "write a [0, 512)", "flush a", "rename a b", "unlink b", "sync_folder", "write_small c"]
+    operations = ["reserve a", "write a [0, 512)", "flush a", "remove a", "sync_names"]
+    operations += ["write c.new", "rename c.new c", "sync_names"]
     assert [s.boundary for s in seen] == [f"{op} {half}" for op in operations for half in ("submitted", "completed")]
 
 
@@ -259,7 +274,7 @@ def test_concurrent_operations_overtake_each_other_reproducibly() -> None:
 
         async def use() -> None:
             writer = CrashWriter(disk, turns=8, seed=seed)
-            file = await writer.create("a", 8 * BLOCK)
+            file = await writer.reserve("a", 8 * BLOCK)
             await asyncio.gather(*(writer.write(file, n * BLOCK, block(n)) for n in range(8)))
 
         run(use())
@@ -280,7 +295,7 @@ def test_a_buffer_that_is_reused_too_early_shows() -> None:
 
     async def use() -> None:
         writer = CrashWriter(disk)
-        await writer.write(await writer.create("a", BLOCK), 0, data)
+        await writer.write(await writer.reserve("a", BLOCK), 0, data)
 
     run(use())
     assert set(disk.contents()["a"]) == {1, 2}
@@ -291,7 +306,7 @@ def test_a_cancelled_write_ends_before_the_cancellation_is_raised() -> None:
 
     async def use() -> None:
         writer = CrashWriter(disk, turns=8, seed=3)
-        file = await writer.create("a", BLOCK)
+        file = await writer.reserve("a", BLOCK)
         writing = asyncio.ensure_future(writer.write(file, 0, block(1)))
         await asyncio.sleep(0)
         writing.cancel()
@@ -343,7 +358,7 @@ def test_process_death_keeps_what_was_written_and_frees_locks_but_makes_nothing_
     async def use() -> None:
         writer = CrashWriter(disk)
         file = await durable_file(writer)
-        assert await writer.try_lock(file)
+        assert await writer.lock(file)
         await writer.write(file, 0, block(9))
 
     run(use())
@@ -355,7 +370,7 @@ def test_process_death_keeps_what_was_written_and_frees_locks_but_makes_nothing_
     async def reopen() -> None:
         writer = CrashWriter(after)
         file = await writer.open("a", writable=True)
-        assert await writer.try_lock(file)
+        assert await writer.lock(file)
         await writer.flush(file)
 
     run(reopen())
@@ -399,7 +414,7 @@ def test_writes_of_a_dead_process_that_linger_in_the_kernel_keep_the_lock_and_la
     async def reopen() -> list[bool]:
         writer = CrashWriter(after)
         file = await writer.open("a", writable=True)
-        return [await writer.try_lock(file) for _ in range(4)]
+        return [await writer.lock(file) for _ in range(4)]
 
     assert run(reopen()) == [False, False, True, True]
     assert after.contents()["a"] == bytes(block(2, 2))
@@ -415,13 +430,13 @@ def test_locks_are_shared_or_exclusive_per_open_file(first: bool, second: bool, 
         mine, theirs = CrashWriter(disk), CrashWriter(disk)
         held = await durable_file(mine)
         other = await theirs.open("a", writable=False)
-        assert await mine.try_lock(held, shared=first)
-        assert await theirs.try_lock(other, shared=second) is granted
+        assert await mine.lock(held, shared=first)
+        assert await theirs.lock(other, shared=second) is granted
         await mine.unlock(held)
-        assert await theirs.try_lock(other)
-        assert not await mine.try_lock(held, shared=True)
+        assert await theirs.lock(other)
+        assert not await mine.lock(held, shared=True)
         await theirs.close()
-        assert await mine.try_lock(held)
+        assert await mine.lock(held)
 
     run(use())
 
@@ -435,17 +450,16 @@ def test_crash_writer_fails_as_system_calls_do() -> None:
         writer = CrashWriter(disk)
         file = await durable_file(writer)
         with pytest.raises(StoreFullError):
-            await writer.create("b", 2 * BLOCK)
+            await writer.reserve("b", 2 * BLOCK)
         with pytest.raises(WriteError) as exists:
-            await writer.create("a", 0)
+            await writer.reserve("a", 0)
         assert exists.value.errno == errno.EEXIST
         with pytest.raises(WriteError) as misaligned:
             await writer.write(file, 1, block(0))
         assert misaligned.value.errno == errno.EINVAL
-        for missing in (writer.unlink("x"), writer.rename("x", "y")):
-            with pytest.raises(WriteError) as absent:
-                await missing
-            assert absent.value.errno == errno.ENOENT
+        with pytest.raises(WriteError) as absent:
+            await writer.remove("x")
+        assert absent.value.errno == errno.ENOENT
         with pytest.raises(FileNotFoundError):
             await writer.open("x", writable=False)
         assert await writer.read_small("x") is None
@@ -471,7 +485,7 @@ def test_image_writer_reads_and_refuses_to_change() -> None:
         assert await writer.read(file, 0, into) == BLOCK
         assert bytes(into[:BLOCK]) == bytes(block(5))
         assert await writer.read_small("a") == bytes(block(5))
-        for change in (writer.unlink("a"), writer.create("b", 0), writer.write_small("a", b""), writer.sync_folder()):
+        for change in (writer.remove("a"), writer.reserve("b", 0), writer.replace("a", b""), writer.sync_names()):
             with pytest.raises(WriteError) as refused:
                 await change
             assert refused.value.errno == errno.EROFS
@@ -482,18 +496,18 @@ def test_image_writer_reads_and_refuses_to_change() -> None:
 # -- the wrapping doubles
 
 
-async def some_work(writer: Writer) -> None:
+async def some_work(writer: StepwiseMedium) -> None:
     file = await durable_file(writer)
     into = block(0, 2)
     await writer.read(file, 0, into)
-    await writer.unlink("a")
+    await writer.remove("a")
 
 
 def test_failing_writer_fails_every_operation_in_turn() -> None:
     counting = FailingWriter(CrashWriter(small_disk()), fail_at=None)
     run(some_work(counting))
     assert counting.operations == 5
-    for number, kind in enumerate(("create", "write", "flush", "sync_folder", "unlink"), start=1):
+    for number, kind in enumerate(("reserve", "write", "flush", "sync_names", "remove"), start=1):
         writer = FailingWriter(CrashWriter(small_disk()), fail_at=number)
         with pytest.raises(WriteError) as failure:
             run(some_work(writer))
@@ -514,7 +528,7 @@ def test_failing_writer_maps_errors_as_the_real_writer_does() -> None:
 def test_failing_writer_that_stays_failed() -> None:
     async def use() -> None:
         writer = FailingWriter(CrashWriter(small_disk()), fail_at=2, kinds={"flush"}, stays=True)
-        file = await writer.create("a", BLOCK)
+        file = await writer.reserve("a", BLOCK)
         await writer.flush(file)
         for _ in range(2):
             with pytest.raises(WriteError):
@@ -541,7 +555,7 @@ def test_stuck_operations_outlive_their_cancellation() -> None:
     async def use() -> None:
         disk = small_disk()
         writer = StuckWriter(CrashWriter(disk), kinds=())
-        file = await writer.create("a", 2 * BLOCK)
+        file = await writer.reserve("a", 2 * BLOCK)
         writer.hold("write", after=1)
         await writer.write(file, 0, block(1))
         writing = asyncio.ensure_future(writer.write(file, BLOCK, block(2)))
@@ -608,7 +622,7 @@ def test_throttled_writer_caps_each_stream_each_request_and_all_together(
             per_request=BLOCK if lanes else None,
             requests=lanes or 1,
         )
-        opened = [await writer.create(str(n), 2 * BLOCK) for n in range(files)]
+        opened = [await writer.reserve(str(n), 2 * BLOCK) for n in range(files)]
         start = asyncio.get_running_loop().time()
         await asyncio.gather(*(writer.write(file, half * BLOCK, block(1)) for file in opened for half in (0, 1)))
         return asyncio.get_running_loop().time() - start

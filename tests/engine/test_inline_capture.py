@@ -1,4 +1,4 @@
-"""Images: all of a small state, as it goes to storage."""
+"""Inline captures: all of a small state, as it goes to storage."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from pccheck_async.engine.inline_capture import Images
+from pccheck_async.engine.inline_capture import InlineCaptures
 from pccheck_async.state.save.flatten import flatten
 from pccheck_async.state.sources import PackedSource
 from pccheck_async.state.storages import Layout, arrange
 from pccheck_async.transfer.operations.base import Operations
 from pccheck_async.transfer.plan import Planner
-from tests.conftest import ENGINES
+from tests.conftest import BACKENDS
 
 MOST = 32 << 10
 
@@ -44,14 +44,14 @@ def state_of(seed: int) -> dict[str, Any]:
 
 
 @pytest.fixture
-def operations(io: str) -> Iterator[Callable[[int], Images]]:
+def operations(io: str) -> Iterator[Callable[[int], InlineCaptures]]:
     with asyncio.Runner() as runner:
 
         async def create() -> Operations:
-            return ENGINES[io](io_threads=1, copy_threads=1)
+            return BACKENDS[io](io_threads=1, copy_threads=1)
 
         found = runner.run(create())
-        yield lambda chunk: Images(found, Planner(chunk, 4096), MOST)
+        yield lambda chunk: InlineCaptures(found, Planner(chunk, 4096), MOST)
         runner.run(found.close())
 
 
@@ -70,73 +70,75 @@ def expected(layout: Layout, nbytes: int) -> bytes:
     return bytes(found)
 
 
-def test_an_image_is_what_the_plan_says(operations: Callable[[int], Images]) -> None:
-    images = operations(1 << 20)
+def test_a_capture_is_what_the_plan_says(operations: Callable[[int], InlineCaptures]) -> None:
+    captures = operations(1 << 20)
     for seed in range(3):
         state = state_of(seed)
         layout = laid_out(state)
-        image = images.make(layout)
-        assert image is not None
-        data = bytes(image.buffer[: image.entry.nbytes])
+        capture = captures.capture(layout)
+        assert capture is not None
+        data = bytes(capture.buffer[: capture.entry.nbytes])
         assert data == expected(layout, len(data))
-        assert (image.entry.offset, image.entry.nbytes) == (0, image.plan.payload_nbytes)
-        assert image.entry.checksum == zlib.crc32(data)
-        assert len(image.buffer) >= len(data) + 4096, "else there is no room for a manifest"
-        image.buffer[:] = b"?" * len(image.buffer)  # what the next one must not keep
-        images.take_back(image)
+        assert (capture.entry.offset, capture.entry.nbytes) == (0, capture.plan.payload_nbytes)
+        assert capture.entry.checksum == zlib.crc32(data)
+        assert len(capture.buffer) >= len(data) + 4096, "else there is no room for a manifest"
+        capture.buffer[:] = b"?" * len(capture.buffer)  # what the next one must not keep
+        capture.release()
 
 
-def test_what_is_no_image(operations: Callable[[int], Images]) -> None:
-    images = operations(1 << 20)
-    assert images.make(laid_out({"a": torch.zeros(MOST, dtype=torch.uint8)})) is not None
-    assert images.make(laid_out({"a": torch.zeros(MOST + 1, dtype=torch.uint8)})) is None
-    assert images.make(laid_out({"a": [torch.zeros(1) for _ in range(65)]})) is None
-    assert images.make(laid_out({"a": torch.empty(0), "b": 1})) is None
-    assert operations(4096).make(laid_out({"a": torch.zeros(5000, dtype=torch.uint8)})) is None, "two chunks"
+def test_what_is_not_captured_inline(operations: Callable[[int], InlineCaptures]) -> None:
+    captures = operations(1 << 20)
+    assert captures.capture(laid_out({"a": torch.zeros(MOST, dtype=torch.uint8)})) is not None
+    assert captures.capture(laid_out({"a": torch.zeros(MOST + 1, dtype=torch.uint8)})) is None
+    assert captures.capture(laid_out({"a": [torch.zeros(1) for _ in range(65)]})) is None
+    assert captures.capture(laid_out({"a": torch.empty(0), "b": 1})) is None
+    assert operations(4096).capture(laid_out({"a": torch.zeros(5000, dtype=torch.uint8)})) is None, "two chunks"
 
 
-def test_a_buffer_is_used_again_when_it_was_given_back_and_not_before(operations: Callable[[int], Images]) -> None:
-    images = operations(1 << 20)
+def test_a_buffer_is_used_again_when_it_was_given_back_and_not_before(
+    operations: Callable[[int], InlineCaptures],
+) -> None:
+    captures = operations(1 << 20)
     layouts = [laid_out({"a": torch.full((1000,), seed, dtype=torch.uint8)}) for seed in range(3)]
-    one, other = images.make(layouts[0]), images.make(layouts[1])
+    one, other = captures.capture(layouts[0]), captures.capture(layouts[1])
     assert one is not None
     assert other is not None
     assert bytes(one.buffer[:1000]) == bytes(1000)
     assert bytes(other.buffer[:1000]) == b"\1" * 1000
-    images.take_back(one)
-    third = images.make(layouts[2])
+    one.release()
+    third = captures.capture(layouts[2])
     assert third is not None
     assert third.buffer is one.buffer
     assert bytes(other.buffer[:1000]) == b"\1" * 1000
 
 
-def test_there_are_as_many_buffers_as_are_wanted(operations: Callable[[int], Images]) -> None:
-    images = operations(1 << 20)
+def test_there_are_as_many_buffers_as_are_wanted(operations: Callable[[int], InlineCaptures]) -> None:
+    captures = operations(1 << 20)
     layout = laid_out({"a": torch.zeros(1000, dtype=torch.uint8)})
     for _ in range(2):
-        made = [images.make(layout) for _ in range(11)]
-        for number, image in enumerate(made):
-            assert image is not None
-            image.buffer[:] = bytes([number]) * len(image.buffer)
-        for number, image in enumerate(made):
-            assert image is not None
-            assert {*image.buffer} == {number}
-            images.take_back(image)
+        made = [captures.capture(layout) for _ in range(11)]
+        for number, capture in enumerate(made):
+            assert capture is not None
+            capture.buffer[:] = bytes([number]) * len(capture.buffer)
+        for number, capture in enumerate(made):
+            assert capture is not None
+            assert {*capture.buffer} == {number}
+            capture.release()
 
 
-def test_several_threads_make_images_of_states_that_differ(operations: Callable[[int], Images]) -> None:
-    images = operations(1 << 20)
+def test_several_threads_capture_states_that_differ(operations: Callable[[int], InlineCaptures]) -> None:
+    captures = operations(1 << 20)
     wrong: list[str] = []
 
     def make(seed: int) -> None:
         layout = laid_out(state_of(seed))
         want = expected(layout, Planner(1 << 20, 4096).plan(layout).payload_nbytes)
         for _ in range(200):
-            image = images.make(layout)
-            if image is None or bytes(image.buffer[: image.entry.nbytes]) != want:
+            capture = captures.capture(layout)
+            if capture is None or bytes(capture.buffer[: capture.entry.nbytes]) != want:
                 wrong.append(f"of {seed}")
-            if image is not None:
-                images.take_back(image)
+            if capture is not None:
+                capture.release()
 
     threads = [threading.Thread(target=make, args=(seed,)) for seed in range(3)]
     for thread in threads:

@@ -17,9 +17,9 @@ from pccheck_async import CheckpointEngine, StoreFailedError, SyncCheckpointEngi
 from pccheck_async.engine import scheduler
 from pccheck_async.engine.pending import CheckpointProgress
 from pccheck_async.format.record import COMMIT_NAME, Entry
-from pccheck_async.medium import File, Writer
-from pccheck_async.store.commit import open_store
+from pccheck_async.medium import File, Medium
 from pccheck_async.store.retention import Retention
+from pccheck_async.store.store import open_store
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, StuckWriter, WrappingWriter
 from pccheck_async.testing.wrapping import Access
 from pccheck_async.transfer.memory import aligned_buffer
@@ -53,7 +53,7 @@ def stuck_engine(**settings: Any) -> tuple[SyncCheckpointEngine, StuckWriter, Cr
 
 def test_it_is_captured_while_the_device_hangs_and_may_change_at_once() -> None:
     engine, writer, disk = stuck_engine()
-    writer.hold("create", "write", "flush")
+    writer.hold("reserve", "write", "flush")
     state = small()
     pending = engine.checkpoint(state, step=1)
     state["weights"].zero_()
@@ -96,7 +96,7 @@ def test_those_that_wait_for_their_turn_keep_their_callers_waiting() -> None:
 
 class BrokenSlots(WrappingWriter):
     broken = False
-    persists_at_once = True
+    chains = True
 
     async def write(self, file: File, offset: int, data: memoryview) -> None:
         if self.broken and file.name != COMMIT_NAME:
@@ -136,9 +136,9 @@ def test_two_in_flight_have_bytes_of_their_own() -> None:
 class Noting(WrappingWriter):
     """Remembers what was done."""
 
-    persists_at_once = True
+    chains = True
 
-    def __init__(self, inner: Writer) -> None:
+    def __init__(self, inner: Medium) -> None:
         super().__init__(inner)
         self.seen: list[tuple[str, str]] = []
 
@@ -156,7 +156,7 @@ def test_slot_and_record_are_written_in_order() -> None:
         slot = writer.seen[0][1]
         assert slot.startswith("slot-")
         assert writer.seen == [
-            ("try_lock", slot),
+            ("lock", slot),
             ("write", slot),
             ("flush", slot),
             ("unlock", slot),
@@ -167,7 +167,7 @@ def test_slot_and_record_are_written_in_order() -> None:
 
 def test_a_record_under_way_keeps_no_other_slot_from_being_written() -> None:
     engine, writer, _ = stuck_engine(max_in_flight=2)
-    writer.persists_at_once = True
+    writer.chains = True
     engine.checkpoint(small(), step=0).result(30)
     writer.hold("flush", after=1)
     first = engine.checkpoint(small(), step=1)
@@ -235,9 +235,9 @@ def test_a_superseded_one_that_is_cancelled_gives_its_slot_back_once(turns: int)
         store = await open_store(writer, path=FOLDER, retention=Retention(keep_last=1), max_in_flight=2, lock_timeout=0)
         data = aligned_buffer(8192)
         old, new = await store.reserve(8192), await store.reserve(8192)
-        assert await store.persist_and_commit(new, [(0, data)], entry_of(2, new.slot))
+        assert await store.commit(new, entry_of(2, new.slot), [(0, data)])
         writer.seen.clear()
-        saving = asyncio.create_task(store.persist_and_commit(old, [(0, data)], entry_of(1, old.slot)))
+        saving = asyncio.create_task(store.commit(old, entry_of(1, old.slot), [(0, data)]))
         for _ in range(turns):
             await asyncio.sleep(0)
         saving.cancel()
@@ -254,7 +254,7 @@ def test_a_superseded_one_that_is_cancelled_gives_its_slot_back_once(turns: int)
 def test_a_record_under_way_when_closing_is_cancelled_is_told_as_it_ends(at_once: bool) -> None:
     disk = CrashDisk()
     writer = StuckWriter(CrashWriter(disk), kinds=())
-    writer.persists_at_once = at_once
+    writer.chains = at_once
 
     async def main() -> None:
         engine = await CheckpointEngine(FOLDER, io=writer).open()
@@ -283,10 +283,10 @@ def test_whatever_fails_from_the_first_flush_on_latches(at: int) -> None:
     with SyncCheckpointEngine(FOLDER, io=CrashWriter(disk)) as engine:
         engine.checkpoint(small(), step=1).result(30)
     writer = FailingWriter(CrashWriter(disk), fail_at=None, kinds=("write", "flush"))
-    writer.persists_at_once = True
+    writer.chains = True
     engine = SyncCheckpointEngine(FOLDER, io=writer).open()
     engine.checkpoint(small(), step=2).result(30)
-    writer._fail_at = writer.operations + 1 + at
+    writer.fail_next(at)
     with pytest.raises(WriteError):
         engine.checkpoint(small(), step=3).result(30)
     with pytest.raises(StoreFailedError):
@@ -336,20 +336,17 @@ def test_nothing_is_committed_once_a_record_failed_meanwhile(at_once: bool) -> N
     async def main() -> None:
         noting = Noting(CrashWriter(CrashDisk()))
         writer = FailingWriter(noting, fail_at=None, kinds=("flush",))
-        writer.persists_at_once = at_once
+        writer.chains = at_once
         store = await open_store(writer, path=FOLDER, retention=Retention(keep_last=2), max_in_flight=2, lock_timeout=0)
         data = aligned_buffer(8192)
         first, second = await store.reserve(8192), await store.reserve(8192)
-        await store.persist(first, [(0, data)])
-        if not at_once:
-            await store.persist(second, [(0, data)])
-        writer._fail_at = writer.operations + 1
+        writer.fail_next(after=1)  # the record's flush
         with pytest.raises(StoreFailedError):
-            await store.commit(first, entry_of(1, first.slot))
+            await store.commit(first, entry_of(1, first.slot), [(0, data)])
+        assert ("write", COMMIT_NAME) in noting.seen
         noting.seen.clear()
-        entry = entry_of(2, second.slot)
         with pytest.raises(StoreFailedError):
-            await (store.persist_and_commit(second, [(0, data)], entry) if at_once else store.commit(second, entry))
+            await store.commit(second, entry_of(2, second.slot), [(0, data)])
         assert ("write", COMMIT_NAME) not in noting.seen
         assert store.committed.record.entries == ()
         await writer.close()

@@ -36,8 +36,8 @@ from pccheck_async import (
 )
 from pccheck_async.format.dtypes import TORCH_DTYPES
 from pccheck_async.medium import File
-from pccheck_async.medium.files import PosixWriter
-from pccheck_async.state.restore.walk import below, leaves, opened
+from pccheck_async.medium.files import Files
+from pccheck_async.state.restore.tree import below, leaves, opened
 from pccheck_async.testing import WrappingWriter
 from pccheck_async.transfer.operations.base import Operations
 from tests.engine.test_failures import flip, slot_of
@@ -67,10 +67,10 @@ class Counted:
     """An ``io`` whose writer tells afterwards what it read."""
 
     def __init__(self) -> None:
-        self.writer: PosixWriter | None = None
+        self.writer: Files | None = None
 
-    def __call__(self, path: str, operations: Operations) -> PosixWriter:
-        self.writer = PosixWriter(path, operations)
+    def __call__(self, path: str, operations: Operations) -> Files:
+        self.writer = Files(path, operations)
         return self.writer
 
     @property
@@ -311,7 +311,7 @@ def test_an_interrupt_while_it_is_opened_leaves_nothing_locked(tmp_path: Path) -
     before = signal.signal(signal.SIGINT, interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
-            open_checkpoint(tmp_path, io=lambda path, operations: Interrupting(PosixWriter(path, operations)))
+            open_checkpoint(tmp_path, io=lambda path, operations: Interrupting(Files(path, operations)))
     finally:
         signal.signal(signal.SIGINT, before)
     assert not open_files(tmp_path)
@@ -386,7 +386,7 @@ def test_closed_by_another_thread_while_it_reads(tmp_path: Path, cancelled: bool
     ready, reading = threading.Event(), threading.Event()
 
     class Slow(WrappingWriter):
-        def __init__(self, inner: PosixWriter) -> None:
+        def __init__(self, inner: Files) -> None:
             super().__init__(inner)
             self.closing = asyncio.Event()
 
@@ -396,12 +396,13 @@ def test_closed_by_another_thread_while_it_reads(tmp_path: Path, cancelled: bool
                 await (asyncio.sleep(60) if cancelled else self.closing.wait())
             return await super().read(file, offset, into)
 
-        async def close(self) -> None:
-            self.closing.set()
-            await asyncio.sleep(0)
-            await super().close()
+        async def close(self, file: File | None = None) -> None:
+            if file is None:
+                self.closing.set()
+                await asyncio.sleep(0)
+            await super().close(file)
 
-    checkpoint = open_checkpoint(tmp_path, io=lambda path, operations: Slow(PosixWriter(path, operations)))
+    checkpoint = open_checkpoint(tmp_path, io=lambda path, operations: Slow(Files(path, operations)))
     ready.set()
     with ThreadPoolExecutor(1) as thread:
         loading = thread.submit(checkpoint.load)

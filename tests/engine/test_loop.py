@@ -27,8 +27,9 @@ from pccheck_async import (
     list_checkpoints,
     load,
 )
-from pccheck_async.medium.files import PosixWriter
+from pccheck_async.medium.files import Files
 from pccheck_async.testing import FailingWriter
+from pccheck_async.training.policy import Decision, EverySteps
 from pccheck_async.transfer.operations.base import Operations
 from pccheck_async.tuning.tuner import tune
 from tests.support.processes import open_files
@@ -109,7 +110,7 @@ async def _open_and_close(path: Path) -> None:
 
 async def _fail_to_open(path: Path) -> None:
     def fails(path: str, operations: Operations) -> FailingWriter:
-        return FailingWriter(PosixWriter(path, operations), fail_at=1, kinds=("flush",))
+        return FailingWriter(Files(path, operations), fail_at=1, kinds=("flush",))
 
     engine = CheckpointEngine(path, io=fails)
     engine.on_event(lambda event: None)
@@ -126,12 +127,11 @@ async def _open_a_locked_store(path: Path) -> None:
 async def _be_cancelled_after_opening(path: Path) -> None:
     """The policy, which the engine asks when it is open, ends the opening."""
 
-    class Policy:
-        def decision(self) -> None:
+    class Cancelled(EverySteps):
+        def decision(self) -> Decision:
             raise asyncio.CancelledError
 
-    engine = CheckpointEngine(path)
-    engine._core.steps._policy = Policy()  # type: ignore[assignment]
+    engine = CheckpointEngine(path, interval=Cancelled(1))
     with pytest.raises(asyncio.CancelledError):
         await engine.open()
 

@@ -29,15 +29,18 @@ from pccheck_async import (
     list_checkpoints,
     load_sync,
 )
+from pccheck_async.engine.capture import Captures
 from pccheck_async.engine.loop import EngineLoop
 from pccheck_async.engine.overlap import Guard
 from pccheck_async.engine.pending import PendingCheckpoint
-from pccheck_async.medium import Writer
-from pccheck_async.medium.files import PosixWriter
+from pccheck_async.medium import Medium
+from pccheck_async.medium.files import Files
 from pccheck_async.testing import FailingWriter
+from pccheck_async.testing.probe import probe
 from pccheck_async.transfer.copying import HostCopy
 from pccheck_async.transfer.memory import PAGE_BYTES
 from pccheck_async.transfer.operations.base import Operations
+from pccheck_async.transfer.plan import Planner
 from pccheck_async.transfer.uninterrupted import uninterrupted
 from tests.support.devices import Device
 from tests.support.processes import passes_in_a_forked_child
@@ -256,10 +259,10 @@ def held_beside(folder: Path, critic: nn.Module) -> Iterator[tuple[Held, Any, di
 
 def release_until_returned(it: Held, done: threading.Event) -> None:
     """Let writes through one by one as long as the call waits for some of them."""
-    admissions = it.engine._core.admissions
+    in_flight = probe(it.engine).core.in_flight
     while not done.wait(0.001):
-        newest = admissions.newest
-        if newest is None or newest is it.pending or not newest._held.over:  # it may be a while until it returns
+        newest = in_flight.newest
+        if newest is None or newest is it.pending or not newest.is_eager_captured:  # it may be a while until it returns
             it.io.writer.release(hold_on=True)
 
 
@@ -342,12 +345,12 @@ def test_attaching_twice_is_once_and_closing_lets_go(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.attach(optimizer)
         engine.attach(optimizer)
-    core = weakref.ref(engine._core)
+    core = weakref.ref(probe(engine).core)
     with SyncCheckpointEngine(tmp_path) as engine:  # in the place of the first
         engine.attach(optimizer)
         assert len(optimizer._optimizer_step_pre_hooks) == len(optimizer._optimizer_step_post_hooks) == 1
         optimizer.step()
-        assert engine._core.guard.optimizers == [optimizer]
+        assert probe(engine).core.guard.optimizers == [optimizer]
     gc.collect()
     assert core() is None
 
@@ -398,8 +401,8 @@ def test_an_optimizer_that_is_not_used_any_more_is_let_go(tmp_path: Path) -> Non
 
 
 def test_a_checkpoint_that_failed_keeps_no_state(tmp_path: Path) -> None:
-    def make(path: str, operations: Operations) -> Writer:
-        return FailingWriter(PosixWriter(path, operations), fail_at=1, kinds=("write",))
+    def make(path: str, operations: Operations) -> Medium:
+        return FailingWriter(Files(path, operations), fail_at=1, kinds=("write",))
 
     SyncCheckpointEngine(tmp_path).open().close()
     weight = nn.Parameter(torch.ones(300, 300))
@@ -485,7 +488,7 @@ def test_an_interrupt_while_a_checkpoint_is_told_of_takes_no_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with SyncCheckpointEngine(tmp_path, max_in_flight=1, on_busy="skip") as engine:
-        monkeypatch.setattr(engine._core.reporter, "tell", interrupt)
+        monkeypatch.setattr(probe(engine).core.reporter, "tell", interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.checkpoint({"x": torch.ones(3)}, step=1)
         monkeypatch.undo()
@@ -563,10 +566,33 @@ def test_what_closing_gave_up_is_not_committed_later(tmp_path: Path, overlap: bo
     assert len(errors) == 1
     optimizer.step()  # the checkpoint failed: nothing holds training up any more
     io.writer.release()
-    core = engine._core
-    core.loop.call(core.pipeline.close())  # what was left behind ends, so that the test leaves nothing
-    core.loop.stop()
+    probe(engine).end_what_was_left_behind()
     assert list_checkpoints(tmp_path) == []
+
+
+def test_a_capture_that_is_stopped_while_it_begins_reads_nothing_more() -> None:
+    """A backend may be reading the live state then: it copies it on its device first."""
+
+    async def main() -> None:
+        begun = asyncio.Event()
+
+        class Slow(HostCopy):
+            async def begin(self, _: Any, sources: Any, fenced: Any = None) -> Any:
+                await begun.wait()
+                return sources
+
+        capture = Captures().start({"x": torch.ones(10)}, Slow(None))  # type: ignore[arg-type]  # copies nothing
+        beginning = asyncio.create_task(capture.begin(Planner(4096, 4096).plan(capture.layout), lambda: None))
+        await asyncio.sleep(0)
+        stopping = asyncio.create_task(capture.stop())
+        await asyncio.sleep(0)
+        assert not stopping.done()
+        begun.set()
+        await asyncio.gather(beginning, stopping)
+        with pytest.raises(asyncio.CancelledError):
+            await capture.copy(0, memoryview(bytearray(4096)))
+
+    asyncio.run(main())
 
 
 def test_an_interrupted_guard_forgets_no_capture(tmp_path: Path) -> None:
@@ -806,7 +832,7 @@ def test_a_parameter_made_in_inference_mode_is_captured(tmp_path: Path) -> None:
     assert equal(saved(tmp_path)["model"], model.state_dict())
 
 
-# -- brackets around steps
+# -- contexts around steps
 
 
 FLAVOURS = ["for-loop", "foreach", "fused", "accumulation", "amp", "compile"]
@@ -921,7 +947,7 @@ def test_a_skipped_gradient_scaler_step_moves_the_checkpoint(tmp_path: Path) -> 
     assert [info.step for info in list_checkpoints(tmp_path)] == [3, 2, 0]
 
 
-def test_what_a_failed_bracket_stepped_ends_no_window_of_the_next(tmp_path: Path) -> None:
+def test_what_a_failed_context_stepped_ends_no_window_of_the_next(tmp_path: Path) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -942,7 +968,7 @@ def test_what_a_failed_bracket_stepped_ends_no_window_of_the_next(tmp_path: Path
     assert whole.whole
 
 
-def test_a_failure_nobody_saw_is_raised_at_the_next_bracket(tmp_path: Path) -> None:
+def test_a_failure_nobody_saw_is_raised_at_the_next_context(tmp_path: Path) -> None:
     with held(tmp_path, interval=1) as it:
         clamp(it)
         it.io.writer.release()

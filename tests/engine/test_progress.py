@@ -11,6 +11,7 @@ import torch
 from pccheck_async import SyncCheckpointEngine, WriteError, load_sync
 from pccheck_async.engine.pending import CheckpointProgress
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, StuckWriter
+from pccheck_async.testing.probe import probe
 from tests.support.devices import Device
 
 CHUNK = 64 * 1024
@@ -29,7 +30,7 @@ def test_phases_of_a_checkpoint(tmp_path: Path) -> None:
         pending = engine.checkpoint(state(), step=1)  # returns captured
         io.writer.wait_stuck(10)
         assert pending.progress == CheckpointProgress("writing", NBYTES, NBYTES, 0)
-        waiting, _ = engine._core.admit(state(), 2, None)
+        waiting, _ = probe(engine).core.admit(state(), 2, None)
         assert waiting.progress == CheckpointProgress("waiting", 0, 0, 0)
         io.writer.hold("flush")
         io.writer.release(hold_on=True)

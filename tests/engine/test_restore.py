@@ -42,12 +42,13 @@ from pccheck_async.format.record import (
     region_offsets,
     slot_name,
 )
-from pccheck_async.medium import File, Writer
-from pccheck_async.medium.files import PosixWriter
+from pccheck_async.medium import File, Medium
+from pccheck_async.medium.files import Files
 from pccheck_async.store.latch import Latch
 from pccheck_async.store.reading import choose
-from pccheck_async.store.slot_files import open_slots
+from pccheck_async.store.slots import open_slots
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, Image, ImageWriter, StuckWriter, WrappingWriter
+from pccheck_async.testing.probe import probe
 from pccheck_async.transfer.operations.base import Operations
 from tests.engine.test_inline_capture_engine import FOLDER, small
 from tests.support.damage import BadBlocks
@@ -76,8 +77,8 @@ def test_an_unreadable_manifest_falls_back(tmp_path: Path, io: str) -> None:
         for step in range(2):
             engine.checkpoint(state_of(step), step=step).result(60)
 
-    def failing(path: str, operations: Operations) -> Writer:
-        return FailingWriter(PosixWriter(path, operations), fail_at=3, kinds=("read",))
+    def failing(path: str, operations: Operations) -> Medium:
+        return FailingWriter(Files(path, operations), fail_at=3, kinds=("read",))
 
     with pytest.warns(RuntimeWarning, match="falling back to step 0"):
         assert load_sync(tmp_path, io=failing)["step"] == 0
@@ -92,8 +93,8 @@ def test_memory_that_runs_out_does_not_fall_back(tmp_path: Path) -> None:
         p for p in tmp_path.glob("slot-*") if p.read_bytes().startswith((torch.arange(3000) + 1).numpy().tobytes()[:64])
     ).name
 
-    def scarce(path: str, operations: Operations) -> Writer:
-        return BadBlocks(PosixWriter(path, operations), {newest: {0}}, error=errno.ENOMEM)
+    def scarce(path: str, operations: Operations) -> Medium:
+        return BadBlocks(Files(path, operations), {newest: {0}}, error=errno.ENOMEM)
 
     with pytest.raises(ReadError, match=os.strerror(errno.ENOMEM)):
         load_sync(tmp_path, io=scarce)
@@ -119,8 +120,8 @@ def test_a_device_that_fails_once_does_not_cost_the_only_checkpoint_that_is_kept
                 raise ReadError(errno.EIO, os.strerror(errno.EIO), file.name)
             return await super().read(file, offset, into)
 
-    def once(path: str, operations: Operations) -> Writer:
-        return Once(PosixWriter(path, operations))
+    def once(path: str, operations: Operations) -> Medium:
+        return Once(Files(path, operations))
 
     assert load_sync(tmp_path, io=once)["step"] == 2
     with SyncCheckpointEngine(tmp_path, io=once) as engine:
@@ -275,11 +276,12 @@ def test_a_checkpoint_dropped_before_its_restore_could_hold_it(tmp_path: Path, m
 
 
 class Interrupted(CrashWriter):
-    """Calls something once, before a slot is opened or locked."""
+    """Calls something once, before a slot is opened or locked; counts the slots that are open."""
 
     def __init__(self, disk: CrashDisk, before: str, call: Any) -> None:
         super().__init__(disk, read_only=True)
         self._before, self._call = before, call
+        self.open_slots = 0
 
     async def _interrupt(self, kind: str) -> None:
         if kind == self._before:
@@ -289,14 +291,20 @@ class Interrupted(CrashWriter):
     async def open(self, name: str, *, writable: bool) -> File:
         if name.startswith("slot-"):
             await self._interrupt("open")
-        return await super().open(name, writable=writable)
+        file = await super().open(name, writable=writable)
+        self.open_slots += file.name.startswith("slot-")
+        return file
 
-    async def try_lock(self, file: File, *, shared: bool = False) -> bool:
-        await self._interrupt("try_lock")
-        return await super().try_lock(file, shared=shared)
+    async def close(self, file: File | None = None) -> None:
+        self.open_slots -= file is not None and file.name.startswith("slot-")
+        await super().close(file)
+
+    async def lock(self, file: File, *, shared: bool = False) -> bool:
+        await self._interrupt("lock")
+        return await super().lock(file, shared=shared)
 
 
-@pytest.mark.parametrize("before", ["open", "try_lock"])
+@pytest.mark.parametrize("before", ["open", "lock"])
 @pytest.mark.parametrize("grown", [False, True])
 def test_a_checkpoint_that_goes_while_a_reader_comes_is_no_damage(before: str, grown: bool) -> None:
     """Its slot has another's bytes, or is removed: the reader looks at the record again."""
@@ -322,10 +330,10 @@ def test_a_reader_that_started_over_holds_one_slot() -> None:
                 engine.checkpoint(small(), step=step).result(30)
 
         engine.checkpoint(small(), step=0).result(30)
-        reader = Interrupted(disk, "try_lock", more)
+        reader = Interrupted(disk, "lock", more)
         with open_checkpoint(FOLDER, io=reader) as opened:
             assert opened.info.step == 3
-            assert len([file for file in reader._inodes if file.name.startswith("slot-")]) == 1
+            assert reader.open_slots == 1
 
 
 @pytest.mark.parametrize("unknown", ["dtype", "format", "node"])
@@ -498,7 +506,7 @@ def test_a_superseded_one_that_is_being_written_over_is_not_waited_for() -> None
     with SyncCheckpointEngine(FOLDER, io=stuck, max_in_flight=1, chunk_bytes=4096) as engine:
         for step in range(2):
             engine.checkpoint(state_of(step), step=step).result(30)
-        bad = {slot_name(engine._core.pipeline.store.committed.record.entries[0].slot): {0}}
+        bad = {slot_name(probe(engine).store.committed.record.entries[0].slot): {0}}
         stuck.hold("write", after=1)
         pending = engine.checkpoint(state_of(2), step=2)
         stuck.wait_stuck()
@@ -519,9 +527,9 @@ def test_a_free_slot_is_removed_or_read_and_never_both(surplus: bool) -> None:
         writer = CrashWriter(CrashDisk(), turns=0)
         await writer.prepare(create=True)
         for number in range(2 + surplus):
-            await writer.create(slot_name(number), 4096)
+            await writer.reserve(slot_name(number), 4096)
         newest, before = (Entry(n, n, 0.0, 0, 1 - n, 0, 1, 0, False, {}) for n in (1, 0))
-        slots = await open_slots(writer, Record(1, (newest,), (before,)), in_flight=1, kept=1, flush=Latch().flush)
+        slots = await open_slots(writer, Record(1, (newest,), (before,)), in_flight=1, kept=1, latch=Latch())
 
         async def read() -> None:
             for _ in range(turns):

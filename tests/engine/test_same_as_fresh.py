@@ -13,12 +13,12 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from pccheck_async.engine.capture import Snapshot, Snapshots
+from pccheck_async.engine.capture import Capture, Captures
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format.checksum import crc32
 from pccheck_async.format.manifest import VERSION, ChunkEntry, Manifest, ManifestEncoder
-from pccheck_async.state.cache import fingerprints as forms
-from pccheck_async.state.save import eager as aside
+from pccheck_async.state.cache import fingerprints
+from pccheck_async.state.save import split
 from pccheck_async.state.sources import RawSource
 from pccheck_async.transfer.copying import HostCopy
 from pccheck_async.transfer.operations.python import gather
@@ -33,33 +33,33 @@ BACKEND = HostCopy(None)  # type: ignore[arg-type]  # asked about devices only: 
 class Taken:
     """A state as a save would write it."""
 
-    snapshot: Snapshot
+    capture: Capture
     plan: Plan
     saved: Saved
 
     def lazy(self) -> npt.NDArray[np.bool_]:
         """Which sources are read from the live state after the call returned."""
-        sources, lazy = self.snapshot.layout.sources, self.snapshot.lazy
+        sources, lazy = self.capture.layout.sources, self.capture.lazy
         if lazy is None:
             return np.zeros(len(sources), np.bool_)
         owned = np.zeros(len(sources), np.bool_) if sources.owned is None else sources.owned
-        return ~owned & ~lazy.held
+        return ~owned & ~lazy.eager
 
 
 class Saver:
     """All parts of an engine that remember how a state was made."""
 
     def __init__(self) -> None:
-        self._snapshots, self._planner, self._encoder = Snapshots(), Planner(512, 512), ManifestEncoder()
+        self._captures, self._planner, self._encoder = Captures(), Planner(512, 512), ManifestEncoder()
 
     def take(self, state: dict[str, Any], optimizers: list[torch.optim.Optimizer] | None) -> Taken | str:
         """Take a state; the error's text where it is refused."""
         try:
-            snapshot = self._snapshots.take(state, BACKEND, optimizers)
+            capture = self._captures.start(state, BACKEND, optimizers)
         except UnsupportedStateError as error:
             return str(error)
-        plan = self._planner.plan(snapshot.layout)
-        payload = captured(snapshot, plan)
+        plan = self._planner.plan(capture.layout)
+        payload = captured(capture, plan)
         chunks = [(chunk.offset, chunk.nbytes) for chunk in plan.chunks]
         manifest = Manifest(
             version=VERSION,
@@ -67,21 +67,21 @@ class Saver:
             step=1,
             time=1.0,
             metadata={},
-            skeleton=snapshot.skeleton,
-            tensors=snapshot.layout.tensors,
+            skeleton=capture.skeleton,
+            tensors=capture.layout.tensors,
             storages=plan.storages,
             chunks=tuple(ChunkEntry(at, nbytes, crc32(payload[at : at + nbytes])) for at, nbytes in chunks),
             payload_nbytes=plan.payload_nbytes,
         )
-        return Taken(snapshot, plan, Saved(self._encoder.encode(manifest), payload))
+        return Taken(capture, plan, Saved(self._encoder.encode(manifest), payload))
 
 
-def captured(snapshot: Snapshot, plan: Plan) -> bytearray:
+def captured(capture: Capture, plan: Plan) -> bytearray:
     """What a capture that runs now would write."""
     payload = bytearray(plan.payload_nbytes)
     for chunk in plan.chunks:
         buffer = memoryview(payload)[chunk.offset : chunk.offset + chunk.nbytes]
-        found = segments(chunk, snapshot.layout.sources)
+        found = segments(chunk, capture.layout.sources)
         gather(found.host, buffer)
         for source, low, high, offset in found.packed:
             source.copy(low, high, buffer[offset : offset + high - low])
@@ -119,7 +119,7 @@ def left_to_the_step(state: dict[str, Any], optimizers: list[torch.optim.Optimiz
 
 def check_left(taken: Taken, state: dict[str, Any], optimizers: list[torch.optim.Optimizer]) -> None:
     """Nothing that may change before the capture ended is left to it; what was copied is a copy."""
-    sources = taken.snapshot.layout.sources
+    sources = taken.capture.layout.sources
     allowed = left_to_the_step(state, optimizers)
     lazy = taken.lazy()
     for number in np.flatnonzero(lazy & (sources.lengths > 0)).tolist():
@@ -130,7 +130,7 @@ def check_left(taken: Taken, state: dict[str, Any], optimizers: list[torch.optim
     assert isinstance(fresh, Taken)
     free = memory_of(fresh) - allowed
     flip(free)
-    after = captured(taken.snapshot, taken.plan)
+    after = captured(taken.capture, taken.plan)
     flip(free)
     out_of_reach = lazy if sources.owned is None else lazy | sources.owned
     for chunk in taken.plan.chunks:
@@ -142,7 +142,7 @@ def check_left(taken: Taken, state: dict[str, Any], optimizers: list[torch.optim
 
 def memory_of(taken: Taken) -> set[int]:
     """Every byte that is copied by address, holes between elements included."""
-    sources = (source for source in taken.snapshot.layout.sources if isinstance(source, RawSource))
+    sources = (source for source in taken.capture.layout.sources if isinstance(source, RawSource))
     return {address for source in sources for address in range(source.address, source.address + source.nbytes)}
 
 
@@ -213,9 +213,9 @@ def walks(seeds: range, saves: int) -> Counter[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("most_aside", [1 << 20, 40])
-def test_saved_as_a_fresh_engine_would(most_aside: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aside, "_LARGEST", most_aside)
+@pytest.mark.parametrize("largest_copy", [1 << 20, 40])
+def test_saved_as_a_fresh_engine_would(largest_copy: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split, "LARGEST_COPY", largest_copy)
     counts = walks(range(6), 40)
     assert counts["saves"] == 240
     assert min(counts[name] for name in ("overlapped", "loaded", "left to the step")) > 20
@@ -227,9 +227,9 @@ def test_saved_as_a_fresh_engine_would(most_aside: int, monkeypatch: pytest.Monk
 def test_many_saved_as_a_fresh_engine_would(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: Counter[str] = Counter()
     for seed in range(1000 + 10 * block, 1010 + 10 * block):
-        monkeypatch.setattr(aside, "_LARGEST", [1 << 20, 40, 0][seed % 3])
+        monkeypatch.setattr(split, "LARGEST_COPY", [1 << 20, 40, 0][seed % 3])
         if seed % 5 == 0:
-            monkeypatch.setattr(forms, "_dlpack_forms", None)
+            monkeypatch.setattr(fingerprints, "dlpack_forms", None)
         counts += walks(range(seed, seed + 1), 200)
         monkeypatch.undo()
     print(f"\nsaved like a fresh engine: {dict(counts)}")

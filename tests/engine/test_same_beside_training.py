@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from pccheck_async import CheckpointError, SyncCheckpointEngine, TornCaptureError, UnsupportedStateError, load_sync
-from pccheck_async.state.save import eager as aside
+from pccheck_async.state.save import split
+from pccheck_async.testing.probe import probe
 from pccheck_async.transfer.memory import PAGE_BYTES
 from tests.engine.test_same_as_fresh import Saver, flip, left_to_the_step, memory_of
 from tests.support.changing_state import ChangingState
@@ -44,7 +45,7 @@ def walk(folder: Path, seed: int, saves: int) -> Counter[str]:
                 changing.change()
             for optimizer in changing.attached:
                 engine.attach(optimizer)
-            optimizers = engine._core.guard.optimizers
+            optimizers = probe(engine).core.guard.optimizers
             overlap = rng.random() < 0.6
             want = Saver().take(changing.state, None)
             if isinstance(want, str):
@@ -82,16 +83,16 @@ def _quiet() -> Any:
         yield
 
 
-@pytest.mark.parametrize("most_aside", [1 << 20, 0])
+@pytest.mark.parametrize("largest_copy", [1 << 20, 0])
 def test_what_loads_is_what_a_fresh_engine_saves(
-    tmp_path: Path, most_aside: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, largest_copy: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(aside, "_LARGEST", most_aside)
+    monkeypatch.setattr(split, "LARGEST_COPY", largest_copy)
     counts: Counter[str] = Counter()
     for seed in range(4):
         counts += walk(tmp_path / str(seed), seed, 25)
     assert counts["overlapped"] > 30
-    assert (counts["torn"] > 0) == (most_aside == 0)
+    assert (counts["torn"] > 0) == (largest_copy == 0)
     assert not counts["again"]
     assert counts["plain"] > 20
 
@@ -101,6 +102,6 @@ def test_what_loads_is_what_a_fresh_engine_saves(
 def test_many_load_as_a_fresh_engine_saves(tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: Counter[str] = Counter()
     for seed in range(5 * block, 5 * block + 5):
-        monkeypatch.setattr(aside, "_LARGEST", [1 << 20, 40, 0][seed % 3])
+        monkeypatch.setattr(split, "LARGEST_COPY", [1 << 20, 40, 0][seed % 3])
         counts += walk(tmp_path / str(seed), seed, 100)
     print(f"\nloaded like a fresh engine's: {dict(counts)}")

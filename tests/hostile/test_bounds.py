@@ -31,13 +31,13 @@ from pccheck_async.format.skeleton import (
     SetNode,
     TupleNode,
 )
-from pccheck_async.medium import Writer
-from pccheck_async.medium.files import PosixWriter
-from pccheck_async.state.restore.rebuild import rebuild
+from pccheck_async.medium import Medium
+from pccheck_async.medium.files import Files
+from pccheck_async.state.restore.tree import rebuild
 from pccheck_async.state.save.flatten import flatten
 from pccheck_async.testing import Access, WrappingWriter
 from pccheck_async.transfer.operations.base import Operations
-from pccheck_async.upkeep.candidates import SIGNATURE
+from pccheck_async.upkeep.salvage import SIGNATURE
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 T = TypeVar("T")
@@ -177,8 +177,8 @@ def test_a_slot_full_of_beginnings_is_searched_in_time(tmp_path: Path) -> None:
         file.write(beginning.ljust(512, b"\0") * (nbytes // 512))
     made: list[Counting] = []
 
-    def make(path: str, operations: Operations) -> Writer:
-        made.append(Counting(PosixWriter(path, operations)))
+    def make(path: str, operations: Operations) -> Medium:
+        made.append(Counting(Files(path, operations)))
         made[-1].most = 8 * nbytes + (200 << 20)
         return made[-1]
 

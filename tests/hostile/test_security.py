@@ -1,4 +1,4 @@
-"""What the README says about stores of strangers, planted files and the modes of files."""
+"""What the guide says about stores of strangers, planted files and the modes of files."""
 
 from __future__ import annotations
 

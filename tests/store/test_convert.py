@@ -415,7 +415,7 @@ def test_parts_of_large_arrays() -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_dcp_loads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pccheck_async.convert.dcp_folder._PART", 10_000)
+    monkeypatch.setattr("pccheck_async.convert.dcp_folder.PART_BYTES", 10_000)
     state = training_state()
     plain = {
         "model": state["model"].state_dict(),
@@ -715,17 +715,17 @@ def test_arguments_that_no_checkpoint_has(tmp_path: Path) -> None:
 def test_a_torch_file_that_cannot_be_written_ends_what_is_read_ahead(tmp_path: Path) -> None:
     save(tmp_path / "s", {"x": torch.zeros(4 * CHUNK)})
 
-    class Full:
+    class Full(target.Sink):
         async def write(self, data: Any, /) -> None:
             if memoryview(data).nbytes == CHUNK:
                 raise OSError(28, "full")
 
     async def work(connection: Connection) -> set[Any]:
         before = asyncio.all_tasks()
-        archive = torch_file._Archive()
+        archive = torch_file.Archive()
         pieces = connection.chunks.pieces([(0, 4 * CHUNK)])
         with suppress(OSError):
-            await archive.stream(Full(), "data/0", 4 * CHUNK, pieces)
+            await archive.stream(Full(None), "data/0", 4 * CHUNK, pieces)
         return asyncio.all_tasks() - before
 
     connection = Connection(tmp_path / "s", None, torch.device("cpu"), 1 << 20, "auto")
@@ -776,7 +776,7 @@ def test_import_of_damaged_bytes(tmp_path: Path, name: str) -> None:
             data[at] = random.randrange(256)
         (tmp_path / "t.pt").write_bytes(data)
         with suppress(CorruptStoreError, UnsupportedStateError):
-            importing._read_torch(tmp_path / "t.pt")
+            importing.read_torch(tmp_path / "t.pt")
 
 
 @pytest.mark.slow
@@ -923,7 +923,7 @@ def test_what_appears_under_the_name_meanwhile_is_not_replaced(
     """However late: also after the last look at the name, which finds nothing."""
     monkeypatch.setattr(os.path, "lexists", lambda _: False)
     if not flag:  # as on NFS
-        monkeypatch.setattr(target, "_rename_new", lambda *_: errno.EINVAL)
+        monkeypatch.setattr(target, "rename_new", lambda *_: errno.EINVAL)
     name = tmp_path / "name"
 
     def appear() -> None:
@@ -960,7 +960,7 @@ def test_what_appears_under_the_name_meanwhile_is_not_replaced(
 def test_a_name_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: bool) -> None:
     """Of several exports to one name that end at once."""
     if not flag:
-        monkeypatch.setattr(target, "_rename_new", lambda *_: errno.EINVAL)
+        monkeypatch.setattr(target, "rename_new", lambda *_: errno.EINVAL)
     for make in (Path.mkdir, Path.touch):
         name = tmp_path / make.__name__
         candidates = [tmp_path / f"{name.name}-{number}" for number in range(8)]
@@ -969,7 +969,7 @@ def test_a_name_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, f
 
         def publish(candidate: Path, name: Path = name) -> bool:
             try:
-                target._publish(candidate, name)
+                target.publish(candidate, name)
             except FileExistsError:
                 return False
             return True

@@ -35,8 +35,7 @@ from pccheck_async import (
 )
 from pccheck_async.format.record import COMMIT_NAME, MOST_ENTRIES, REGION_NBYTES, Record, encode_record, region_offsets
 from pccheck_async.medium import File
-from pccheck_async.store.commit_file import open_commit
-from pccheck_async.store.records import read_record
+from pccheck_async.store.commit_file import open_commit, read_record
 from pccheck_async.testing import (
     Access,
     CrashDisk,
@@ -46,6 +45,7 @@ from pccheck_async.testing import (
     WrappingWriter,
     power_loss_images,
 )
+from pccheck_async.testing.probe import probe
 from pccheck_async.testing.snapshot import Change, Written
 from pccheck_async.transfer.memory import aligned_buffer
 from tests.engine.test_failures import flip, save, slot_of, state_of
@@ -526,7 +526,7 @@ def newest(disk: CrashDisk) -> int:
 class Forgetful(WrappingWriter):
     """A page cache: what a flush failed to write is shown as if it were on the disk, and no later flush writes it."""
 
-    persists_at_once = True
+    chains = True
     inner: CrashWriter
 
     def __init__(self, disk: CrashDisk) -> None:
@@ -580,7 +580,7 @@ def test_a_pin_waits_for_the_record_of_a_checkpoint() -> None:
     writer.wait_stuck()  # its record
     pinning = threading.Thread(target=engine.pin, args=(0,))
     pinning.start()
-    lock = engine._core.pipeline.store._commit_lock
+    lock = probe(engine).commit_lock
     waits = threading.Event()
     while not lock._waiters and len(writer.stuck) < 2:
         waits.wait(0.001)
@@ -644,7 +644,7 @@ def test_the_record_that_a_new_writer_found_is_written_again_and_not_over_its_on
         commit = await open_commit(writer, FOLDER, 0)
         if lost == "older":  # as a death between the two writes leaves it
             for generation in (1, 2):
-                await writer.persist([commit.part(Record(generation, ()))], lambda _: None)
+                await writer.make_durable([commit.part(Record(generation, ()))])
         record = await read_record(writer, commit.file, commit.identity)
         at = region_offsets(record.generation)[copy]
         other = aligned_buffer(REGION_NBYTES)
@@ -653,7 +653,7 @@ def test_the_record_that_a_new_writer_found_is_written_again_and_not_over_its_on
             other[: len(older)] = older
         await writer.write(commit.file, at, other)
         commit.file.direct = direct
-        _, pieces = await commit.unsettled(writer, record)
+        _, pieces = await commit.repairs(writer, record)
         assert [offset for offset, _ in pieces] == [at]
         await writer.close()
 
@@ -667,13 +667,13 @@ def test_remains_of_either_copy_of_a_torn_record_are_erased(torn: int) -> None:
         writer = CrashWriter(disk)
         commit = await open_commit(writer, FOLDER, 0)
         record = await read_record(writer, commit.file, commit.identity)
-        _, (again,) = await commit.unsettled(writer, record)
+        _, (again,) = await commit.repairs(writer, record)
         assert again[0] in region_offsets(record.generation)
         at = region_offsets(record.generation + 1)[torn]
         remains = aligned_buffer(4096)
         remains[:] = b"x" * 4096
         await writer.write(commit.file, at, remains)
-        _, (zeros, copy) = await commit.unsettled(writer, record)
+        _, (zeros, copy) = await commit.repairs(writer, record)
         assert (zeros[0], bytes(zeros[1]).strip(b"\0")) == (at, b"")
         assert (copy[0], bytes(copy[1])) == (again[0], bytes(again[1]))
         await writer.close()

@@ -1,4 +1,4 @@
-"""The writer on a real filesystem."""
+"""Files: the medium on a real filesystem; and what every medium promises."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import logging
 import os
 import resource
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,19 +18,28 @@ import pytest
 
 from pccheck_async.errors import CorruptStoreError, ReadError, StoreFullError, WriteError
 from pccheck_async.format.record import COMMIT_NAME
-from pccheck_async.medium import File, Part, Writer
-from pccheck_async.medium.files import PosixWriter
+from pccheck_async.medium import File, Medium, Part
+from pccheck_async.medium.files import Files
 from pccheck_async.medium.filesystem import filesystem_type
-from pccheck_async.testing.wrapping import WrappingWriter
+from pccheck_async.testing import (
+    MEDIUM_CHECKS,
+    CrashDisk,
+    CrashWriter,
+    FailingWriter,
+    StuckWriter,
+    ThrottledWriter,
+    WrappingWriter,
+)
 from pccheck_async.transfer.memory import PAGE_BYTES, map_memory
-from tests.conftest import ENGINES
+from pccheck_async.transfer.operations.base import ChainStep, Operations, Step
+from tests.conftest import BACKENDS
 from tests.support.planted import PLANTED, planted
 
 
 @asynccontextmanager
-async def opened(folder: Path, io: str, *, create: bool = True) -> AsyncIterator[PosixWriter]:
-    operations = ENGINES[io](io_threads=1, copy_threads=1)
-    writer = PosixWriter(folder, operations)
+async def opened(folder: Path, io: str, *, create: bool = True) -> AsyncIterator[Files]:
+    operations = BACKENDS[io](io_threads=1, copy_threads=1)
+    writer = Files(folder, operations)
     try:
         await writer.prepare(create=create)
         yield writer
@@ -39,13 +48,57 @@ async def opened(folder: Path, io: str, *, create: bool = True) -> AsyncIterator
         await operations.close()
 
 
-Body = Callable[[PosixWriter], Coroutine[Any, Any, None]]
+MEDIA: dict[str, Callable[[Medium], Medium]] = {
+    "itself": lambda writer: writer,
+    "wrapped": WrappingWriter,
+    "failing": lambda writer: FailingWriter(writer, fail_at=None),
+    "stuck": lambda writer: StuckWriter(writer, kinds=()),
+    "throttled": lambda writer: ThrottledWriter(writer, total=1e12),
+}
+"""Media on a medium: the doubles keep what it promises, as long as they fail, hold and delay nothing."""
+
+
+@pytest.mark.parametrize("check", MEDIUM_CHECKS, ids=lambda check: check.__name__)
+def test_files_keep_what_a_medium_promises(
+    check: Callable[..., Coroutine[Any, Any, None]], tmp_path: Path, io: str
+) -> None:
+    async def main() -> None:
+        made: list[Operations] = []
+
+        async def make() -> Medium:
+            made.append(BACKENDS[io](io_threads=1, copy_threads=1))
+            return Files(tmp_path / "store", made[-1])
+
+        try:
+            await check(make)
+        finally:
+            for operations in made:
+                await operations.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("check", MEDIUM_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("medium", MEDIA)
+@pytest.mark.parametrize("turns", [0, 3])
+def test_doubles_keep_what_a_medium_promises(
+    check: Callable[..., Coroutine[Any, Any, None]], medium: str, turns: int
+) -> None:
+    disk = CrashDisk()
+
+    async def make() -> Medium:
+        return MEDIA[medium](CrashWriter(disk, turns=turns))
+
+    asyncio.run(check(make))
+
+
+Body = Callable[[Files], Coroutine[Any, Any, None]]
 OnDisk = Callable[[Path, Body], None]
 
 
 @pytest.fixture
 def on_disk(io: str) -> OnDisk:
-    """Run a test with a writer for a folder, over every I/O engine in turn."""
+    """Run a test with a writer for a folder, over every I/O backend in turn."""
 
     def run(folder: Path, test: Body) -> None:
         async def main() -> None:
@@ -63,70 +116,42 @@ def block(text: bytes = b"x") -> memoryview:
     return memoryview(memory)[:PAGE_BYTES]
 
 
-def test_write_flush_read(tmp_path: Path, on_disk: OnDisk) -> None:
-    async def test(writer: PosixWriter) -> None:
-        file = await writer.create("slot-000", 4 * PAGE_BYTES)
-        assert (tmp_path / "slot-000").stat().st_size == 4 * PAGE_BYTES
-        await writer.write(file, 2 * PAGE_BYTES, block(b"hello"))
-        await writer.flush(file)
-        into = block(b"?" * PAGE_BYTES)
-        assert await writer.read(file, 2 * PAGE_BYTES, into) == PAGE_BYTES
-        assert bytes(into[:6]) == b"hello\0"
-        assert await writer.read(file, 4 * PAGE_BYTES, into) == 0
-        io = writer.statistics()
-        assert (io.write.nbytes, io.read.count, io.flush.count) == (PAGE_BYTES, 2, 1)
-
-    on_disk(tmp_path, test)
-
-
-def test_persist_writes_then_flushes_and_counts_each(tmp_path: Path, on_disk: OnDisk) -> None:
-    async def test(writer: PosixWriter) -> None:
-        file = await writer.create("slot-000", 4 * PAGE_BYTES)
-        failed: list[OSError] = []
-        await writer.persist([(file, [(0, block(b"one")), (2 * PAGE_BYTES, block(b"two"))])], failed.append)
-        await writer.persist([(file, ())], failed.append)
-        await writer.persist([], failed.append)
-        written = (tmp_path / "slot-000").read_bytes()
-        assert (written[:4], written[2 * PAGE_BYTES :][:4]) == (b"one\0", b"two\0")
-        io = writer.statistics()
-        assert (io.write.count, io.write.nbytes, io.flush.count) == (2, 2 * PAGE_BYTES, 2)
-        assert not failed
-
-    on_disk(tmp_path, test)
-
-
 def test_persist_tells_a_failed_flush_from_a_failed_write(tmp_path: Path, on_disk: OnDisk) -> None:
-    async def test(writer: PosixWriter) -> None:
+    async def test(writer: Files) -> None:
         failed: list[OSError] = []
         (tmp_path / "slot-000").write_bytes(bytes(PAGE_BYTES))
         unwritable = await writer.open("slot-000", writable=False)
         with pytest.raises(WriteError) as told:
-            await writer.persist([(unwritable, [(0, block())])], failed.append)
+            await writer.make_durable([(unwritable, [(0, block())])], failed.append)
         assert (told.value.errno, failed) == (errno.EBADF, [])
         assert writer.statistics().flush.count == 0
         missing = File("slot-001", 0, fd=1_000_000)  # nobody has as many
         with pytest.raises(WriteError) as told:
-            await writer.persist([(missing, ())], failed.append)
+            await writer.make_durable([(missing, ())], failed.append)
         assert failed == [told.value]
 
     on_disk(tmp_path, test)
 
 
 def test_persist_of_two_files_lets_go_of_the_first_before_it_writes_the_second(tmp_path: Path, on_disk: OnDisk) -> None:
-    async def test(writer: PosixWriter) -> None:
+    async def test(writer: Files) -> None:
         failed: list[OSError] = []
-        files = [await writer.create(name, 2 * PAGE_BYTES) for name in ("slot-000", "commit")]
+        files = [await writer.reserve(name, 2 * PAGE_BYTES) for name in ("slot-000", "commit")]
         others = [await writer.open(file.name, writable=False) for file in files]
         for file in files:
-            assert await writer.try_lock(file)
+            assert await writer.lock(file)
         missing = File("slot-001", 0, fd=1_000_000)
         with pytest.raises(WriteError) as told:
-            await writer.persist([(files[0], [(0, block(b"one"))]), (missing, [(0, block(b"two"))])], failed.append)
+            await writer.make_durable(
+                [(files[0], [(0, block(b"one"))]), (missing, [(0, block(b"two"))])], failed.append
+            )
         assert failed == [told.value], "what is durable is unknown from the first flush on"
         assert told.value.filename == str(tmp_path / "slot-001")
-        assert [await writer.try_lock(other, shared=True) for other in others] == [True, False]
+        assert [await writer.lock(other, shared=True) for other in others] == [True, False]
         await writer.unlock(others[0])
-        await writer.persist([(files[0], [(0, block(b"1"))]), (files[1], [(PAGE_BYTES, block(b"2"))])], failed.append)
+        await writer.make_durable(
+            [(files[0], [(0, block(b"1"))]), (files[1], [(PAGE_BYTES, block(b"2"))])], failed.append
+        )
         assert len(failed) == 1
         assert (tmp_path / "slot-000").read_bytes()[:1] + (tmp_path / "commit").read_bytes()[PAGE_BYTES:][:1] == b"12"
         io = writer.statistics()
@@ -136,14 +161,14 @@ def test_persist_of_two_files_lets_go_of_the_first_before_it_writes_the_second(t
 
 
 def test_persist_writes_what_was_refused_again_and_nothing_else(tmp_path: Path, on_disk: OnDisk) -> None:
-    async def test(writer: PosixWriter) -> None:
-        files = [await writer.create(name, 2 * PAGE_BYTES) for name in ("slot-000", "commit")]
+    async def test(writer: Files) -> None:
+        files = [await writer.reserve(name, 2 * PAGE_BYTES) for name in ("slot-000", "commit")]
         if not files[1].direct:
             pytest.skip("no direct I/O on this filesystem")
         unaligned = memoryview(map_memory(2 * PAGE_BYTES))[1 : PAGE_BYTES + 1]
         unaligned[:3] = b"two"
         failed: list[OSError] = []
-        await writer.persist([(files[0], [(0, block(b"one"))]), (files[1], [(0, unaligned)])], failed.append)
+        await writer.make_durable([(files[0], [(0, block(b"one"))]), (files[1], [(0, unaligned)])], failed.append)
         assert not failed
         assert [file.direct for file in files] == [True, False]
         assert [(tmp_path / file.name).read_bytes()[:3] for file in files] == [b"one", b"two"]
@@ -160,15 +185,15 @@ def test_a_handler_of_the_log_that_raises_ends_no_write(
         def emit(self, record: logging.LogRecord) -> None:
             raise RuntimeError(record.getMessage())
 
-    async def test(writer: PosixWriter) -> None:
-        file = await writer.create("slot-000", PAGE_BYTES)
+    async def test(writer: Files) -> None:
+        file = await writer.reserve("slot-000", PAGE_BYTES)
         if not file.direct:
             pytest.skip("no direct I/O on this filesystem")
         unaligned = memoryview(map_memory(2 * PAGE_BYTES))[1 : PAGE_BYTES + 1]
         unaligned[:3] = b"all"
         failed: list[OSError] = []
         monkeypatch.setattr(logging.getLogger("pccheck_async"), "handlers", [Raises()])
-        await writer.persist([(file, [(0, unaligned)])], failed.append)
+        await writer.make_durable([(file, [(0, unaligned)])], failed.append)
         assert not failed
         assert (tmp_path / "slot-000").read_bytes()[:3] == b"all"
 
@@ -178,7 +203,7 @@ def test_a_handler_of_the_log_that_raises_ends_no_write(
 def test_a_flush_that_is_refused_is_a_failure_and_not_repeated(tmp_path: Path, on_disk: OnDisk) -> None:
     """Only writes are refused for being direct; a flush that failed may have dropped what it should have written."""
 
-    async def test(writer: PosixWriter) -> None:
+    async def test(writer: Files) -> None:
         if not writer.statistics().direct:
             pytest.skip("no direct I/O on this filesystem")
         receiver, sender = os.pipe()  # flushing one is EINVAL
@@ -186,7 +211,7 @@ def test_a_flush_that_is_refused_is_a_failure_and_not_repeated(tmp_path: Path, o
             file = File("slot-000", 0, fd=sender, direct=True)
             failed: list[OSError] = []
             with pytest.raises(WriteError) as told:
-                await writer.persist([(file, ())], failed.append)
+                await writer.make_durable([(file, ())], failed.append)
             assert told.value.errno == errno.EINVAL
             assert failed == [told.value]
             assert file.direct
@@ -204,14 +229,14 @@ def test_a_flush_that_is_refused_is_a_failure_and_not_repeated(tmp_path: Path, o
 def test_a_cancelled_persist_ends_and_tells_of_its_flush(
     tmp_path: Path, on_disk: OnDisk, final: bool, alike: bool, fails: bool
 ) -> None:
-    async def test(posix: PosixWriter) -> None:
-        writer: Writer = WrappingWriter(posix) if alike else posix
+    async def test(posix: Files) -> None:
+        writer: Medium = WrappingWriter(posix) if alike else posix
         failed: list[OSError] = []
-        file, last = [await writer.create(name, PAGE_BYTES) for name in ("slot-000", "slot-001")]
+        file, last = [await writer.reserve(name, PAGE_BYTES) for name in ("slot-000", "slot-001")]
         if fails:
             last = File("slot-001", 0, fd=1_000_000)
         parts = [(file, [(0, block(b"begun"))]), (last, [(0, block(b"ended"))])]
-        persisting = asyncio.ensure_future(writer.persist(parts, failed.append, final=final))
+        persisting = asyncio.ensure_future(writer.make_durable(parts, failed.append, final=final))
         await asyncio.sleep(0)
         persisting.cancel()
         await asyncio.wait((persisting,))
@@ -226,14 +251,14 @@ def test_a_cancelled_persist_ends_and_tells_of_its_flush(
 
 
 def test_what_is_refused_is_written_again_though_it_was_cancelled(tmp_path: Path, on_disk: OnDisk) -> None:
-    async def test(writer: PosixWriter) -> None:
-        file = await writer.create("slot-000", 2 * PAGE_BYTES)
+    async def test(writer: Files) -> None:
+        file = await writer.reserve("slot-000", 2 * PAGE_BYTES)
         if not file.direct:
             pytest.skip("no direct I/O on this filesystem")
         unaligned = memoryview(map_memory(2 * PAGE_BYTES))[1 : PAGE_BYTES + 1]
         unaligned[:3] = b"all"
         failed: list[OSError] = []
-        persisting = asyncio.ensure_future(writer.persist([(file, [(0, unaligned)])], failed.append, final=True))
+        persisting = asyncio.ensure_future(writer.make_durable([(file, [(0, unaligned)])], failed.append, final=True))
         await asyncio.sleep(0)
         persisting.cancel()
         await persisting
@@ -244,52 +269,46 @@ def test_what_is_refused_is_written_again_though_it_was_cancelled(tmp_path: Path
 
 
 @pytest.mark.parametrize("flushed", [True, False])
-def test_an_engine_that_takes_no_more_after_a_flush_leaves_it_unsure(
-    tmp_path: Path, on_disk: OnDisk, monkeypatch: pytest.MonkeyPatch, flushed: bool
-) -> None:
+def test_a_backend_that_takes_no_more_after_a_flush_leaves_it_unsure(tmp_path: Path, io: str, flushed: bool) -> None:
     """Of what was to be written again: the first copy of a record may be on its way to the device."""
 
-    async def test(writer: PosixWriter) -> None:
-        files = [await writer.create(name, 2 * PAGE_BYTES) for name in ("slot-000", "commit")]
-        if not files[1].direct:
-            pytest.skip("no direct I/O on this filesystem")
-        unaligned = memoryview(map_memory(2 * PAGE_BYTES))[1 : PAGE_BYTES + 1]
-        refused: list[Part] = [(files[1], [(0, unaligned)])]
-        failed: list[OSError] = []
+    async def main() -> None:
+        operations = BACKENDS[io](io_threads=1, copy_threads=1)
+        chain, calls = operations.chain, 0
 
-        def give_up_direct(file: File) -> None:
-            writer._operations._closed = True
+        async def chain_once(steps: Sequence[ChainStep], ended: list[Step]) -> None:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                raise OSError(errno.EBADF, "closed")
+            await chain(steps, ended)
 
-        with monkeypatch.context() as patched:
-            patched.setattr(writer, "_give_up_direct", give_up_direct)
+        medium = Files(tmp_path, operations)
+        try:
+            await medium.prepare(create=True)
+            files = [await medium.reserve(name, 2 * PAGE_BYTES) for name in ("slot-000", "commit")]
+            if not files[1].direct:
+                pytest.skip("no direct I/O on this filesystem")
+            unaligned = memoryview(map_memory(2 * PAGE_BYTES))[1 : PAGE_BYTES + 1]
+            refused: list[Part] = [(files[1], [(0, unaligned)])]
+            failed: list[OSError] = []
+            operations.chain = chain_once  # type: ignore[method-assign]
             with pytest.raises(WriteError) as told:
-                await writer.persist([(files[0], [(0, block(b"one"))])] * flushed + refused, failed.append)
-        writer._operations._closed = False
-        assert (told.value.errno, failed) == (errno.EBADF, [told.value] * flushed)
+                await medium.make_durable([(files[0], [(0, block(b"one"))])] * flushed + refused, failed.append)
+            assert (told.value.errno, failed) == (errno.EBADF, [told.value] * flushed)
+        finally:
+            await medium.close()
+            await operations.close()
 
-    on_disk(tmp_path, test)
+    asyncio.run(main())
 
 
 def test_a_created_file_reads_as_zeros_and_has_its_space(tmp_path: Path, on_disk: OnDisk) -> None:
-    async def test(writer: PosixWriter) -> None:
-        await writer.create("slot-000", 64 * PAGE_BYTES)
+    async def test(writer: Files) -> None:
+        await writer.reserve("slot-000", 64 * PAGE_BYTES)
         found = (tmp_path / "slot-000").stat()
         assert found.st_blocks * 512 >= 64 * PAGE_BYTES
         assert not any((tmp_path / "slot-000").read_bytes())
-
-    on_disk(tmp_path, test)
-
-
-def test_small_files(tmp_path: Path, on_disk: OnDisk) -> None:
-    async def test(writer: PosixWriter) -> None:
-        assert await writer.read_small("store.json") is None
-        await writer.write_small("store.json.tmp", b"abc")
-        await writer.rename("store.json.tmp", "store.json")
-        await writer.sync_folder()
-        assert await writer.read_small("store.json") == b"abc"
-        assert await writer.names() == ["store.json"]
-        await writer.unlink("store.json")
-        assert await writer.names() == []
 
     on_disk(tmp_path, test)
 
@@ -311,9 +330,9 @@ def test_a_cancelled_small_file_is_left_alone(
         ended.set()
         return result
 
-    async def test(writer: PosixWriter) -> None:
+    async def test(writer: Files) -> None:
         monkeypatch.setattr(os, call, slow)
-        writing = asyncio.create_task(writer.write_small("store.json", b"abc"))
+        writing = asyncio.create_task(writer.replace("store.json", b"abc"))
         await asyncio.to_thread(begun.wait, 30)
         writing.cancel()
         await asyncio.wait([writing], timeout=0.05)
@@ -344,48 +363,33 @@ def test_reading_makes_nothing(tmp_path: Path, io: str) -> None:
     asyncio.run(test())
 
 
-def test_locks_exclude_other_openings(tmp_path: Path, on_disk: OnDisk) -> None:
-    async def test(writer: PosixWriter) -> None:
-        file = await writer.create("slot-000", PAGE_BYTES)
-        other = await writer.open("slot-000", writable=False)
-        assert await writer.try_lock(file)
-        assert not await writer.try_lock(other, shared=True)
-        await writer.unlock(file)
-        assert await writer.try_lock(other, shared=True)
-        assert not await writer.try_lock(file)
-        await writer.close_file(other)
-        assert await writer.try_lock(file)
-
-    on_disk(tmp_path, test)
-
-
 def test_a_lock_goes_with_its_file_though_something_holds_that_open(tmp_path: Path, on_disk: OnDisk) -> None:
-    async def test(writer: PosixWriter) -> None:
-        file = await writer.create("slot-000", PAGE_BYTES)
+    async def test(writer: Files) -> None:
+        file = await writer.reserve("slot-000", PAGE_BYTES)
         other = await writer.open("slot-000", writable=False)
-        assert await writer.try_lock(file)
+        assert await writer.lock(file)
         held = os.dup(file.fd)  # as a request does in the kernel, a moment longer than it runs
-        await writer.close_file(file)
-        assert await writer.try_lock(other, shared=True)
+        await writer.close(file)
+        assert await writer.lock(other, shared=True)
         os.close(held)
 
     on_disk(tmp_path, test)
 
 
 def test_errors_keep_errno_and_name(tmp_path: Path, on_disk: OnDisk) -> None:
-    async def test(writer: PosixWriter) -> None:
+    async def test(writer: Files) -> None:
         with pytest.raises(FileNotFoundError):
             await writer.open("slot-000", writable=True)
-        file = await writer.create("slot-000", PAGE_BYTES)
+        file = await writer.reserve("slot-000", PAGE_BYTES)
         with pytest.raises(WriteError) as exists:
-            await writer.create("slot-000", PAGE_BYTES)
+            await writer.reserve("slot-000", PAGE_BYTES)
         assert exists.value.errno == errno.EEXIST
         reading = await writer.open("slot-000", writable=False)
         with pytest.raises(WriteError) as refused:
             await writer.write(reading, 0, block())
         assert refused.value.errno == errno.EBADF
         assert refused.value.filename == str(tmp_path / "slot-000")
-        await writer.close_file(file)
+        await writer.close(file)
         with pytest.raises(ReadError) as closed:
             await writer.read(file, 0, block())
         assert closed.value.errno == errno.EBADF
@@ -394,12 +398,12 @@ def test_errors_keep_errno_and_name(tmp_path: Path, on_disk: OnDisk) -> None:
 
 
 def test_a_file_that_does_not_fit_leaves_nothing(tmp_path: Path, on_disk: OnDisk) -> None:
-    async def test(writer: PosixWriter) -> None:
+    async def test(writer: Files) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE_BYTES, hard))
         try:
             with pytest.raises(StoreFullError, match="untouched"):
-                await writer.create("slot-000", 10 * PAGE_BYTES)
+                await writer.reserve("slot-000", 10 * PAGE_BYTES)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert await writer.names() == []
@@ -413,28 +417,27 @@ def test_what_is_no_file_is_not_opened(tmp_path: Path, on_disk: OnDisk, kind: st
     victim.write_bytes(b"precious")
     folder.mkdir()
 
-    async def test(writer: PosixWriter) -> None:
+    async def test(writer: Files) -> None:
         with planted(folder / "name", kind, victim):
             for refused in (
                 writer.open("name", writable=True),
                 writer.open("name", writable=False),
                 writer.read_small("name"),
-                writer.write_small("name", b"overwritten"),
             ):
                 with pytest.raises(CorruptStoreError, match="not a file of this package: remove it"):
                     await refused
             with pytest.raises(WriteError):
-                await writer.create("name", PAGE_BYTES)
+                await writer.reserve("name", PAGE_BYTES)
         assert victim.read_bytes() == b"precious"
 
     on_disk(folder, test)
 
 
 def test_files_wait_for_the_device(tmp_path: Path, on_disk: OnDisk) -> None:
-    """Else io_uring may give up on what would block."""
+    """``O_NONBLOCK`` is for the opening alone."""
 
-    async def test(writer: PosixWriter) -> None:
-        await writer.create("slot-000", PAGE_BYTES)
+    async def test(writer: Files) -> None:
+        await writer.reserve("slot-000", PAGE_BYTES)
         file = await writer.open("slot-000", writable=True)
         assert not fcntl.fcntl(file.fd, fcntl.F_GETFL) & os.O_NONBLOCK
 
@@ -444,8 +447,8 @@ def test_files_wait_for_the_device(tmp_path: Path, on_disk: OnDisk) -> None:
 def test_direct_io_refused_at_the_first_transfer_falls_back(
     tmp_path: Path, on_disk: OnDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test(writer: PosixWriter) -> None:
-        file = await writer.create("slot-000", PAGE_BYTES)
+    async def test(writer: Files) -> None:
+        file = await writer.reserve("slot-000", PAGE_BYTES)
         if not file.direct:
             pytest.skip("no direct I/O on this filesystem")
         memory = map_memory(2 * PAGE_BYTES)
@@ -468,13 +471,13 @@ def test_tmpfs_uses_buffered_io_and_says_so(on_disk: OnDisk, caplog: pytest.LogC
     try:
         with caplog.at_level("INFO", "pccheck_async"):
 
-            async def test(writer: PosixWriter) -> None:
-                file = await writer.create("slot-000", PAGE_BYTES)
+            async def test(writer: Files) -> None:
+                file = await writer.reserve("slot-000", PAGE_BYTES)
                 await writer.write(file, 0, block(b"hello"))
-                await writer.flush(file)
+                await writer.make_durable([(file, ())])
                 assert not writer.statistics().direct
                 assert "buffered I/O with fdatasync: tmpfs" in caplog.text
-                await writer.unlink("slot-000")
+                await writer.remove("slot-000")
 
             on_disk(folder, test)
     finally:
@@ -499,17 +502,17 @@ def test_the_filesystem_is_that_of_the_mount(tmp_path: Path, monkeypatch: pytest
 def test_descriptors_do_not_leak(tmp_path: Path, on_disk: OnDisk) -> None:
     before = len(os.listdir("/proc/self/fd"))
 
-    async def test(writer: PosixWriter) -> None:
+    async def test(writer: Files) -> None:
         for number in range(5):
-            await writer.create(f"slot-00{number}", PAGE_BYTES)
+            await writer.reserve(f"slot-00{number}", PAGE_BYTES)
 
     on_disk(tmp_path, test)
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_abandon_closes_everything_at_once(tmp_path: Path, on_disk: OnDisk) -> None:
-    async def test(writer: PosixWriter) -> None:
-        file = await writer.create("slot-000", PAGE_BYTES)
+    async def test(writer: Files) -> None:
+        file = await writer.reserve("slot-000", PAGE_BYTES)
         fd = file.fd
         writer.abandon()
         with pytest.raises(OSError, match="Bad file descriptor"):
@@ -521,8 +524,8 @@ def test_abandon_closes_everything_at_once(tmp_path: Path, on_disk: OnDisk) -> N
 def test_cancelled_creation_does_not_lose_its_descriptor(tmp_path: Path, on_disk: OnDisk) -> None:
     before = len(os.listdir("/proc/self/fd"))
 
-    async def test(writer: PosixWriter) -> None:
-        task = asyncio.create_task(writer.create("slot-000", PAGE_BYTES))
+    async def test(writer: Files) -> None:
+        task = asyncio.create_task(writer.reserve("slot-000", PAGE_BYTES))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -535,17 +538,16 @@ def test_cancelled_creation_does_not_lose_its_descriptor(tmp_path: Path, on_disk
 def test_a_folder_that_is_moved_stays_the_one(tmp_path: Path, on_disk: OnDisk) -> None:
     one, moved = tmp_path / "one", tmp_path / "moved"
 
-    async def test(writer: PosixWriter) -> None:
-        await writer.create("slot-000", PAGE_BYTES)
+    async def test(writer: Files) -> None:
+        await writer.reserve("slot-000", PAGE_BYTES)
         one.rename(moved)
         one.mkdir()
         for name in ("slot-000", "slot-001", "store.json"):
             (one / name).write_text("another store's")
-        await writer.create("slot-001", PAGE_BYTES)
-        await writer.unlink("slot-000")
-        await writer.write_small("new", b"mine")
-        await writer.rename("new", "store.json")
-        await writer.sync_folder()
+        await writer.reserve("slot-001", PAGE_BYTES)
+        await writer.remove("slot-000")
+        await writer.replace("store.json", b"mine")
+        await writer.sync_names()
         assert await writer.read_small("store.json") == b"mine"
         assert (await writer.open("slot-001", writable=True)).nbytes == PAGE_BYTES
         assert await writer.names() == ["slot-001", "store.json"]
@@ -575,15 +577,16 @@ def test_what_is_synced_is_in_the_kernel_by_then(
     monkeypatch.setattr(os, "fsync", noted)
     store = tmp_path / "new" / "store"
 
-    async def test(writer: PosixWriter) -> None:
+    async def test(writer: Files) -> None:
         for new in (store.parent, store):
             assert _inode(new.parent) in [inode for inode, _ in synced], f"the name of {new} is not durable"
         synced.clear()
-        await writer.write_small("small", b"content")
-        assert synced == [(_inode(store / "small"), 7)]
+        await writer.replace("small", b"content")
+        assert synced[0] == (_inode(store / "small"), 7)
+        assert [inode for inode, _ in synced[1:]] == [_inode(store)]
         synced.clear()
-        await writer.rename("small", "other")
-        await writer.sync_folder()
+        await writer.reserve("slot-000", PAGE_BYTES)
+        await writer.sync_names()
         assert [inode for inode, _ in synced] == [_inode(store)]
 
     on_disk(store, test)
@@ -599,7 +602,7 @@ def test_a_device_that_fails_to_read_does_not_refuse_direct_io(
 
     async def main() -> None:
         async with opened(tmp_path, io) as writer:
-            await writer.create(COMMIT_NAME, PAGE_BYTES)
+            await writer.reserve(COMMIT_NAME, PAGE_BYTES)
             if not writer.statistics().direct:
                 pytest.skip("no direct I/O on this filesystem")
             monkeypatch.setattr(os, "preadv", fail)
@@ -621,12 +624,12 @@ def test_zeros_are_written_where_space_cannot_be_reserved(
             assert "zeros" not in writer.statistics().why
             nbytes = (5 << 20) + PAGE_BYTES
             for name in ("slot-000", "slot-001"):
-                file = await writer.create(name, nbytes)
+                file = await writer.reserve(name, nbytes)
                 assert file.nbytes == nbytes
                 found = (tmp_path / name).stat()
                 assert found.st_size == nbytes <= found.st_blocks * 512  # no holes
             await writer.write(file, PAGE_BYTES, block(b"hello"))
-            await writer.flush(file)
+            await writer.make_durable([(file, ())])
             assert (tmp_path / "slot-001").read_bytes() == bytes(PAGE_BYTES) + bytes(block(b"hello")) + bytes(
                 nbytes - 2 * PAGE_BYTES
             )
@@ -647,7 +650,7 @@ def test_a_reservation_that_fails_for_want_of_space_writes_no_zeros(
         async with opened(tmp_path, io) as writer:
             monkeypatch.setattr(os, "posix_fallocate", refuse)
             with pytest.raises(StoreFullError):
-                await writer.create("slot-000", PAGE_BYTES)
+                await writer.reserve("slot-000", PAGE_BYTES)
             assert await writer.names() == []
 
     asyncio.run(main())

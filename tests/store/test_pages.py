@@ -18,8 +18,8 @@ import torch
 
 from pccheck_async import SyncCheckpointEngine, list_checkpoints, load_sync
 from pccheck_async.format.record import IDENTITY_NAME, REGION_NBYTES
-from pccheck_async.medium import File, Writer
-from pccheck_async.medium.files import PosixWriter
+from pccheck_async.medium import File, Medium
+from pccheck_async.medium.files import Files
 from pccheck_async.testing import CrashDisk, CrashWriter, WrappingWriter
 from pccheck_async.transfer import memory
 from pccheck_async.transfer.memory import map_memory
@@ -47,7 +47,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 class InBlocks(WrappingWriter):
     """A device that moves whole blocks only."""
 
-    def __init__(self, inner: Writer, block_bytes: int) -> None:
+    def __init__(self, inner: Medium, block_bytes: int) -> None:
         super().__init__(inner)
         self._block = block_bytes
 
@@ -64,8 +64,8 @@ class InBlocks(WrappingWriter):
         assert (offset % self._block, len(data) % self._block, address % SMALL) == (0, 0, 0)
 
 
-def in_blocks(block_bytes: int) -> Callable[[str, Operations], Writer]:
-    return lambda path, operations: InBlocks(PosixWriter(path, operations), block_bytes)
+def in_blocks(block_bytes: int) -> Callable[[str, Operations], Medium]:
+    return lambda path, operations: InBlocks(Files(path, operations), block_bytes)
 
 
 def state_of(step: int) -> dict[str, Any]:

@@ -32,8 +32,8 @@ from pccheck_async import (
     verify_checkpoints,
 )
 from pccheck_async.format.record import COMMIT_NBYTES, REGION_NBYTES, Entry
-from pccheck_async.medium import File, Writer
-from pccheck_async.medium.files import PosixWriter
+from pccheck_async.medium import File, Medium
+from pccheck_async.medium.files import Files
 from pccheck_async.testing import (
     CrashDisk,
     CrashWriter,
@@ -185,12 +185,12 @@ def test_a_trainer_that_runs_is_not_disturbed(tmp_path: Path) -> None:
 class Waiting(WrappingWriter):
     """Tells when it was refused a lock."""
 
-    def __init__(self, inner: Writer, refused: threading.Event) -> None:
+    def __init__(self, inner: Medium, refused: threading.Event) -> None:
         super().__init__(inner)
         self.refused = refused
 
-    async def try_lock(self, file: File, *, shared: bool = False) -> bool:
-        locked = await super().try_lock(file, shared=shared)
+    async def lock(self, file: File, *, shared: bool = False) -> bool:
+        locked = await super().lock(file, shared=shared)
         if not locked:
             self.refused.set()
         return locked
@@ -202,12 +202,12 @@ def test_a_trainer_that_waits_for_a_recovery_goes_on_with_its_records(tmp_path: 
     recoverer: Queue[StuckWriter] = Queue()
     refused = threading.Event()
 
-    def stuck(path: str, operations: Operations) -> Writer:
-        recoverer.put(writer := StuckWriter(PosixWriter(path, operations), kinds=("rename",)))
+    def stuck(path: str, operations: Operations) -> Medium:
+        recoverer.put(writer := StuckWriter(Files(path, operations), kinds=("replace",)))
         return writer
 
-    def waiting(path: str, operations: Operations) -> Writer:
-        return Waiting(PosixWriter(path, operations), refused)
+    def waiting(path: str, operations: Operations) -> Medium:
+        return Waiting(Files(path, operations), refused)
 
     with ThreadPoolExecutor(2) as threads:
         recovering = threads.submit(recover_store, tmp_path, write=True, search=True, io=stuck)
@@ -227,8 +227,8 @@ def test_what_a_trainer_saved_until_it_let_go_is_found(tmp_path: Path, monkeypat
     monkeypatch.setattr(recover, "LOCK_SECONDS", 60.0)
     refused = threading.Event()
 
-    def waiting(path: str, operations: Operations) -> Writer:
-        return Waiting(PosixWriter(path, operations), refused)
+    def waiting(path: str, operations: Operations) -> Medium:
+        return Waiting(Files(path, operations), refused)
 
     with ThreadPoolExecutor(1) as threads:
         with SyncCheckpointEngine(tmp_path, keep_last=8, chunk_bytes=CHUNK) as engine:
@@ -266,8 +266,8 @@ def test_one_recovery_at_a_time_where_there_is_no_commit_file_to_lock(tmp_path: 
     (tmp_path / "commit").unlink()
     recoverer: Queue[StuckWriter] = Queue()
 
-    def stuck(path: str, operations: Operations) -> Writer:
-        recoverer.put(writer := StuckWriter(PosixWriter(path, operations), kinds=("rename",)))
+    def stuck(path: str, operations: Operations) -> Medium:
+        recoverer.put(writer := StuckWriter(Files(path, operations), kinds=("replace",)))
         return writer
 
     with ThreadPoolExecutor(1) as threads:
@@ -287,14 +287,14 @@ def test_a_recovery_does_not_undo_the_one_before(tmp_path: Path) -> None:
     (tmp_path / "commit").unlink()
 
     class Late(WrappingWriter):
-        async def try_lock(self, file: File, *, shared: bool = False) -> bool:
+        async def lock(self, file: File, *, shared: bool = False) -> bool:
             if not (tmp_path / "commit").exists():
                 await asyncio.to_thread(recover_store, tmp_path, write=True)
                 await asyncio.to_thread(save, tmp_path, 3)
-            return await super().try_lock(file, shared=shared)
+            return await super().lock(file, shared=shared)
 
     with pytest.raises(StoreLockedError, match=r"another process recovered .* meanwhile: nothing was written"):
-        recover_store(tmp_path, write=True, io=lambda path, operations: Late(PosixWriter(path, operations)))
+        recover_store(tmp_path, write=True, io=lambda path, operations: Late(Files(path, operations)))
     check(tmp_path, 3, 2, 1)
 
 
@@ -371,8 +371,8 @@ def test_sectors_that_cannot_be_read(tmp_path: Path, bad: int, whole: list[int])
     with (tmp_path / "slot-000").open("ab") as file:
         file.write(bytes(300_000))  # behind the manifest, as a larger checkpoint leaves it
 
-    def io(path: str, operations: Operations) -> Writer:
-        writer = BadSector(PosixWriter(path, operations))
+    def io(path: str, operations: Operations) -> Medium:
+        writer = BadSector(Files(path, operations))
         writer.bad = bad
         return writer
 

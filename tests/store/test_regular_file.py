@@ -19,7 +19,7 @@ from pccheck_async import (
     recover_store,
     verify_checkpoints,
 )
-from pccheck_async.medium.regular_file import open_regular
+from pccheck_async.medium.folder import open_regular
 from pccheck_async.medium.status_file import read_status
 from tests.support.planted import PLANTED, ended, planted
 
@@ -81,7 +81,7 @@ def ended_open(path: Path) -> BaseException | None:
 
 
 @pytest.mark.parametrize("kind", PLANTED)
-@pytest.mark.parametrize("name", ["status", "store.json.tmp", "slot-000"])
+@pytest.mark.parametrize("name", ["status", "store.json.new", "slot-000"])
 def test_in_a_folder_that_becomes_a_store(tmp_path: Path, kind: str, name: str) -> None:
     store, victim = tmp_path / "store", tmp_path / "victim"
     store.mkdir()

@@ -20,8 +20,9 @@ from pccheck_async import (
     load_sync,
     recover_store,
 )
-from pccheck_async.medium import Writer
-from pccheck_async.medium.files import PosixWriter
+from pccheck_async.medium import Medium
+from pccheck_async.medium.files import Files
+from pccheck_async.testing.probe import probe
 from pccheck_async.transfer.memory import PAGE_BYTES
 from pccheck_async.transfer.operations.base import Operations
 from tests.support.devices import Breaking, Device
@@ -99,9 +100,7 @@ def give_up(engine: SyncCheckpointEngine, device: Device) -> None:
     with pytest.raises(CheckpointError, match="gave up after 0"):
         engine.close(0.0)
     device.writer.release()
-    core = engine._core
-    core.loop.call(core.pipeline.close())
-    core.loop.stop()
+    probe(engine).end_what_was_left_behind()
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -137,7 +136,7 @@ def test_one_that_closing_gave_up_while_another_was_committed(tmp_path: Path) ->
     device.writer.wait_stuck(2)
     device.writer.release(hold_on=True)
     device.writer.wait_stuck()  # one's record
-    lock: Any = engine._core.pipeline.store._commit_lock
+    lock: Any = probe(engine).commit_lock
     waits = threading.Event()
     while not lock._waiters:  # the other
         waits.wait(0.001)
@@ -153,8 +152,8 @@ def test_a_copy_whose_flush_fails(tmp_path: Path) -> None:
         with SyncCheckpointEngine(folder) as engine:
             engine.checkpoint({"step": step}, step=step).result(60)
 
-    def io(path: str, operations: Operations) -> Writer:
-        writer = Breaking(PosixWriter(path, operations))
+    def io(path: str, operations: Operations) -> Medium:
+        writer = Breaking(Files(path, operations))
         if path == str(target):
             writer.broken = ("flush",)
         return writer

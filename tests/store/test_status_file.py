@@ -172,16 +172,16 @@ def test_writers_of_others_publish_nothing(tmp_path: Path, monkeypatch: pytest.M
 def test_what_cannot_be_published_is_said_once_and_harms_nothing(
     tmp_path: Path, obstacle: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pccheck_async.engine.status_publisher._SECONDS", 0.001)
+    monkeypatch.setattr("pccheck_async.engine.status_publisher.PUBLISH_SECONDS", 0.001)
     said: Any = lambda: [record for record in caplog.records if record.__dict__["event"] == "status"]  # noqa: E731
     tries = []
-    publish = Publisher._publish
+    publish = Publisher.publish
 
     def counted(self: Publisher) -> None:
         tries.append(1)
         publish(self)
 
-    monkeypatch.setattr(Publisher, "_publish", counted)
+    monkeypatch.setattr(Publisher, "publish", counted)
     if obstacle == "a file of somebody else":
         (tmp_path / "status").write_text("all is well")
     elif obstacle == "a folder":

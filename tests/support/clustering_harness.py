@@ -26,11 +26,11 @@ import pytest
 import torch
 
 from pccheck_async import SyncCheckpointEngine, list_checkpoints, load_sync
-from pccheck_async.cli.compare import compare_states
 from pccheck_async.medium.base import File
-from pccheck_async.medium.files import PosixWriter
+from pccheck_async.medium.files import Files
 from pccheck_async.testing import WrappingWriter
 from tests.support.processes import forked
+from tests.support.state_strategies import difference
 
 TIMEOUT = 60
 
@@ -89,7 +89,7 @@ class Program:
             sys.stdout = open(writer, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
             sys.argv = [self.name, f"--store={store}", *self.flags, *more]
             try:
-                importlib.import_module(f"pccheck_async.examples.{self.name}").main()
+                importlib.import_module(f"examples.paper.{self.name}").main()
                 status = 0
             except SystemExit as end:
                 status = end.code if isinstance(end.code, int) else 1
@@ -139,7 +139,7 @@ class Comparison:
         assert list(resumed.iterations) == list(range(durable + 1, self.iterations + 1))
         assert resumed.iterations.items() <= self.uninterrupted.iterations.items()
         assert resumed.said[-1] == self.uninterrupted.said[-1]  # iterations, and a digest of the parameters
-        assert compare_states(load_sync(store), load_sync(self.folder / "uninterrupted")).all_equal
+        assert not difference(load_sync(store), load_sync(self.folder / "uninterrupted"))
         self.resumed_from.append(durable)
         self.inside_save += durable < max(killed.iterations)
 
@@ -192,7 +192,7 @@ class DyingWriter(WrappingWriter):
     """The real writer, in a process that is killed when it has written so many bytes."""
 
     def __init__(self, path: Any, operations: Any, nbytes: int) -> None:
-        super().__init__(PosixWriter(path, operations))
+        super().__init__(Files(path, operations))
         self.left = nbytes
 
     async def write(self, file: File, offset: int, data: memoryview) -> None:
@@ -270,7 +270,7 @@ def check_engine(folder: Path, nbytes: int, first: Mapping[str, Any], second: Ma
         found = load_sync(store)["clusters"]
         recovered.append(found["iteration"])
         assert status in (0, -signal.SIGKILL)
-        assert compare_states(found, first if found["iteration"] == 1 else second).all_equal
+        assert not difference(found, first if found["iteration"] == 1 else second)
         if status == 0:
             assert found["iteration"] == 2
     assert recovered == sorted(recovered)

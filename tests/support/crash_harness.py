@@ -31,7 +31,7 @@ from pccheck_async import (
 )
 from pccheck_async.errors import WriteError
 from pccheck_async.format.record import COMMIT_NAME, IDENTITY_NAME, decode_identity, newest_record, slot_name
-from pccheck_async.medium import Writer
+from pccheck_async.medium import Medium
 from pccheck_async.testing import (
     Access,
     CrashDisk,
@@ -112,7 +112,7 @@ class Scenario:
     record_trouble: float = 0.0
     chunk_blocks: int = 2
     buffers: int = 2
-    wrap: Callable[[Writer], Writer] = lambda writer: writer
+    wrap: Callable[[Medium], Medium] = lambda writer: writer
     dying: Callable[[Snapshot], bool] = lambda snapshot: True
     enough: int = 10
     rules: Mapping[str, Any] = field(default_factory=dict)
@@ -194,8 +194,8 @@ class Judge:
     def power_losses(self, moment: Moment, *, sector: int, rng: random.Random) -> None:
         """Fail the power at one moment in many ways."""
         snapshot, scenario = moment.snapshot, self._scenario
-        limit, subsets = scenario.images, 2**snapshot.unsettled
-        if snapshot.unsettled <= scenario.subsets:
+        limit, subsets = scenario.images, 2**snapshot.undecided
+        if snapshot.undecided <= scenario.subsets:
             limit = max(limit, subsets)
         self._findings.boundaries += 1
         self._findings.exhausted += subsets <= limit
@@ -309,12 +309,12 @@ def fallbacks_raise() -> Iterator[None]:
 class Unsteady(WrappingWriter):
     """Fails some writes and flushes, and lets some writes take so long that newer checkpoints overtake."""
 
-    def __init__(self, inner: Writer, scenario: Scenario, rng: random.Random) -> None:
+    def __init__(self, inner: Medium, scenario: Scenario, rng: random.Random) -> None:
         super().__init__(inner)
         self._slot_share = scenario.trouble / 4
         self._record_share = scenario.record_trouble
         self._rng = rng
-        self.persists_at_once = scenario.seed % 2 == 0
+        self.chains = scenario.seed % 2 == 0
 
     async def perform(self, access: Access, call: Callable[[], Awaitable[T]]) -> T:
         if access.kind == "write" and access.name != COMMIT_NAME:
@@ -382,7 +382,7 @@ class Exploration:
 
     async def _train(self, disk: CrashDisk, bursts: int) -> None:
         scenario = self._scenario
-        writer: Writer = CrashWriter(disk, seed=self._rng.randrange(1 << 30))
+        writer: Medium = CrashWriter(disk, seed=self._rng.randrange(1 << 30))
         engine = CheckpointEngine(
             "memory",
             max_in_flight=scenario.max_in_flight,

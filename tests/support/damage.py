@@ -16,7 +16,7 @@ import torch
 from pccheck_async import CheckpointError, SyncCheckpointEngine, load_sync
 from pccheck_async.errors import ReadError, WriteError
 from pccheck_async.format.record import COMMIT_NAME, IDENTITY_NAME
-from pccheck_async.medium import File, Writer
+from pccheck_async.medium import File, Medium
 from pccheck_async.testing import CrashDisk, CrashWriter, Image, ImageWriter, WrappingWriter
 from pccheck_async.transfer.memory import PAGE_BYTES
 
@@ -102,10 +102,10 @@ class BadBlocks(WrappingWriter):
     """
 
     def __init__(
-        self, inner: Writer, bad: Mapping[str, set[int]], *, stubborn: bool = False, error: int = errno.EIO
+        self, inner: Medium, bad: Mapping[str, set[int]], *, stubborn: bool = False, error: int = errno.EIO
     ) -> None:
         super().__init__(inner)
-        self.persists_at_once = inner.persists_at_once
+        self.chains = inner.chains
         self.bad = {name: set(blocks) for name, blocks in bad.items()}
         self._stubborn = stubborn
         self._error = error
@@ -130,9 +130,11 @@ class BadBlocks(WrappingWriter):
             self.bad[file.name] -= hit
         await super().write(file, offset, data)
 
-    async def rename(self, name: str, to: str) -> None:
-        self.bad[to] = self.bad.pop(name, set())
-        await super().rename(name, to)
+    async def replace(self, name: str, data: bytes, *, keep_as: str = "") -> None:
+        bad = self.bad.pop(name, set())
+        if keep_as:
+            self.bad[keep_as] = bad
+        await super().replace(name, data, keep_as=keep_as)
 
 
 def changed(image: Image, name: str, change: Callable[[bytearray], object]) -> Image:

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from pccheck_async import WriteError
-from pccheck_async.medium import Writer
-from pccheck_async.medium.files import PosixWriter
+from pccheck_async.medium import Medium
+from pccheck_async.medium.files import Files
 from pccheck_async.testing import Access, StuckWriter, WrappingWriter
 from pccheck_async.transfer.operations.base import Operations
 
@@ -35,7 +35,7 @@ class Device:
     breaking: Breaking
     writer: StuckWriter
 
-    def __call__(self, path: str, operations: Operations) -> Writer:
-        self.breaking = Breaking(PosixWriter(path, operations))
+    def __call__(self, path: str, operations: Operations) -> Medium:
+        self.breaking = Breaking(Files(path, operations))
         self.writer = StuckWriter(self.breaking, kinds=())
         return self.writer

@@ -175,17 +175,17 @@ class _Child:
     def run(self) -> None:
         from pccheck_async import SyncCheckpointEngine
         from pccheck_async.engine.core import EngineCore
-        from pccheck_async.medium.files import PosixWriter
-        from pccheck_async.store.commit import Store
+        from pccheck_async.medium.files import Files
+        from pccheck_async.store import commit
         from pccheck_async.transfer.copying import HostCopy
 
         torch.set_num_threads(1)  # the parent's OpenMP threads are not here
         campaign = self.campaign
         for owner, name, phase in (
             (HostCopy, "gather", "capture"),
-            (PosixWriter, "write", "write"),
-            (Store, "_persist_slot", "flush"),
-            (Store, "_persist_record", "record"),
+            (Files, "write", "write"),
+            (commit, "make_data_durable", "flush"),
+            (commit, "write_record", "record"),
             (EngineCore, "_open", "recovery"),
         ):
             setattr(owner, name, self._marked(getattr(owner, name), PHASES.index(phase)))

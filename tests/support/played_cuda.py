@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from pccheck_async.transfer.copying import cuda_device, load_runtime
+from pccheck_async.transfer.copying.cuda_device import choose_runtime
 
 Library = Literal["cupy", "cupy without a compiler", "torch"]
 
@@ -135,7 +135,6 @@ def played(library: Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[Simple
         monkeypatch.setattr(torch.cuda, name, function)
     monkeypatch.setattr(torch, "empty", played_empty)
     monkeypatch.setattr(torch, "as_tensor", played_as_tensor)
-    monkeypatch.setattr(cuda_device, "_thread", threading.local())
     modes = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
     driver = SimpleNamespace(cuThreadExchangeStreamCaptureMode=cuda.relax, CUstreamCaptureMode=modes)
     modules: dict[str, Any] = {"cuda": SimpleNamespace(), "cuda.bindings": SimpleNamespace(driver=driver)}
@@ -157,7 +156,7 @@ def using(library: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         pytest.importorskip(library)
 
     def forget() -> None:
-        load_runtime._load.cache_clear()
+        choose_runtime.cache_clear()
         sys.modules.pop("pccheck_async.transfer.copying.cupy_runtime", None)
 
     forget()

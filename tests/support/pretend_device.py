@@ -24,7 +24,7 @@ import pytest
 
 from pccheck_async.engine import assembly as pipeline
 from pccheck_async.engine import capture, restorer
-from pccheck_async.state.cache.layout_cache import Arrangement, arranged
+from pccheck_async.state.cache.layout_cache import LayoutCache, cached_layout
 from pccheck_async.state.leaves import Leaves
 from pccheck_async.state.restore.match import Restoration, match
 from pccheck_async.state.sources import HOST, RawSource, Sources
@@ -249,8 +249,8 @@ Place = Callable[[int, int], int]
 def keep_on(monkeypatch: pytest.MonkeyPatch, devices: Sequence[PretendDevice], place: Place) -> None:
     """Let every engine find the tensors of its state in the memory of devices, as ``place`` says."""
 
-    def arranged_on_devices(leaves: Leaves, last: Arrangement | None) -> tuple[Layout, Arrangement | None]:
-        layout, last = arranged(leaves, last)
+    def cached_layout_on_devices(leaves: Leaves, last: LayoutCache | None) -> tuple[Layout, LayoutCache | None]:
+        layout, last = cached_layout(leaves, last)
         placed = Sources()
         for source in layout.sources:
             assert isinstance(source, RawSource)
@@ -275,6 +275,6 @@ def keep_on(monkeypatch: pytest.MonkeyPatch, devices: Sequence[PretendDevice], p
             placed.append(target._replace(device=index))
         return replace(found, targets=Targets(placed))
 
-    monkeypatch.setattr(capture, "arranged", arranged_on_devices)
+    monkeypatch.setattr(capture, "cached_layout", cached_layout_on_devices)
     monkeypatch.setattr(restorer, "match", match_on_devices)
     monkeypatch.setattr(pipeline, "make_backend", make)

@@ -1,21 +1,29 @@
-"""The fenced blocks of the README; ``python -m tests.support.readme_blocks README`` runs them in order.
+"""The fenced blocks of the README and the guide; ``python -m tests.support.readme_blocks PAGE...`` runs them in order.
 
-Blocks of Python share their names, as a reader would paste them; commands of a shell end at the first that fails. The
-blocks that install are left out: they run in environments of their own.
+Each page runs in a folder of its own below the current one, and its Python blocks share their names, as a reader would
+paste them. A block does not run where the line before says so (``<!-- not run: ... -->``), nor do those that install:
+they run in environments of their own. Of a ``diff`` both sides run, each twice. All pages run in one process, and so do
+``pccheck`` commands without a shell's syntax, because importing torch takes longer than most blocks.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["INSTALLING", "RUN", "SHOWN", "Block", "blocks_of"]
+from pccheck_async.cli import app
 
-RUN = {"python", "sh"}
-SHOWN = {"text"}
+__all__ = ["INSTALLING", "PAGES", "ROOT", "RUN", "SHOWN", "Block", "blocks_of", "is_run"]
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "examples" / "guide").glob("*.md"))]
+RUN = {"python", "sh", "diff"}
+SHOWN = {"text", "yaml"}
 """Languages of what cannot run: layouts, output."""
 INSTALLING = {"<!-- quickstart: run -->", "<!-- quickstart: test -->"}
 
@@ -31,7 +39,7 @@ class Block(NamedTuple):
 
 def blocks_of(text: str) -> list[Block]:
     """Return all blocks, in order. Raises ValueError where a fence is not closed."""
-    found: list[Block] = []
+    blocks: list[Block] = []
     lines = text.splitlines()
     start: int | None = None
     for number, line in enumerate(lines):
@@ -42,26 +50,51 @@ def blocks_of(text: str) -> list[Block]:
             continue
         mark = lines[start - 1] if start else ""
         language = lines[start].strip().strip("`~").strip()
-        found.append(Block(language, start + 1, mark, "\n".join(lines[start + 1 : number]) + "\n"))
+        blocks.append(Block(language, start + 1, mark, "\n".join(lines[start + 1 : number]) + "\n"))
         start = None
     if start is not None:
         raise ValueError(f"the block that line {start + 1} opens is not closed")
-    return found
+    return blocks
+
+
+def is_run(block: Block) -> bool:
+    """Whether the block is one that :func:`main` runs."""
+    return block.language in RUN and block.mark not in INSTALLING and not block.mark.startswith("<!-- not run: ")
+
+
+def run(block: Block, page: Path, names: dict[str, Any]) -> None:
+    """Run one block in the current folder."""
+    match block.language:
+        case "python":
+            exec(compile("\n" * block.line + block.text, page, "exec"), names)
+        case "diff":
+            for other in "+-":
+                lines = [line[1:] for line in block.text.splitlines() if not line.startswith(other)]
+                program = compile("\n".join(lines), f"{page.name}: diff without {other}", "exec")
+                for _ in range(2):  # the second run resumes where the first ended
+                    exec(program, {"__name__": "__main__"})
+        case _:
+            lines = block.text.splitlines()
+            if all(re.fullmatch(r"pccheck [\w@./*' -]+", line) for line in lines):
+                for line in lines:
+                    status = app(shlex.split(line)[1:], standalone_mode=False)
+                    assert not status, f"{line}: exit status {status}"
+            else:
+                subprocess.run(["bash", "-euo", "pipefail", "-c", block.text], check=True)
 
 
 def main() -> None:
-    """Run the blocks of a README in the current folder."""
-    readme = Path(sys.argv[1])
-    names: dict[str, Any] = {"__name__": "__main__"}
-    for block in blocks_of(readme.read_text()):
-        if block.language not in RUN or block.mark in INSTALLING:
-            continue
-        print(f"-- {block.language}, line {block.line}", flush=True)
-        if block.language == "python":
-            code = compile("\n" * block.line + block.text, readme, "exec")
-            exec(code, names)
-        else:
-            subprocess.run(["bash", "-euo", "pipefail", "-c", block.text], check=True)
+    """Run the blocks of pages."""
+    work = Path.cwd()
+    for page in map(Path, sys.argv[1:]):
+        names: dict[str, Any] = {"__name__": "__main__"}
+        folder = work / page.stem
+        folder.mkdir()
+        os.chdir(folder)
+        for block in filter(is_run, blocks_of(page.read_text())):
+            print(f"-- {page.name}, {block.language}, line {block.line}", flush=True)
+            run(block, page, names)
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":

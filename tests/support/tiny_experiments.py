@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import signal
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,12 +9,12 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from examples.paper.lab.experiments import Experiment, Findings, Settings
+from examples.paper.lab.methods import find_method
+from examples.paper.lab.table import Row
+from examples.paper.lab.timeline import Timeline, recorded
+from examples.paper.lab.workloads import Raw
 from pccheck_async import SyncCheckpointEngine
-from pccheck_async.bench.experiments import Experiment, Findings, Settings
-from pccheck_async.bench.methods import find_method
-from pccheck_async.bench.table import Row
-from pccheck_async.bench.timeline import Timeline, recorded
-from pccheck_async.bench.workloads import Raw
 
 METHODS = ("pccheck", "torch.save")
 
@@ -65,33 +63,6 @@ class Failing(Experiment):
     def run(self, settings: Settings) -> Findings:
         with TemporaryDirectory(dir=settings.folder) as folder, SyncCheckpointEngine(folder) as engine:
             engine.checkpoint({"not": object()}, step=1)
-        raise AssertionError
-
-
-class Absent(Experiment):
-    name = "absent"
-    title = "What if it cannot run?"
-
-    @classmethod
-    def why_not(cls) -> str | None:
-        return "there is no <quantum> processor"
-
-    def run(self, settings: Settings) -> Findings:
-        raise AssertionError
-
-
-class Endless(Experiment):
-    """Saves until it is interrupted, as by Ctrl-C, which comes after the second save."""
-
-    name = "endless"
-    title = "When does it end?"
-
-    def run(self, settings: Settings) -> Findings:
-        with TemporaryDirectory(dir=settings.folder) as folder, SyncCheckpointEngine(folder) as engine:
-            for step in itertools.count():
-                engine.checkpoint({"weights": torch.full((1000,), float(step))}, step=step)
-                if step == 1:
-                    signal.raise_signal(signal.SIGINT)
         raise AssertionError
 
 

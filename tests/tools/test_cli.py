@@ -11,7 +11,6 @@ import struct
 import subprocess
 import sys
 import termios
-from collections import OrderedDict
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -24,9 +23,8 @@ from typer.testing import CliRunner
 import pccheck_async
 from pccheck_async import SyncCheckpointEngine, read_tuning
 from pccheck_async.cli import app
-from pccheck_async.cli.compare import compare_losses, compare_states, draw, read_losses
-from pccheck_async.cli.output import dump
-from pccheck_async.cli.show import size
+from pccheck_async.cli.compare import compare_losses, draw, read_losses
+from pccheck_async.cli.output import dump, size
 from pccheck_async.cli.tune import parse_size
 
 runner = CliRunner()
@@ -180,11 +178,9 @@ def test_ls_of_a_damaged_store(tmp_path: Path) -> None:
         ["export", "x", "", "--to=torch"],
         ["diff", "x", ""],
         ["tune", "x", "--seconds=0"],
-        ["bench", "run"],
-        ["bench", "run", "--folder=x"],
-        ["bench", "run", "--folder=x", "--out=x", "--repetitions=0"],
-        ["bench", "run", "nonsense", "--folder=x", "--out=x"],
-        ["bench", "report", "x"],
+        ["bench"],
+        ["bench", "x", "--rounds=0"],
+        ["bench", "missing"],
         ["nonsense"],
     ],
 )
@@ -330,39 +326,6 @@ def test_a_row_being_written_is_not_read(tmp_path: Path) -> None:
     assert read_losses(tmp_path / "missing.csv") == {}
 
 
-def state() -> dict[str, Any]:
-    tensors = {"scalar": torch.tensor(1.5), "empty": torch.zeros(0), "strided": torch.arange(6).view(2, 3).t()}
-    return {"tensors": tensors, "list": [1, (2.0, None)], "bf16": torch.ones(3, dtype=torch.bfloat16)}
-
-
-def test_states_are_compared_by_bits() -> None:
-    result = compare_states(state(), state())
-    assert result.all_equal
-    assert result.total == 7
-    assert compare_states({"x": math.nan}, {"x": math.nan}).all_equal
-    assert compare_states({"x": torch.tensor(math.nan)}, {"x": torch.tensor(math.nan)}).all_equal
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "path"),
-    [
-        (0.0, -0.0, "x"),
-        (1, 1.0, "x"),
-        (1, True, "x"),
-        ([1], (1,), "x"),
-        ([1, 2], [1, 3], "x.1"),
-        (torch.tensor(0.0), torch.tensor(-0.0), "x"),
-        (torch.zeros(2), torch.zeros(2, 1), "x"),
-        (torch.zeros(2), torch.zeros(2, dtype=torch.int32), "x"),
-        ({"a": 1}, OrderedDict(a=1), "x"),
-        ({"a": 1}, {"a": 1, "b": 2}, "x"),
-    ],
-)
-def test_different_states_name_the_path(one: Any, other: Any, path: str) -> None:
-    assert compare_states({"x": one}, {"x": other}).different == [path]
-    assert not compare_states({}, {}).all_equal
-
-
 @pytest.mark.slow
 def test_draw(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
@@ -451,14 +414,14 @@ def test_an_export_that_is_ended_leaves_nothing(tmp_path: Path, number: int) -> 
     code = """
 import os, signal, sys
 from pccheck_async.cli import main
-from pccheck_async.converting import target
+from pccheck_async.convert import target
 number = int(sys.argv.pop())
 # Whoever runs the tests may ignore it.
 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 def publish(*_):
     os.kill(os.getpid(), number)
     signal.pause()
-target._publish = publish
+target.publish = publish
 main()
 """
     arguments = ["export", str(tmp_path / "store"), str(tmp_path / "out"), "--to", "dcp", str(int(number))]
@@ -506,7 +469,7 @@ def on_a_terminal(columns: int, *arguments: str) -> tuple[int, str]:
 
 
 COMMANDS = ["demo", "ls", "tune", "watch", "show", "verify", "diff", "copy", "rm", "pin", "unpin", "recover"]
-COMMANDS += ["export", "import", "bench run", "bench report", "bench goodput", "bench plot"]
+COMMANDS += ["export", "import", "bench"]
 
 
 @pytest.mark.parametrize("width", [80, 120])

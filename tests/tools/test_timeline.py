@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,12 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
+from examples.paper.lab.timeline import STAGES, TRAINING, Span, Timeline, recorded
 from pccheck_async import CheckpointEngine, CheckpointError, SyncCheckpointEngine
-from pccheck_async.bench.table import TableError
-from pccheck_async.bench.timeline import STAGES, TRAINING, Span, Timeline, lanes, recorded
 from pccheck_async.testing import CrashDisk, CrashWriter
 
 CHUNK = 1 << 20
@@ -134,35 +129,6 @@ def test_it_is_a_chrome_trace(run: Run, tmp_path: Path) -> None:
     assert len(processes) <= 1 + 2  # max_in_flight
 
 
-def test_it_comes_back_from_the_file(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    run.timeline.write(path)
-    zero = min(span.start for span in run.timeline.spans)
-
-    def facts(span: Span, zero: float) -> tuple[object, ...]:
-        times = (round(span.start - zero, 7), round(span.end - zero, 7))
-        return *times, span.name, span.nbytes, span.step or 0, span.counter or 0, span.chunk or 0
-
-    back = Timeline.read(path)
-    assert sorted(facts(span, 0) for span in back.spans) == sorted(facts(span, zero) for span in run.timeline.spans)
-    for text in ("", "[]", '{"traceEvents":[{"ph":"X","ts":"soon"}]}', "\x00"):
-        path.write_text(text)
-        with pytest.raises(TableError, match="no timeline"):
-            Timeline.read(path)
-
-
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)), max_size=30))
-def test_lanes_keep_apart_what_overlaps(items: list[tuple[int, int]]) -> None:
-    times = [(float(start), float(start + length)) for start, length in items]
-    rows = lanes(list(range(len(items))), times)
-    assert sorted(item for row in rows for item in row) == list(range(len(items)))
-    for row in rows:
-        assert all(times[before][1] <= times[after][0] for before, after in itertools.pairwise(row))
-    most = max((sum(start <= at < end for start, end in times) for at in range(41)), default=0)
-    if all(length for _, length in items):
-        assert len(rows) == most
-
-
 def test_through_a_writer_that_is_no_file(tmp_path: Path) -> None:
     """Spans of writes and flushes come from the clock that every writer has, also the doubles for tests."""
     run = Run(tmp_path, steps=2, io=CrashWriter(CrashDisk()))
@@ -190,28 +156,3 @@ def test_only_what_begins_inside_is_recorded(tmp_path: Path) -> None:
     assert set(timeline.checkpoints) == {counter}
     assert {span.name for span in timeline.checkpoints[counter]} == set(STAGES)
     assert [span.name for span in timeline.training] == ["stall"]
-
-
-def test_without_a_recorder_no_span_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*_: object, **__: object) -> None:
-        raise AssertionError("a span was made")
-
-    monkeypatch.setattr("pccheck_async.telemetry.tracing.Span", never)
-    for module in ("core", "stalls"):
-        monkeypatch.setattr(f"pccheck_async.{module}.Span", never)
-    with SyncCheckpointEngine(tmp_path / "store", interval=1) as engine:
-        with engine.step({"x": torch.zeros(10)}, 0):
-            pass
-        engine.drain()
-        assert engine.latest is not None
-        with (
-            recorded(engine),
-            pytest.raises(AssertionError, match="a span was made"),
-            engine.step({"x": torch.zeros(10)}, 1),
-        ):
-            pass
-
-
-def test_the_package_does_not_import_the_benchmarks() -> None:
-    code = "import sys, pccheck_async; sys.exit(any(name.startswith('pccheck_async.bench') for name in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

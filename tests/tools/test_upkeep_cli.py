@@ -14,9 +14,8 @@ from typer.testing import CliRunner, Result
 
 from pccheck_async import CheckpointInfo, SyncCheckpointEngine, describe_checkpoint, list_checkpoints
 from pccheck_async.cli import app
-from pccheck_async.cli.diff import Place, parse_place
-from pccheck_async.cli.output import as_json, created, json_value
-from pccheck_async.cli.show import printable
+from pccheck_async.cli.output import as_json, captured_at, json_value, printable
+from pccheck_async.cli.reading import Place, parse_place
 
 EVIL = "e\x1b[31mv[red]i\nl\u202e\udc80"
 runner = CliRunner()
@@ -349,5 +348,5 @@ def test_what_reaches_the_terminal() -> None:
     assert json_value(math.inf) == "inf"
     assert json_value(10**5000) == hex(10**5000)
     info = CheckpointInfo(step=1, counter=1, nbytes=1, time=1e300)
-    assert created(info) == "?"
+    assert captured_at(info) == "?"
     json.dumps(as_json(info), allow_nan=False)

@@ -24,7 +24,8 @@ from typer.testing import CliRunner
 
 from pccheck_async import SyncCheckpointEngine
 from pccheck_async.cli import app
-from pccheck_async.cli.watch import View, Watch, _line, _panel
+from pccheck_async.cli.watch import View, Watch, panel
+from pccheck_async.cli.watch import line as line_of
 from pccheck_async.medium.status_file import Published, encode_status
 from tests.store.test_status_file import EXAMPLE, published
 
@@ -86,7 +87,7 @@ def test_once_without_an_engine(tmp_path: Path) -> None:
 def test_narrow_terminals(tmp_path: Path, columns: int) -> None:
     """Of what is in flight, nothing is cut off; what has no room is left out."""
     screen = Console(width=columns, record=True, file=StringIO())
-    screen.print(_panel(View(tmp_path, Published(EXAMPLE, alive=True), [], None), columns))
+    screen.print(panel(View(tmp_path, Published(EXAMPLE, alive=True), [], None), columns))
     shown = screen.export_text()
     assert "\u2026" not in shown
     (line,) = (line for line in shown.splitlines() if line.lstrip().startswith("step 9 "))
@@ -106,23 +107,23 @@ def test_control_sequences_and_markup_are_shown_not_obeyed(tmp_path: Path) -> No
     (tmp_path / "status").write_bytes(encode_status(status))
     shown = look(tmp_path)
     assert "\x1b" not in shown.stdout
-    assert shown.stdout.count("[red]?[2J?") == 5
-    assert "\x1b" not in _line(Watch(tmp_path).look())
+    assert shown.stdout.count(r"[red]\x1b[2J\n") == 5
+    assert "\x1b" not in line_of(Watch(tmp_path).look())
 
 
 def test_lines_say_rates_and_what_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
     before = msgspec.structs.replace(EXAMPLE, time=EXAMPLE.time - 4, stall_seconds=1.8, stage_bytes={"write": 1000})
     now = EXAMPLE
     monkeypatch.setattr(time, "time", lambda: now.time)
-    line = _line(View(Path("store"), Published(now, alive=True), now.committed, before))
+    line = line_of(View(Path("store"), Published(now, alive=True), now.committed, before))
     assert line[8:] == (
         " step 12; durable: step 8; in flight: 9 writing 40%; writes 1.0 kB/s; stall 5.0%; "
         "next after step 19, in about 1.8 s"
     )
     stopped = msgspec.structs.replace(now, time=now.time - 60, failure="WriteError: gone")
-    line = _line(View(Path("store"), Published(stopped, alive=True), now.committed, None))
+    line = line_of(View(Path("store"), Published(stopped, alive=True), now.committed, None))
     assert "takes no more commits (WriteError: gone); silent for 60 s; step 12;" in line
-    line = _line(View(Path("store"), Published(now, alive=False), now.committed, None))
+    line = line_of(View(Path("store"), Published(now, alive=False), now.committed, None))
     assert line[8:] == " the engine of process 123 died; in flight was step 9 writing 40%; durable: step 8"
 
 

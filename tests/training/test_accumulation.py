@@ -15,8 +15,9 @@ from torch import nn
 
 from pccheck_async import SyncCheckpointEngine, list_checkpoints
 from pccheck_async.engine.step_hooks import hooks_of
+from pccheck_async.testing.probe import probe
 from pccheck_async.training import accumulation as windows_module
-from pccheck_async.training.accumulation import _PATIENCE
+from pccheck_async.training.accumulation import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -61,7 +62,7 @@ def saved(folder: Path, body: Body, steps: int, *, attach: tuple[str, ...] = (),
 
 
 def windows(**lengths: int) -> Body:
-    """Each part accumulates over so many brackets."""
+    """Each part accumulates over so many contexts."""
 
     def body(parts: dict[str, Part], step: int) -> None:
         for name, length in lengths.items():
@@ -80,7 +81,7 @@ def test_a_checkpoint_waits_for_the_windows_of_all(tmp_path: Path, attach: tuple
 
 
 @pytest.mark.parametrize("attach", [(), ("a",)], ids=["not attached", "attached"])
-def test_of_one_that_is_known_from_the_first_bracket_on(tmp_path: Path, attach: tuple[str, ...]) -> None:
+def test_of_one_that_is_known_from_the_first_context_on(tmp_path: Path, attach: tuple[str, ...]) -> None:
     assert saved(tmp_path, windows(a=3), 7, attach=attach, names="a") == [2, 5]
 
 
@@ -193,33 +194,33 @@ def test_gradients_that_nobody_ever_uses_are_ignored_in_the_end(
         mine.optimizer.step()
 
     with caplog.at_level(logging.WARNING, "pccheck_async"):
-        found = saved(tmp_path, body, _PATIENCE + 3, attach=attach)
-    assert found == list(range(_PATIENCE - 1, _PATIENCE + 3))
+        found = saved(tmp_path, body, PATIENCE + 3, attach=attach)
+    assert found == list(range(PATIENCE - 1, PATIENCE + 3))
     (line,) = [record for record in caplog.records if record.event == "unused_gradients"]  # type: ignore[attr-defined]
-    assert (line.levelname, line.step, line.store) == ("WARNING", _PATIENCE - 1, str(tmp_path))  # type: ignore[attr-defined]
+    assert (line.levelname, line.step, line.store) == ("WARNING", PATIENCE - 1, str(tmp_path))  # type: ignore[attr-defined]
     assert "no step of the Adam has used" in line.getMessage()
     assert ("or attach the optimizers" in line.getMessage()) is not bool(attach)
 
 
 def test_a_window_as_long_as_the_patience_is_waited_for(tmp_path: Path) -> None:
-    assert saved(tmp_path, windows(a=1, b=_PATIENCE), 2 * _PATIENCE, attach=("a", "b")) == [
-        _PATIENCE - 1,
-        2 * _PATIENCE - 1,
+    assert saved(tmp_path, windows(a=1, b=PATIENCE), 2 * PATIENCE, attach=("a", "b")) == [
+        PATIENCE - 1,
+        2 * PATIENCE - 1,
     ]
 
 
 def test_a_longer_window_is_waited_for_once_it_is_known(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Where nothing is attached it is not known before its first step."""
-    length = _PATIENCE + 8
+    length = PATIENCE + 8
     with caplog.at_level(logging.WARNING, "pccheck_async"):
         found = saved(tmp_path, windows(a=length), 3 * length, names="a")
-    assert found == [*range(_PATIENCE - 1, length), 2 * length - 1, 3 * length - 1]
+    assert found == [*range(PATIENCE - 1, length), 2 * length - 1, 3 * length - 1]
     assert [record.event for record in caplog.records] == ["unused_gradients"]  # type: ignore[attr-defined]
 
 
 def test_what_was_not_trained_at_first_has_windows_later(tmp_path: Path) -> None:
     """Its gradients were left over as long as it was not stepped."""
-    first = _PATIENCE + 2
+    first = PATIENCE + 2
 
     def body(parts: dict[str, Part], step: int) -> None:
         parts["a"].backward(step)
@@ -231,29 +232,29 @@ def test_what_was_not_trained_at_first_has_windows_later(tmp_path: Path) -> None
             parts["b"].apply()
 
     found = saved(tmp_path, body, first + 9)
-    assert found[:3] == [_PATIENCE - 1, _PATIENCE, _PATIENCE + 1]
+    assert found[:3] == [PATIENCE - 1, PATIENCE, PATIENCE + 1]
     assert [step - first for step in found if step >= first + 2] == [2, 5, 8]
 
 
-@pytest.mark.parametrize("brackets", [2, 3])
-def test_long_brackets_are_waited_for_only_so_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, brackets: int
+@pytest.mark.parametrize("contexts", [2, 3])
+def test_long_contexts_are_waited_for_only_so_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contexts: int
 ) -> None:
-    monkeypatch.setattr(windows_module, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(windows_module, "PATIENCE_SECONDS", 0.0)
 
     def body(parts: dict[str, Part], step: int) -> None:
         parts["a"].backward(step)
         parts["a"].apply()
         parts["b"].backward(step)
 
-    assert saved(tmp_path, body, brackets) == ([2] if brackets == 3 else [])
+    assert saved(tmp_path, body, contexts) == ([2] if contexts == 3 else [])
 
 
 @pytest.mark.parametrize("attach", [(), ("a", "b")], ids=["none", "both"])
-def test_a_window_of_long_brackets_is_waited_for_once_it_is_known(
+def test_a_window_of_long_contexts_is_waited_for_once_it_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attach: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(windows_module, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(windows_module, "PATIENCE_SECONDS", 0.0)
     found = saved(tmp_path, windows(a=1, b=32), 128, attach=attach)
     assert found == [*range(2, 32), 63, 95, 127]
 
@@ -264,8 +265,8 @@ def test_what_is_left_over_in_one_ends_no_windows_of_another(tmp_path: Path, att
         windows(a=1, b=3)(parts, step)
         parts["c"].backward(step)
 
-    found = saved(tmp_path, body, _PATIENCE + 12, attach=attach, names="abc")
-    assert found == [step for step in range(_PATIENCE - 1, _PATIENCE + 12) if step % 3 == 2]
+    found = saved(tmp_path, body, PATIENCE + 12, attach=attach, names="abc")
+    assert found == [step for step in range(PATIENCE - 1, PATIENCE + 12) if step % 3 == 2]
 
 
 @pytest.mark.parametrize("to_none", [False, True])
@@ -297,7 +298,7 @@ def test_gradients_that_are_zeroed_after_a_step_hold_nothing_up(tmp_path: Path, 
     assert saved(tmp_path, in_turns, 4, attach=attach) == [0, 1, 2, 3]
 
 
-def test_steps_outside_of_brackets_end_no_window(tmp_path: Path) -> None:
+def test_steps_outside_of_contexts_end_no_window(tmp_path: Path) -> None:
     part = Part()
     found = []
     with SyncCheckpointEngine(tmp_path, interval=1) as engine:
@@ -313,7 +314,7 @@ def test_steps_outside_of_brackets_end_no_window(tmp_path: Path) -> None:
     assert found == [False, True, False, True]
 
 
-def test_a_step_counts_for_all_brackets_around_it(tmp_path: Path) -> None:
+def test_a_step_counts_for_all_contexts_around_it(tmp_path: Path) -> None:
     part = Part()
     state = state_of({"a": part})
     with SyncCheckpointEngine(tmp_path, interval=1000) as engine:
@@ -450,7 +451,7 @@ def test_a_wrapper_with_hooks_of_its_own_is_what_is_attached(tmp_path: Path) -> 
     wrapped = Lookahead(part.optimizer)
     with SyncCheckpointEngine(tmp_path, interval=1) as engine:
         engine.attach(wrapped)
-        assert engine._core.guard.optimizers == [wrapped]
+        assert probe(engine).core.guard.optimizers == [wrapped]
         with engine.step({"model": part.model, "optimizer": wrapped}, 0) as this:
             part.backward(0)
             wrapped.step()
@@ -484,7 +485,7 @@ def test_looking_for_optimizers_ends(tmp_path: Path) -> None:
     for inner in wide.values():
         for name in inner:
             inner[name] = Counting(inner[name])
-    assert list(windows_module._optimizers({"wide": wide})) == []
+    assert list(windows_module.optimizers_in({"wide": wide})) == []
     assert looked < 1000
 
 
@@ -502,7 +503,7 @@ def test_an_attached_optimizer_that_is_replaced(tmp_path: Path) -> None:
                     part.backward(step)
                     part.apply()
             whole.append(this.whole)
-            assert engine._core.guard.optimizers == [part.optimizer]
+            assert probe(engine).core.guard.optimizers == [part.optimizer]
     assert whole == [True, False, True]
 
 
@@ -531,7 +532,7 @@ def test_optimizers_join_one_that_is_attached_later(tmp_path: Path) -> None:
             with engine.step(state_of(parts), step):
                 if step == 0:
                     engine.attach(parts["a"].optimizer)
-        assert set(engine._core.guard.optimizers) == {part.optimizer for part in parts.values()}
+        assert set(probe(engine).core.guard.optimizers) == {part.optimizer for part in parts.values()}
 
 
 def test_after_the_last_attached_optimizer_is_gone_nobody_is_waited_for(tmp_path: Path) -> None:
@@ -577,7 +578,7 @@ def test_wrappers_that_are_none(tmp_path: Path) -> None:
             assert this.whole
 
 
-def test_a_state_without_optimizers_is_whole_after_every_bracket(tmp_path: Path) -> None:
+def test_a_state_without_optimizers_is_whole_after_every_context(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, interval=1) as engine:
         for step in range(3):
             with engine.step({"x": torch.ones(3), "many": [1] * 1000}, step) as this:
@@ -614,7 +615,7 @@ def test_closing_lets_go(tmp_path: Path) -> None:
         with engine.step({"optimizer": part.optimizer}, 0):
             pass
         hooks = hooks_of(part.optimizer)
-        assert hooks._before
-        assert hooks._after
-    assert not hooks._before
-    assert not hooks._after
+        assert hooks.before
+        assert hooks.after
+    assert not hooks.before
+    assert not hooks.after

@@ -23,9 +23,10 @@ import torch
 import uvloop
 
 from pccheck_async import CheckpointEngine, CheckpointError, SyncCheckpointEngine, list_checkpoints, load_sync
-from pccheck_async.medium import Writer
-from pccheck_async.medium.files import PosixWriter
+from pccheck_async.medium import Medium
+from pccheck_async.medium.files import Files
 from pccheck_async.testing import ThrottledWriter
+from pccheck_async.testing.probe import probe
 from pccheck_async.training import preemption
 from pccheck_async.transfer.memory import PAGE_BYTES
 from pccheck_async.transfer.operations.base import Operations
@@ -145,8 +146,8 @@ def check_saved(folder: Path, step: int) -> None:
     assert torch.equal(state["weight"], torch.full_like(state["weight"], step + 1.0))
 
 
-def throttled(path: str, operations: Operations) -> Writer:
-    return ThrottledWriter(PosixWriter(path, operations), total=4e6)
+def throttled(path: str, operations: Operations) -> Medium:
+    return ThrottledWriter(Files(path, operations), total=4e6)
 
 
 def when(condition: Callable[[], bool], action: Callable[[], None]) -> None:
@@ -310,7 +311,7 @@ def test_a_handler_from_before_is_called_and_decides(tmp_path: Path) -> None:
             assert engine.latest
             assert engine.latest.step == 0
             assert signal.getsignal(signal.SIGTERM) == before
-            engine._core.preemption.limit(time.monotonic())  # the deadline has passed
+            probe(engine).training.preemption.limit(time.monotonic())  # the deadline has passed
             with engine.step(model.state, 1):  # it goes on, and so may drains
                 model.train(1)
             stuck.writer.hold("flush")
@@ -358,7 +359,7 @@ def test_closing_ends_at_its_own_time_where_that_comes_first(tmp_path: Path) -> 
         engine.checkpoint(model.state, step=0)
         stuck.writer.wait_stuck()
         os.kill(os.getpid(), signal.SIGTERM)
-        while not engine._core.preemption._limited:
+        while not probe(engine).training.preemption.limited:
             time.sleep(0.001)
         with pytest.raises(CheckpointError, match="still being written"):
             engine.close(deadline=0.1)
@@ -596,7 +597,7 @@ def test_a_signal_while_the_engine_closes(tmp_path: Path) -> None:
                 wait_preempted(engine)
                 stuck.writer.release()
 
-            when(lambda: engine._core._state == "closing", interrupt)
+            when(lambda: probe(engine).core.state == "closing", interrupt)
         tell("went on")
 
     trainer = Trainer(tmp_path, body)
@@ -605,7 +606,7 @@ def test_a_signal_while_the_engine_closes(tmp_path: Path) -> None:
     check_saved(tmp_path / "store", 0)
 
 
-def test_a_loop_without_brackets(tmp_path: Path) -> None:
+def test_a_loop_without_contexts(tmp_path: Path) -> None:
     def body(tell: Tell) -> None:
         model = Model()
         with SyncCheckpointEngine(tmp_path / "store") as engine:
@@ -783,15 +784,15 @@ def test_of_several_deadlines_the_first_counts(tmp_path: Path) -> None:
             two.on_preemption(signal.SIGUSR1, deadline=20.0)
             os.kill(os.getpid(), signal.SIGUSR1)
             assert one.preempted
-            assert one._core.preemption.request is two._core.preemption.request
-            request = one._core.preemption.request
+            first, second = probe(one).training.preemption, probe(two).training.preemption
+            assert first.request is second.request
+            request = first.request
             assert request is not None
             assert request.seconds == 20.0
         finally:
             for each in (one, two):
-                preemption._signals.forget(each._core.preemption)
-            if request is not None:
-                preemption._signals.drop(request)
+                with probe(each).training.ending(go=False):
+                    pass
             signal.signal(signal.SIGUSR1, before)
 
 

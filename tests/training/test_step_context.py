@@ -1,4 +1,4 @@
-"""What brackets around training steps make of a policy."""
+"""What contexts around training steps make of a policy."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ from pccheck_async import (
 )
 from pccheck_async.engine.policy import Decision, SaveReport, StepReport
 from pccheck_async.testing import CrashDisk, CrashWriter, StuckWriter
+from pccheck_async.testing.probe import probe
 from pccheck_async.training.policy import (
     EverySteps,
     PCcheckInterval,
 )
-from pccheck_async.training.step_context import TrainingStep
+from pccheck_async.training.run import TrainingStep
 from tests.engine.test_inline_capture_engine import FOLDER, small
 from tests.support.devices import Device
 from tests.support.training_simulator import Machine, Simulator
@@ -41,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 
 class Model:
-    """A model whose optimizer steps at the end of windows of so many brackets."""
+    """A model whose optimizer steps at the end of windows of so many contexts."""
 
     def __init__(self, window: int) -> None:
         self.window = window
@@ -434,7 +435,7 @@ def test_leaving_that_is_cancelled_aborts_what_is_in_flight(tmp_path: Path) -> N
         leaving = asyncio.create_task(engine.__aexit__(None, None, None))
         await asyncio.to_thread(device.writer.wait_stuck)
         leaving.cancel()
-        (saving,) = engine._core.pipeline.scheduler._tasks.values()
+        (saving,) = probe(engine).tasks
         while not saving.cancelling():  # noqa: ASYNC110 - of the engine's loop
             await asyncio.sleep(0)
         device.writer.release()

@@ -34,9 +34,9 @@ from pccheck_async import (
     read_tuning,
 )
 from pccheck_async.engine.config import EngineConfig
-from pccheck_async.medium import Writer
-from pccheck_async.medium.files import PosixWriter
-from pccheck_async.medium.scratch import free_bytes
+from pccheck_async.medium import Medium
+from pccheck_async.medium.files import Files
+from pccheck_async.medium.filesystem import free_bytes
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, ThrottledWriter
 from pccheck_async.transfer.machine import available_cores
 from pccheck_async.transfer.operations.base import Operations
@@ -49,15 +49,15 @@ SHORT = 0.1
 """Seconds: as little as the tuner does."""
 
 
-def fails_in(number: int) -> Callable[[str, Operations], Writer]:
+def fails_in(number: int) -> Callable[[str, Operations], Medium]:
     """Makes writers, of which the one with this number fails: its second write, and all after it."""
     made = 0
 
-    def make(folder: str, operations: Operations) -> Writer:
+    def make(folder: str, operations: Operations) -> Medium:
         nonlocal made
         made += 1
         fail_at = 2 if made == number else None
-        return FailingWriter(PosixWriter(folder, operations), fail_at=fail_at, kinds={"write"}, stays=True)
+        return FailingWriter(Files(folder, operations), fail_at=fail_at, kinds={"write"}, stays=True)
 
     return make
 
@@ -149,8 +149,8 @@ def test_a_store_is_left_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_only_a_sample_of_a_large_checkpoint_is_written(tmp_path: Path) -> None:
-    def io(folder: str, operations: Operations) -> Writer:
-        return ThrottledWriter(PosixWriter(folder, operations), total=200e6)
+    def io(folder: str, operations: Operations) -> Medium:
+        return ThrottledWriter(Files(folder, operations), total=200e6)
 
     with SyncCheckpointEngine(tmp_path, io=io, host_memory=MIB) as engine:
         tuning = engine.tune(nbytes=512 * MIB, budget_seconds=SHORT)
@@ -163,9 +163,9 @@ def test_only_a_sample_of_a_large_checkpoint_is_written(tmp_path: Path) -> None:
     assert "does not fit" in tuning.reasons["host_memory"]
 
 
-def capped(folder: str, operations: Operations) -> Writer:
+def capped(folder: str, operations: Operations) -> Medium:
     """A disk that gives each file a quarter of what it has."""
-    return ThrottledWriter(PosixWriter(folder, operations), per_stream=100e6, total=400e6)
+    return ThrottledWriter(Files(folder, operations), per_stream=100e6, total=400e6)
 
 
 @pytest.mark.slow
@@ -197,8 +197,8 @@ def test_on_a_device_that_caps_each_stream_the_tuned_engine_is_twice_as_fast(tmp
 
 @pytest.mark.slow
 def test_a_device_that_one_stream_saturates_gets_few(tmp_path: Path) -> None:
-    def io(folder: str, operations: Operations) -> Writer:
-        return ThrottledWriter(PosixWriter(folder, operations), total=100e6)
+    def io(folder: str, operations: Operations) -> Medium:
+        return ThrottledWriter(Files(folder, operations), total=100e6)
 
     tuning = tune_blocking(tmp_path, nbytes=4 * MIB, io=io, budget_seconds=SHORT)
     assert tuning.settings["max_in_flight"] <= 2

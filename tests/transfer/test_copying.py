@@ -26,30 +26,28 @@ from hypothesis import strategies as st
 
 from pccheck_async import SyncCheckpointEngine, WriteError, load_sync
 from pccheck_async.engine import assembly as pipeline
-from pccheck_async.engine.capture import Capture, Snapshot
+from pccheck_async.engine.capture import Capture
 from pccheck_async.errors import CheckpointError
 from pccheck_async.format.checksum import crc32
-from pccheck_async.medium import Writer
-from pccheck_async.medium.files import PosixWriter
+from pccheck_async.medium import Medium
+from pccheck_async.medium.files import Files
 from pccheck_async.state.save.flatten import ArrayLeaf
 from pccheck_async.state.sources import HOST, PackedSource, RawSource, Sources
 from pccheck_async.state.storages import arrange
 from pccheck_async.testing import FailingWriter
 from pccheck_async.transfer import pool as pool_module
-from pccheck_async.transfer.copying import CopyBackend, CudaCopy, HostCopy, cuda_device, kernel, lanes, make_backend
-from pccheck_async.transfer.copying.cuda_device import CudaDevice
-from pccheck_async.transfer.copying.lanes import Lane
-from pccheck_async.transfer.copying.load_runtime import load
-from pccheck_async.transfer.copying.runtime import TorchRuntime
+from pccheck_async.transfer.copying import CopyBackend, CudaCopy, HostCopy, lanes, make_backend
+from pccheck_async.transfer.copying.cuda_device import CudaDevice, load
+from pccheck_async.transfer.copying.lanes import Lane, compacted, gaps, joined, merged, moves, split
+from pccheck_async.transfer.copying.runtime import MOVE_SOURCE, TorchRuntime
 from pccheck_async.transfer.copying.snapshot import Account, DeviceMemory, DeviceMode, Pace, decide, spare
-from pccheck_async.transfer.copying.tables import compacted, gaps, joined, merged, moves, split
 from pccheck_async.transfer.memory import address_of, aligned_buffer
 from pccheck_async.transfer.operations.base import Operations
 from pccheck_async.transfer.operations.python import PythonOperations, gather
 from pccheck_async.transfer.plan import Planner
 from pccheck_async.transfer.pool import BufferPool
 from pccheck_async.transfer.segments import PackedPiece, Segments, Table
-from tests.conftest import ENGINES, need
+from tests.conftest import BACKENDS, need
 from tests.support.played_cuda import Library, played, using
 from tests.support.pretend_device import PretendDevice, PretendStream, keep_on
 
@@ -138,7 +136,7 @@ class Bench:
 MakeBench = Callable[..., Any]
 
 
-KINDS = [(kind, io) for io in ENGINES for kind in ("host", "pretend")]
+KINDS = [(kind, io) for io in BACKENDS for kind in ("host", "pretend")]
 PLAYED: list[Library] = ["torch", "cupy", "cupy without a compiler"]
 
 
@@ -159,7 +157,7 @@ def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     async def make(
         mode: DeviceMode = "stream", buffer_bytes: int = 1 * MIB, buffers: int = 4, refuse: bool = False
     ) -> AsyncIterator[Bench]:
-        operations = ENGINES[io](io_threads=1, copy_threads=2)
+        operations = BACKENDS[io](io_threads=1, copy_threads=2)
         pretended = [PretendDevice(0), PretendDevice(1)] if kind == "pretend" else []
         registering: list[Any] = [*pretended, *cuda]
         for device in registering:
@@ -254,7 +252,7 @@ def test_gather(
     async def test() -> None:
         async with bench(refuse=refuse) as it:
             layout = Layout(it, seed, nbytes, sizes, every=not only)
-            await it.backend.settle(it.backend.admit(layout.devices))
+            await it.backend.order_after(it.backend.admit(layout.devices))
             lease = await it.pool.lease()
             lease.view[:] = b"\xee" * len(lease.view)
             into = lease.view[:nbytes]
@@ -277,7 +275,7 @@ def test_scatter(bench: MakeBench, seed: int, nbytes: int, sizes: tuple[int, ...
             layout = Layout(it, seed, nbytes, sizes)
             for place, owner, _, length in layout.owners:
                 place.write_later(owner, bytes(length))
-            await it.backend.settle(it.backend.admit(layout.devices))
+            await it.backend.order_after(it.backend.admit(layout.devices))
             lease = await it.pool.lease()
             source = lease.view[:nbytes]
             source[:] = layout.expected
@@ -288,7 +286,7 @@ def test_scatter(bench: MakeBench, seed: int, nbytes: int, sizes: tuple[int, ...
             assert all(place.get(owner) != layout.expected[o : o + n] for place, owner, o, n in layout.owners if n > 8)
             for place, owner, _, length in layout.owners:
                 place.write_later(owner, b"z" * length)
-            await it.backend.settle(it.backend.admit(layout.devices))
+            await it.backend.order_after(it.backend.admit(layout.devices))
             await it.backend.scatter(source, crc32(source), table, layout.sources)
             assert all(place.get(owner) == layout.expected[o : o + n] for place, owner, o, n in layout.owners)
             it.check()
@@ -306,7 +304,7 @@ def test_scatter_of_what_is_wanted_twice(bench: MakeBench) -> None:
             owners = [place.put(bytes(length), offset % 16) for offset, length in ranges]
             table = np.array([(address, *one) for (address, _), one in zip(owners, ranges, strict=True)], np.uint64)
             there = Segments(table.tobytes()) if place.device == HOST else Segments(devices={place.device: table})
-            await it.backend.settle(it.backend.admit(set(there.devices)))
+            await it.backend.order_after(it.backend.admit(set(there.devices)))
             await it.backend.scatter(lease.view, crc32(lease.view), there, owners)
             for (_, owner), (offset, length) in zip(owners, ranges, strict=True):
                 assert place.get(owner) == lease.view[offset : offset + length]
@@ -323,7 +321,7 @@ def test_ten_thousand_small_segments(bench: MakeBench) -> None:
             count = np.arange(10_000)
             table = np.stack((address + 64 * count[::-1], 100 * count, np.full(10_000, 60)), axis=1).astype(np.uint64)
             there = Segments(table.tobytes()) if place.device == HOST else Segments(devices={place.device: table})
-            await it.backend.settle(it.backend.admit(set(there.devices)))
+            await it.backend.order_after(it.backend.admit(set(there.devices)))
             into = (await it.pool.lease()).view
             assert await it.backend.gather(there, into, owner) == crc32(into)
             expected = np.zeros(len(into), np.uint8)
@@ -341,7 +339,7 @@ def test_chunks_beside_each_other(bench: MakeBench) -> None:
     async def test() -> None:
         async with bench(buffers=20, buffer_bytes=512 * KIB) as it:
             layouts = [Layout(it, seed, 512 * KIB, (3, 100, 9000, 300_000), every=seed % 2 == 0) for seed in range(20)]
-            await it.backend.settle(it.backend.admit({device for layout in layouts for device in layout.devices}))
+            await it.backend.order_after(it.backend.admit({device for layout in layouts for device in layout.devices}))
             leases = [await it.pool.lease() for _ in layouts]
             async with asyncio.TaskGroup() as group:
                 for lease, layout in zip(leases, layouts, strict=True):
@@ -381,7 +379,7 @@ def test_cancelled_copies_have_ended(bench: MakeBench, refuse: bool) -> None:
             layout = Layout(it, 5, 1 * MIB, (300_000, 1000))
             for place, owner, _, length in layout.owners:
                 place.write_later(owner, b"z" * length)  # takes a while
-            await it.backend.settle(it.backend.admit(layout.devices))
+            await it.backend.order_after(it.backend.admit(layout.devices))
             lease = await it.pool.lease()
             table = layout.segments._replace(packed=())
             for turns in range(1, 5):
@@ -434,7 +432,10 @@ class Saving:
         self.copied = 0
         self.it = it
         admission = it.backend.admit(sources.devices)
-        self.capture = Capture(Snapshot(None, self.layout, admission), self.plan, it.backend, self._note)
+        self.capture = Capture(None, self.layout, it.backend, admission)
+
+    async def begin(self) -> None:
+        await self.capture.begin(self.plan, self._note)
 
     def _note(self) -> None:
         assert self.captured_after is None
@@ -443,7 +444,7 @@ class Saving:
     async def chunk(self, index: int) -> None:
         chunk = self.plan.chunks[index]
         lease = await self.it.pool.lease()
-        await self.capture.chunk(index, chunk, lease.view[: chunk.nbytes])
+        await self.capture.copy(index, lease.view[: chunk.nbytes])
         self.copied += 1
         self.payload[chunk.offset : chunk.offset + chunk.nbytes] = lease.view[: chunk.nbytes]
         lease.release()
@@ -466,7 +467,7 @@ def test_capture_without_a_snapshot(bench: MakeBench) -> None:
         async with bench("stream") as it:
             sources, owners = leaves_on(it.places[-1], 20)
             saving = Saving(it, sources)
-            await saving.capture.begin()
+            await saving.begin()
             assert saving.captured_after is None
             await saving.all()
             assert saving.stored() == [data for _, data in owners]
@@ -510,7 +511,7 @@ def test_a_snapshot_is_out_of_reach(devices: list[PretendDevice]) -> None:
             sources.add(host_address, 4, counter)
             nbytes = int(sources.lengths.sum()) - 4
             saving = Saving(it, sources)
-            await saving.capture.begin()
+            await saving.begin()
             assert saving.captured_after == 0
             for owner, _ in owners:
                 owner[:] = 0
@@ -542,7 +543,7 @@ def test_a_snapshot_waits_for_what_was_admitted_and_nothing_later(devices: list[
             saving = Saving(it, sources)
             for owner, data in owners:
                 it.places[1].write_later(owner, bytes(len(data)))
-            await saving.capture.begin()
+            await saving.begin()
             await saving.all()
             assert it.backend.statistics().snapshots == 1
             assert saving.stored() == [data for _, data in owners]
@@ -558,7 +559,7 @@ def test_a_snapshot_of_two_devices(devices: list[PretendDevice]) -> None:
             for address, nbytes, owner, device in others:  # type: ignore[misc]
                 sources.add_device(address, nbytes, owner, device)
             saving = Saving(it, sources)
-            await saving.capture.begin()
+            await saving.begin()
             assert saving.captured_after == 0
             for owner, _ in owners + more:
                 owner[:] = 0
@@ -577,7 +578,7 @@ def test_copies_that_block_do_not_block_the_loop(devices: list[PretendDevice]) -
             devices[0].refuse_to_register = True
             sources, owners = leaves_on(it.places[1], 20)
             saving = Saving(it, sources)
-            await saving.capture.begin()
+            await saving.begin()
             lease = await it.pool.lease()  # refused: from now on copies block
             lease.release()
             devices[0].pause()
@@ -611,7 +612,7 @@ def test_a_lane_without_memory_does_not_ask_again_at_once(devices: list[PretendD
         async with pretending(devices, "stream") as it:
             sources, owners = leaves_on(it.places[1], 200)
             saving = Saving(it, sources)
-            await saving.capture.begin()
+            await saving.begin()
             await saving.all()
             assert saving.stored() == [data for _, data in owners]
             assert len(saving.plan.chunks) > len(asked) == 2  # lanes
@@ -632,7 +633,7 @@ def test_where_memory_is_short_the_state_is_streamed(devices: list[PretendDevice
             devices[1].memory = lambda: claimed  # type: ignore[method-assign]
             devices[1].capacity = 1 * MIB
             saving = Saving(it, sources)
-            await saving.capture.begin()
+            await saving.begin()
             assert saving.captured_after is None
             for owner, _ in owners:
                 owner[:] = 0
@@ -694,7 +695,7 @@ def test_no_memory_for_a_scratch_image(devices: list[PretendDevice]) -> None:
         async with pretending(devices, "auto") as it:
             sources, owners = leaves_on(it.places[1], 9)
             saving = Saving(it, sources)
-            await saving.capture.begin()
+            await saving.begin()
             await saving.all()
             assert saving.stored() == [data for _, data in owners]
             assert it.backend.statistics().device_peak_bytes == 0
@@ -726,14 +727,14 @@ def test_the_rule_is_fed_by_what_was_measured(devices: list[PretendDevice]) -> N
             for _ in range(3):
                 sources, owners = leaves_on(it.places[1], 9)
                 saving = Saving(it, sources)
-                await saving.capture.begin()
+                await saving.begin()
                 taken.append(it.backend.statistics().snapshots)
                 await saving.all()
                 assert saving.stored() == [data for _, data in owners]
             assert taken == [0, 1, 2]
             devices[0].peak = 63 * MIB  # training took that much in between
             saving = Saving(it, leaves_on(it.places[1], 9)[0])
-            await saving.capture.begin()
+            await saving.begin()
             assert it.backend.statistics().snapshots == 2
             assert "leaves" in it.backend.statistics().reason
             await saving.all()
@@ -746,7 +747,7 @@ def test_cancelled_snapshots_have_ended(devices: list[PretendDevice]) -> None:
         async with pretending(devices, "snapshot") as it:
             sources, _ = leaves_on(it.places[1], 9)
             saving = Saving(it, sources)
-            beginning = asyncio.create_task(saving.capture.begin())
+            beginning = asyncio.create_task(saving.begin())
             await asyncio.sleep(0)
             beginning.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -779,7 +780,7 @@ def test_an_error_of_the_device_is_a_checkpoint_error(devices: list[PretendDevic
         async with pretending(devices, "stream") as it:
             sources, _ = leaves_on(it.places[1], 9)
             saving = Saving(it, sources)
-            await saving.capture.begin()
+            await saving.begin()
             await saving.chunk(0)
 
             def fail(rows: Table) -> None:
@@ -854,7 +855,7 @@ def test_buffers_are_registered_in_slabs_that_double(
 ) -> None:
     """A call for each takes its time; all at once would take memory that a small state never needs."""
 
-    monkeypatch.setattr(pool_module, "_LARGEST_SLAB", most * 4 * KIB)
+    monkeypatch.setattr(pool_module, "LARGEST_SLAB", most * 4 * KIB)
 
     async def lease(pool: BufferPool) -> None:
         view = (await pool.lease()).view
@@ -941,9 +942,7 @@ void launch(const unsigned long long *table, unsigned blocks, unsigned threads)
 def test_the_kernel_moves_every_byte_whatever_the_alignment(tmp_path: Path) -> None:
     """Its threads do not talk to each other, so a host can play them one after the other."""
     source = tmp_path / "move.c"
-    source.write_text(
-        HARNESS.format(source=kernel.MOVE_SOURCE.replace('extern "C"', "").replace("#pragma unroll 4", ""))
-    )
+    source.write_text(HARNESS.format(source=MOVE_SOURCE.replace('extern "C"', "").replace("#pragma unroll 4", "")))
     flags = ("-std=gnu11", "-O1", "-fPIC", "-fsanitize=alignment")
     subprocess.run([str(CC), *flags, "-c", source, "-o", tmp_path / "move.o"], check=True)
     subprocess.run([str(CC), "-shared", tmp_path / "move.o", "-o", tmp_path / "move.so"], check=True)
@@ -991,7 +990,7 @@ def test_streams_are_kept_for_the_next_engine(
                 it = Bench(operations, backend, [Place()], pool)
                 sources, owners = leaves_on(Place(0), 20)
                 saving = Saving(it, sources)
-                await saving.capture.begin()
+                await saving.begin()
                 await saving.all()
                 assert saving.stored() == [data for _, data in owners]
                 assert backend.statistics().snapshots == 1
@@ -1073,13 +1072,16 @@ def test_torch_copies_in_place_and_leaves_the_waiting_to_the_driver(monkeypatch:
 def test_a_stream_without_memory_for_a_table_does_not_ask_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def full(device: object, nbytes: int) -> Any:
-        asked.append(nbytes)
-        raise MemoryError("out of memory")
-
-    monkeypatch.setattr(cuda_device, "_Block", full)
     with played("cupy", monkeypatch):
-        stream = CudaDevice(0).stream()
+        empty, stream = torch.empty, CudaDevice(0).stream()
+
+        def full(nbytes: int, **options: Any) -> Any:
+            if "device" not in options:
+                return empty(nbytes, **options)
+            asked.append(nbytes)
+            raise torch.cuda.OutOfMemoryError
+
+        monkeypatch.setattr(torch, "empty", full)
         source, into = Place().put(b"a" * 1000), Place().put(bytes(1000))
         for _ in range(3):
             stream.move(stream.prepare(np.array([(into[0], source[0], 1000)], np.uint64)))
@@ -1351,8 +1353,8 @@ def test_a_failed_checkpoint_keeps_no_device_memory(tmp_path: Path, engine_on: P
         creating = 0  # an existing store is opened without a write
         assert engine.latest is None
 
-    def failing(path: str, operations: Operations) -> Writer:
-        return FailingWriter(PosixWriter(path, operations), fail_at=creating + 1, kinds=("write",))
+    def failing(path: str, operations: Operations) -> Medium:
+        return FailingWriter(Files(path, operations), fail_at=creating + 1, kinds=("write",))
 
     few: dict[str, Any] = {"chunk_bytes": 256 * KIB, "host_memory": 512 * KIB}
     with SyncCheckpointEngine(tmp_path, device="snapshot", io=failing, **few) as engine:

@@ -23,8 +23,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pccheck_async import CheckpointError, SyncCheckpointEngine, TornCaptureError, list_checkpoints, load_sync
-from pccheck_async.state.save import eager as aside
+from pccheck_async.state.save import split
 from pccheck_async.state.sources import HOST, RawSource, Sources
+from pccheck_async.testing.probe import probe
 from pccheck_async.transfer.copying import Fence
 from pccheck_async.transfer.copying.snapshot import DeviceMode
 from tests.support.pretend_device import Place, PretendDevice, PretendStream, keep_on
@@ -296,7 +297,7 @@ def test_a_capture_that_is_not_queued_in_time_is_abandoned(tmp_path: Path, monke
     with training(tmp_path, monkeypatch, chunk_bytes=256 * KIB, host_memory=512 * KIB, max_stall=0.01) as it:
         it.pause()
         pending, _ = it.checkpoint(0)
-        scheduler = it.engine._core.pipeline.scheduler
+        scheduler = probe(it.engine).scheduler
         abandon = scheduler.abandon
 
         async def abandon_and_resume(*arguments: Any) -> bool:
@@ -330,13 +331,13 @@ def test_fences_are_joined_by_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(done) == ["a", "a", "b", "b", "c"]
 
 
-def test_what_is_set_aside_on_a_device_keeps_what_it_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_on_a_device_keeps_what_it_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its copy is queued on the current stream; nobody may get memory of another stream before that is over."""
-    monkeypatch.setattr(aside, "device_bytes", lambda address, nbytes, *_: torch.zeros(nbytes, dtype=torch.uint8))
+    monkeypatch.setattr(split, "device_bytes", lambda address, nbytes, *_: torch.zeros(nbytes, dtype=torch.uint8))
     storage = torch.arange(100.0).untyped_storage()
     alive = weakref.ref(storage)
     sources = Sources([RawSource(storage.data_ptr(), 400, storage, 0)])
-    copied, left = aside.set_aside(sources, np.ones(1, np.bool_))
+    copied, left = split.copy_small(sources, np.ones(1, np.bool_))
     assert not left.any()
     sources.release()
     del storage, sources
@@ -360,17 +361,17 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def test_small_tensors_of_a_device_are_set_aside_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_tensors_of_a_device_are_copied_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there are: an operation takes some microseconds of the training thread, and of the device."""
 
     def flat(address: int, nbytes: int, *_: Any) -> torch.Tensor:
         return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
-    monkeypatch.setattr(aside, "device_bytes", flat)
+    monkeypatch.setattr(split, "device_bytes", flat)
     tensors = [torch.arange(length, dtype=torch.uint8) for length in (1, 4, 15, 16, 17, 64, 100)]
     sources = Sources([RawSource(each.data_ptr(), each.nbytes, each, 0) for each in tensors])
     with Operations() as seen:
-        copied, _ = aside.set_aside(sources, np.ones(len(tensors), np.bool_))
+        copied, _ = split.copy_small(sources, np.ones(len(tensors), np.bool_))
     assert len(seen.names) == 2, seen.names
     for tensor, address in zip(tensors, copied.addresses.tolist(), strict=True):
         assert address % 16 == copied.addresses[0] % 16

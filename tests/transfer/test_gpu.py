@@ -15,10 +15,10 @@ import torch
 
 from pccheck_async import CheckpointEngine, CheckpointError, SyncCheckpointEngine, list_checkpoints, load_sync
 from pccheck_async.format import dtypes
-from pccheck_async.state.restore import allocation
-from pccheck_async.state.sources import as_bits
-from pccheck_async.transfer.copying import cuda_device
-from pccheck_async.transfer.copying.load_runtime import load
+from pccheck_async.state.restore.arrays import Allocation
+from pccheck_async.state.sources import HOST, as_bits
+from pccheck_async.state.targets import Target
+from pccheck_async.transfer.copying.cuda_device import CudaDevice, CudaStream, load
 from pccheck_async.transfer.copying.snapshot import DeviceMode
 from tests.support.played_cuda import using
 from tests.support.state_strategies import difference, tensor_of
@@ -217,16 +217,17 @@ def test_an_optimizer_comes_back(tmp_path: Path, mode: DeviceMode, monkeypatch: 
         train(model, optimizer, range(3, 5))
         engine.drain()
         resumed, fresh = build()
-        made: list[torch.device] = []
-        allocated = allocation._allocate
+        made: list[str] = []
+        targets = Allocation.targets
 
-        def allocate(entries: Any, device: torch.device) -> Any:
-            made.append(device)
-            return allocated(entries, device)
+        def noting(allocation: Allocation) -> Iterator[Target]:
+            for target in targets(allocation):
+                made.append("host" if target.device == HOST else "cuda")
+                yield target
 
-        monkeypatch.setattr(allocation, "_allocate", allocate)
+        monkeypatch.setattr(Allocation, "targets", noting)
         engine.restore({"model": resumed, "optimizer": fresh})
-        assert [device.type for device in made].count("cuda") == 2 * 4  # two moments of each: read straight into place
+        assert made.count("cuda") == 2 * 4  # two moments of each: read straight into place
         train(resumed, fresh, range(3, 5))
     assert not difference(on_host(model.state_dict()), on_host(resumed.state_dict()))
     assert not difference(on_host(optimizer.state_dict()), on_host(fresh.state_dict()))
@@ -381,13 +382,13 @@ def test_without(tmp_path: Path, mode: DeviceMode, broken: str, monkeypatch: pyt
         raise MemoryError("out of memory")
 
     if broken == "registration":
-        monkeypatch.setattr(cuda_device.CudaDevice, "register", refuse)
+        monkeypatch.setattr(CudaDevice, "register", refuse)
     elif broken == "compiler":
         monkeypatch.setattr(type(load()), "kernel", lambda *_: None)
     elif broken == "table":
-        monkeypatch.setattr(cuda_device._Stream, "_table_of", full)
+        monkeypatch.setattr(CudaStream, "table_of", full)
     else:
-        monkeypatch.setattr(cuda_device._Stream, "allocate", full)
+        monkeypatch.setattr(CudaStream, "allocate", full)
     state = {"large": torch.rand(5 * MIB, device="cuda")} | {
         str(n): torch.rand(n + 1, device="cuda") for n in range(300)
     }

@@ -57,10 +57,10 @@ def test_a_contiguous_buffer_lies_inside_one_huge_page_where_it_fits(nbytes: int
         buffer[-1:] = b"x"
         first = address_of(buffer)
         assert first % PAGE_BYTES == 0
-        if nbytes <= HUGE <= memory._MOST_HUGE_BYTES:
+        if nbytes <= HUGE <= memory.MOST_HUGE_BYTES:
             assert first // HUGE == (first + nbytes - 1) // HUGE
 
 
 def test_a_contiguous_buffer_is_small_where_huge_pages_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_MOST_HUGE_BYTES", HUGE - 1)
+    monkeypatch.setattr(memory, "MOST_HUGE_BYTES", HUGE - 1)
     assert memoryview(contiguous_buffer(PAGE_BYTES).obj).nbytes == PAGE_BYTES

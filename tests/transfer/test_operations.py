@@ -1,4 +1,4 @@
-"""One conformance suite for all engines, on all loops; then what only the extension has."""
+"""One conformance suite for both backends, on all loops."""
 
 from __future__ import annotations
 
@@ -6,83 +6,50 @@ import asyncio
 import ctypes
 import errno
 import fcntl
-import functools
 import gc
 import itertools
 import mmap
 import os
 import platform
 import re
-import resource
-import select
 import struct
-import subprocess
-import sys
 import threading
 import time
-import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pccheck_async.format import checksum
-from pccheck_async.transfer.operations import native, python
+from pccheck_async.transfer.operations import python
 from pccheck_async.transfer.operations.base import ChainStep, Kind, Operations, Step
-from pccheck_async.transfer.operations.threads import WorkerThreads
-from tests.conftest import ENGINES, need
-
-LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
-
-CHUNK = 1 << 20
-
-
-@pytest.fixture(params=LOOPS, ids=["asyncio", "uvloop"])
-def runner(request: pytest.FixtureRequest) -> Iterator[asyncio.Runner]:
-    with asyncio.Runner(loop_factory=request.param) as runner:
-        yield runner
+from pccheck_async.transfer.operations.worker_threads import WorkerThreads
+from tests.conftest import BACKENDS
+from tests.support.processes import passes_in_a_forked_child
+from tests.transfer.conftest import CHUNK, Owner, address_of, fds_now, on_loop, table, threads_fall_to, threads_now
 
 
 @pytest.fixture
-def engine(io: str) -> Callable[..., Operations]:
-    return ENGINES[io]
+def backend(io: str) -> Callable[..., Operations]:
+    return BACKENDS[io]
 
 
 @pytest.fixture
-def operations(runner: asyncio.Runner, engine: Callable[..., Operations]) -> Iterator[Operations]:
-    """An engine with a single copying thread, so that a test can keep it busy."""
+def operations(runner: asyncio.Runner, backend: Callable[..., Operations]) -> Iterator[Operations]:
+    """A backend with a single copying thread, so that a test can keep it busy."""
 
     async def create() -> Operations:
-        return engine(io_threads=2, copy_threads=1)
+        return backend(io_threads=2, copy_threads=1)
 
     operations = runner.run(create())
     yield operations
     runner.run(operations.close())
     assert operations.running == 0
-
-
-def on_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run an async test on the runner's loop, where its operations live."""
-
-    @functools.wraps(test)
-    def run(runner: asyncio.Runner, **arguments: Any) -> None:
-        runner.run(test(runner=runner, **arguments))
-
-    return run
-
-
-@pytest.fixture
-def fd(tmp_path: Path) -> Iterator[int]:
-    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-    yield fd
-    os.close(fd)
 
 
 class StuckPages:
@@ -126,41 +93,7 @@ class StuckPages:
 def stuck(operations: Operations) -> Iterator[StuckPages]:
     pages = StuckPages()
     yield pages
-    pages.let_go()  # before the engine, of which it asked to be set up, is closed
-
-
-class Owner:
-    """Something a weak reference can watch."""
-
-
-def address_of(buffer: Any) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-
-
-def table(*segments: tuple[int, int, int]) -> bytes:
-    return b"".join(struct.pack("=QQQ", *segment) for segment in segments)
-
-
-def threads_now() -> int:
-    """Threads of this process, without those that the kernel keeps for io_uring for as long as it likes."""
-    names = []
-    for task in os.listdir("/proc/self/task"):
-        with suppress(OSError):  # it has just ended
-            names.append(Path(f"/proc/self/task/{task}/comm").read_text())
-    return sum(not name.startswith("iou-") for name in names)
-
-
-def threads_settle_at(count: int) -> bool:
-    """Return whether no more threads are left; a joined one is in ``/proc`` until the kernel is through with it."""
-    for _ in range(100_000):
-        if threads_now() <= count:
-            return True
-        os.sched_yield()
-    return False
-
-
-def fds_now() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    pages.let_go()  # before the backend, which this fixture depends on, is closed
 
 
 async def let_others_run() -> None:
@@ -220,8 +153,9 @@ async def test_a_refused_chain_does_nothing(runner: asyncio.Runner, operations: 
             with pytest.raises(ValueError, match=r"offset|negative|64 bits"):
                 await operations.chain(steps, [])
             assert os.fstat(fd).st_size == 0
-    with pytest.raises(ValueError, match="a chain"):
-        await operations.chain([good, (Kind.READ, fd, 0, bytearray(1))], [])
+    for impossible in ([good, (Kind.READ, fd, 0, bytearray(1))], []):
+        with pytest.raises(ValueError, match="a chain"):
+            await operations.chain(impossible, [])
     assert os.fstat(fd).st_size == 0
 
 
@@ -606,9 +540,9 @@ async def test_calls(runner: asyncio.Runner, operations: Operations) -> None:
         await operations.call(next, iter(()))
 
 
-def test_nothing_leaks(runner: asyncio.Runner, engine: Callable[..., Operations], fd: int) -> None:
+def test_nothing_leaks(runner: asyncio.Runner, backend: Callable[..., Operations], fd: int) -> None:
     async def use() -> None:
-        operations = engine(io_threads=3, copy_threads=2)
+        operations = backend(io_threads=3, copy_threads=2)
         await asyncio.gather(*(operations.write(fd, 0, memoryview(b"x")) for _ in range(20)))
         await operations.close()
 
@@ -617,31 +551,7 @@ def test_nothing_leaks(runner: asyncio.Runner, engine: Callable[..., Operations]
     for _ in range(5):
         runner.run(use())
     assert fds_now() <= fds
-    assert threads_settle_at(threads)
-
-
-def rings_now() -> tuple[int, int]:
-    """Descriptors and mappings of rings; uvloop may have one, too."""
-    links = []
-    for fd in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # the listing's own is gone
-            links.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return links.count("anon_inode:[io_uring]"), Path("/proc/self/maps").read_text().count("[io_uring]")
-
-
-def in_forked_child(body: Callable[[], None]) -> int:
-    """Run ``body`` in a forked child; return its exit status: 0 where it returned."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # threads and fork: what this is about
-        pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            body()
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert threads_fall_to(threads)
 
 
 @on_loop
@@ -653,47 +563,19 @@ async def test_worker_threads_are_not_in_a_forked_child(runner: asyncio.Runner) 
             workers.submit([(1, print, ())])
         workers.close()
 
-    assert in_forked_child(child) == 0
+    assert passes_in_a_forked_child(child)
     workers.close()
 
 
 @on_loop
-async def test_a_forked_child_inherits_no_ring(runner: asyncio.Runner, engine: Callable[..., Operations]) -> None:
-    def child() -> None:
-        assert rings_now() == before
-
-    before = rings_now()
-    operations = engine(io_threads=1, copy_threads=1)
-    assert (rings_now() != before) == (operations.name == "io_uring")
-    assert in_forked_child(child) == 0
-    await operations.close()
-    assert rings_now() == before
-
-
-@pytest.fixture
-def room_for_threads() -> Iterator[Callable[[int], None]]:
-    """Limit how many more threads find room for their stacks."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    stack = threading.stack_size(1 << 30)
-
-    def limit(count: int) -> None:
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
-        resource.setrlimit(resource.RLIMIT_AS, (used + (count << 30) + (1 << 29), hard))
-
-    yield limit
-    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-    threading.stack_size(stack)
-
-
-@on_loop
 async def test_threads_that_cannot_all_be_started_are_not_left(
-    runner: asyncio.Runner, engine: Callable[..., Operations], room_for_threads: Callable[[int], None]
+    runner: asyncio.Runner, backend: Callable[..., Operations], room_for_threads: Callable[[int], None]
 ) -> None:
     before, refused = threading.active_count(), 0
     for count in range(7):
         room_for_threads(count)
         try:
-            operations = engine(io_threads=2, copy_threads=2)
+            operations = backend(io_threads=2, copy_threads=2)
         except RuntimeError:
             refused += 1
         else:
@@ -724,353 +606,6 @@ def test_python_waits_where_a_device_is_out_of_requests(fd: int, monkeypatch: py
     answers = itertools.repeat(errno.EAGAIN)
     with pytest.raises(BlockingIOError):
         python.write_all(fd, 0, memoryview(b"data"))
-
-
-# ---- The extension's own contracts
-
-if native.available():
-    from pccheck_async import _ext
-
-    @pytest.fixture(params=["threads", "io_uring"])
-    def kind(request: pytest.FixtureRequest) -> str:
-        name: str = request.param
-        need(name)
-        return name
-
-    @pytest.fixture
-    def queue(kind: str) -> Iterator[_ext.Queue]:
-        queue = _ext.Queue(2, 1, kind)
-        yield queue
-        queue.close()
-
-    def reap(queue: _ext.Queue, count: int) -> dict[int, tuple[int, Any]]:
-        ended: dict[int, tuple[int, Any]] = {}
-        while len(ended) < count:
-            select.select([queue], [], [])
-            ended |= {token: (result, found) for token, result, found in queue.reap()}
-        return ended
-
-    def is_readable(queue: _ext.Queue) -> bool:
-        return bool(select.select([queue], [], [], 0)[0])
-
-    def test_completions_arrive_on_the_eventfd(queue: _ext.Queue) -> None:
-        assert queue.reap() == []
-        queue.submit([(2**64 - 1, _ext.CHECKSUM, b"abc"), (7, _ext.FLUSH, -1)])
-        assert queue.running == 2
-        assert reap(queue, 2) == {2**64 - 1: (0, zlib.crc32(b"abc")), 7: (-errno.EBADF, None)}
-        assert queue.running == 0
-        assert not is_readable(queue)
-
-    @pytest.mark.parametrize(
-        "bad",
-        [
-            None,
-            (),
-            (1,),
-            (1, 99),
-            (1, "0"),
-            (-1, _ext.FLUSH, 0),
-            (2**64, _ext.FLUSH, 0),
-            (1, _ext.FLUSH),
-            (1, _ext.FLUSH, 2**40),
-            (1, _ext.WRITE, 0, -1, b""),
-            (1, _ext.WRITE, 0, 2**63 - 1, b"x"),
-            (1, _ext.WRITE, 0, 0, "text"),
-            (1, _ext.WRITE, 0, 0, memoryview(b"strided")[::2]),
-            (1, _ext.READ, 0, 0, b"constant"),
-            (1, _ext.GATHER, bytearray(24), bytearray(8), None),
-            (1, _ext.GATHER, bytes(23), bytearray(8), None),
-            (1, _ext.GATHER, table((1, 0, 9)), bytearray(8), None),
-            (1, _ext.GATHER, table((2**64 - 1, 0, 2)), bytearray(8), None),
-            (1, _ext.SCATTER, b"", 2**32, b"", None),
-            (1, _ext.SCATTER, b"", -1, b"", None),
-            (1, _ext.SCATTER, b"8 bytes.", 0, table((1, 8, 1)), None),
-            (1, _ext.UNLOCK, 0),
-            (1, _ext.LINKED, 0),
-            (1, _ext.CHAIN, ()),
-            (1, _ext.CHAIN, [(_ext.FLUSH, 0)]),
-            (1, _ext.CHAIN, ((_ext.WRITE, 0, 0, bytearray(1)), (_ext.FLUSH,))),
-            (1, _ext.CHAIN, ((_ext.FLUSH, 0), ())),
-            (1, _ext.CHAIN, ((_ext.FLUSH, 0), None)),
-            (1, _ext.CHAIN, ((_ext.FLUSH, 0), ("0",))),
-            (1, _ext.CHAIN, ((_ext.WRITE, 0, -1, b""),)),
-            (1, _ext.CHAIN, ((_ext.WRITE, 0, 2**63 - 1, b"x"),)),
-            (1, _ext.CHAIN, ((_ext.FLUSH, 0), (_ext.READ, 0, 0, bytearray(1)))),
-            (1, _ext.CHAIN, ((_ext.CHAIN, ((_ext.FLUSH, 0),)),)),
-        ],
-    )
-    def test_a_batch_is_all_or_nothing(queue: _ext.Queue, bad: Any) -> None:
-        data, owner = bytearray(10), Owner()
-        watch = weakref.ref(owner)
-        good = (1, _ext.GATHER, b"", data, owner)
-        with pytest.raises((ValueError, TypeError, BufferError, OverflowError)):
-            queue.submit([good, bad])
-        assert queue.running == 0
-        assert not is_readable(queue)
-        data.append(1)
-        del good, owner
-        assert watch() is None
-
-    def test_chains_do_not_nest_however_deep(queue: _ext.Queue) -> None:
-        steps: tuple[Any, ...] = ()
-        for _ in range(200_000):  # too deep for a C stack
-            steps = ((_ext.CHAIN, steps),)
-        with pytest.raises(ValueError, match="a chain is made of"):
-            queue.submit([(1, _ext.CHAIN, steps)])
-
-    def test_kinds_are_those_of_the_extension() -> None:
-        assert {kind.name: int(kind) for kind in Kind} == {kind.name: getattr(_ext, kind.name) for kind in Kind}
-
-    def test_an_operation_is_of_the_kind_that_was_checked(queue: _ext.Queue) -> None:
-        class Fickle:
-            kinds = iter((_ext.CHECKSUM, _ext.CHAIN))
-
-            def __index__(self) -> int:
-                return next(self.kinds)
-
-        queue.submit([(1, Fickle(), b"abc")])  # type: ignore[list-item]
-        assert reap(queue, 1) == {1: (0, zlib.crc32(b"abc"))}
-
-    def test_buffers_are_held_until_reaped(queue: _ext.Queue) -> None:
-        data, owner = bytearray(100), Owner()
-        watch = weakref.ref(owner)
-        queue.submit([(1, _ext.GATHER, b"", data, owner)])
-        del owner
-        select.select([queue], [], [])
-        with pytest.raises(BufferError):
-            data.append(1)
-        assert watch() is not None
-        queue.reap()
-        data.append(1)
-        assert watch() is None
-
-    def test_reaping_may_call_the_queue_again(queue: _ext.Queue) -> None:
-        class Submits:
-            def __del__(self) -> None:
-                queue.submit([(2, _ext.CHECKSUM, b"again")])
-                queue.reap()
-
-        queue.submit([(1, _ext.GATHER, b"", bytearray(8), Submits())])
-        assert 1 in reap(queue, 1)
-
-    def test_cancelled_in_the_kernel() -> None:
-        need("io_uring")  # which alone reads from an eventfd, and waits there as long as the test wants
-        queue = _ext.Queue(2, 1, "io_uring")
-        fd, into = os.eventfd(0), bytearray(8)
-        queue.submit([(token, _ext.READ, fd, 0, into) for token in range(4)])
-        ended: dict[int, int] = {}
-        while len(ended) < 4:
-            for token in range(4):  # again and again: the kernel misses what is just changing hands there
-                queue.cancel(token)
-            select.select([queue], [], [], 0.001)
-            ended |= {token: result for token, result, _ in queue.reap()}
-        assert set(ended.values()) == {-errno.ECANCELED}
-        into.append(0)  # nothing uses it
-        os.eventfd_write(fd, 7)
-        assert os.eventfd_read(fd) == 7  # nobody else reads there any more
-        assert not any(into)
-        os.close(fd)
-        queue.close()
-
-    def test_closed_queue(queue: _ext.Queue) -> None:
-        data = bytearray(10)
-        queue.submit([(n, _ext.CHECKSUM, data) for n in range(100)])
-        queue.close()
-        queue.close()
-        for call in (queue.fileno, lambda: queue.submit([]), lambda: queue.cancel(1)):
-            with pytest.raises(ValueError, match="closed"):
-                call()
-        ended = queue.reap()
-        assert sorted(token for token, *_ in ended) == list(range(100))
-        assert {result for _, result, _ in ended} <= {0, -errno.ECANCELED}
-        data.append(1)
-        assert queue.reap() == []
-
-    def test_wrong_arguments() -> None:
-        for arguments in ((0, 1), (1, 0), (-1, 1), (257, 1), (1, 1, "no such engine")):
-            with pytest.raises(ValueError, match=r"threads|engine"):
-                _ext.Queue(*arguments)
-        with pytest.raises(TypeError):
-            _ext.Queue()  # type: ignore[call-arg]
-
-    class Table(bytes):
-        queue: _ext.Queue
-
-    class Buffer(bytearray):
-        queue: _ext.Queue
-
-    @pytest.mark.parametrize("through", ["segments", "buffer", "keepalive", "step"])
-    def test_forgotten_queues_close_with_a_warning(kind: str, through: str, fd: int) -> None:
-        gc.collect()  # what earlier tests left says nothing here
-        threads, fds = threads_now(), fds_now()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            queue = _ext.Queue(2, 2, kind)
-            table, buffer, keepalive = Table(), Buffer(CHUNK), Owner()
-            batch: dict[str, tuple[Any, Any]] = {
-                "segments": (table, (1, _ext.GATHER, table, bytearray(CHUNK), None)),
-                "buffer": (buffer, (1, _ext.GATHER, b"", buffer, None)),
-                "keepalive": (keepalive, (1, _ext.GATHER, b"", bytearray(CHUNK), keepalive)),
-                "step": (buffer, (1, _ext.CHAIN, ((_ext.WRITE, fd, 0, buffer),))),
-            }
-            owner, operation = batch[through]
-            owner.queue = queue  # only the garbage collector finds it
-            queue.submit([operation])
-            del queue, table, buffer, keepalive, batch, owner, operation
-            gc.collect()
-        assert [warning.category for warning in caught] == [ResourceWarning]
-        assert fds_now() <= fds
-        assert threads_settle_at(threads)
-
-    def forgotten(kind: str) -> list[Owner]:
-        """A queue in a cycle, which alone holds a view that is older: the garbage collector comes to the view first."""
-        view, owner = memoryview(bytearray(CHUNK)), Owner()
-        queue = _ext.Queue(1, 1, kind)
-        owner.queue = queue  # type: ignore[attr-defined]
-        queue.submit([(1, _ext.GATHER, b"", view, owner)])
-        return [owner]
-
-    @pytest.mark.parametrize("closed", [False, True])
-    def test_a_forgotten_queue_lets_go_of_views_in_time(kind: str, closed: bool) -> None:
-        def child() -> None:  # it would crash
-            [owner] = forgotten(kind)
-            if closed:
-                owner.queue.close()  # type: ignore[attr-defined]
-            del owner
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", ResourceWarning)
-                gc.collect()
-
-        assert in_forked_child(child) == 0
-
-    def test_a_forked_child_keeps_what_the_queue_holds(kind: str) -> None:
-        gc.collect()  # what earlier tests left says nothing in the child
-        owners, unraisable = forgotten(kind), list[object]()
-        queue = owners[0].queue  # type: ignore[attr-defined]
-
-        def child() -> None:
-            nonlocal queue
-            sys.unraisablehook = unraisable.append
-            owners.clear()
-            del queue
-            gc.collect()
-            assert not unraisable
-
-        assert in_forked_child(child) == 0
-        queue.close()
-        queue.reap()
-
-    def test_forked_children_cannot_use_it(kind: str) -> None:
-        before = rings_now()
-        queue = _ext.Queue(2, 1, kind)
-        data = bytearray(CHUNK)
-        queue.submit([(n, _ext.CHECKSUM, data) for n in range(50)])  # some run while the child is made
-
-        def child() -> None:
-            for call in (queue.fileno, queue.reap, lambda: queue.submit([]), lambda: queue.cancel(1)):
-                with pytest.raises(RuntimeError, match="forked"):
-                    call()
-            queue.close()
-            queue.close()
-            assert rings_now() == before
-            other = _ext.Queue(1, 1, kind)  # its own works
-            other.submit([(1, _ext.CHECKSUM, b"child")])
-            assert reap(other, 1) == {1: (0, zlib.crc32(b"child"))}
-            other.close()
-
-        assert in_forked_child(child) == 0
-        assert len(reap(queue, 50)) == 50
-        queue.close()
-
-    @on_loop
-    async def test_a_child_forked_while_a_ring_is_made_does_not_inherit_it(
-        runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        need("io_uring")
-        make, exits, before = _ext.Queue, list[int](), rings_now()
-
-        def child() -> None:
-            assert rings_now() == before
-
-        forking = threading.Thread(target=lambda: exits.append(in_forked_child(child)))
-
-        def make_while_another_forks(*arguments: Any) -> _ext.Queue:
-            queue = make(*arguments)
-            forking.start()
-            forking.join(0.2)  # where it does not wait for the engine, it is through by then
-            return queue
-
-        monkeypatch.setattr(_ext, "Queue", make_while_another_forks)
-        operations = ENGINES["io_uring"](io_threads=1, copy_threads=1)
-        forking.join()
-        await operations.close()
-        assert exits == [0]
-
-    def test_a_forked_child_forgets_a_queue_without_hanging(kind: str) -> None:
-        queues = [_ext.Queue(1, 1, kind)]
-        queues[0].submit([(n, _ext.CHECKSUM, bytes(CHUNK)) for n in range(10)])
-
-        def child() -> None:
-            queues.clear()
-            gc.collect()
-
-        assert in_forked_child(child) == 0
-        queues[0].close()
-
-    def test_other_interpreters_have_their_own(kind: str) -> None:
-        # In a process of its own: before Python 3.12, torch's backward() fails for ever where one had a second one.
-        pytest.importorskip("_xxsubinterpreters" if sys.version_info < (3, 13) else "_interpreters")
-        inner = f"""
-import importlib.util
-spec = importlib.util.spec_from_file_location("pccheck_async._ext", {_ext.__file__!r})
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-queue = module.Queue(1, 1, {kind!r})
-queue.submit([(1, module.CHECKSUM, b"abc")])
-queue.close()
-assert len(queue.reap()) == 1
-"""
-        outer = f"""
-import sys
-interpreters = __import__("_xxsubinterpreters" if sys.version_info < (3, 13) else "_interpreters")
-interpreter = interpreters.create()
-assert not interpreters.run_string(interpreter, {inner!r})
-interpreters.destroy(interpreter)
-"""
-        subprocess.run([sys.executable, "-c", outer], check=True, timeout=600)
-
-    def test_alignment_of_direct_io(tmp_path: Path) -> None:
-        fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-        found = _ext.dio_alignment(fd)
-        os.close(fd)
-        if found is not None:
-            assert all(n & (n - 1) == 0 for n in found)
-        with pytest.raises(OSError, match="descriptor"):
-            _ext.dio_alignment(fd)
-        receiver, sender = os.pipe()
-        assert _ext.dio_alignment(receiver) is None
-        os.close(receiver)
-        os.close(sender)
-
-    def test_checksum_wraps_like_zlib_and_names_its_implementation() -> None:
-        assert _ext.crc32(b"x", -1) == zlib.crc32(b"x", -1)
-        assert _ext.crc32(b"x", 2**40 + 5) == zlib.crc32(b"x", 2**40 + 5)
-        assert _ext.crc32(bytes(CHUNK)) == zlib.crc32(bytes(CHUNK))
-        assert checksum.IMPLEMENTATION == _ext.CRC_IMPLEMENTATION
-        assert checksum.IMPLEMENTATION in {"vpclmulqdq", "pclmulqdq", "arm64", "table"}
-
-    @on_loop
-    async def test_no_room_for_threads_is_said(runner: asyncio.Runner, room_for_threads: Callable[[int], None]) -> None:
-        threading.stack_size(1 << 18)  # those of Python find room, those of C take what ulimit -s says
-        room_for_threads(0)
-        with pytest.raises(RuntimeError, match="can't start new threads: see ulimit -u"):
-            native.NativeOperations(io_threads=1, copy_threads=256)
-
-else:
-
-    @pytest.mark.skip(reason="the extension was not built")
-    def test_extension() -> None:
-        """Stands for all that follows above, so that a run without them says so."""
 
 
 def test_python_takes_a_write_that_moves_nothing_for_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import os
 
 import pytest
 
-from pccheck_async.transfer.memory import PAGE_BYTES, map_memory
+from pccheck_async.transfer.memory import PAGE_BYTES
 from pccheck_async.transfer.pool import BufferPool
 
 
@@ -62,23 +61,6 @@ def test_returned_twice() -> None:
 def test_too_small() -> None:
     with pytest.raises(ValueError, match="holds no buffer"):
         BufferPool(100, PAGE_BYTES)
-
-
-def test_a_forked_child_does_not_get_the_memory() -> None:
-    memory = map_memory(PAGE_BYTES)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        with open("/proc/self/maps", encoding="ascii") as maps:
-            spans = (line.split()[0].split("-") for line in maps)
-            mapped = any(int(low, 16) <= address < int(high, 16) for low, high in spans)
-        os.write(writer, b"mapped" if mapped else b"absent")
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert os.read(reader, 16) == b"absent"
-    os.close(reader)
-    os.close(writer)
 
 
 def test_a_buffer_that_could_not_be_pinned_comes_back() -> None:

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from pccheck_async import SyncCheckpointEngine, load_sync
-from pccheck_async.engine.capture import Snapshots
+from pccheck_async.engine.capture import Captures
 from pccheck_async.errors import UnsupportedStateError
-from pccheck_async.state.cache.fingerprints import _DLPACK_API
+from pccheck_async.state.cache.fingerprints import DLPACK_API
 from pccheck_async.state.save.flatten import flatten
 from pccheck_async.state.sources import RawSource
 from pccheck_async.state.storages import arrange
@@ -31,7 +31,7 @@ except ImportError:
 BACKEND = HostCopy(None)  # type: ignore[arg-type]  # asked about devices only: nothing is copied
 
 needs_extension = pytest.mark.skipif(_ext is None, reason="the C extension was not built here")
-needs_dlpack = pytest.mark.skipif(_ext is None or _DLPACK_API is None, reason="no extension, or torch before 2.10")
+needs_dlpack = pytest.mark.skipif(_ext is None or DLPACK_API is None, reason="no extension, or torch before 2.10")
 
 
 def frozen(state: dict[str, Any]) -> dict[str, Any]:
@@ -64,33 +64,33 @@ def test_every_save_of_a_changing_state_comes_back(tmp_path: Path) -> None:
 
 
 def test_a_refused_state_spoils_nothing() -> None:
-    snapshots = Snapshots()
+    captures = Captures()
     state = trained()
-    first = snapshots.take(state, BACKEND)
+    first = captures.start(state, BACKEND)
     with pytest.raises(UnsupportedStateError, match="object"):
-        snapshots.take({**state, "bad": object()}, BACKEND)
+        captures.start({**state, "bad": object()}, BACKEND)
     with pytest.raises(UnsupportedStateError, match="to_dense"):
-        snapshots.take({**state, "rng": torch.zeros(2).to_sparse()}, BACKEND)
-    assert snapshots.take(state, BACKEND).layout.tensors == first.layout.tensors
-    assert snapshots.take(state, BACKEND).layout.tensors is snapshots.take(state, BACKEND).layout.tensors
+        captures.start({**state, "rng": torch.zeros(2).to_sparse()}, BACKEND)
+    assert captures.start(state, BACKEND).layout.tensors == first.layout.tensors
+    assert captures.start(state, BACKEND).layout.tensors is captures.start(state, BACKEND).layout.tensors
 
 
 def test_snapshots_of_several_threads() -> None:
-    snapshots = Snapshots()
+    captures = Captures()
     states = [{"t": [torch.full((n + 1,), float(n)) for _ in range(40)], "n": n} for n in range(3)]
     wrong: list[str] = []
 
     def take(state: dict[str, Any]) -> None:
         for _ in range(60):
-            snapshot = snapshots.take(state, BACKEND)
-            for source, tensor in zip(snapshot.layout.sources, state["t"], strict=True):
+            capture = captures.start(state, BACKEND)
+            for source, tensor in zip(capture.layout.sources, state["t"], strict=True):
                 assert isinstance(source, RawSource)
                 if (source.address, source.nbytes) != (tensor.data_ptr(), tensor.nbytes):
                     wrong.append(f"{source} of {tensor}")
-            if snapshot.skeleton != flatten(state).skeleton:
-                wrong.append(f"{snapshot.skeleton}")
-            if snapshot.layout.tensors != arrange(flatten(state).leaves).tensors:
-                wrong.append(f"{snapshot.layout.tensors}")
+            if capture.skeleton != flatten(state).skeleton:
+                wrong.append(f"{capture.skeleton}")
+            if capture.layout.tensors != arrange(flatten(state).leaves).tensors:
+                wrong.append(f"{capture.layout.tensors}")
 
     threads = [threading.Thread(target=take, args=(state,)) for state in states]
     for thread in threads:
@@ -106,17 +106,17 @@ def test_snapshots_of_several_threads() -> None:
 @needs_dlpack
 def test_forms_are_told_one_behind_the_other() -> None:
     rows = [torch.zeros(2, 3), torch.zeros(3, 2).t(), torch.tensor(1.0), torch.zeros(1, 3).as_strided((1, 3), (7, 1))]
-    forms = [_ext.dlpack_forms(_DLPACK_API, [row]) for row in rows]
+    forms = [_ext.dlpack_forms(DLPACK_API, [row]) for row in rows]
     assert len(set(forms)) == 4
     assert [len(form) for form in forms] == [48, 48, 16, 48]
-    assert _ext.dlpack_forms(_DLPACK_API, rows) == b"".join(forms)
-    assert _ext.dlpack_forms(_DLPACK_API, []) == b""
+    assert _ext.dlpack_forms(DLPACK_API, rows) == b"".join(forms)
+    assert _ext.dlpack_forms(DLPACK_API, []) == b""
     numbers = memoryview(forms[3][16:]).cast("q").tolist()
     assert numbers == [1, 3, 7, 1]
     rows.append(rows[0][1:, 1:])
     for row in rows:
-        whole = _ext.dlpack_forms(_DLPACK_API, [row], True)
-        assert whole == _ext.dlpack_forms(_DLPACK_API, [row]) + row.data_ptr().to_bytes(8, sys.byteorder)
+        whole = _ext.dlpack_forms(DLPACK_API, [row], True)
+        assert whole == _ext.dlpack_forms(DLPACK_API, [row]) + row.data_ptr().to_bytes(8, sys.byteorder)
 
 
 @needs_dlpack
@@ -127,8 +127,8 @@ def test_what_dlpack_cannot_tell_is_an_error() -> None:
         torch.zeros(1, dtype=torch.int8).view(torch.qint8),
     ):
         with pytest.raises(RuntimeError):
-            _ext.dlpack_forms(_DLPACK_API, [torch.zeros(1), tensor])
-    wrong: list[tuple[Any, Any]] = [(None, []), (_DLPACK_API, ()), (_DLPACK_API, None)]
+            _ext.dlpack_forms(DLPACK_API, [torch.zeros(1), tensor])
+    wrong: list[tuple[Any, Any]] = [(None, []), (DLPACK_API, ()), (DLPACK_API, None)]
     for api, tensors in wrong:
         with pytest.raises((TypeError, ValueError)):
             _ext.dlpack_forms(api, tensors)

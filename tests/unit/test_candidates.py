@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pccheck_async.errors import CorruptStoreError
 from pccheck_async.format.manifest import MIN_BLOCK, VERSION, ChunkEntry, Manifest, encode
 from pccheck_async.format.skeleton import DictNode
-from pccheck_async.upkeep.candidates import SIGNATURE, MalformedError, find_signatures, manifest_at, object_length
+from pccheck_async.upkeep.salvage import SIGNATURE, MalformedError, find_signatures, manifest_at, object_length
 
 values = st.recursive(
     st.none()

@@ -15,8 +15,7 @@ from torch import nn
 from pccheck_async import SyncCheckpointEngine, TornCaptureError, list_checkpoints, load_sync
 from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.state.cache.constants import Choice, Constants
-from pccheck_async.state.cache.tears import Tears
-from pccheck_async.state.save.flatten import take_apart
+from pccheck_async.state.save.flatten import flatten_unchecked
 from pccheck_async.state.storages import arrange
 from pccheck_async.transfer.memory import PAGE_BYTES
 from pccheck_async.transfer.plan import Planner
@@ -212,7 +211,7 @@ def test_small_ones_and_those_of_other_optimizers_are_none_of_it(tmp_path: Path)
 
 def chosen(constants: Constants, state: dict[str, Any], candidates: list[str]) -> Choice:
     """What is left to one capture of a state, of which each of its chunks of a page is then learnt."""
-    flat = take_apart(state, None)
+    flat = flatten_unchecked(state, None)
     layout = arrange(flat.leaves)
     which = np.zeros(len(layout.extents), np.bool_)
     which[[layout.source_of[flat.leaves.paths.index(name)] for name in candidates]] = True
@@ -234,7 +233,7 @@ def test_candidates_lie_in_chunks_of_their_own() -> None:
     state = {name: torch.ones(items // 2 + 3) for name in "abcde"}
     constants = Constants()
     for _ in range(2):
-        assert not chosen(constants, state, ["b", "c", "e"]).left.any()
+        assert not chosen(constants, state, ["b", "c", "e"]).constant.any()
     state["a"].fill_(2.0)  # nothing to do with them
     state["d"].fill_(2.0)
     choice = chosen(constants, state, ["b", "c", "e"])
@@ -259,10 +258,10 @@ def test_another_structure_is_learnt_anew() -> None:
     constants = Constants()
     for _ in range(2):
         chosen(constants, state, ["a", "b"])
-    assert chosen(constants, state, ["a", "b"]).left.all()
-    assert not chosen(constants, state, ["a"]).left.any()
+    assert chosen(constants, state, ["a", "b"]).constant.all()
+    assert not chosen(constants, state, ["a"]).constant.any()
     state["c"] = torch.ones(3)
-    assert not chosen(constants, state, ["a", "b"]).left.any()
+    assert not chosen(constants, state, ["a", "b"]).constant.any()
 
 
 def test_memory_of_which_no_change_is_counted_is_never_left() -> None:
@@ -274,33 +273,6 @@ def test_memory_of_which_no_change_is_counted_is_never_left() -> None:
     for _ in range(3):
         choice = chosen(constants, state, ["a", "b", "c", "d"])
     assert {*choice.paths.values()} == {"d"}
-
-
-# -- what keeps being torn
-
-
-def test_what_is_torn_twice_in_a_row_is_eager_from_then_on(caplog: pytest.LogCaptureFixture) -> None:
-    tears, paths = Tears(), ["a", "b", "c", "d", "e"]
-    tears.note(["a", "b"], [])
-    assert tears.sources(paths, [0, 1, 2, 3, 4]) == []
-    tears.note(["b", "c"], [])
-    assert tears.sources(paths, [0, 1, 2, 3, -1]) == [1]
-    tears.note((), [])
-    tears.note(["a", "b", "c", "d", "e"], ["e"])
-    assert tears.sources(paths, [0, 1, 2, 3, -1]) == [0, 1, 2]
-    assert [record.getMessage()[:72] for record in caplog.records] == [
-        "code outside the steps of attached optimizers changes b while checkpoint",
-        "code outside the steps of attached optimizers changes a, c, e while chec",
-    ]
-
-
-def test_what_is_torn_now_and_then_stays_lazy() -> None:
-    tears = Tears()
-    for _ in range(3):
-        tears.note(["a"], [])
-        for _ in range(8):
-            tears.note((), [])
-    assert tears.sources(["a"], [0]) == []
 
 
 def test_a_run_whose_weights_are_changed_by_hand_goes_on_with_checkpoints(

@@ -31,7 +31,7 @@ from pccheck_async.format.skeleton import (
     StatefulNode,
 )
 from pccheck_async.state import Stateful
-from pccheck_async.state.restore.rebuild import rebuild
+from pccheck_async.state.restore.tree import rebuild
 from pccheck_async.state.save.flatten import flatten
 
 Point = namedtuple("Point", "x y")

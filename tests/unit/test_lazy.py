@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from pccheck_async import SyncCheckpointEngine, load_sync
-from pccheck_async.state.cache import fingerprints as forms
-from pccheck_async.state.cache.versions import Versions
-from pccheck_async.state.save.flatten import take_apart
+from pccheck_async.state.cache import fingerprints
+from pccheck_async.state.save.flatten import flatten_unchecked
 from pccheck_async.state.save.lazy import ChangingTables, LazyMemory, LazySources, optimized, sharing_nothing
+from pccheck_async.state.save.torn import Versions
 from pccheck_async.state.sources import PackedSource, Sources
 from pccheck_async.transfer.memory import PAGE_BYTES
 
@@ -103,11 +103,6 @@ def test_parameters_without_memory_trouble_nobody(tmp_path: Path, odd: Callable[
     assert torch.equal(load_sync(tmp_path)["model"]["weight"], model.weight)
 
 
-def test_what_is_excluded_is_not_covered() -> None:
-    one, other = torch.zeros(5), torch.zeros(5)
-    assert covered(LazyMemory([one, other], without=[other]), one, other) == [True, False]
-
-
 def test_packed_sources_are_not_covered() -> None:
     sources = Sources()
     sources.add_packed(PackedSource(torch.zeros(5)))
@@ -163,7 +158,7 @@ def test_what_is_lazy_is_remembered_until_the_tensors_are_others(as_leaf: bool) 
 @pytest.mark.parametrize("told", [True, False])
 def test_holes_in_a_tensor_are_noticed(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not told:
-        monkeypatch.setattr(forms, "_dlpack_forms", None)
+        monkeypatch.setattr(fingerprints, "dlpack_forms", None)
     memory = torch.zeros(16)
     leaf = memory[:8].detach()
     sources, known = sources_of(leaf), LazySources()
@@ -182,7 +177,7 @@ def test_other_addresses_are_looked_at_anew() -> None:
 
 def test_modules_are_walked_again_where_they_are_others() -> None:
     modules, tables = [torch.nn.Embedding(2, 2, max_norm=1.0) for _ in range(2)], ChangingTables()
-    flat = take_apart({"m": modules[0]})
+    flat = flatten_unchecked({"m": modules[0]})
     for module in modules:
         assert [*map(id, tables.among([module], flat.outline))] == [id(module.weight)]
 
@@ -198,7 +193,7 @@ def test_what_shares_the_memory_of_a_renormalised_embedding_is_not_left(share: C
 
 def test_an_embedding_may_begin_to_renormalise() -> None:
     embedding, tables = torch.nn.Embedding(3, 2), ChangingTables()
-    flat = take_apart({"m": embedding})
+    flat = flatten_unchecked({"m": embedding})
     assert not tables.among([embedding], flat.outline)
     embedding.max_norm = 1.0
     assert [*map(id, tables.among([embedding], flat.outline))] == [id(embedding.weight)]

@@ -15,9 +15,8 @@ from torch import nn
 from pccheck_async.errors import CorruptStoreError, StateMismatchError, UnsupportedStateError
 from pccheck_async.format.skeleton import DictNode, StatefulNode
 from pccheck_async.state import RNGState
-from pccheck_async.state.restore import filling
 from pccheck_async.state.restore.match import allocate, match
-from pccheck_async.state.restore.optimizers import places
+from pccheck_async.state.restore.objects import places
 from pccheck_async.state.sources import as_bits
 from tests.support import state_strategies
 from tests.support.round_trip import save
@@ -476,13 +475,13 @@ def test_arrays_that_do_not_overlap_are_not_compared(monkeypatch: pytest.MonkeyP
     live = Thing(flat=flat, views=list(flat.reshape(count, 3)))
     saved = save({"x": Thing(flat=torch.ones(300), views=[torch.full((3,), 2.0) for _ in range(count)])})
     compared: Counter[bool] = Counter()
-    share = filling._share
+    share = np.shares_memory
 
-    def counting(*lives: Any) -> bool:
-        compared[found := share(*lives)] += 1
+    def counting(*memory: Any, **limit: Any) -> bool:
+        compared[found := share(*memory, **limit)] += 1
         return found
 
-    monkeypatch.setattr(filling, "_share", counting)
+    monkeypatch.setattr(np, "shares_memory", counting)
     saved.restore({"x": live})
     assert compared.total() <= count
     assert live.state["flat"].tolist() == [1] * 300

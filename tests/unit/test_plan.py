@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pccheck_async.format.manifest import TensorEntry
 from pccheck_async.state.save.flatten import flatten
-from pccheck_async.state.sources import PackedSource, RawSource, Source, Sources
+from pccheck_async.state.sources import PackedSource, RawSource, Sources
 from pccheck_async.state.storages import Layout, arrange
 from pccheck_async.state.targets import Target, Targets
 from pccheck_async.transfer.plan import Planner, scatter_segments, segments
@@ -96,11 +96,11 @@ def test_sizes_that_do_not_fit(chunk: int, block: int) -> None:
 
 def test_segments() -> None:
     packed = PackedSource(torch.zeros(200, 2)[:, 0])
-    sources: list[Source] = [RawSource(1000, 100, None), packed, RawSource(5000, 300, None)]
+    sources = Sources([RawSource(1000, 100, None), packed, RawSource(5000, 300, None)])
     plan = Planner(512, 512).plan(layout(100, 800, 300))
     found = segments(plan.chunks[0], sources)
     assert (table(found.host), found.packed) == ([[1000, 0, 100]], [(packed, 0, 384, 128)])
-    found = segments(plan.chunks[1], Sources(sources))
+    found = segments(plan.chunks[1], sources)
     assert (table(found.host), found.packed) == ([[5000, 448, 64]], [(packed, 384, 800, 0)])
     found = segments(plan.chunks[2], sources)
     assert (table(found.host), found.devices, found.packed) == ([[5064, 0, 236]], {}, [])

@@ -6,18 +6,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from pccheck_async.format.record import MOST_SLOT
-from pccheck_async.store.slots import Create, Replace, Reuse, SlotTable, Wait
+from pccheck_async.store.slots import Decision, SlotTable
 
 
 def test_first_slots_are_created() -> None:
     table = SlotTable({}, (), in_flight=2, kept=1)
     assert table.missing() == [0, 1, 2]
-    assert table.decide(100) == Create(0)
+    assert table.decide(100) == Decision(0, create=True)
 
 
 def test_the_smallest_fitting_slot_is_reused() -> None:
     table = SlotTable({0: 500, 1: 100, 2: 200}, (), in_flight=2, kept=1)
-    assert table.decide(150) == Reuse(2)
+    assert table.decide(150) == Decision(2)
 
 
 def test_what_was_superseded_last_is_written_over_last() -> None:
@@ -25,11 +25,11 @@ def test_what_was_superseded_last_is_written_over_last() -> None:
     table = SlotTable({0: 100, 1: 100, 2: 200}, (), in_flight=2, kept=1)
     table.committed([1])
     table.committed([0])
-    assert table.decide(100) == Reuse(2)
-    assert table.decide(100, passed_over=[2]) == Reuse(1)
-    assert table.decide(300) == Replace(2, 3)
+    assert table.decide(100) == Decision(2)
+    assert table.decide(100, passed_over=[2]) == Decision(1)
+    assert table.decide(300) == Decision(3, create=True, remove=2)
     table.committed([2])
-    assert table.decide(100) == Reuse(1)
+    assert table.decide(100) == Decision(1)
 
 
 def test_what_was_superseded_last_is_removed_last() -> None:
@@ -45,14 +45,14 @@ def test_what_was_superseded_last_is_removed_last() -> None:
 
 def test_a_small_slot_is_replaced_under_a_new_number() -> None:
     table = SlotTable({0: 100, 1: 100}, (1,), in_flight=1, kept=1)
-    assert table.decide(150) == Replace(0, 2)
+    assert table.decide(150) == Decision(2, create=True, remove=0)
 
 
 def test_committed_leased_and_read_slots_are_never_chosen() -> None:
     table = SlotTable({0: 100, 1: 100, 2: 100}, (0,), in_flight=2, kept=1)
     table.start_reading(0)
     table.lease(1)
-    assert table.decide(100) == Reuse(2)
+    assert table.decide(100) == Decision(2)
     table.lease(2)
     table.committed([2])
     assert table.free() == []  # 0 is read, 1 leased, 2 committed
@@ -63,11 +63,11 @@ def test_committed_leased_and_read_slots_are_never_chosen() -> None:
 def test_readers_cost_one_slot_and_then_waiting() -> None:
     table = SlotTable({0: 100, 1: 100, 2: 100}, (0,), in_flight=2, kept=1)
     table.lease(1)
-    assert table.decide(100, passed_over=[2]) == Create(3)
+    assert table.decide(100, passed_over=[2]) == Decision(3, create=True)
     table.created(3, 100)
     table.lease(3)
     table.release(1)
-    assert table.decide(100, passed_over=[2, 1]) == Wait(readers=2)
+    assert table.decide(100, passed_over=[2, 1]) == Decision(None)
 
 
 def test_the_extra_slot_goes_when_the_reader_left() -> None:
@@ -77,7 +77,7 @@ def test_the_extra_slot_goes_when_the_reader_left() -> None:
 
 def test_fewer_kept_than_found() -> None:
     table = SlotTable(dict.fromkeys(range(5), 100), (0, 1, 2, 3, 4), in_flight=1, kept=1)
-    assert table.decide(100) == Create(5)
+    assert table.decide(100) == Decision(5, create=True)
 
 
 @pytest.mark.parametrize("slot", [0, 1, 2, 9])
@@ -108,11 +108,11 @@ class Slots(RuleBasedStateMachine):
     @rule(target=leases, nbytes=st.integers(1, 500))
     def reserve(self, nbytes: int) -> int:
         decision = self.table.decide(nbytes)
-        assert not isinstance(decision, Wait)
-        if isinstance(decision, Replace):
-            assert decision.old not in self.committed
-            self.table.removed(decision.old)
-        if not isinstance(decision, Reuse):
+        assert decision.slot is not None
+        if decision.remove is not None:
+            assert decision.remove not in self.committed
+            self.table.removed(decision.remove)
+        if decision.create:
             self.table.created(decision.slot, nbytes)
         assert self.table.size(decision.slot) >= nbytes
         self.table.lease(decision.slot)
@@ -162,7 +162,7 @@ def test_a_slot_that_is_read_and_committed_costs_no_further_one() -> None:
     table = SlotTable({0: 8, 1: 8}, [0], in_flight=1, kept=1)
     table.lease(1)
     table.start_reading(0)
-    assert table.decide(8) == Wait(readers=0)
+    assert table.decide(8) == Decision(None)
 
 
 @pytest.mark.parametrize(("sizes", "lost"), [({0: 8}, 1), ({MOST_SLOT: 8}, 0)])

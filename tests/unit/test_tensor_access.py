@@ -15,6 +15,7 @@ import torch
 from pccheck_async import CheckpointError, SyncCheckpointEngine, load_sync
 from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.state import tensor_access as access
+from pccheck_async.testing.probe import probe
 from tests.engine.test_overlap import Held, equal, held, saved
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -137,11 +138,11 @@ def test_threads_that_capture_wait_for_nobody(tmp_path: Path) -> None:
         def reach() -> None:  # as finalizers may, which run on any thread
             it.model.second.weight.data.shape  # noqa: B018
 
-        core = it.engine._core
-        future, _ = core.loop.submit(core.pipeline.session.operations.call(reach))
+        parts = probe(it.engine)
+        future, _ = parts.loop.submit(parts.operations.call(reach))
         future.result(10)
-        core.loop.loop.call_soon_threadsafe(reach)
-        core.loop.call(asyncio.sleep(0))
+        parts.loop.loop.call_soon_threadsafe(reach)
+        parts.loop.call(asyncio.sleep(0))
         assert not it.pending.is_captured
         it.io.writer.release()
 

@@ -14,7 +14,7 @@ from pccheck_async.tuning.choice import (
     Limits,
     Point,
     choose,
-    settle,
+    fit_rounds,
     shortages,
     staging_bytes,
 )
@@ -267,19 +267,19 @@ LINES = [(ONE, TWO)] * 3 + [(TWO, THREE, FOUR)] * 4
 @given(st.lists(st.floats(0.2, 5), min_size=len(LINES), max_size=len(LINES)))
 def test_the_drift_of_the_machine_does_not_decide(drift: list[float]) -> None:
     rounds = [{point: TRUE[point] * speed for point in line} for line, speed in zip(LINES, drift, strict=True)]
-    settled = settle(rounds)
-    for point, seconds in settled.seconds.items():
-        assert seconds / settled.seconds[ONE] == pytest.approx(TRUE[point] / TRUE[ONE], rel=1e-3)
-    assert settled.noise == 0.03
-    assert min(drift) * 0.99 <= settled.seconds[ONE] <= max(drift) * 1.01
+    fitted = fit_rounds(rounds)
+    for point, seconds in fitted.seconds.items():
+        assert seconds / fitted.seconds[ONE] == pytest.approx(TRUE[point] / TRUE[ONE], rel=1e-3)
+    assert fitted.noise == 0.03
+    assert min(drift) * 0.99 <= fitted.seconds[ONE] <= max(drift) * 1.01
 
 
 def test_stray_measurements_hardly_move_the_rest() -> None:
     rounds = [{point: TRUE[point] for point in line} for line in LINES]
     rounds[1][TWO] *= 20
     rounds[5][FOUR] *= 20
-    settled = settle(rounds)
-    for point, seconds in settled.seconds.items():
+    fitted = fit_rounds(rounds)
+    for point, seconds in fitted.seconds.items():
         assert seconds == pytest.approx(TRUE[point], rel=0.01)
 
 
@@ -289,11 +289,11 @@ def test_noise_is_what_two_points_differ_by_without_reason() -> None:
         wrong, noises = [], []
         for _ in range(30):
             rounds = [{p: TRUE[p] * math.exp(random.normal(0, sigma)) for p in (ONE, TWO)} for _ in range(6)]
-            settled = settle(rounds)
-            wrong.append(abs(math.log(settled.seconds[TWO] / settled.seconds[ONE] / TRUE[TWO])))
-            noises.append(settled.noise)
+            fitted = fit_rounds(rounds)
+            wrong.append(abs(math.log(fitted.seconds[TWO] / fitted.seconds[ONE] / TRUE[TWO])))
+            noises.append(fitted.noise)
         assert np.median(wrong) < np.median(noises) < 4 * np.median(wrong)
 
 
 def test_nothing_is_known_of_the_noise_where_nothing_was_measured_twice() -> None:
-    assert settle([{ONE: 1.0, TWO: 2.0}]).noise == math.inf
+    assert fit_rounds([{ONE: 1.0, TWO: 2.0}]).noise == math.inf

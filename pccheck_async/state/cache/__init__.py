@@ -1,1 +1,1 @@
-"""What makes the second save cheap: what the state was made of, how it lay, and what did not change."""
+"""Caches that make the second save of a state cheap: its tree, its layout, its fingerprints, its constant leaves."""

@@ -1,4 +1,4 @@
-"""What many tensors are, apart from their memory; compared with what they were at the last save."""
+"""Fingerprints of tensors: how they view their storages, compared with how they did at the last save."""
 
 from __future__ import annotations
 
@@ -9,34 +9,33 @@ from typing import Final
 import torch
 
 from pccheck_async.format.manifest import span
-from pccheck_async.state.views import is_lazy
+from pccheck_async.state.storages import is_unresolved
 
 try:
     from pccheck_async import _ext
 except ImportError:
-    _dlpack_forms = None
+    dlpack_forms = None
 else:
-    _dlpack_forms = _ext.dlpack_forms
+    dlpack_forms = _ext.dlpack_forms
 
-__all__ = ["Forms", "tell"]
+__all__ = ["Fingerprints", "fingerprint"]
 
-_DLPACK_API: Final[object] = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+DLPACK_API: Final[object] = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 """Since torch 2.10."""
 
 
-class Forms:
-    """Dtype, shape, strides, start in the storage, device, and all else that says how tensors view their storages.
+class Fingerprints:
+    """Dtype, shape, strides, storage offset, device, and all else that says how tensors view their storages.
 
-    Dtypes, shapes, strides, devices and addresses come from DLPack's C API where torch and the extension have it, some
-    five times as fast as a call per tensor and property.
+    Dtypes, shapes, strides, devices and addresses come from DLPack's C API where torch and the extension have it, about
+    five times as fast as one call per tensor and property.
 
     Args:
         tensors: Strided ones with storages. They are not held.
 
     Attributes:
-        spans: What each takes of its storage: bytes from the storage's beginning to the first one that it may view and
-            to the one after its last, equal where it has no elements; and whether they are yet to be conjugated or
-            negated.
+        spans: For each tensor the offsets in its storage, in bytes, of the first byte that it may view and of the one
+            after its last, equal where it has no elements; and whether it is yet to be conjugated or negated.
     """
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
@@ -52,26 +51,26 @@ class Forms:
         # DLPack has one word for all integers of up to a byte.
         self._narrow = [n for n, d in enumerate(self._dtypes) if d.itemsize == 1 and not d.is_floating_point]
         self._narrow_dtypes = [self._dtypes[number] for number in self._narrow]
-        self._told = tell(tensors)
+        self._print = fingerprint(tensors)
         highs = [
             0 if 0 in shape else (int(offset) + span(shape, stride)[1] + 1) * dtype.itemsize
             for shape, stride, offset, dtype in zip(
                 self._shapes, self._strides, self._offsets, self._dtypes, strict=True
             )
         ]
-        self.spans = [*zip(repeat(0), highs, map(is_lazy, tensors))]
+        self.spans = [*zip(repeat(0), highs, map(is_unresolved, tensors))]
 
-    def same(self, tensors: list[torch.Tensor], *, told_same: bool) -> bool:
-        """Whether as many tensors are what these were.
+    def same(self, tensors: list[torch.Tensor], *, print_same: bool) -> bool:
+        """Return whether as many tensors view their storages as these did.
 
         Equal dtypes and devices say that none is quantized or on the meta device; that none is sparse is left to
         whoever asks for their storages.
 
         Args:
             tensors: In the same order.
-            told_same: :func:`tell` says the same of them, addresses included, as of others that were what these were.
-                Then, as first elements are where those were, :meth:`same_offsets` is yet to be asked unless the
-                storages are, too.
+            print_same: :func:`fingerprint`, addresses included, gives the same for them as for others for which this
+                was true. Then first elements are where they were, and unless the storages are, too,
+                :meth:`same_offsets` has to be asked as well.
 
         Raises:
             RuntimeError: One of them has no strides.
@@ -81,16 +80,16 @@ class Forms:
             and [*map(torch.Tensor.is_neg, tensors)] == self._negative
             and [tensors[number].is_conj() for number in self._complex] == self._conjugate
             and [tensors[number].dtype for number in self._narrow] == self._narrow_dtypes
-            and (told_same or (self.same_offsets(tensors) and self._same_shapes(tensors)))
+            and (print_same or (self.same_offsets(tensors) and self._same_shapes(tensors)))
         )
 
     def same_offsets(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether each begins where it did in its storage."""
+        """Return whether each begins where it did in its storage."""
         return [*map(torch.Tensor.storage_offset, tensors)] == self._offsets
 
     def _same_shapes(self, tensors: list[torch.Tensor]) -> bool:
-        if self._told is not None:
-            return tell(tensors) == self._told
+        if self._print is not None:
+            return fingerprint(tensors) == self._print
         return (
             [tensor.dtype for tensor in tensors] == self._dtypes
             and all(map(eq, map(torch.Tensor.size, tensors), self._shapes))
@@ -99,14 +98,14 @@ class Forms:
         )
 
 
-def tell(tensors: list[torch.Tensor], *, addresses: bool = False) -> bytes | None:
-    """Return devices, dtypes, shapes and strides in one piece, and where first elements are if that is asked for.
+def fingerprint(tensors: list[torch.Tensor], *, addresses: bool = False) -> bytes | None:
+    """Return devices, dtypes, shapes and strides of tensors, and with ``addresses`` where their first elements are.
 
-    None where DLPack has no words for one of these tensors.
+    None where DLPack cannot describe one of these tensors.
     """
-    if _dlpack_forms is None or _DLPACK_API is None:
+    if dlpack_forms is None or DLPACK_API is None:
         return None
     try:
-        return _dlpack_forms(_DLPACK_API, tensors, addresses)
+        return dlpack_forms(DLPACK_API, tensors, addresses)
     except RuntimeError:
         return None

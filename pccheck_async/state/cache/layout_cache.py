@@ -1,9 +1,9 @@
-"""How leaves lay when they were last laid out, so that leaves that lie the same way need not be laid out again.
+"""The layout cache: how leaves lay when they were last laid out, so that they are not laid out again at every save.
 
 A layout depends on what each leaf is (type, dtype, shape, strides, where in its storage it begins) and on how their
 memory relates: which leaves view one storage, and whether storages overlap. It does not depend on the addresses. So
 all of that is compared at every save, with every address and size read anew, and where nothing differs only the
-sources are made again. Whatever differs, or cannot be told quickly, leads to a full :func:`lay_out`. Where every
+sources are made again. Whatever differs, or cannot be compared quickly, leads to a full :func:`lay_out`. Where every
 storage is where it was and as large as it was, as in everyday training, how they relate need not be worked out.
 """
 
@@ -18,14 +18,13 @@ import numpy.typing as npt
 import torch
 
 from pccheck_async.format import dtypes
-from pccheck_async.state.cache.fingerprints import Forms, tell
+from pccheck_async.state.cache.fingerprints import Fingerprints, fingerprint
 from pccheck_async.state.leaves import Leaves
 from pccheck_async.state.sources import Sources
-from pccheck_async.state.storages import Layout, Origins, lay_out
+from pccheck_async.state.storages import Layout, Origins, View, lay_out, view_of
 from pccheck_async.state.tensor_access import untyped_storage
-from pccheck_async.state.views import View, view_of
 
-__all__ = ["Arrangement", "arranged"]
+__all__ = ["LayoutCache", "cached_layout"]
 
 _Numbers: TypeAlias = npt.NDArray[np.int64]
 
@@ -36,7 +35,7 @@ _address: Final = torch.UntypedStorage.data_ptr
 _nbytes: Final = torch.UntypedStorage.nbytes
 
 
-def arranged(leaves: Leaves, last: Arrangement | None = None) -> tuple[Layout, Arrangement | None]:
+def cached_layout(leaves: Leaves, last: LayoutCache | None = None) -> tuple[Layout, LayoutCache | None]:
     """Lay out ``leaves``, quickly where they lie as they did when ``last`` was returned.
 
     Returns:
@@ -45,7 +44,7 @@ def arranged(leaves: Leaves, last: Arrangement | None = None) -> tuple[Layout, A
     Raises:
         UnsupportedStateError: A leaf cannot be saved; names its path.
     """
-    layout = last.again(leaves) if last is not None else None
+    layout = last.reuse(leaves) if last is not None else None
     if layout is not None:
         return layout, last
     leaves.check()
@@ -53,18 +52,18 @@ def arranged(leaves: Leaves, last: Arrangement | None = None) -> tuple[Layout, A
     return layout, _remembered(leaves, layout, origins)
 
 
-def _remembered(leaves: Leaves, layout: Layout, origins: Origins) -> Arrangement | None:
+def _remembered(leaves: Leaves, layout: Layout, origins: Origins) -> LayoutCache | None:
     if origins.several:
         return None
-    arrangement = Arrangement(leaves, layout, origins)
-    found = arrangement.again(leaves)  # refuses what cannot be told quickly: better now than at every save
-    if found is None or not np.array_equal(found.sources.addresses, layout.sources.addresses):
+    layout_cache = LayoutCache(leaves, layout, origins)
+    again = layout_cache.reuse(leaves)  # None where it cannot be compared quickly: better now than at every save
+    if again is None or not np.array_equal(again.sources.addresses, layout.sources.addresses):
         return None
-    return arrangement
+    return layout_cache
 
 
-class Arrangement:
-    """What a layout depended on. Holds no array and no memory.
+class LayoutCache:
+    """A layout, and what it depended on. Holds no array and no memory.
 
     Args:
         leaves: What was laid out.
@@ -75,7 +74,7 @@ class Arrangement:
     def __init__(self, leaves: Leaves, layout: Layout, origins: Origins) -> None:
         values = leaves.values
         self._layout = layout.filled(Sources())
-        self._sources_then = layout.sources.again(layout.sources.addresses[:0], [])
+        self._sources_then = layout.sources.with_memory(layout.sources.addresses[:0], [])
         self._packings = origins.packings
         self._shifts = np.array(origins.shifts, np.int64)
         self._types = [*map(type, values)]
@@ -86,14 +85,14 @@ class Arrangement:
         self._places: list[int] = np.argsort(self._order)[np.array(origins.leaves, np.intp)].tolist()
         self._in_order = self._places == [*range(len(values))]
         tensors, views = self._split(leaves)
-        self._blocks = [Forms(tensors[start : start + _BLOCK]) for start in range(0, len(tensors), _BLOCK)]
+        self._blocks = [Fingerprints(tensors[start : start + _BLOCK]) for start in range(0, len(tensors), _BLOCK)]
         self._array_forms = [*self._forms_of_arrays(leaves, views)]
         spans = [span for block in self._blocks for span in block.spans] + [*map(_span, views)]
         bases = _Memory.of_tensors(tensors).and_arrays(views).bases
         self._relations = _Relations(np.array(bases, np.int64), np.array(spans, np.int64).reshape(-1, 3))
         self._place: _Place | None = None
 
-    def again(self, leaves: Leaves) -> Layout | None:
+    def reuse(self, leaves: Leaves) -> Layout | None:
         """Return the layout of ``leaves``, None where they do not lie as they did."""
         if [*map(type, leaves.values)] != self._types:
             return None
@@ -102,28 +101,29 @@ class Arrangement:
             return None
         memory = _Memory([], [], [])
         place = self._place
-        told: list[bytes | None] = []
-        in_place: list[tuple[Forms, list[torch.Tensor]]] = []
-        for number, forms in enumerate(self._blocks):
+        prints: list[bytes | None] = []
+        in_place: list[tuple[Fingerprints, list[torch.Tensor]]] = []
+        for number, known in enumerate(self._blocks):
             block = tensors[number * _BLOCK : (number + 1) * _BLOCK]
-            told.append(tell(block, addresses=True))
-            told_same = told[-1] is not None and place is not None and told[-1] == place.told[number]
-            if told_same:
-                in_place.append((forms, block))
+            prints.append(fingerprint(block, addresses=True))
+            print_same = prints[-1] is not None and place is not None and prints[-1] == place.prints[number]
+            if print_same:
+                in_place.append((known, block))
             try:
-                if not forms.same(block, told_same=told_same):
+                if not known.same(block, print_same=print_same):
                     return None
                 memory.add_tensors(block)
             except RuntimeError:  # of a tensor without strides or without a storage
                 return None
-        memory.and_arrays(views)
+        if views:
+            memory.and_arrays(views)
         if place is None or memory.bases != place.bases or memory.sizes != place.sizes:
-            if not all(forms.same_offsets(block) for forms, block in in_place):
+            if not all(known.same_offsets(block) for known, block in in_place):
                 return None
             bases = np.array(memory.bases, np.int64)
             if not self._relations.hold(bases, np.array(memory.sizes, np.int64)):
                 return None
-            place = self._place = _Place(memory.bases, memory.sizes, told, self._addresses(bases))
+            place = self._place = _Place(memory.bases, memory.sizes, prints, self._addresses(bases))
         return self._layout.filled(self._sources(leaves, place.addresses, memory.owners))
 
     def _split(self, leaves: Leaves) -> tuple[list[Any], list[View | None]]:
@@ -140,21 +140,21 @@ class Arrangement:
                 yield form
             else:
                 places = (view.low, view.high, view.first)
-                yield form, view.stride, view.lazy, *(place - view.memory[1] for place in places)
+                yield form, view.stride, view.unresolved, *(place - view.memory[1] for place in places)
 
     def _addresses(self, bases: _Numbers) -> npt.NDArray[np.uint64]:
         addresses = (bases if self._in_order else bases[self._places]) + self._shifts
         addresses[[*self._packings]] = 0
-        found = addresses.view(np.uint64)
-        found.flags.writeable = False  # several saves have it
-        return found
+        table = addresses.view(np.uint64)
+        table.flags.writeable = False  # several saves have it
+        return table
 
     def _sources(self, leaves: Leaves, addresses: npt.NDArray[np.uint64], owners: list[Any]) -> Sources:
         if not self._in_order:
             owners = [*map(owners.__getitem__, self._places)]
         for number, pack in self._packings.items():
             owners[number] = pack(leaves.values[self._order[self._places[number]]], owners[number])
-        return self._sources_then.again(addresses, owners)
+        return self._sources_then.with_memory(addresses, owners)
 
 
 @dataclass(slots=True, eq=False)
@@ -167,9 +167,9 @@ class _Memory:
 
     @classmethod
     def of_tensors(cls, tensors: Sequence[torch.Tensor]) -> _Memory:
-        found = cls([], [], [])
-        found.add_tensors(tensors)
-        return found
+        memory = cls([], [], [])
+        memory.add_tensors(tensors)
+        return memory
 
     def add_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         owners: list[Any] = [*map(untyped_storage, tensors)]
@@ -187,17 +187,17 @@ class _Memory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Place:
-    """Where all storages were, what was told of the tensors in them, and the addresses of the sources that follow."""
+    """Where all storages were, the fingerprints of their tensors, and the addresses of the sources that follow."""
 
     bases: list[int]
     sizes: list[int]
-    told: list[bytes | None]
+    prints: list[bytes | None]
     addresses: npt.NDArray[np.uint64]
 
 
 def _span(view: View | None) -> tuple[int, int, int]:
-    """See :attr:`Forms.spans`."""
-    return (view.low - view.memory[1], view.high - view.memory[1], view.lazy) if view is not None else (0, 0, 0)
+    """See :attr:`Fingerprints.spans`."""
+    return (view.low - view.memory[1], view.high - view.memory[1], view.unresolved) if view is not None else (0, 0, 0)
 
 
 class _Relations:
@@ -205,19 +205,19 @@ class _Relations:
 
     Args:
         bases: Of each leaf where its storage begins.
-        spans: Of each leaf what it takes of its storage (see :attr:`Forms.spans`).
+        spans: Of each leaf what it takes of its storage (see :attr:`Fingerprints.spans`).
     """
 
     def __init__(self, bases: _Numbers, spans: _Numbers) -> None:
-        lows, highs, lazy = spans.T
+        lows, highs, unresolved = spans.T
         self._with_bytes = np.flatnonzero(lows < highs)
         self._reaches = highs[self._with_bytes]
-        # What is lazy is saved apart, whatever memory it shares.
-        self._members = np.flatnonzero((lows < highs) & (lazy == 0))
+        # What is unresolved is saved apart, whatever memory it shares.
+        self._members = np.flatnonzero((lows < highs) & (unresolved == 0))
         _, first, storage = np.unique(bases[self._members], return_index=True, return_inverse=True)
         storage = storage.reshape(-1)
         self._firsts = self._members[first]  # one leaf of each storage
-        self._twins = self._firsts[storage]  # for each leaf, the one of its storage
+        self._same_storage = self._firsts[storage]  # for each leaf, the one of those that shares its storage
         self._starts, self._ends = np.zeros(len(first), np.int64), np.zeros(len(first), np.int64)
         np.minimum.at(self._starts, storage, lows[self._members])
         np.maximum.at(self._ends, storage, highs[self._members])
@@ -226,7 +226,7 @@ class _Relations:
         """Whether all storages are large enough, shared by the leaves that shared them, and apart from each other."""
         if not bases[self._with_bytes].all() or (sizes[self._with_bytes] < self._reaches).any():
             return False  # freed or shrunk
-        if not np.array_equal(bases[self._members], bases[self._twins]):
+        if not np.array_equal(bases[self._members], bases[self._same_storage]):
             return False
         each = bases[self._firsts]
         starts, ends = each + self._starts, each + self._ends

@@ -1,7 +1,7 @@
-"""What a state was made of when it was last taken apart, so that what is as it was is not taken apart again.
+"""The tree cache: outlines of the containers of a state, so that those that are as they were are not flattened again.
 
-An outline knows keys and types, and the nodes that were made of them; it holds no array. It says nothing about the
-arrays' memory, which is looked at anew at every save (:mod:`pccheck_async.state.cache.layout_cache`).
+An outline has the keys and types in a container, and the nodes that were made of them; it holds no array. It says
+nothing about the arrays' memory, which is looked at anew at every save (:mod:`.state.cache.layout_cache`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = [
     "Content",
     "Flat",
     "LeafOutline",
-    "Met",
     "ObjectOutline",
     "Outline",
     "Rows",
     "Shape",
+    "Visited",
     "same_objects",
 ]
 
@@ -38,14 +38,14 @@ _COMPARABLE: Final = frozenset((str, int))
 class Outline(Protocol):
     """What is remembered of one value."""
 
-    def again(self, value: Any, leaves: Leaves) -> Met | None:
+    def reuse(self, value: Any, leaves: Leaves) -> Visited | None:
         """Return the node of a value that is made as it was, and its arrays in ``leaves``.
 
         None where that takes a longer look; nothing was touched then.
         """
 
 
-Met: TypeAlias = tuple[Node, Outline | None]
+Visited: TypeAlias = tuple[Node, Outline | None]
 """The node of a value, and what to remember of it."""
 
 
@@ -56,7 +56,7 @@ class LeafOutline:
     path: str
     node: ArrayNode
 
-    def again(self, value: Any, leaves: Leaves) -> Met | None:
+    def reuse(self, value: Any, leaves: Leaves) -> Visited | None:
         """See :class:`Outline`."""
         if type(value) not in KINDS or self.node.index != len(leaves.values):
             return None
@@ -72,7 +72,7 @@ class ObjectOutline:
     node: StatefulNode
     below: Outline
 
-    def again(self, value: Any, leaves: Leaves) -> Met | None:
+    def reuse(self, value: Any, leaves: Leaves) -> Visited | None:
         """See :class:`Outline`: it has to be asked first."""
         return None
 
@@ -108,8 +108,8 @@ class Shape:
             items: Sequence[Any] = value
             return items
         if not all(map(is_, value, keys)):  # a module makes the names of its parameters anew
-            found = [*value]
-            if found != keys or not _COMPARABLE.issuperset(map(type, found + keys)):
+            now = [*value]
+            if now != keys or not _COMPARABLE.issuperset(map(type, now + keys)):
                 return None
         return [*value.values()]
 
@@ -144,19 +144,19 @@ class Flat:
         first = nodes[self._arrays[0]] if self._arrays else None
         self._first = first.index if isinstance(first, ArrayNode) else None
 
-    def again(self, items: Sequence[Any], leaves: Leaves) -> list[Node] | None:
+    def reuse(self, items: Sequence[Any], leaves: Leaves) -> list[Node] | None:
         """Return the nodes of items of the types they had; the very list it was where the plain values are, too.
 
         None where something else is among them; nothing was touched then.
         """
-        found = leaves.values
-        if [*map(type, items)] != self._kinds or self._first not in (None, len(found)):
+        arrays = leaves.values
+        if [*map(type, items)] != self._kinds or self._first not in (None, len(arrays)):
             return None
         leaves.paths += self._paths
         if not self._plain:
-            found += items
+            arrays += items
             return self.nodes
-        found += [items[number] for number in self._arrays]
+        arrays += [items[number] for number in self._arrays]
         plain = [items[number] for number in self._plain]
         if same_objects(plain, self._values):
             return self.nodes
@@ -184,13 +184,13 @@ class Rows:
         inner = [node for row in nodes if isinstance(row, DictNode) for node in row.values]
         self._flat = Flat([*chain.from_iterable(map(dict.values, dicts))], inner, paths)
 
-    def again(self, items: Sequence[Any], leaves: Leaves) -> list[Node] | None:
+    def reuse(self, items: Sequence[Any], leaves: Leaves) -> list[Node] | None:
         """Return the nodes of dicts with the keys they had (see :meth:`Flat.again`)."""
         if {*map(type, items)} != {dict} or [*map(len, items)] != self._lengths:
             return None
         if not same_objects(chain.from_iterable(items), self._keys):
             return None
-        inner = self._flat.again([*chain.from_iterable(map(dict.values, items))], leaves)
+        inner = self._flat.reuse([*chain.from_iterable(map(dict.values, items))], leaves)
         if inner is None or inner is self._flat.nodes:
             return None if inner is None else self.nodes
         each = iter(inner)
@@ -204,7 +204,7 @@ class Branches:
     nodes: list[Node]
     below: list[Outline | None]
 
-    def again(self, items: Sequence[Any], leaves: Leaves) -> list[Node] | None:
+    def reuse(self, items: Sequence[Any], leaves: Leaves) -> list[Node] | None:
         """Do not: they have to be walked."""
         return None
 
@@ -218,15 +218,15 @@ class ContainerOutline:
 
     shape: Shape
     content: Content
-    metadata: list[Met]
+    metadata: Sequence[Visited]
     node: Node
 
-    def again(self, value: Any, leaves: Leaves) -> Met | None:
+    def reuse(self, value: Any, leaves: Leaves) -> Visited | None:
         """See :class:`Outline`."""
         if type(value) is OrderedDict or type(self.content) is Branches:
             return None
         items = self.shape.items(value)
-        nodes = self.content.again(items, leaves) if items is not None else None
+        nodes = self.content.reuse(items, leaves) if items is not None else None
         if nodes is None:
             return None
         return (self.node if nodes is self.content.nodes else self.shape.node(nodes, [])), self

@@ -1,1 +1,5 @@
-"""Stored leaves put back: into new memory for ``load``, into live objects for ``restore``."""
+"""A stored state back into Python: new objects (``load``) or the live ones (``engine.restore``).
+
+``tree`` reads a skeleton, ``arrays`` makes the memory that is read into, ``objects`` knows modules and optimizers,
+``match`` decides what is filled with what, and ``listing`` names the leaves for people.
+"""

@@ -1,12 +1,13 @@
-"""The two ways to make targets for a restore: new memory for ``load``, the live objects for ``engine.restore``."""
+"""What is done with a decoded manifest: new memory for ``load``, the live objects for ``engine.restore``."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -14,48 +15,50 @@ import torch
 from msgspec import structs
 from torch.nn.parameter import is_lazy
 
-from pccheck_async.errors import StateMismatchError
+from pccheck_async.errors import StateMismatchError, UnsupportedStateError
+from pccheck_async.format import skeleton as nodes
 from pccheck_async.format.manifest import Manifest
-from pccheck_async.format.skeleton import (
-    ArrayNode,
-    DictNode,
-    ListNode,
-    MappingNode,
-    Node,
-    StatefulNode,
-    TupleNode,
-    arrays,
-)
+from pccheck_async.format.skeleton import ArrayNode, DictNode, ListNode, MappingNode, Node, StatefulNode, arrays
 from pccheck_async.state import paths
 from pccheck_async.state.ambient import apart, refuse_tracing
-from pccheck_async.state.restore import optimizers
-from pccheck_async.state.restore.allocation import Allocation
-from pccheck_async.state.restore.filling import Filling, describe, difference
-from pccheck_async.state.restore.modules import Deciders, deciders, live_state
-from pccheck_async.state.restore.numbering import Names, names_in, renumbered
-from pccheck_async.state.restore.plain import (
-    MAPPINGS,
-    REFILLED,
-    SEQUENCES,
-    equal,
-    has_parts,
-    homeless,
-    live_parts,
-    refill,
-    savable,
-)
-from pccheck_async.state.restore.rebuild import mapping_keys, rebuild
-from pccheck_async.state.restore.select import select
-from pccheck_async.state.restore.walk import count
+from pccheck_async.state.restore import objects
+from pccheck_async.state.restore.arrays import Allocation, Filling, describe, difference
+from pccheck_async.state.restore.tree import count, entries, has_parts, mapping_keys, rebuild, select
 from pccheck_async.state.rng import RNGState
 from pccheck_async.state.save.detached import refuse_filling
-from pccheck_async.state.save.flatten import Array, check_outermost, is_stateful, noting
-from pccheck_async.state.targets import Restoration, Target, Targets
+from pccheck_async.state.save.flatten import Array, check_outermost, flatten, is_stateful, noting
+from pccheck_async.state.targets import Targets
 
-__all__ = ["Restoration", "Target", "Targets", "allocate", "match"]
+_MAPPINGS: Final[Mapping[type, type]] = {dict: DictNode, OrderedDict: nodes.OrderedDictNode, Counter: nodes.CounterNode}
+_SEQUENCES: Final[Mapping[type, type]] = {list: ListNode, tuple: nodes.TupleNode}
+_REFILLED: Final[Mapping[type, type]] = {**_MAPPINGS, list: ListNode, set: nodes.SetNode}
+"""Containers that take other content and stay the same object."""
+_NOWHERE: Final = object()
+_EXTRA_STATE: Final = "_extra_state"  # the key of what nn.Module's get_extra_state() returned
 
 _Replace = Callable[[Any], None]
-_EXTRA_STATE = "_extra_state"  # what nn.Module saves get_extra_state() under
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Restoration:
+    """A restore that was checked and can begin: fill the targets, then call ``finish`` once.
+
+    Attributes:
+        targets: The memory to fill, in the order of the payload.
+        finish: Makes the state from what was filled, and returns it.
+        missing: Paths that the state has and the checkpoint lacks: they stay as they are.
+        unexpected: Paths that the checkpoint has and the state lacks: they are not read.
+        filled: Paths of the live arrays that the targets fill.
+        counts: By the names of the outermost entries that both have: how many leaves of the checkpoint are restored,
+            and how many it has.
+    """
+
+    targets: Targets
+    finish: Callable[[], Any]
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    filled: tuple[str, ...] = ()
+    counts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def allocate(manifest: Manifest, keys: Sequence[str] | None = None, device: str | torch.device = "cpu") -> Restoration:
@@ -64,17 +67,17 @@ def allocate(manifest: Manifest, keys: Sequence[str] | None = None, device: str 
     Args:
         manifest: What is stored.
         keys: Paths or globs of the leaves and subtrees to load; None for all. Only their bytes are read.
-        device: Where tensors go at the end; numpy arrays stay on the host.
+        device: Where tensors are in the end; numpy arrays stay on the host.
 
     Returns:
-        A restoration whose ``finish`` gives the nested dict, Statefuls as what their ``state_dict()`` was.
+        A restoration whose ``finish`` returns the nested dict, with the ``state_dict()`` of each Stateful in its place.
 
     Raises:
         StateMismatchError: One of ``keys`` selects nothing.
         CorruptStoreError: The skeleton describes no value.
         RuntimeError: There is no such device; raised by torch.
     """
-    torch.empty(0, device=device)  # or it would be the checkpoint of which no array can be made
+    torch.empty(0, device=device)  # raises here, or the checkpoint would be blamed when arrays cannot be made there
     skeleton = manifest.skeleton if keys is None else select(manifest.skeleton, keys)
     allocation = Allocation(manifest, sorted(arrays(skeleton)))
     where = torch.device(device)
@@ -90,33 +93,33 @@ def match(
     *,
     strict: bool = True,
 ) -> Restoration:
-    """Prepare a restore into the live ``state``. Checks it first and changes nothing.
+    """Prepare a restore into the live ``state``: check it first, and change nothing.
 
-    Tensors and arrays keep their identity and take the stored bytes, in place where they lie in host memory (or in that
-    of a CUDA device, where ``by_address``) as they were stored. A live plain value (no tensor, array or object in it)
-    is a placeholder for whatever was saved: lists, dicts and sets are refilled where their like was saved, anything
-    else is replaced in the container that holds it. An object that was saved somewhere inside wants its place there: an
-    object, or a plain value that takes its state. In place of a live tensor or array, a container that holds it takes a
-    saved None, and no other plain value.
+    Tensors and arrays keep their identity and take the stored bytes: in place where they lie in memory as they were
+    stored, on the host or (with ``by_address``) on a CUDA device; otherwise by a copy at the end. A container that
+    holds a tensor or array takes a saved None in its place, and no other plain value.
 
-    Modules compare strictly, except for their extra state; then ``load_state_dict`` gets their own parameters. What
-    lies below a module with hooks before ``load_state_dict``, or with one or a ``_load_from_state_dict`` of its own, is
-    not compared: it decides whether that fits, and raises after other things changed where it does not. Optimizers may
-    not have a state yet; parameters are told by the names that were saved, else by their numbers. Any other Stateful
-    gets its own tensors where they are equal in dtype and shape, and new ones elsewhere.
+    A live plain value (without tensors, arrays and objects) takes whatever was saved: lists, dicts and sets are
+    refilled with content of their type, any other value is replaced in its container. An object that was saved inside
+    needs an entry at its own path: an object, or a plain value, which takes the object's state.
 
-    Two live arrays that share memory which the stored ones do not share differ from the checkpoint: one would overwrite
-    the other.
+    Modules compare strictly, except for extra state, and ``load_state_dict`` gets their own parameters. Submodules with
+    hooks before ``load_state_dict``, or with a ``load_state_dict`` or ``_load_from_state_dict`` of their own, are not
+    compared: they decide whether the stored state fits, and where it does not, raise after other things changed.
+    Optimizers need no state yet; their parameters are identified by the names that were saved, else by their numbers.
+    Any other Stateful gets its own tensors where dtype and shape are equal, and new ones elsewhere.
+
+    Two live arrays that share memory where the stored ones do not are a mismatch: one would overwrite the other.
 
     Args:
         state: The live state.
         manifest: What is stored.
-        by_address: Asked when there is a CUDA tensor: whether the copy backend reaches its memory.
-        strict: Otherwise what only the state has stays as it is, what only the checkpoint has is not read, and the
-            restoration names both. A module then loads its own state, with what was stored in the places of that. Any
-            other Stateful gets what it saved, as ever. Where they have nothing in common, altogether or below an
-            outermost name or a module that both have, or differ by what a wrapper of models puts before names, that is
-            a difference all the same.
+        by_address: Asked when there is a CUDA tensor: whether the copy backend can write to its address.
+        strict: With False, what only the state has stays as it is, what only the checkpoint has is not read, and the
+            restoration lists both. A module then loads its own state with the stored values in it; any other Stateful
+            gets what it saved, as ever. It is still a mismatch where the two have nothing in common, altogether or
+            below an outermost name or a module that both have, and where they differ by the prefix that a wrapper of
+            models adds to names.
 
     Returns:
         A restoration whose ``finish`` copies what could not be filled in place, calls every ``load_state_dict`` and
@@ -124,17 +127,15 @@ def match(
 
     Raises:
         UnsupportedStateError: ``state`` is not a mapping with strings for keys, or has the ``state_dict()`` of a live
-            object in the object's place; or called where tensors are traced.
+            object in the object's place; or this was called where tensors are traced.
         StateMismatchError: The state differs; lists the paths.
         CorruptStoreError: The skeleton describes no value.
     """
     refuse_tracing("restore")
     check_outermost(state)
     refuse_filling(state)
-    matching = _Matching(manifest, by_address, strict, cache(lambda: names_in(state)))
-    skeleton = manifest.skeleton
-    assert isinstance(skeleton, DictNode)
-    matching.outermost(state, skeleton)
+    matching = _Matching(manifest, by_address, strict, cache(lambda: objects.names_in(state)))
+    matching.outermost(state)
     return matching.restoration(state)
 
 
@@ -142,17 +143,19 @@ class _Matching:
     """One walk over the live state and the skeleton side by side."""
 
     def __init__(
-        self, manifest: Manifest, by_address: Callable[[], bool], strict: bool, names: Callable[[], Names]
+        self, manifest: Manifest, by_address: Callable[[], bool], strict: bool, names: Callable[[], objects.Names]
     ) -> None:
-        self._manifest = manifest
+        assert isinstance(manifest.skeleton, DictNode)
+        self._skeleton = manifest.skeleton
+        self._tensors = manifest.tensors
         self._strict = strict
         self._names = names
         self._filling = Filling(manifest, by_address)
         self._missing: list[str] = []
         self._unexpected: list[str] = []
         self._mismatched: list[str] = []
-        self._strangers: list[str] = []  # both have them, and nothing in common below
-        self._matched = 0  # places in the state that take something
+        self._disjoint: list[str] = []  # paths that both have, with nothing in common below
+        self._matched = 0  # entries of the state that something is restored into
         self._unread = 0  # leaves of the checkpoint that the state lacks
         self._counts: dict[str, tuple[int, int]] = {}
         self._wanted: set[int] = set()  # arrays that something is rebuilt from
@@ -164,8 +167,8 @@ class _Matching:
         self._mismatched += self._filling.conflicts()
         if self._mismatched or (self._strict and (self._missing or self._unexpected)):
             raise self._error()
-        if self._strangers or (self._missing and (not self._matched or _wrapped(self._missing, self._unexpected))):
-            raise self._error()  # restored so, it would be taken for what was saved
+        if self._disjoint or (self._missing and (not self._matched or self._wrapped())):
+            raise self._error()  # or a state in which nothing was restored would pass for a restored one
         with apart():
             self._filling.allocate(self._wanted)
             targets = Targets(self._filling.targets())
@@ -173,7 +176,7 @@ class _Matching:
         def finish() -> Mapping[str, Any]:
             with apart():
                 self._filling.finish()
-            with _outside_inference():  # what is made new can be trained, whatever mode the caller is in
+            with _outside_inference():  # tensors that are made now can be trained, whatever mode the caller is in
                 for action in self._actions + self._last_actions:
                     action()
             return state
@@ -185,68 +188,77 @@ class _Matching:
         make = partial(
             StateMismatchError, missing=self._missing, unexpected=self._unexpected, mismatched=self._mismatched
         )
-        skeleton = self._manifest.skeleton
-        assert isinstance(skeleton, DictNode)
-        advice = _wrapped(self._missing, self._unexpected)
+        advice = self._wrapped()
         if not self._mismatched and not advice:
-            if self._strangers:
+            if self._disjoint:
                 advice = (
-                    f"; nothing in common below {', '.join(self._strangers)}: leave that out of the state, or take "
+                    f"; nothing in common below {', '.join(self._disjoint)}: leave that out of the state, or take "
                     "load(path, keys=[...]), change its names, and give it to load_state_dict"
                 )
             elif self._strict:
                 advice = "; to restore what both have: restore(state, strict=False)"
             else:
                 advice = "; they have nothing in common"
-        if not set(paths.components(mapping_keys(skeleton))).isdisjoint(self._unexpected):
+        if not set(paths.components(mapping_keys(self._skeleton))).isdisjoint(self._unexpected):
             advice += "; to take only part of it: load(path, keys=[...])"
         return make(f"{make()}{advice}")
 
-    def outermost(self, state: Mapping[str, Any], node: DictNode) -> None:
+    def _wrapped(self) -> str:
+        """Return advice where names differ by the prefix that a wrapper of models adds to them; else nothing."""
+        for attribute, wrapper in (("module", "DistributedDataParallel or its like"), ("_orig_mod", "torch.compile")):
+            prefix = paths.escape(f"{attribute}.")
+            lists = self._missing, self._unexpected
+            for where, wrapped, plain in (("here", *lists), ("in the checkpoint", *reversed(lists))):
+                if not {path.replace(prefix, "", 1) for path in wrapped if prefix in path}.isdisjoint(plain):
+                    inside = f"save and restore the module inside (model.{attribute})"
+                    return f"; a model {where} is wrapped by {wrapper}: {inside}"
+        return ""
+
+    def outermost(self, state: Mapping[str, Any]) -> None:
         setter = state.__setitem__ if isinstance(state, MutableMapping) else None
-        for key, value, child, path in self._common(state, node, ""):
+        for key, value, child, path in self._common(state, self._skeleton, ""):
             matched, missing, unread = self._matched, len(self._missing), self._unread
-            self.value(value, child, path, None if setter is None else _setter(setter, key))
-            if self._matched == matched and len(self._missing) > missing and path not in self._strangers:
-                self._strangers.append(path)
+            self._value(value, child, path, None if setter is None else partial(setter, key))
+            if self._matched == matched and len(self._missing) > missing and path not in self._disjoint:
+                self._disjoint.append(path)
             leaves = count(child)
             self._counts[path] = leaves - (self._unread - unread), leaves
 
     # -- values that are filled or replaced where they are
 
-    def value(self, live: Any, node: Node, path: str, replace: _Replace | None, *, of_object: bool = False) -> None:
-        """Let a live value take what is stored; ``of_object``: as what the ``state_dict()`` of an object gave."""
+    def _value(self, live: Any, node: Node, path: str, replace: _Replace | None, *, of_object: bool = False) -> None:
+        """Let a live value take a stored one, which is the ``state_dict()`` of an object where ``of_object``."""
         if isinstance(live, (torch.Tensor, np.ndarray)):
             if node is None and replace is not None:
-                self._replace(node, replace)
+                self._matched += 1
+                self._rebuild_later(node, replace)
             else:
                 self._array(live, node, path)
         elif is_stateful(live):
             self._stateful(live, node, path)
-        elif isinstance(node, StatefulNode) and (live_parts(live) or savable(live)):
-            self.value(live, node.child, path, replace, of_object=True)  # restored into its state
-        elif not live_parts(live) and (not has_parts(node) or savable(live)):
+        elif isinstance(node, StatefulNode) and (_has_live_parts(live) or _savable(live)):
+            self._value(live, node.child, path, replace, of_object=True)  # restored into the object's state
+        elif not _has_live_parts(live) and (not has_parts(node) or _savable(live)):
             if not of_object:
-                self._homeless(live, node, path)
+                for lost in _without_place(live, node, path):
+                    what = "an object in the checkpoint: put one there, or None for its state"
+                    self._mismatched.append(f"{lost} ({what})")
             self._plain(live, node, path, replace)
-        elif type(live) in MAPPINGS and type(node) is MAPPINGS[type(live)]:
-            self.entries(live, node, path, live.__setitem__)  # type: ignore[arg-type]
-        elif type(live) in SEQUENCES and type(node) is SEQUENCES[type(live)]:
+        elif type(live) in _MAPPINGS and type(node) is _MAPPINGS[type(live)]:
+            for key, value, child, below in self._common(live, node, path):  # type: ignore[arg-type]
+                self._value(value, child, below, partial(live.__setitem__, key))
+        elif type(live) in _SEQUENCES and type(node) is _SEQUENCES[type(live)]:
             self._items(live, node.items, path)  # type: ignore[union-attr]
         else:
             self._differs(path, live, node)
-
-    def entries(self, live: Mapping[Any, Any], node: MappingNode, path: str, replace: Any) -> None:
-        for key, value, child, below in self._common(live, node, path):
-            self.value(value, child, below, None if replace is None else _setter(replace, key))
 
     def _items(self, live: Sequence[Any], nodes: Sequence[Node], path: str) -> None:
         if len(live) != len(nodes):
             self._mismatched.append(f"{path} ({len(live)} items here, {len(nodes)} in the checkpoint)")
             return
         for index, (value, child) in enumerate(zip(live, nodes, strict=True)):
-            replace = _setter(live.__setitem__, index) if isinstance(live, list) else None
-            self.value(value, child, paths.child(path, str(index)), replace)
+            replace = partial(live.__setitem__, index) if isinstance(live, list) else None
+            self._value(value, child, paths.child(path, str(index)), replace)
 
     def _array(self, live: torch.Tensor | np.ndarray[Any, Any], node: Node, path: str, *, strict: bool = True) -> None:
         self._matched += 1
@@ -254,7 +266,7 @@ class _Matching:
             if strict:
                 self._differs(path, live, node)
             return
-        trouble = difference(self._manifest.tensors[node.index], live)
+        trouble = difference(self._tensors[node.index], live)
         if not trouble:
             with apart():
                 self._filling.add(path, node.index, live, strict=strict)
@@ -263,39 +275,27 @@ class _Matching:
 
     def _plain(self, live: Any, node: Node, path: str, replace: _Replace | None) -> None:
         self._matched += 1
-        if REFILLED.get(type(live)) is type(node):
-            self._refill(live, node)
+        if _REFILLED.get(type(live)) is type(node):  # whoever else holds this container sees the new content, too
+            self._rebuild_later(node, partial(_refill, live))
         elif replace is not None:
-            self._replace(node, replace)
+            self._rebuild_later(node, replace)
         elif has_parts(node):
             self._differs(path, live, node)
-        elif not equal(live, node):
+        elif not _equal(live, node):
             self._mismatched.append(f"{path} (another value, in a container that cannot change; use a dict or a list)")
 
-    def _homeless(self, live: Any, node: Node, path: str) -> None:
-        """Objects do not come back as something else, unless a value in their very place takes that."""
-        for lost in homeless(live, node, path):
-            self._mismatched.append(f"{lost} (an object in the checkpoint: put one there, or None for its state)")
-
-    def _replace(self, node: Node, replace: _Replace) -> None:
-        """Put a new value where the live one is."""
-        self._matched += 1
-        self._checked(node)
+    def _rebuild_later(self, node: Node, put: _Replace) -> None:
+        """Give ``put`` the stored value at the end. Raises CorruptStoreError now where ``node`` describes no value."""
+        rebuild(node, lambda index: index)
         self._wanted.update(arrays(node))
-        self._actions.append(lambda: replace(self._rebuild(node)))
-
-    def _refill(self, live: Any, node: Node) -> None:
-        """Give a live container the stored content, so that whoever else holds it sees it, too."""
-        self._checked(node)
-        self._wanted.update(arrays(node))
-        self._actions.append(lambda: refill(live, self._rebuild(node)))
+        self._actions.append(lambda: put(self._rebuild(node)))
 
     # -- objects that load themselves
 
     def _stateful(self, live: Any, node: Node, path: str) -> None:
         child = node.child if isinstance(node, StatefulNode) else node
         actions, load, inference = self._actions, live.load_state_dict, False
-        if node is None:  # saved before there was one: no object's state
+        if node is None:  # saved before there was an object
             self._differs(path, live, node)
             return
         if isinstance(live, torch.nn.Module):
@@ -306,7 +306,7 @@ class _Matching:
                 load = partial(_load_into, live, own)
         elif isinstance(live, torch.optim.Optimizer):
             child = self._optimizer(live, child, path)
-            load = partial(optimizers.load, live)
+            load = partial(objects.load, live)
             self._matched += 1
         else:
             self._matched += 1
@@ -316,7 +316,7 @@ class _Matching:
             with noting("state_dict", path, live):
                 own = live.state_dict()
             self._pair(own, child, path)
-        self._checked(child)
+        rebuild(child, lambda index: index)  # raises before anything changed where it describes no value
         self._wanted.update(arrays(child))
         if isinstance(node, StatefulNode):
             self._objects[id(node)] = live
@@ -324,75 +324,73 @@ class _Matching:
         def action() -> None:
             state = self._rebuild(child)
             changes = inference or self._filling.inference(arrays(child))
-            inside = torch.inference_mode() if changes else nullcontext()
+            mode = torch.inference_mode() if changes else nullcontext()
             mixture = "; the state may now be a mixture of what it was and of the checkpoint"
-            with inside, noting("load_state_dict", path, live, mixture):
+            with mode, noting("load_state_dict", path, live, mixture):
                 load(state)
 
         actions.append(action)
 
     def _module(self, live: torch.nn.Module, node: Node, path: str) -> tuple[Node, Mapping[Any, Any]]:
-        """Returns what there is to load, and the module's own state."""
+        """Compare a module; return the stored state to load, and the module's own state."""
         if not isinstance(node, MappingNode):
             self._differs(path, live, node)
             return node, {}
         with noting("state_dict", path, live):
-            own = live_state(live)
-        deciding, missing = deciders(live), len(self._missing)
-        common = self._common(own, node, path, deciding.all if self._strict else ())
+            own = objects.live_state(live)
+        own_loading, missing = objects.own_loading(live), len(self._missing)
+        common = self._common(own, node, path, own_loading.all if self._strict else ())
         for key, value, child, below in common:
+            is_array = isinstance(value, (torch.Tensor, np.ndarray))
             if str(key).rpartition(".")[2] == _EXTRA_STATE:
                 self._pair(value, child, below)  # of any type and size; the module decides
-            elif isinstance(value, torch.Tensor) or isinstance(child, ArrayNode):
-                if not self._left_to(deciding, str(key), value, child):
-                    self._array_of_module(value, child, below)
-            else:
+            elif not isinstance(value, torch.Tensor) and not isinstance(child, ArrayNode):
                 self._pair(value, child, below)  # what a state_dict() of its own adds
+            elif self._decides(own_loading, str(key), value, child):
+                pass
+            elif is_array:
+                self._array(value, child, below)
+            else:
+                self._differs(below, value, child)
         self._matched += len(common)
         if own and not common and len(self._missing) > missing:
-            self._strangers.append(path)
+            self._disjoint.append(path)
         if self._strict or len(common) == len(node.values):
             return node, own
         keys = {key for key, *_ in common}
         kept = [index for index, key in enumerate(mapping_keys(node)) if key in keys]
         return structs.replace(node, keys=[node.keys[i] for i in kept], values=[node.values[i] for i in kept]), own
 
-    def _left_to(self, deciding: Deciders, key: str, value: Any, node: Node) -> bool:
-        """Whether a module gets a stored array in new memory, and decides what becomes of it.
+    def _decides(self, own_loading: objects.OwnLoading, key: str, value: Any, node: Node) -> bool:
+        """Return whether a module gets a stored array in new memory, and decides what becomes of it.
 
-        A hook of a user's that moves or changes what it finds would find what it has filled already, if that were live.
+        A user's hook that moves or changes live values would otherwise find them filled already.
         """
-        if not key.startswith(deciding.all) or is_lazy(value):
+        if not key.startswith(own_loading.all) or is_lazy(value):
             return False
         live = isinstance(value, (torch.Tensor, np.ndarray))
-        if live and isinstance(node, ArrayNode) and not difference(self._manifest.tensors[node.index], value):
-            return key.startswith(deciding.users)
+        if live and isinstance(node, ArrayNode) and not difference(self._tensors[node.index], value):
+            return key.startswith(own_loading.users)
         return self._strict
 
-    def _array_of_module(self, value: Any, node: Node, path: str) -> None:
-        if isinstance(value, (torch.Tensor, np.ndarray)):
-            self._array(value, node, path)
-        else:
-            self._differs(path, value, node)
-
     def _optimizer(self, live: torch.optim.Optimizer, node: Node, path: str) -> Node:
-        """Returns what there is to load."""
+        """Compare an optimizer; return the stored state to load."""
         if not isinstance(node, MappingNode):
             self._differs(path, live, node)
             return node
         with noting("state_dict", path, live):
             own = live.state_dict()
-        node, differences = renumbered(live, own, node, self._names, path)
-        differences += optimizers.differences(live, own, node, self._manifest.tensors, path)
+        node, differences = objects.renumbered(live, own, node, self._names, path)
+        differences += objects.differences(live, own, node, self._tensors, path)
         self._mismatched += differences
         if not differences:
-            for index, device in optimizers.places(live, own, node):
+            for index, device in objects.places(live, own, node):
                 self._filling.prefer(index, device)
         self._pair(own, node, path)
         return node
 
     def _pair(self, live: Any, node: Node, path: str) -> None:
-        """Reuse live arrays wherever the stored tree has an equal one in the same place."""
+        """Reuse live arrays wherever the stored tree has an equal array in the same place."""
         if isinstance(live, (torch.Tensor, np.ndarray)):
             self._array(live, node, path, strict=False)
         elif isinstance(node, StatefulNode):
@@ -401,10 +399,10 @@ class _Matching:
             else:
                 self._pair(live, node.child, path)
         elif isinstance(live, Mapping) and isinstance(node, MappingNode):
-            for key, name, child in _named(node):
+            for key, name, child in entries(node):
                 if key in live:
                     self._pair(live[key], child, paths.child(path, name))
-        elif isinstance(live, (list, tuple)) and isinstance(node, (ListNode, TupleNode)):
+        elif isinstance(live, (list, tuple)) and isinstance(node, (ListNode, nodes.TupleNode)):
             for index, (value, child) in enumerate(zip(live, node.items, strict=False)):
                 self._pair(value, child, paths.child(path, str(index)))
 
@@ -412,7 +410,7 @@ class _Matching:
         if not isinstance(node, MappingNode):
             self._differs(path, live, node)
             return
-        for key, _, child in _named(node):
+        for key, _, child in entries(node):
             if key == "cuda":
                 trouble = live.mismatch(len(child.items) if isinstance(child, ListNode) else None)
                 if trouble:
@@ -421,46 +419,42 @@ class _Matching:
     # -- what both need
 
     def _common(
-        self, live: Mapping[Any, Any], node: MappingNode, path: str, decided: tuple[str, ...] = ()
+        self, live: Mapping[Any, Any], node: MappingNode, path: str, ignored: tuple[str, ...] = ()
     ) -> list[tuple[Any, Any, Node, str]]:
-        """Key, live value, stored value and path of what both have; notes what only one has, unless that is decided.
+        """Return key, live value, stored value and path of what both have.
 
-        What begins so is left to a module's own way of loading.
+        What only one has is noted as missing or unexpected, unless its key begins with a prefix in ``ignored``.
         """
-        stored = {key: (name, child) for key, name, child in _named(node)}
+        stored = {key: (name, child) for key, name, child in entries(node)}
         keys = list(live)
         common = []
         for key, name in zip(keys, paths.components(keys), strict=True):
             below = paths.child(path, name)
             if key in stored:
                 common.append((key, live[key], stored.pop(key)[1], below))
-            elif not str(key).startswith(decided):
+            elif not str(key).startswith(ignored):
                 self._missing.append(below)
-        unread = [pair for key, pair in stored.items() if not str(key).startswith(decided)]
+        unread = [pair for key, pair in stored.items() if not str(key).startswith(ignored)]
         self._unexpected += [paths.child(path, name) for name, _ in unread]
         self._unread += sum(count(child) for _, child in unread)
         return common
 
-    def _checked(self, node: Node) -> None:
-        """Fail before anything changed where ``node`` describes no value."""
-        rebuild(node, lambda index: index)
-
     def _rebuild(self, node: Node) -> Any:
-        return rebuild(node, self._value, self._object)
+        return rebuild(node, self._stored_array, self._stored_object)
 
-    def _value(self, index: int) -> Array:
+    def _stored_array(self, index: int) -> Array:
         with apart():
             return self._filling.value(index)
 
-    def _object(self, node: StatefulNode) -> Any:
+    def _stored_object(self, node: StatefulNode) -> Any:
         return self._objects[id(node)] if id(node) in self._objects else self._rebuild(node.child)
 
     def _differs(self, path: str, live: Any, node: Node) -> None:
         if isinstance(node, ArrayNode):
-            entry = self._manifest.tensors[node.index]
+            entry = self._tensors[node.index]
             stored = f"{'an array' if entry.kind == 'ndarray' else 'a tensor'} {describe(entry)}"
         else:
-            stored = f"a {_type_name(node)}"
+            stored = f"a {type(node).__name__.removesuffix('Node')}"
         self._mismatched.append(f"{path} (a {type(live).__qualname__} here, {stored} in the checkpoint)")
 
 
@@ -471,19 +465,8 @@ def _outside_inference() -> Iterator[None]:
         yield
 
 
-def _wrapped(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """What to do where names differ by what a wrapper of models puts before them."""
-    for attribute, wrapper in (("module", "DistributedDataParallel or its like"), ("_orig_mod", "torch.compile")):
-        prefix = paths.escape(f"{attribute}.")
-        for where, wrapped, plain in (("here", missing, unexpected), ("in the checkpoint", unexpected, missing)):
-            if not {path.replace(prefix, "", 1) for path in wrapped if prefix in path}.isdisjoint(plain):
-                inside = f"save and restore the module inside (model.{attribute})"
-                return f"; a model {where} is wrapped by {wrapper}: {inside}"
-    return ""
-
-
 def _load_into(live: torch.nn.Module, own: Mapping[Any, Any], stored: Mapping[Any, Any]) -> None:
-    """Load the module's own state with what is stored of it: so it is whole, whatever ``load_state_dict`` asks for."""
+    """Load the module's own state with the stored values in it: ``load_state_dict`` may ask for a complete state."""
     whole = OrderedDict((key, stored.get(key, value)) for key, value in own.items())
     metadata = {**getattr(own, "_metadata", {}), **getattr(stored, "_metadata", {})}
     if metadata:
@@ -491,16 +474,62 @@ def _load_into(live: torch.nn.Module, own: Mapping[Any, Any], stored: Mapping[An
     live.load_state_dict(whole)
 
 
-def _setter(replace: Callable[[Any, Any], None], key: Any) -> _Replace:
-    return lambda value: replace(key, value)
+# -- plain values: without arrays and objects
 
 
-def _named(node: MappingNode) -> list[tuple[Hashable, str, Node]]:
-    keys = mapping_keys(node)
-    return list(zip(keys, paths.components(keys), node.values, strict=True))
+def _without_place(live: Any, node: Node, path: str) -> Iterator[str]:
+    """Yield the paths of stored objects for which a live plain value has no entry, not even a None."""
+    if isinstance(node, StatefulNode):
+        if live is _NOWHERE:
+            yield path
+    elif has_parts(node):
+        there: Mapping[Any, Any] = {}
+        if isinstance(node, MappingNode):
+            there = live if isinstance(live, Mapping) else {}
+        elif isinstance(live, (list, tuple)):
+            there = dict(enumerate(live))
+        for key, name, child in entries(node):
+            yield from _without_place(there.get(key, _NOWHERE), child, paths.child(path, name))
 
 
-def _type_name(node: Node) -> str:
-    if isinstance(node, msgspec.Struct):
-        return type(node).__name__.removesuffix("Node")
-    return type(node).__name__
+def _has_live_parts(live: Any) -> bool:
+    """Return whether there is an array or an object in a live tree."""
+    waiting, seen = [live], set()
+    while waiting:
+        live = waiting.pop()
+        if isinstance(live, (torch.Tensor, np.ndarray)) or is_stateful(live):
+            return True
+        if isinstance(live, (Mapping, list, tuple)) and id(live) not in seen:
+            seen.add(id(live))
+            waiting.extend(live.values() if isinstance(live, Mapping) else live)
+    return False
+
+
+def _savable(live: Any) -> bool:
+    """Return whether a live value could be saved as it is."""
+    try:
+        flatten({"value": live})
+    except UnsupportedStateError:
+        return False
+    return True
+
+
+def _equal(live: Any, node: Node) -> bool:
+    """Return whether a live plain value would be saved as ``node``, to the bit."""
+    try:
+        skeleton = flatten({"value": live}).skeleton
+    except UnsupportedStateError:
+        return False
+    assert isinstance(skeleton, DictNode)
+    return msgspec.msgpack.encode(skeleton.values[0]) == msgspec.msgpack.encode(node)
+
+
+def _refill(live: Any, value: Any) -> None:
+    """Give a live container the content of another one of its type."""
+    if isinstance(live, list):
+        live[:] = value
+        return
+    live.clear()
+    live.update(value)
+    if hasattr(value, "_metadata"):
+        live._metadata = value._metadata

@@ -1,1 +1,1 @@
-"""An app state taken apart for a save: its skeleton, its leaves, and which of them are captured when."""
+"""A state on its way into a checkpoint: flattened, split into eager and lazy leaves, and checked for torn captures."""

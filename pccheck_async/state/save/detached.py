@@ -41,9 +41,9 @@ def _owner(value: Mapping[Any, Any]) -> str:
     if "param_groups" in value:
         return "optimizer" if _of_live(value) else ""
     if "_last_lr" in value:
-        return "scheduler" if _held([value["_last_lr"]], _is_scheduler) else ""
+        return "scheduler" if _is_referenced([value["_last_lr"]], _is_scheduler) else ""
     if value.keys() == _SCALER:
-        return "scaler" if _held([value["growth_factor"], value["backoff_factor"]], _is_scaler) else ""
+        return "scaler" if _is_referenced([value["growth_factor"], value["backoff_factor"]], _is_scaler) else ""
     if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
         return "" if all(isinstance(item, torch.Tensor) for item in value.values()) else "module"
     return ""
@@ -70,8 +70,8 @@ def _where(path: str) -> str:
 def _groups(value: Mapping[Any, Any]) -> list[Mapping[str, Any]]:
     """The groups that have parameters, by number or name."""
     groups = value["param_groups"]
-    found = [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
-    return [group for group in found if isinstance(group.get("params"), list) and group["params"]]
+    dicts = [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    return [group for group in dicts if isinstance(group.get("params"), list) and group["params"]]
 
 
 def _is_plain_sgd(group: Mapping[str, Any]) -> bool:
@@ -84,12 +84,14 @@ def _of_live(value: Mapping[Any, Any]) -> bool:
     if not isinstance(state, Mapping):
         return False
     if state:
-        return _held([next(iter(state.values()))], lambda holder: isinstance(holder, dict) and _keyed_by_tensor(holder))
+        return _is_referenced(
+            [next(iter(state.values()))], lambda holder: isinstance(holder, dict) and _keyed_by_tensor(holder)
+        )
     groups = _groups(value)
     shown = [item for group in groups for item in group.values() if isinstance(item, _SETTINGS)]
     if not shown:
         return bool(groups)  # nothing to tell it by (SGD with lr=1), and nothing in it that is worth a doubt
-    return _held(shown, lambda holder: isinstance(holder, dict) and _keyed_by_tensor(holder.get("params")))
+    return _is_referenced(shown, lambda holder: isinstance(holder, dict) and _keyed_by_tensor(holder.get("params")))
 
 
 def _keyed_by_tensor(items: object) -> bool:
@@ -105,6 +107,6 @@ def _is_scaler(holder: Any) -> bool:
     return isinstance(holder, torch.amp.GradScaler) or (isinstance(holder, dict) and "_growth_factor" in holder)
 
 
-def _held(values: Iterable[object], by: Callable[[Any], bool]) -> bool:
-    """Whether one of these very objects is held by what is looked for."""
+def _is_referenced(values: Iterable[object], by: Callable[[Any], bool]) -> bool:
+    """Whether one of these very objects is referenced by an object for which ``by`` is true."""
     return any(map(by, gc.get_referrers(*values)))

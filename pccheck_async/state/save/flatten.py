@@ -1,4 +1,4 @@
-"""The app state taken apart: a skeleton of nodes and a table of tensors and arrays. No byte of an array is copied."""
+"""Flatten an app state into a skeleton of nodes and a table of tensors and arrays. No byte of an array is copied."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from pccheck_async.state.cache.tree_cache import (
     Content,
     Flat,
     LeafOutline,
-    Met,
     ObjectOutline,
     Outline,
     Rows,
     Shape,
+    Visited,
     same_objects,
 )
 from pccheck_async.state.leaves import KINDS, Array, ArrayLeaf, Kind, Leaves
@@ -54,15 +54,22 @@ __all__ = [
     "Stateful",
     "check_outermost",
     "flatten",
+    "flatten_unchecked",
     "is_stateful",
     "noting",
-    "take_apart",
 ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatState:
-    """A state taken apart; ``ArrayNode.index`` counts into ``leaves``, ``objects`` are those that were asked."""
+    """A flattened state.
+
+    Attributes:
+        skeleton: The tree; ``ArrayNode.index`` is the number of a leaf.
+        leaves: The tensors and arrays.
+        outline: What the next :func:`flatten_unchecked` of this state reuses.
+        objects: The Stateful objects that were asked for their ``state_dict()``.
+    """
 
     skeleton: Node
     leaves: Leaves
@@ -71,7 +78,7 @@ class FlatState:
 
 
 def flatten(state: Mapping[str, Any]) -> FlatState:
-    """Take ``state`` apart on the calling thread, asking every Stateful in it for its ``state_dict()``.
+    """Flatten ``state`` on the calling thread, asking every Stateful in it for its ``state_dict()``.
 
     Args:
         state: The app state. Keys of this outermost mapping are strings.
@@ -82,15 +89,19 @@ def flatten(state: Mapping[str, Any]) -> FlatState:
     Raises:
         UnsupportedStateError: A value cannot be saved as it is; names its path and says what to do.
     """
-    flat = take_apart(state)
+    flat = flatten_unchecked(state)
     flat.leaves.check()
     return flat
 
 
-def take_apart(state: Mapping[str, Any], last: Outline | None = None) -> FlatState:
-    """Do the same without a look at the arrays, sparing what is made as it was when ``last`` was returned.
+def flatten_unchecked(state: Mapping[str, Any], last: Outline | None = None) -> FlatState:
+    """Do the same, but do not check the arrays, and reuse the nodes of containers that are as they were in ``last``.
 
-    Whether the arrays can be saved is left to :meth:`Leaves.check`, or to somebody who knows these arrays already.
+    Whether the arrays can be saved is for :meth:`Leaves.check` to say, or for a caller who knows these arrays already.
+
+    Args:
+        state: The app state.
+        last: Outline of an earlier flattened state, of whatever structure.
     """
     check_outermost(state)
     if "param_groups" in state:
@@ -116,7 +127,7 @@ def check_outermost(state: object) -> None:
 
 @contextmanager
 def noting(call: str, path: str, value: object, consequence: str = "") -> Iterator[None]:
-    """Let an exception of a Stateful's own code pass, with a note on whose it is."""
+    """Add a note to exceptions of a Stateful's own code that says whose it is."""
     try:
         yield
     except Exception as error:
@@ -125,7 +136,7 @@ def noting(call: str, path: str, value: object, consequence: str = "") -> Iterat
 
 
 class _Flattener:
-    """One walk over a state. What it is told to be ``last`` may be wrong: it is used only where the value fits it."""
+    """One walk over a state. An outline ``last`` may be of another value: it is used only where the value fits it."""
 
     def __init__(self) -> None:
         self.leaves = Leaves()
@@ -134,11 +145,11 @@ class _Flattener:
         self._in_metadata = False
         self._asked = 0  # Statefuls between the root and here: what they return is as new as can be
 
-    def met(self, value: Any, path: str, depth: int, last: Outline | None) -> Met:
-        met = last.again(value, self.leaves) if last is not None else None
-        return self.node(value, path, depth, last) if met is None else met
+    def visit(self, value: Any, path: str, depth: int, last: Outline | None) -> Visited:
+        visited = last.reuse(value, self.leaves) if last is not None else None
+        return self.node(value, path, depth, last) if visited is None else visited
 
-    def node(self, value: Any, path: str, depth: int, last: Outline | None = None) -> Met:
+    def node(self, value: Any, path: str, depth: int, last: Outline | None = None) -> Visited:
         kind = type(value)
         convert = values.ATOMS.get(kind)
         if convert is not None:
@@ -152,7 +163,7 @@ class _Flattener:
             return values.numpy_value(value, path), None
         return self.container(value, path, depth, last)
 
-    def container(self, value: Any, path: str, depth: int, last: Outline | None) -> Met:
+    def container(self, value: Any, path: str, depth: int, last: Outline | None) -> Visited:
         if depth > MAX_DEPTH:
             raise UnsupportedStateError(f"{path}: nested more than {MAX_DEPTH} levels deep; flatten it")
         if id(value) in self._open:
@@ -181,32 +192,32 @@ class _Flattener:
         finally:
             self._open.discard(id(value))
 
-    def ordered(self, value: OrderedDict[Any, Any], path: str, depth: int, last: Outline | None) -> Met:
+    def ordered(self, value: OrderedDict[Any, Any], path: str, depth: int, last: Outline | None) -> Visited:
         _refuse_attributes(value, path, allowed=("_metadata",))
         outer, self._in_metadata = self._in_metadata, True
         known = last.metadata if isinstance(last, ContainerOutline) else ()
         metadata = [
-            self.met(item, paths.child(path, "<_metadata>"), depth + 1, known[0][1] if known else None)
+            self.visit(item, paths.child(path, "<_metadata>"), depth + 1, known[0][1] if known else None)
             for name, item in vars(value).items()
             if name == "_metadata"
         ]
         self._in_metadata = outer
         return self.inside(value, path, depth, last, metadata, make=OrderedDictNode)
 
-    def sequence(self, value: list[Any] | tuple[Any, ...], path: str, depth: int, last: Outline | None) -> Met:
+    def sequence(self, value: list[Any] | tuple[Any, ...], path: str, depth: int, last: Outline | None) -> Visited:
         kinds = set(map(type, value))
         if kinds <= values.VERBATIM and (int not in kinds or (kinds == {int} and values.all_small(value))):
             nodes = list(value)  # a loader's permutation may have millions of numbers
             return (ListNode(nodes) if type(value) is list else TupleNode(nodes)), None
         return self.inside(value, path, depth, last, make=ListNode if type(value) is list else TupleNode)
 
-    def object(self, value: Any, path: str, depth: int, last: Outline | None) -> Met:
+    def object(self, value: Any, path: str, depth: int, last: Outline | None) -> Visited:
         known = last if isinstance(last, ObjectOutline) else None
         self.objects.append(value)
         with noting("state_dict", path, value):
             state = value.state_dict()
         self._asked += 1
-        child, below = self.met(state, path, depth + 1, known.below if known is not None else None)
+        child, below = self.visit(state, path, depth + 1, known.below if known is not None else None)
         self._asked -= 1
         if known is not None and below is known.below:
             return (known.node if child is known.node.child else StatefulNode(child)), known
@@ -219,11 +230,11 @@ class _Flattener:
         path: str,
         depth: int,
         last: Outline | None,
-        metadata: Sequence[Met] = (),
+        metadata: Sequence[Visited] = (),
         *,
         make: Callable[..., Node],
-    ) -> Met:
-        """Take the items of a mapping or a sequence."""
+    ) -> Visited:
+        """Flatten the items of a mapping or a sequence."""
         known = last if isinstance(last, ContainerOutline) else None
         items = known.shape.items(value) if known is not None else None
         if known is None or items is None:
@@ -233,14 +244,18 @@ class _Flattener:
             shape = known.shape
         nodes, content = self.content(shape.names, items, path, depth, known.content if known is not None else None)
         made = [item for item, _ in metadata]
-        if known is not None and content is known.content and _same_metadata(metadata, known.metadata):
+        if (
+            known is not None
+            and content is known.content
+            and (metadata is known.metadata or _same_metadata(metadata, known.metadata))
+        ):
             # An outline keeps the node of its content as it was remembered: plain values may change back to those.
             return (known.node if nodes is content.nodes else shape.node(nodes, made)), known
         node = shape.node(nodes, made)
         if content is None:
             return node, None
         remembered = node if nodes is content.nodes else shape.node(content.nodes, made)
-        return node, ContainerOutline(shape, content, list(metadata), remembered)
+        return node, ContainerOutline(shape, content, metadata, remembered)
 
     def content(
         self, names: Sequence[str], items: Sequence[Any], path: str, depth: int, last: Content | None
@@ -248,7 +263,7 @@ class _Flattener:
         prefix = path + "." if path else ""
         if isinstance(last, Branches):
             return self.branches(names, items, prefix, depth, last)
-        nodes = last.again(items, self.leaves) if last is not None else None
+        nodes = last.reuse(items, self.leaves) if last is not None else None
         return (nodes, last) if nodes is not None else self.each(names, items, prefix, depth)
 
     def branches(
@@ -257,11 +272,11 @@ class _Flattener:
         nodes: list[Node] = []
         below: list[Outline | None] = []
         for name, item, known in zip(names, items, last.below, strict=True):
-            met = known.again(item, self.leaves) if known is not None else None
-            if met is None:
-                met = self.node(item, prefix + name, depth + 1, known)
-            nodes.append(met[0])
-            below.append(met[1])
+            visited = known.reuse(item, self.leaves) if known is not None else None
+            if visited is None:
+                visited = self.node(item, prefix + name, depth + 1, known)
+            nodes.append(visited[0])
+            below.append(visited[1])
         if same_objects(below, last.below):  # plain values may differ
             return (last.nodes if same_objects(nodes, last.nodes) else nodes), last
         return nodes, Branches(nodes, below)
@@ -272,8 +287,8 @@ class _Flattener:
         nodes: list[Node] = []
         below: list[Outline | None] = []
         walked = False
-        atoms, found, known = values.ATOMS, self.leaves.values, self.leaves.paths
-        first = len(found)
+        atoms, arrays, known = values.ATOMS, self.leaves.values, self.leaves.paths
+        first = len(arrays)
         for name, item in zip(names, items, strict=True):
             kind = type(item)
             convert = atoms.get(kind)
@@ -281,16 +296,16 @@ class _Flattener:
             if convert is not None:
                 node = convert(item)
             elif kind in KINDS:
-                node = ArrayNode(len(found))
-                found.append(item)
+                node = ArrayNode(len(arrays))
+                arrays.append(item)
                 known.append(prefix + name)
             else:
                 node, outline = self.node(item, prefix + name, depth + 1)
                 walked = True
             nodes.append(node)
             below.append(outline)
-        if len(found) == first and not self._in_metadata:
-            return nodes, None  # plain values may be many, and to take them anew is all that can be done
+        if len(arrays) == first and not self._in_metadata:
+            return nodes, None  # plain values may be many, and are never reused
         if not walked:
             return nodes, Flat(items, nodes, known[first:])
         if all(type(item) is dict and _is_flat(outline) for item, outline in zip(items, below, strict=True)):
@@ -301,7 +316,7 @@ class _Flattener:
         return nodes, Branches(nodes, below)
 
 
-def _same_metadata(one: Sequence[Met], other: Sequence[Met]) -> bool:
+def _same_metadata(one: Sequence[Visited], other: Sequence[Visited]) -> bool:
     return len(one) == len(other) and all(map(same_objects, one, other))
 
 
@@ -338,9 +353,9 @@ def _key(key: Any, path: str, depth: int) -> Node:
 
 def _set(items: Iterable[Any], path: str, depth: int) -> list[Node]:
     """The items of a set, in an order that does not change from process to process."""
-    found = list(items)
-    nodes = [_key(item, path, depth) for item in found]
-    _check_alike(nodes, found, path)
+    keys = list(items)
+    nodes = [_key(item, path, depth) for item in keys]
+    _check_alike(nodes, keys, path)
     return sorted(nodes, key=msgspec.msgpack.encode)
 
 

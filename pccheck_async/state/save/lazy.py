@@ -1,4 +1,4 @@
-"""Memory that may be captured while training goes on, because only an optimizer's step changes it."""
+"""Lazy memory: it may be captured while training goes on, because only the step of an attached optimizer changes it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pccheck_async.state.cache.fingerprints import tell
+from pccheck_async.state.cache.fingerprints import fingerprint
 from pccheck_async.state.cache.tree_cache import Outline
 from pccheck_async.state.sources import Sources
 from pccheck_async.state.tensor_access import untyped_storage
@@ -34,19 +34,19 @@ def optimized(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]
     Optimizers are often given all parameters of a model. Frozen ones they leave as they are, and somebody else may
     change them (the key encoder of MoCo follows by hand).
     """
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            found += filter(_requires_grad, group["params"])
+            tensors += filter(_requires_grad, group["params"])
         kept = [each for each in optimizer.state.values() if isinstance(each, dict)]
-        found += [value for value in chain.from_iterable(map(dict.values, kept)) if isinstance(value, torch.Tensor)]
-    return found
+        tensors += [value for value in chain.from_iterable(map(dict.values, kept)) if isinstance(value, torch.Tensor)]
+    return tensors
 
 
 def sharing_nothing(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return those of ``tensors`` whose storage is of none of ``others``: two parameters may have the same memory."""
-    taken = set(map(_storage, others))
-    return [tensor for tensor in tensors if _storage(tensor) not in taken]
+    """Return those of ``tensors`` that share no storage with ``others``: two parameters may have the same memory."""
+    shared = set(map(_storage, others))
+    return [tensor for tensor in tensors if _storage(tensor) not in shared]
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -120,12 +120,10 @@ class LazyMemory:
 
     Args:
         tensors: Whose bytes; those with holes between them, and those without plain memory, are left out.
-        without: Tensors among them that are left out, too.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor], without: Iterable[torch.Tensor] = ()) -> None:
-        excluded = set(map(id, without))
-        lows, highs = _ranges([tensor for tensor in tensors if id(tensor) not in excluded])
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        lows, highs = _ranges(tensors)
         order = np.argsort(lows, kind="stable")
         lows, highs = lows[order], np.maximum.accumulate(highs[order]) if len(order) else highs
         first = np.ones(len(lows), np.bool_)
@@ -133,16 +131,13 @@ class LazyMemory:
         self._lows = lows[first]
         self._highs = highs[np.flatnonzero(np.append(first[1:], True))] if len(lows) else highs
 
-    def covers(self, sources: Sources) -> npt.NDArray[np.bool_]:
+    def covers(self, sources: Sources) -> _Which:
         """Return which of ``sources`` lie in it with all their bytes; packed ones do not."""
-        lows = sources.addresses.astype(np.int64)
-        return self._around(lows, lows + sources.lengths) & ~sources.packed
-
-    def _around(self, lows: npt.NDArray[np.int64], highs: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         if not len(self._lows):
-            return np.zeros(len(lows), np.bool_)
+            return np.zeros(len(sources), np.bool_)
+        lows = sources.addresses.astype(np.int64)
         at = np.searchsorted(self._lows, lows, side="right") - 1
-        return (at >= 0) & (highs <= self._highs[at])
+        return (at >= 0) & (lows + sources.lengths <= self._highs[at]) & ~sources.packed
 
 
 class LazySources:
@@ -156,10 +151,11 @@ class LazySources:
         """Return which of ``sources`` lie in the memory of ``tensors`` (see :class:`LazyMemory`). Not to be changed.
 
         Args:
-            sources: Where they are; the very table of addresses that it was, where all leaves lie as they did.
-            values: The leaves, some of which may be among ``tensors`` themselves: where the leaves lie as they did,
-                those need no look.
-            tensors: Whose memory.
+            sources: The sources of all leaves; their table of addresses is the same object as at the last call while
+                all leaves lie as they did.
+            values: The leaves. Some may be among ``tensors`` themselves: while the leaves lie as they did, those need
+                not be looked at.
+            tensors: Whose memory is lazy.
         """
         addresses, last = sources.addresses, self._last
         if last is not None and addresses is last.addresses and last.holds(values, tensors):
@@ -173,46 +169,51 @@ class LazySources:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Known:
-    """What was found out, and what about: holds no tensor."""
+    """A result of :meth:`LazySources.among`, and what it depends on. Holds no tensor.
+
+    Attributes:
+        addresses: Of the sources.
+        which: The result.
+        leaves: Numbers of the leaves that are among the tensors, in the order of those.
+        same: The numbers of those tensors.
+        others: The numbers of the other tensors.
+        places: Where those are, and what they take.
+    """
 
     addresses: npt.NDArray[np.uint64]
     which: _Which
     leaves: list[int]
-    """Numbers of the leaves that are among the tensors, in the order of those."""
     same: list[int]
-    """The numbers of those tensors."""
     others: list[int]
-    """And of the other ones."""
-    forms: object
-    """Of the other ones."""
+    places: object
 
     @classmethod
     def of(
         cls, addresses: npt.NDArray[np.uint64], which: _Which, values: Sequence[Any], tensors: list[torch.Tensor]
     ) -> _Known | None:
         number_of = dict(zip(map(id, values), range(len(values)), strict=True))
-        found = [number_of.get(id(tensor), -1) for tensor in tensors]
-        same = [number for number, leaf in enumerate(found) if leaf >= 0]
-        others = [number for number, leaf in enumerate(found) if leaf < 0]
-        forms = _forms([tensors[number] for number in others])
-        return cls(addresses, which, [found[n] for n in same], same, others, forms) if forms is not None else None
+        leaf_of = [number_of.get(id(tensor), -1) for tensor in tensors]
+        same = [number for number, leaf in enumerate(leaf_of) if leaf >= 0]
+        others = [number for number, leaf in enumerate(leaf_of) if leaf < 0]
+        places = _places([tensors[number] for number in others])
+        return cls(addresses, which, [leaf_of[n] for n in same], same, others, places) if places is not None else None
 
     def holds(self, values: Sequence[Any], tensors: list[torch.Tensor]) -> bool:
-        """Whether this says it of ``tensors``, of leaves that lie as they did."""
+        """Whether the result holds for ``tensors``, given leaves that lie as they did."""
         if len(tensors) != len(self.same) + len(self.others):
             return False
         if self.same:
             if not all(map(is_, map(values.__getitem__, self.leaves), map(tensors.__getitem__, self.same))):
                 return False
             tensors = [*map(tensors.__getitem__, self.others)]
-        return _forms(tensors) == self.forms
+        return _places(tensors) == self.places
 
 
-def _forms(tensors: list[torch.Tensor]) -> object:
-    """Where tensors are and what they take, to compare; None where that is not told quickly."""
-    told = tell(tensors, addresses=True)
-    if told is not None:
-        return told
+def _places(tensors: list[torch.Tensor]) -> object:
+    """Return where tensors are and what they take, to compare; None where that takes a longer look."""
+    print_ = fingerprint(tensors, addresses=True)
+    if print_ is not None:
+        return print_
     try:
         if all(map(_is_contiguous, tensors)):
             return [*map(_address, tensors)], [*map(_nbytes, tensors)]
@@ -221,7 +222,7 @@ def _forms(tensors: list[torch.Tensor]) -> object:
     return None
 
 
-def _ranges(tensors: list[torch.Tensor]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _ranges(tensors: Sequence[torch.Tensor]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     try:
         dense = [*map(_is_contiguous, tensors)]  # no Python per tensor: there may be ten thousands
         lows = np.fromiter(map(_address, tensors), np.int64, len(tensors))

@@ -3,7 +3,7 @@
 Pure: time comes in with the reports, so that a run can be replayed or simulated.
 """
 
-from pccheck_async.engine.policy import Decision, Policy, SaveReport, StepReport
+from pccheck_async.engine import Decision, Policy, SaveReport, StepReport
 from pccheck_async.training.policy.adaptive import Adaptive
 from pccheck_async.training.policy.checkfreq import CheckFreqInterval
 from pccheck_async.training.policy.every import EverySeconds, EverySteps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pccheck_async.engine.policy import SaveReport, StepReport
+from pccheck_async.engine import SaveReport, StepReport
 from pccheck_async.training.policy.checks import check_seconds
 
 __all__ = ["MOST_SECONDS", "AgeLimit"]

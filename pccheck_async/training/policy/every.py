@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pccheck_async.engine.policy import Decision, SaveReport, StepReport
+from pccheck_async.engine import Decision, SaveReport, StepReport
 from pccheck_async.training.policy.checks import check_count, check_seconds
 
 __all__ = ["EverySeconds", "EverySteps"]

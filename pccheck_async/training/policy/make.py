@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from pccheck_async.engine.policy import Policy
+from pccheck_async.engine import Policy
 from pccheck_async.training.policy.adaptive import Adaptive
 from pccheck_async.training.policy.every import EverySeconds, EverySteps
 

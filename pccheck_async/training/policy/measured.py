@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from statistics import median
 
-from pccheck_async.engine.policy import Decision, SaveReport, StepReport
+from pccheck_async.engine import Decision, SaveReport, StepReport
 from pccheck_async.training.policy.age import AgeLimit
 from pccheck_async.training.policy.checks import LEAP, check_count, check_overhead
 from pccheck_async.training.policy.formulas import whole_steps

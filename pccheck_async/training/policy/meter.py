@@ -7,7 +7,7 @@ import statistics
 from collections import deque
 from dataclasses import dataclass
 
-from pccheck_async.engine.policy import StepReport
+from pccheck_async.engine import StepReport
 from pccheck_async.training.policy.level import Level
 
 __all__ = ["Cost", "OverheadMeter"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-from pccheck_async.engine.policy import Decision, SaveReport, StepReport
+from pccheck_async.engine import Decision, SaveReport, StepReport
 from pccheck_async.training.policy.age import MOST_SECONDS, AgeLimit
 from pccheck_async.training.policy.checks import LEAP, check_count, check_overhead
 from pccheck_async.training.policy.formulas import interval_floor, sustained_interval

@@ -1,4 +1,8 @@
-"""Copy backends: how bytes get from the live state into staging buffers, and back."""
+"""Copy backends: from live state memory, on the host or on CUDA devices, into staging buffers, and back.
+
+:func:`make_backend` returns the one for this machine. Only ``cupy_runtime.py`` imports CuPy. May import: state's
+descriptions of memory, the log, and the other files of this room.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,9 @@ import torch
 
 from pccheck_async.transfer.copying.base import CopyBackend, CopyStatistics
 from pccheck_async.transfer.copying.cuda import CudaCopy
-from pccheck_async.transfer.copying.cuda_device import CudaDevice
-from pccheck_async.transfer.copying.fence import Fence, Fenced
+from pccheck_async.transfer.copying.cuda_device import CudaDevice, load
+from pccheck_async.transfer.copying.devices import Fence, Fenced
 from pccheck_async.transfer.copying.host import HostCopy
-from pccheck_async.transfer.copying.load_runtime import load
 from pccheck_async.transfer.copying.snapshot import DeviceMode
 from pccheck_async.transfer.operations.base import Operations
 
@@ -26,11 +29,11 @@ __all__ = [
 
 
 def make_backend(operations: Operations, mode: DeviceMode) -> CopyBackend:
-    """Make the backend for this machine and build of torch. Called on the engine's loop; touches no device."""
+    """Return the backend for this machine and build of torch. Called on the engine's loop; touches no device."""
     if torch.version.cuda is None:
         return HostCopy(operations)
-    if not torch.cuda.device_count():  # asks NVML: children that are forked later may still use CUDA
+    if not torch.cuda.device_count():  # asks NVML: children forked later may still use CUDA
         return HostCopy(operations, "there is no CUDA device")
-    # Importing CuPy may initialise CUDA. Where nobody did, children that are forked may still use it: then not yet.
+    # Importing CuPy may initialise CUDA, after which forked children cannot use it: not before the trainer did.
     prepare = load if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     return CudaCopy(operations, CudaDevice, mode, prepare)

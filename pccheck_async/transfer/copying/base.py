@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pccheck_async.state.sources import Sources
-from pccheck_async.transfer.copying.fence import Fenced
+from pccheck_async.transfer.copying.devices import Fenced
 from pccheck_async.transfer.segments import Segments
 
 __all__ = ["CopyBackend", "CopyStatistics"]
@@ -15,7 +15,7 @@ __all__ = ["CopyBackend", "CopyStatistics"]
 
 @dataclass(frozen=True, slots=True)
 class CopyStatistics:
-    """What a backend holds on the devices.
+    """Device memory that a backend holds, and its snapshots.
 
     Attributes:
         device_bytes: Device memory held now.
@@ -40,39 +40,39 @@ class CopyBackend(Protocol):
 
     @property
     def by_address(self) -> bool:
-        """Whether it copies the memory of CUDA devices by address. Else :meth:`Sources.pack_devices` comes first."""
+        """Whether it copies the memory of CUDA devices by address. If not, call :meth:`Sources.pack_devices` first."""
         ...
 
     def admit(self, devices: Collection[int]) -> Any:
-        """Note which work of ``devices`` comes before a capture or a restore: what their current streams have queued.
+        """Mark the work that comes before a capture or a restore: all that is queued on the devices' current streams.
 
-        Called on the caller's thread. What the caller queued on another stream counts only where the current one was
-        made to wait for it (``wait_stream``), as for any use of a tensor in torch.
+        Called on the caller's thread. Work on other streams counts only if the current one was made to wait for it
+        (``wait_stream``), as for any use of a tensor in torch.
 
         Args:
-            devices: Indices of the CUDA devices that hold what will be copied.
+            devices: Indices of the CUDA devices that hold memory to be copied.
 
         Returns:
-            The admission, for :meth:`begin` or :meth:`settle`.
+            The admission, for :meth:`begin` or :meth:`order_after`.
         """
         ...
 
     async def begin(self, admission: Any, sources: Sources, fenced: Fenced | None = None) -> Sources:
-        """Order the copies of a capture behind what was admitted; copy first on the devices where that pays.
+        """Order the copies of a capture after the admitted work; take device snapshots where that pays.
 
         Args:
             admission: What :meth:`admit` returned.
-            sources: What will be copied.
-            fenced: Told of the fence behind these copies where they are all that is read on devices.
+            sources: The memory to be copied.
+            fenced: Called with the fence behind the snapshots, if these are all that the capture reads on devices.
 
         Returns:
-            What to copy from: ``sources``, or others in part owned by the backend, which frees them when they are let
-            go.
+            The sources to copy from: ``sources``, or others that in part are snapshots of the backend, which are freed
+            with their last reference.
         """
         ...
 
-    async def settle(self, admission: Any) -> None:
-        """Order all later copies behind what was admitted."""
+    async def order_after(self, admission: Any) -> None:
+        """Order all later copies after the admitted work."""
         ...
 
     async def gather(
@@ -81,14 +81,14 @@ class CopyBackend(Protocol):
         """Fill a staging buffer: segments of memory by address, packed pieces by their own copy, zeros between.
 
         Args:
-            segments: What goes where; nothing of it overlaps.
-            into: All of the chunk's buffer that will be written.
+            segments: Segments of the chunk; they do not overlap.
+            into: The part of the chunk's buffer that will be written.
             keepalive: Owner of the addresses.
-            fenced: Told of the fence behind the copies from devices when they are queued, if that is before they ended.
-                Fences are told of in the order in which copies are queued.
+            fenced: Called with the fence behind the copies from devices once they are queued, if that is before they
+                have ended; in the order in which copies are queued.
 
         Returns:
-            The CRC-32 of all of ``into``, computed over the buffer and not over the source (I8).
+            The CRC-32 of all of ``into``, computed from the buffer and not from the source (I8).
         """
         ...
 
@@ -97,13 +97,13 @@ class CopyBackend(Protocol):
         ...
 
     def note_capture(self, nbytes: int, seconds: float) -> None:
-        """Take note that ``nbytes`` of a state took ``seconds`` to reach staging buffers."""
+        """Note that ``nbytes`` of a state took ``seconds`` to reach staging buffers."""
         ...
 
     def statistics(self) -> CopyStatistics:
-        """Return what is held now."""
+        """Return the current state."""
         ...
 
     def close(self) -> None:
-        """End threads of its own; nothing is being copied any more. Idempotent."""
+        """End the backend's threads; nothing is being copied any more. Idempotent."""
         ...

@@ -1,4 +1,7 @@
-"""A CUDA device: memory, events and the trainer's streams by torch, streams and copies of its own by CuPy or torch."""
+"""A CUDA device: memory, events and the trainer's streams by torch; streams and copies of its own by CuPy or torch.
+
+CuPy's functions are used where it is installed, else torch's: :func:`load`.
+"""
 
 from __future__ import annotations
 
@@ -6,44 +9,43 @@ import logging
 import threading
 import weakref
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 
-from pccheck_async.telemetry.logs import write
+from pccheck_async.telemetry import write
 from pccheck_async.transfer.copying.devices import Block
-from pccheck_async.transfer.copying.lanes import Memory
-from pccheck_async.transfer.copying.load_runtime import load
-from pccheck_async.transfer.copying.runtime import Runtime, relax
+from pccheck_async.transfer.copying.lanes import Memory, joined
+from pccheck_async.transfer.copying.runtime import Runtime, TorchRuntime, relax
 from pccheck_async.transfer.copying.snapshot import DeviceMemory
-from pccheck_async.transfer.copying.tables import joined
 from pccheck_async.transfer.segments import Table
 
-__all__ = ["CudaDevice"]
+__all__ = ["CudaDevice", "CudaStream", "choose_runtime", "load"]
 
 _SMALLEST_TABLE: Final = 64 << 10
 
 
 class CudaDevice:
-    """One CUDA device (see :class:`pccheck_async.transfer.copying.devices.Device`). Making one touches no device.
+    """One CUDA device (see :class:`pccheck_async.transfer.copying.devices.Device`). Creating it touches no device.
 
-    All but :meth:`current` and :meth:`hold_up` is called on threads of the engine only: there the current device is set
-    and left so. Setting it back would make a context on device 0, which costs memory there in every process of a
-    machine.
+    All methods but :meth:`current` and :meth:`hold_up` are called on threads of the engine only. They set the current
+    device there and leave it set: setting it back would create a context on device 0, which takes memory there for
+    every process of the machine.
     """
 
     def __init__(self, index: int) -> None:
         self.index = index
 
-    def current(self) -> _Event:
+    def current(self) -> CudaEvent:
         """Record an event on the calling thread's current stream of this device. Raises RuntimeError."""
         with torch.cuda.device(self.index):
             if torch.cuda.is_current_stream_capturing():  # what waits for the event would be recorded, and not run
                 raise RuntimeError("the current stream is being recorded as a CUDA graph; save and restore outside it")
-        return _Event(self.index, torch.cuda.current_stream(self.index))
+        return CudaEvent(self.index, torch.cuda.current_stream(self.index))
 
-    def hold_up(self, events: Sequence[_Event]) -> bool:
+    def hold_up(self, events: Sequence[CudaEvent]) -> bool:
         """Let the calling thread's current stream of this device wait for events of streams of ours."""
         with torch.cuda.device(self.index):
             if torch.cuda.is_current_stream_capturing():
@@ -57,9 +59,9 @@ class CudaDevice:
                 return False
         return True
 
-    def stream(self) -> _Stream:
-        """Make a stream that does not wait for the default stream."""
-        return _Stream(self.index)
+    def stream(self) -> CudaStream:
+        """Create a stream that does not wait for the default stream."""
+        return CudaStream(self.index)
 
     def memory(self) -> DeviceMemory:
         """Ask the driver and torch's allocator."""
@@ -86,26 +88,26 @@ class CudaDevice:
 
 _thread = threading.local()
 _idle: dict[tuple[Runtime, int], list[torch.cuda.Stream]] = {}
-"""Streams of engines that were closed, for the next ones. None is ever destroyed: torch's allocator keeps memory for
-each, and waits for the stream before it gives that back to the driver."""
+"""Streams of closed engines, for the next engines. None is ever destroyed: torch's allocator keeps memory for each
+stream, and waits for the stream before it returns that memory to the driver."""
 
 
 def _use(index: int) -> Runtime:
     """Make a device the current one of the calling thread, which is the engine's.
 
-    While a thread records a CUDA graph, which training may do at any time, others must not register memory or allocate
-    any: that fails, and the recording with it. Those that record nothing themselves may say so, and then they may.
+    While training records a CUDA graph, other threads must not register or allocate memory: that fails, and ends the
+    recording. A thread that records nothing itself is exempt once it has called :func:`relax`.
     """
     runtime = load()
     runtime.use(index)
-    if not getattr(_thread, "relaxed", False):
-        _thread.relaxed = True
+    if getattr(_thread, "relaxed_for", None) is not runtime:
+        _thread.relaxed_for = runtime
         relax()
     return runtime
 
 
-class _Event:
-    """An event on a stream, the trainer's or ours. Torch guards the device of the calling thread, which is not ours."""
+class CudaEvent:
+    """An event on a stream, the trainer's or the engine's."""
 
     def __init__(self, index: int, stream: torch.cuda.Stream, timed: bool = False, kept: Sequence[Any] = ()) -> None:
         self._index = index
@@ -123,12 +125,12 @@ class _Event:
         return milliseconds / 1000
 
 
-class _Block:
-    """Device memory of torch's allocator, in which others see it, and may use it again once it gave back its cache."""
+class CudaBlock:
+    """Device memory of torch's allocator, so that torch's statistics show it and its cache can reuse it."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         try:
-            # For the current stream, which is ours: memory for the default one comes after what training queued there.
+            # For the current stream, the engine's own: memory of the default stream waits for training's work there.
             self._tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
         except torch.cuda.OutOfMemoryError as error:
             raise MemoryError(str(error)) from error
@@ -137,14 +139,14 @@ class _Block:
 
 
 class _Rows(NamedTuple):
-    """Rows of (destination, source, length), and the block in which the kernel finds them; else they go one by one."""
+    """Rows of (destination, source, length), and the block that holds them for the kernel; None: copied one by one."""
 
     rows: Table
     table: Block | None
 
 
-class _Stream:
-    """A stream, and the device memory for the tables of its kernels."""
+class CudaStream:
+    """A stream of the engine, and the device memory for the tables of its kernels."""
 
     def __init__(self, index: int) -> None:
         self._runtime = runtime = _use(index)
@@ -154,14 +156,14 @@ class _Stream:
         self._stream = idle.pop() if idle else runtime.stream(index)
         self._table: Block | None = None
         self._memory = Memory()
-        self._kept: list[Any] = []  # what the work that is queued needs, apart from what it copies
+        self._kept: list[Any] = []  # memory that queued work uses besides what it copies
         weakref.finalize(self, idle.append, self._stream).atexit = False
 
-    def wait(self, event: _Event) -> None:
+    def wait(self, event: CudaEvent) -> None:
         self._current().wait_event(event.event)
 
-    def allocate(self, nbytes: int) -> _Block:
-        return _Block(self._current().device, nbytes)
+    def allocate(self, nbytes: int) -> CudaBlock:
+        return CudaBlock(self._current().device, nbytes)
 
     def to_host(self, into: int, source: int, nbytes: int) -> None:
         self._runtime.copy(self._current(), into, source, nbytes, "into")
@@ -177,9 +179,9 @@ class _Stream:
             return _Rows(joined(rows), None)
         self._current()
         try:
-            # Torch keeps such memory, in powers of two, and gives it out again once it is let go of.
+            # Torch caches pinned memory in powers of two, and hands it out again once it is released.
             pinned = torch.empty(rows.nbytes, dtype=torch.uint8, pin_memory=True)
-            table = self._table_of(rows.nbytes)
+            table = self.table_of(rows.nbytes)
         except (MemoryError, RuntimeError) as error:
             text = "device %d: no memory for a table of %d bytes (%s); copying one by one, slower"
             write(logging.DEBUG, "no_table", text, self._index, rows.nbytes, error)
@@ -201,10 +203,10 @@ class _Stream:
     def keep(self, memory: Any) -> None:
         self._kept.append(memory)
 
-    def record(self, *, timed: bool = False) -> _Event:
+    def record(self, *, timed: bool = False) -> CudaEvent:
         stream = self._current()
         kept, self._kept = self._kept, []
-        return _Event(self._index, stream, timed, kept)
+        return CudaEvent(self._index, stream, timed, kept)
 
     def synchronize(self) -> None:
         _use(self._index)
@@ -212,18 +214,46 @@ class _Stream:
         self._kept = []
 
     def _current(self) -> torch.cuda.Stream:
-        """Make the stream the current one of the calling thread, which is the engine's, and leave it so."""
+        """Make the stream the current one of the calling thread, which is the engine's, and leave it set."""
         _use(self._index)
         torch.cuda.set_stream(self._stream)
-        if torch.cuda.is_current_stream_capturing():  # one of torch's: our copies would become part of that graph
+        if torch.cuda.is_current_stream_capturing():  # a stream of torch's pool: copies would become part of that graph
             text = "torch gave one stream to the engine and to a CUDA graph that is being recorded; CuPy prevents that"
             raise RuntimeError(text)
         return self._stream
 
-    def _table_of(self, nbytes: int) -> Block:
+    def table_of(self, nbytes: int) -> Block:
         if self._table is None or self._table.nbytes < nbytes:
             table = self._memory.allocate(self, max(1 << (nbytes - 1).bit_length(), _SMALLEST_TABLE))
             if self._table is not None:
                 self.keep(self._table)
             self._table = table
         return self._table
+
+
+_loading = threading.Lock()
+
+
+def load() -> Runtime:
+    """Return CuPy's functions, or torch's if CuPy cannot be imported; decided once.
+
+    The import takes up to seconds, and creates nothing on a device.
+    """
+    with _loading:
+        return choose_runtime()
+
+
+@cache
+def choose_runtime() -> Runtime:
+    """Do what :func:`load` does, without its lock."""
+    relax()
+    try:
+        from pccheck_async.transfer.copying.cupy_runtime import CupyRuntime
+    except Exception as error:  # noqa: BLE001 - a CuPy for another NumPy or driver raises many kinds of errors
+        text = (
+            "CuPy is missing: torch's streams copy; slower for many small tensors (%s; install "
+            "pccheck-async[cuda12] or pccheck-async[cuda13])"
+        )
+        write(logging.WARNING, "no_cupy", text, error)
+        return TorchRuntime()
+    return CupyRuntime()

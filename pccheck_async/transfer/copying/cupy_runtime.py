@@ -1,4 +1,4 @@
-"""The CUDA runtime by CuPy. The one module that imports CuPy."""
+"""The CUDA runtime by CuPy. The only module that imports CuPy."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from cupy.cuda import runtime
 
-from pccheck_async.telemetry.logs import write
-from pccheck_async.transfer.copying.kernel import MOVE_SOURCE
-from pccheck_async.transfer.copying.runtime import PORTABLE, Gather, Side
+from pccheck_async.telemetry import write
+from pccheck_async.transfer.copying.runtime import MOVE_SOURCE, PORTABLE, Gather, Side
 
 __all__ = ["CupyRuntime"]
 
@@ -26,7 +25,7 @@ _THREADS: Final = 256
 
 try:
     runtime.getDeviceCount()
-except runtime.CUDARuntimeError as error:  # importing it tells nothing: it brings a runtime of its own
+except runtime.CUDARuntimeError as error:  # importing CuPy proves nothing: it has a runtime of its own
     raise ImportError(f"this CuPy does not work with this driver: {error}") from error
 
 _move = cupy.RawKernel(MOVE_SOURCE, "pccheck_move")
@@ -36,11 +35,11 @@ class CupyRuntime:
     """CuPy's streams and copies (see :class:`pccheck_async.transfer.copying.runtime.Runtime`)."""
 
     def __init__(self) -> None:
-        self._streams: dict[int, Any] = {}  # by handle; CuPy destroys those that nobody holds
+        self._streams: dict[int, Any] = {}  # by handle; CuPy destroys a stream with its last reference
 
     def use(self, index: int) -> None:
         torch.cuda.set_device(index)
-        runtime.setDevice(index)  # each has a runtime of its own
+        runtime.setDevice(index)  # torch and CuPy each have a runtime of their own
 
     def stream(self, index: int) -> torch.cuda.Stream:
         own = cupy.cuda.Stream(non_blocking=True)
@@ -55,7 +54,9 @@ class CupyRuntime:
             _move((count,), (_THREADS,), (np.uint64(table),))
 
     def copy(self, stream: torch.cuda.Stream, into: int, source: int, nbytes: int, host: Side | None = None) -> None:
-        runtime.memcpyAsync(into, source, nbytes, runtime.memcpyDefault, stream.cuda_stream)  # knows what is where
+        runtime.memcpyAsync(
+            into, source, nbytes, runtime.memcpyDefault, stream.cuda_stream
+        )  # memcpyDefault: the driver knows where each address lies
 
     def zero(self, stream: torch.cuda.Stream, address: int, nbytes: int) -> None:
         runtime.memsetAsync(address, 0, nbytes, stream.cuda_stream)
@@ -69,18 +70,18 @@ class CupyRuntime:
 
 @cache
 def _compiled(index: int) -> bool:
-    """Compile the kernel for the current device, which is ``index``; False where that cannot be done (no NVRTC)."""
-    # CuPy before 14 does not look for the compiler that comes with torch from PyPI, but takes it once it is loaded.
+    """Compile the kernel for the current device, ``index``; False if that fails (no NVRTC)."""
+    # CuPy before 14 does not search for the compiler that torch from PyPI depends on, but uses it once it is loaded.
     for library in Path(torch.__file__).parents[1].glob("nvidia/*/lib/libnvrtc.so.*"):
         with suppress(OSError):
             ctypes.CDLL(str(library))
     try:
         try:
-            _ = _move.num_regs  # compiles for this device alone; compile() would forget the others
-        except OSError:  # there is no home, or it is read-only
+            _ = _move.num_regs  # compiles for this device; compile() would drop the other devices' code
+        except OSError:  # no home directory, or a read-only one
             os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
             _ = _move.num_regs
-    except Exception as error:  # noqa: BLE001 - whatever the compiler says, copying goes on without it
+    except Exception as error:  # noqa: BLE001 - whatever the compiler raises, copying works without the kernel
         text = "device %d: the copy kernel cannot be compiled (%s); many small tensors are copied one by one, slower"
         write(logging.WARNING, "no_kernel", text, index, str(error))  # its traceback would keep the stream
         return False

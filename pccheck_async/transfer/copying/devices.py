@@ -1,30 +1,30 @@
-"""What a device has to do for the CUDA backend: queues of copies, memory, and events."""
+"""What the CUDA backend needs of a device: streams of copies, memory, events; and fences made of these events."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 from pccheck_async.transfer.copying.snapshot import DeviceMemory
 from pccheck_async.transfer.segments import Table
 
-__all__ = ["Block", "Device", "Event", "Stream"]
+__all__ = ["Block", "Device", "Event", "Fence", "Fenced", "Stream"]
 
 
 class Event(Protocol):
-    """A place in a stream."""
+    """A point in a stream's work."""
 
     def synchronize(self) -> None:
         """Block until all work before it ended. Called on the engine's threads. Raises what went wrong there."""
         ...
 
     def seconds_since(self, earlier: Event) -> float:
-        """Return the time between two events that were recorded with ``timed``; both are over."""
+        """Return the time between two events that were recorded with ``timed`` and have passed."""
         ...
 
 
 class Block(Protocol):
-    """Device memory; it is free when the block is let go, which must be after all work on it ended.
+    """Device memory; it is freed with the last reference, which must be dropped after all work on it has ended.
 
     Attributes:
         address: Where it is, aligned to 16 bytes.
@@ -43,15 +43,15 @@ class Stream(Protocol):
         ...
 
     def allocate(self, nbytes: int) -> Block:
-        """Take device memory that later work of this stream may use: that needs no wait. Raises MemoryError."""
+        """Allocate device memory that later work of this stream may use without a wait. Raises MemoryError."""
         ...
 
     def to_host(self, into: int, source: int, nbytes: int) -> None:
-        """Copy to host memory; where that was not registered, this returns when the copy ended."""
+        """Copy to host memory; returns only when the copy has ended if that memory was not registered."""
         ...
 
     def to_device(self, into: int, source: int, nbytes: int) -> None:
-        """Copy from host memory; where that was not registered, this returns when nothing more is read from there."""
+        """Copy from host memory; returns only when it was read if that memory was not registered."""
         ...
 
     def zero(self, address: int, nbytes: int) -> None:
@@ -59,19 +59,19 @@ class Stream(Protocol):
         ...
 
     def prepare(self, rows: Table) -> Any:
-        """Put rows of (destination, source, length) where :meth:`move` finds them, which is called next."""
+        """Make rows of (destination, source, length) ready for :meth:`move`, which is called next."""
         ...
 
     def move(self, prepared: Any) -> None:
-        """Copy all of :meth:`prepare` within the device."""
+        """Copy the rows of :meth:`prepare` within the device."""
         ...
 
     def keep(self, memory: Any) -> None:
-        """Keep memory until the work so far is over."""
+        """Keep a reference to memory until the work so far has ended."""
         ...
 
     def record(self, *, timed: bool = False) -> Event:
-        """Return an event behind all work so far, which keeps what was to be kept."""
+        """Return an event behind all work so far, which holds the references of :meth:`keep`."""
         ...
 
     def synchronize(self) -> None:
@@ -85,9 +85,9 @@ class Device(Protocol):
     index: int
 
     def current(self) -> Any:
-        """Return an event behind what the calling thread's current stream of this device has queued.
+        """Return an event behind all work that is queued on the calling thread's current stream of this device.
 
-        Raises RuntimeError where that stream is being recorded as a graph.
+        Raises RuntimeError if that stream is being recorded as a graph.
         """
         ...
 
@@ -95,7 +95,7 @@ class Device(Protocol):
         """Let later work of the calling thread's current stream wait for events of streams of this device.
 
         Returns:
-            False where that cannot be done (what the stream is given is recorded as a graph, and not run).
+            False if that cannot be done (the stream is being recorded as a graph).
         """
         ...
 
@@ -108,9 +108,41 @@ class Device(Protocol):
         ...
 
     def register(self, address: int, nbytes: int) -> None:
-        """Lock host memory for direct copies with every device. Raises OSError where that is refused."""
+        """Lock host memory for direct copies with every device. Raises OSError if that is refused."""
         ...
 
     def unregister(self, address: int) -> None:
         """Undo :meth:`register`."""
         ...
+
+
+class Fence:
+    """The end of a capture's copies from devices, all of which are queued: later device work can wait for it.
+
+    Nobody waits on the host for that. Immutable; may be used by any thread.
+
+    Args:
+        ends: For each stream that copies (or a key that stands for it), its device and an event behind the last copy.
+    """
+
+    def __init__(self, ends: Mapping[Any, tuple[Device, Event]]) -> None:
+        self._ends = dict(ends)
+
+    def before(self, later: Fence) -> Fence:
+        """Return a fence behind both; on streams that both contain, the copies of ``later`` were queued later."""
+        return Fence(self._ends | later._ends)
+
+    def hold_up(self) -> bool:
+        """Let later work on the calling thread's current stream of each device wait for the copies.
+
+        Returns:
+            False if a stream cannot wait: then nothing is read any more only when the capture has ended.
+        """
+        events: dict[int, tuple[Device, list[Event]]] = {}
+        for device, event in self._ends.values():
+            events.setdefault(device.index, (device, []))[1].append(event)
+        return all(device.hold_up(ends) for device, ends in events.values())
+
+
+Fenced: TypeAlias = Callable[[Fence], None]
+"""Called with a fence as soon as there is one, on any thread of the engine."""

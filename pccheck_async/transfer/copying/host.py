@@ -1,4 +1,4 @@
-"""The host backend: copy threads of the operations engine, torch only for what has no plain address."""
+"""The host backend: copy threads of the I/O backend; torch copies only memory without a plain address."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 from pccheck_async.state.sources import Sources
 from pccheck_async.transfer.copying.base import CopyStatistics
-from pccheck_async.transfer.copying.fence import Fenced
+from pccheck_async.transfer.copying.devices import Fenced
 from pccheck_async.transfer.operations.base import Operations
 from pccheck_async.transfer.segments import PackedPiece, Segments
 
 __all__ = ["HostCopy"]
 
 _AT_ONCE = 256 << 10
-"""Bytes up to which a chunk is copied on the calling thread: waking another one up, and being woken, takes longer."""
+"""Bytes up to which a chunk is copied on the calling thread: two wake-ups take longer."""
 
 
 class HostCopy:
@@ -24,7 +24,7 @@ class HostCopy:
 
     Args:
         operations: Performs the copies.
-        reason: Why device memory, where there is any, goes through torch.
+        reason: Why device memory, if there is any, is copied by torch.
     """
 
     name = "host"
@@ -35,7 +35,7 @@ class HostCopy:
         self._reason = reason
 
     def admit(self, devices: Collection[int]) -> None:
-        """Let queued kernels finish: torch copies on streams of its own choice (see :class:`CopyBackend`)."""
+        """Wait for queued kernels: torch copies on streams that it chooses (see :class:`CopyBackend`)."""
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
 
@@ -43,8 +43,8 @@ class HostCopy:
         """Return ``sources`` (see :class:`CopyBackend`)."""
         return sources
 
-    async def settle(self, admission: None) -> None:
-        """Do nothing: what was admitted is over (see :class:`CopyBackend`)."""
+    async def order_after(self, admission: None) -> None:
+        """Do nothing: the admitted work has ended (see :class:`CopyBackend`)."""
 
     async def gather(
         self, segments: Segments, into: memoryview, keepalive: Any = None, fenced: Fenced | None = None
@@ -64,10 +64,10 @@ class HostCopy:
         await self._operations.scatter(source, checksum, segments.host, keepalive)
 
     def note_capture(self, nbytes: int, seconds: float) -> None:
-        """Do nothing: nothing is decided by it."""
+        """Do nothing: no decision depends on it."""
 
     def statistics(self) -> CopyStatistics:
-        """Return zeros, and why (see :class:`CopyBackend`)."""
+        """Return zeros, and the reason (see :class:`CopyBackend`)."""
         return CopyStatistics(0, 0, 0, self._reason)
 
     def close(self) -> None:

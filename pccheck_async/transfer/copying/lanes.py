@@ -1,4 +1,9 @@
-"""One device's share of the copying: lanes, which are streams with a scratch image each, and snapshots."""
+"""One device's share of the copying: lanes (streams with a scratch image each), snapshots, and their tables.
+
+Large segments of a chunk are copied one by one. Small ones the device gathers into a scratch image of the chunk, and
+one copy moves each run of them between the image and the staging buffer; a restore goes the other way. The functions
+that decide this are plain arithmetic on tables, at the end of the file.
+"""
 
 from __future__ import annotations
 
@@ -9,31 +14,56 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pccheck_async.telemetry.logs import write
+from pccheck_async.telemetry import write
 from pccheck_async.transfer.copying.devices import Block, Device, Event, Stream
 from pccheck_async.transfer.copying.snapshot import Account, Pace
-from pccheck_async.transfer.copying.tables import LARGE, Ranges, Split, compacted, moves, split
 from pccheck_async.transfer.segments import Table
 
-__all__ = ["Copier", "Lane", "Memory", "Snapshot"]
-
+__all__ = [
+    "Copier",
+    "Lane",
+    "Memory",
+    "Ranges",
+    "Snapshot",
+    "Split",
+    "compacted",
+    "gaps",
+    "joined",
+    "merged",
+    "moves",
+    "split",
+]
 
 _LANES: Final = 2
-"""While one lane copies to the host, the other gathers."""
+"""While one lane copies to the host, the other one gathers."""
 
 _SMALL_MOVE: Final = 16 << 10
-"""Most bytes that one block of threads moves for a chunk: enough blocks that the device is busy."""
+"""Most bytes that one block of GPU threads moves for a chunk: few, so that there are enough blocks for the device."""
 
 _LARGE_MOVE: Final = 256 << 10
-"""The same for a snapshot, which has more bytes and so fewer rows."""
+"""The same for a snapshot, which has more bytes: larger, so that its table has fewer rows."""
 
 _REFUSED_SECONDS: Final = 1.0, 600.0
-"""Nobody asks for memory again for so long after there was none: at first, and at most; twice as long each time."""
+"""Pause after a failed allocation: the first, and the longest; each is twice the one before."""
+
+_LARGE: Final = 256 << 10
+"""Bytes from which a segment is copied by itself: the copy then takes longer than launching it."""
+
+_APART: Final = 64 << 10
+"""Gap in bytes between two small segments from which they are not copied in one run."""
+
+_ALIGNMENT: Final = 16
+"""Bytes that a GPU thread moves at a time if source and destination are aligned alike."""
+
+Ranges = npt.NDArray[np.int64]
+"""Rows of (start, end) in bytes of a chunk's buffer."""
+
+_NO_OFFSETS: Final = np.empty(0, np.uint64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,10 +71,10 @@ class Snapshot:
     """Sources copied to device memory of the engine.
 
     Attributes:
-        addresses: Where each now is.
-        memory: Keeps them; free when it is let go.
-        copied: When that has happened; what it reads has to be kept until then.
-        started: When it began.
+        addresses: Device address of each copy.
+        memory: Owns the copies; freed with its last reference.
+        copied: Event behind the copying; its sources have to be kept until then.
+        started: Event before it.
     """
 
     addresses: Table
@@ -57,7 +87,7 @@ class Copier:
     """Copies between one device and the host, and within the device. Used by one thread at a time per lane.
 
     Args:
-        device: Does it.
+        device: The device.
     """
 
     def __init__(self, device: Device) -> None:
@@ -71,13 +101,13 @@ class Copier:
         self._own: Stream | None = None  # for snapshots: they wait for training, and the lanes must not
 
     def lane(self) -> Lane:
-        """Return the lanes in turn. They are made on first use: that is on a thread of the engine."""
+        """Return the lanes in turn. They are created on first use, so on a thread of the engine."""
         with self._guard:
             self._make_lanes()
             self._turn += 1
             return self._lanes[self._turn % _LANES]
 
-    def settle(self, event: Any) -> None:
+    def wait(self, event: Any) -> None:
         """Let later copies of all lanes wait for an event."""
         with self._guard:
             self._make_lanes()
@@ -85,21 +115,21 @@ class Copier:
             lane.wait(event)
 
     def snapshot(self, addresses: Table, lengths: npt.NDArray[np.int64], after: Any) -> Snapshot:
-        """Start to copy sources within the device, behind ``after``. Raises MemoryError."""
+        """Start to copy sources within the device, after the event ``after``. Raises MemoryError."""
         offsets, nbytes = compacted(addresses, lengths)
         with self._guard:
             self._own = stream = self._own or self.device.stream()
-        memory = self._memory.allocate(stream, nbytes)  # may wait for all work of the device; the lanes must not
+        memory = self._memory.allocate(stream, nbytes)  # may wait for the device; the lanes must not
         places = offsets + np.uint64(memory.address)
         with self._guard, _whole(stream):
             stream.wait(after)
             rows = stream.prepare(moves(places, addresses, lengths.astype(np.uint64), _LARGE_MOVE))
-            started = stream.record(timed=True)  # what the host needed before is no part of how fast the device is
+            started = stream.record(timed=True)  # the host's preparation does not count as device time
             stream.move(rows)
             return Snapshot(places, memory, stream.record(timed=True), started)
 
     def close(self) -> None:
-        """Let go of streams and scratch images; nothing is being copied any more."""
+        """Drop streams and scratch images; nothing is being copied any more."""
         with self._guard:
             self._lanes.clear()
             self._own = None
@@ -129,12 +159,12 @@ class Lane:
 
         Args:
             table: Segments of this device.
-            foreign: Those of others in the same chunk.
+            foreign: Segments of other devices in the same chunk.
             base: Address of the buffer.
-            nbytes: Its size.
+            nbytes: Size of the buffer.
 
         Returns:
-            The end of it, and what of the buffer will then have been written.
+            The event behind the copies, and the ranges of the buffer that they write.
         """
         with self._guard, _whole(self._stream) as stream:
             found, scratch = self._split(table, foreign, nbytes)
@@ -151,7 +181,7 @@ class Lane:
             return stream.record(), found.filled
 
     def scatter(self, table: Table, base: int, nbytes: int) -> Event:
-        """Start to copy a buffer's segments to the device (see :meth:`gather`). Returns the end of it."""
+        """Start to copy a buffer's segments to the device (see :meth:`gather`). Returns the event behind the copies."""
         with self._guard, _whole(self._stream) as stream:
             found, scratch = self._split(table, None, nbytes)
             if scratch:
@@ -165,8 +195,8 @@ class Lane:
             return stream.record()
 
     def _split(self, table: Table, foreign: Table | None, nbytes: int) -> tuple[Split, int]:
-        """Split the segments; all are large where the device has no memory for a scratch image."""
-        found = split(table, foreign, LARGE)
+        """Split the segments; all count as large if the device has no memory for a scratch image."""
+        found = split(table, foreign, _LARGE)
         if not len(found.small):
             return found, 0
         try:
@@ -187,12 +217,12 @@ class Lane:
 
 
 class Memory:
-    """Takes device memory for one purpose; where there was none, it is asked for less and less often.
+    """Allocates device memory for one purpose; after a failure it pauses, longer each time.
 
-    Whoever has none first gives back all that is cached, and training has to get its memory from the driver again.
+    Every failed attempt makes torch's allocator return its cache to the driver, and training then has to allocate anew.
 
     Args:
-        account: Where it counts as held; None where that is too little to count.
+        account: Counts the memory as held; None if it is too little to count.
     """
 
     def __init__(self, account: Account | None = None) -> None:
@@ -201,7 +231,7 @@ class Memory:
         self._until = 0.0
 
     def allocate(self, stream: Stream, nbytes: int) -> Block:
-        """Take memory for a stream. Raises MemoryError."""
+        """Allocate memory for a stream. Raises MemoryError."""
         now = time.monotonic()
         if now < self._until:
             raise MemoryError(f"there was none; asked again in {self._until - now:.0f} s")
@@ -221,9 +251,134 @@ class Memory:
 
 @contextmanager
 def _whole(stream: Stream) -> Iterator[Stream]:
-    """Wait for what was started where not all of it could be (I9)."""
+    """If not all work could be started, wait for the part that was (I9)."""
     try:
         yield stream
     except BaseException:
         stream.synchronize()
         raise
+
+
+class Split(NamedTuple):
+    """The segments of one device in one chunk, by how they are copied.
+
+    Attributes:
+        large: Copied one by one.
+        small: Copied through the scratch image.
+        runs: Ranges copied between the image and the buffer; every small segment lies in one run.
+    """
+
+    large: Table
+    small: Table
+    runs: Ranges
+
+    @property
+    def filled(self) -> Ranges:
+        """Ranges of the buffer that a gather writes, in order."""
+        offsets, lengths = self.large[:, 1].astype(np.int64), self.large[:, 2].astype(np.int64)
+        ranges = np.concatenate((np.stack((offsets, offsets + lengths), axis=1), self.runs))
+        return ranges[np.argsort(ranges[:, 0], kind="stable")]
+
+
+def split(table: Table, foreign: Table | None = None, large: int = _LARGE) -> Split:
+    """Split the segments of one device.
+
+    Args:
+        table: The segments, in any order.
+        foreign: Segments of other devices in the same chunk: no run covers them, as devices copy concurrently.
+        large: Bytes from which a segment is copied by itself.
+    """
+    is_large = table[:, 2] >= large
+    alone, small = table[is_large], table[~is_large]
+    if not len(small):
+        return Split(alone, small, np.empty((0, 2), np.int64))
+    small = small[np.argsort(small[:, 1], kind="stable")]
+    lows = small[:, 1]
+    reach = np.maximum.accumulate(lows + small[:, 2])
+    obstacles = np.sort(np.concatenate((alone[:, 1], _NO_OFFSETS if foreign is None else foreign[:, 1])))
+    before = np.searchsorted(obstacles, lows)
+    far = lows[1:] > reach[:-1] + np.uint64(_APART)
+    starts = np.flatnonzero(np.concatenate(([True], far | (before[1:] != before[:-1]))))
+    ends = np.append(starts[1:], len(small)) - 1
+    return Split(alone, small, np.stack((lows[starts], reach[ends]), axis=1).astype(np.int64))
+
+
+def moves(into: Table, source: Table, lengths: Table, most: int) -> Table:
+    """Return rows of (destination, source, length), none longer than ``most``: one for each block of GPU threads.
+
+    Args:
+        into: Destination addresses.
+        source: Source addresses.
+        lengths: Lengths in bytes.
+        most: Most bytes of a row; a multiple of 16, so that cutting keeps alignment.
+    """
+    counts = (lengths + np.uint64(most - 1)) // np.uint64(most)
+    row = np.repeat(np.arange(len(lengths)), counts.astype(np.int64))
+    part = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts.astype(np.int64)).astype(np.int64)
+    low = part.astype(np.uint64) * np.uint64(most)
+    table = np.empty((len(row), 3), np.uint64)
+    table[:, 0] = into[row] + low
+    table[:, 1] = source[row] + low
+    table[:, 2] = np.minimum(lengths[row] - low, np.uint64(most))
+    return table
+
+
+def joined(rows: Table) -> Table:
+    """Return rows of :func:`moves`, adjacent ones joined to one row again."""
+    if not len(rows):
+        return rows
+    ends = rows[:-1, :2] + rows[:-1, 2:]
+    starts = np.flatnonzero(np.concatenate(([True], (rows[1:, :2] != ends).any(axis=1))))
+    whole: Table = rows[starts]
+    whole[:, 2] = np.add.reduceat(rows[:, 2], starts)
+    return whole
+
+
+def compacted(addresses: Table, lengths: npt.NDArray[np.int64]) -> tuple[Table, int]:
+    """Lay pieces of memory out back to back, each aligned to 16 bytes as it is at its address.
+
+    Returns:
+        Offset of each piece, and the bytes of all together.
+    """
+    shift = (addresses % np.uint64(_ALIGNMENT)).astype(np.int64)
+    room = -(-(shift + lengths) // _ALIGNMENT) * _ALIGNMENT
+    ends = np.cumsum(room)
+    return (ends - room + shift).astype(np.uint64), int(ends[-1]) if len(ends) else 0
+
+
+def gaps(filled: Ranges, nbytes: int) -> list[tuple[int, int]]:
+    """Return the ranges of a buffer between ``filled``, which is in order and does not overlap."""
+    bounds = [0, *filled.ravel().tolist(), nbytes]
+    return [(low, high) for low, high in zip(bounds[::2], bounds[1::2], strict=True) if low < high]
+
+
+def merged(host: bytes, filled: Ranges, address: int) -> bytes:
+    """Return the table that gathers segments of the host into a buffer that devices have filled in part.
+
+    The filled ranges are gathered from the buffer itself, so they stay as they are: one pass then writes the rest,
+    zeros the gaps and computes the checksum. A host segment inside a filled range overwrites it.
+
+    Args:
+        host: Segments in growing order of offset, not overlapping.
+        filled: Ranges that devices wrote, in order, not overlapping.
+        address: Address of the buffer.
+    """
+    rows = np.frombuffer(host, np.uint64).reshape(-1, 3)
+    lows, highs = rows[:, 1].astype(np.int64), (rows[:, 1] + rows[:, 2]).astype(np.int64)
+    cuts = np.unique(np.concatenate((filled.ravel(), lows, highs)))
+    starts, ends = cuts[:-1], cuts[1:]
+    kept = _within(starts, filled[:, 0], filled[:, 1]) & ~_within(starts, lows, highs)
+    own = np.empty((int(np.count_nonzero(kept)), 3), np.uint64)
+    own[:, 0] = starts[kept] + address
+    own[:, 1] = starts[kept]
+    own[:, 2] = (ends - starts)[kept]
+    table = np.concatenate((rows, own))
+    return table[np.argsort(table[:, 1], kind="stable")].tobytes()
+
+
+def _within(points: Ranges, lows: Ranges, highs: Ranges) -> npt.NDArray[np.bool_]:
+    """Whether each point lies in one of the ranges, which are in order and do not overlap."""
+    if not len(lows):
+        return np.zeros(len(points), np.bool_)
+    at = np.searchsorted(lows, points, "right") - 1
+    return (at >= 0) & (points < highs[np.maximum(at, 0)])

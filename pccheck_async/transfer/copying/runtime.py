@@ -1,4 +1,7 @@
-"""What a device needs of the CUDA runtime: CuPy's functions, or torch's where CuPy is missing."""
+"""What a device needs of the CUDA runtime: a protocol, torch's functions for it, and the one kernel.
+
+CuPy's functions are in ``cupy_runtime.py``.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any, Final, Literal, Protocol
 import numpy as np
 import torch
 
-__all__ = ["PORTABLE", "Gather", "Runtime", "Side", "TorchRuntime", "relax"]
+__all__ = ["MOVE_SOURCE", "PORTABLE", "Gather", "Runtime", "Side", "TorchRuntime", "relax"]
 
 PORTABLE: Final = 1
 """cudaHostRegisterPortable: locked for every device."""
@@ -18,26 +21,57 @@ Side = Literal["into", "source"]
 """Which end of a copy is on the host."""
 
 Gather = Callable[[torch.cuda.Stream, int, int], None]
-"""Copies rows of (destination, source, length) within a device; takes their address there, and how many they are."""
+"""Copies rows of (destination, source, length) within a device: (stream, address of the rows there, their number)."""
+
+MOVE_SOURCE: Final = r"""
+/* Block b copies row b of (destination, source, length): 16 bytes per thread and turn where both are aligned alike. */
+extern "C" __global__ void pccheck_move(const unsigned long long *table)
+{
+    const unsigned long long *row = table + 3 * (unsigned long long)blockIdx.x;
+    char *into = (char *)row[0];
+    const char *from = (const char *)row[1];
+    const unsigned long long length = row[2];
+    unsigned long long head = length, wide = 0;
+
+    if (((row[0] ^ row[1]) & 15) == 0) {
+        head = (16 - (row[0] & 15)) & 15;
+        if (head > length)
+            head = length;
+        wide = (length - head) / 16;
+    }
+    for (unsigned long long i = threadIdx.x; i < head; i += blockDim.x)
+        into[i] = from[i];
+
+    const uint4 *__restrict__ source = (const uint4 *)(from + head);
+    uint4 *__restrict__ target = (uint4 *)(into + head);
+#pragma unroll 4
+    for (unsigned long long i = threadIdx.x; i < wide; i += blockDim.x)
+        target[i] = source[i];
+
+    for (unsigned long long i = head + 16 * wide + threadIdx.x; i < length; i += blockDim.x)
+        into[i] = from[i];
+}
+"""
+"""The one kernel: it copies many pieces of device memory at once."""
 
 
 class Runtime(Protocol):
-    """The functions; all raise RuntimeError. Where they take a stream, it and its device are torch's current ones."""
+    """The functions; all raise RuntimeError. A stream that is passed, and its device, are torch's current ones."""
 
     def use(self, index: int) -> None:
         """Make a device the current one of the calling thread."""
         ...
 
     def stream(self, index: int) -> torch.cuda.Stream:
-        """Make a stream of the current device, which is ``index``; it waits for no default stream, and is kept."""
+        """Create a stream of the current device, ``index``, that does not wait for the default stream."""
         ...
 
     def kernel(self, index: int) -> Gather | None:
-        """Return a kernel for the current device, which is ``index``, or None where there is none."""
+        """Return the kernel for the current device, ``index``; None if there is none."""
         ...
 
     def copy(self, stream: torch.cuda.Stream, into: int, source: int, nbytes: int, host: Side | None = None) -> None:
-        """Copy within the device, or from or to the host, and wait only where host memory was not registered."""
+        """Copy within the device, or from or to the host; wait only if host memory is not registered."""
         ...
 
     def zero(self, stream: torch.cuda.Stream, address: int, nbytes: int) -> None:
@@ -54,11 +88,11 @@ class Runtime(Protocol):
 
 
 def relax() -> None:
-    """Let the calling thread, which records no CUDA graph, register and allocate memory while others record one.
+    """Let the calling thread, which records no CUDA graph, register and allocate memory while another one records.
 
-    Neither CuPy nor torch can say that; NVIDIA's bindings can, which torch for CUDA brings from 2.11 on.
+    Neither CuPy nor torch offers that; NVIDIA's bindings do, which torch for CUDA depends on from 2.11 on.
     """
-    with suppress(ImportError, RuntimeError):  # it is not there, or does not find the driver's function
+    with suppress(ImportError, RuntimeError):  # not installed, or without that function of the driver
         from cuda.bindings import driver
 
         driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
@@ -71,10 +105,10 @@ class TorchRuntime:
         torch.cuda.set_device(index)
 
     def stream(self, index: int) -> torch.cuda.Stream:
-        """Take the next one of torch's pool.
+        """Return the next stream of torch's pool.
 
-        That has 32 for each device and hands them out in turn, again and again: training may hold the same one. What is
-        queued there and here then waits for each other, which is right, but slower.
+        The pool has 32 streams per device and hands them out in turn: training may hold the same one. Its work and the
+        copies then wait for each other, which is correct, but slower.
         """
         return torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
 
@@ -82,7 +116,7 @@ class TorchRuntime:
         return None
 
     def copy(self, stream: torch.cuda.Stream, into: int, source: int, nbytes: int, host: Side | None = None) -> None:
-        """Copy by the driver's function: torch leaves it to that whether memory was registered, and to wait if not."""
+        """Copy by the driver's function, which finds out itself whether memory is registered, and waits if not."""
         target = _on_host(into, nbytes) if host == "into" else _on_device(into, nbytes, stream.device)
         origin = _on_host(source, nbytes) if host == "source" else _on_device(source, nbytes, stream.device)
         target.copy_(origin, non_blocking=True)
@@ -105,7 +139,7 @@ def _call(function: str, *arguments: int) -> None:
 
 
 class _Bytes:
-    """Memory by address, in the form that NumPy reads, and torch for memory of devices."""
+    """Memory by address, as NumPy (host) and torch (devices) can import it."""
 
     def __init__(self, interface: str, address: int, nbytes: int) -> None:
         setattr(self, interface, {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3})

@@ -1,4 +1,4 @@
-"""Whether a state is first copied on its device (CheckFreq, Algorithm 1), and the device memory that this takes."""
+"""Whether a state is first copied on its device (CheckFreq, Algorithm 1), and accounting of the device memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Account", "Decision", "DeviceMemory", "DeviceMode", "Pace", "decide"
 DeviceMode = Literal["auto", "snapshot", "stream"]
 
 _RESERVED_SHARE = 20
-"""A snapshot leaves one part in this many of the device's memory alone."""
+"""A snapshot leaves 1 / 20 of the device's memory free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +19,10 @@ class DeviceMemory:
     """Memory of one device in bytes.
 
     Attributes:
-        total: All of it.
-        free: What no process has taken.
-        reserved: What torch's allocator of this process has taken, whether it is in use or not.
-        peak: Most that was in use there at a time.
+        total: Memory of the device.
+        free: Not allocated by any process.
+        reserved: Held by torch's allocator of this process, in use or cached.
+        peak: Most that was in use in torch's allocator at a time.
     """
 
     total: int
@@ -39,30 +39,30 @@ class Decision(NamedTuple):
 
 
 class Account:
-    """Device memory that a backend holds, and what training takes at most beside it, on one device. Thread-safe."""
+    """On one device: memory that the backend holds, and the most that training uses beside it. Thread-safe."""
 
     def __init__(self) -> None:
-        self._guard = threading.RLock()  # what is collected meanwhile on this thread may give memory back
+        self._guard = threading.RLock()  # garbage collection on this thread may call give_back() meanwhile
         self._training_peak = 0
         self.held = 0
         self.peak = 0
 
     def take(self, nbytes: int) -> None:
-        """Note that memory is held."""
+        """Count memory as held."""
         with self._guard:
             self.held += nbytes
             self.peak = max(self.peak, self.held)
 
     def give_back(self, nbytes: int) -> None:
-        """Note that it was let go."""
+        """Count memory as freed."""
         with self._guard:
             self.held -= nbytes
 
     def training_peak(self, peak: int) -> int:
-        """Return the most that training takes, given the most that was ever in use.
+        """Return the most that training uses, given the peak of all memory in use.
 
-        The latter holds memory of the backend, but nobody knows how much at that time: at most the backend's own peak.
-        Training's own is never said to be less than what was seen before the backend held anything.
+        That peak includes memory of the backend; how much at that time is unknown, at most the backend's own peak. The
+        result is never less than what was seen before the backend held anything.
         """
         with self._guard:
             self._training_peak = max(self._training_peak, peak - self.peak)
@@ -76,17 +76,17 @@ class Pace:
         self._seconds_per_byte: float | None = None
 
     def note(self, nbytes: int, seconds: float) -> None:
-        """Take note of a measurement; one of no bytes says nothing."""
+        """Note a measurement; one of zero bytes is ignored."""
         if nbytes > 0:
             self._seconds_per_byte = seconds / nbytes
 
     def seconds(self, nbytes: int) -> float | None:
-        """Return how long ``nbytes`` take, None where nothing was measured yet."""
+        """Return how long ``nbytes`` take, None if nothing was measured yet."""
         return None if self._seconds_per_byte is None else self._seconds_per_byte * nbytes
 
 
 def spare(memory: DeviceMemory, *, training_peak: int, held: int) -> int:
-    """Return the bytes that stay unused when training is at its peak (CheckFreq's Mmax - M)."""
+    """Return the bytes that are unused when training is at its peak (CheckFreq's Mmax - M)."""
     return memory.free + memory.reserved - training_peak - held
 
 
@@ -100,17 +100,17 @@ def decide(
     host_seconds: float | None,
     hidden_seconds: float = 0.0,
 ) -> Decision:
-    """Decide by CheckFreq's rule: a snapshot where Mmax - M > m and Tog <= Toc, with Toc = max(0, Tc - (Ti - Tw)).
+    """Decide by CheckFreq's rule: a snapshot if Mmax - M > m and Tog <= Toc, with Toc = max(0, Tc - (Ti - Tw)).
 
     Args:
-        mode: "auto" for the rule; "snapshot" wherever there is memory, "stream" never.
+        mode: "auto" for the rule; "snapshot" if there is memory, "stream" never.
         state_bytes: Bytes of the state on this device (m).
         spare_bytes: Memory that training does not need (Mmax - M).
         total_bytes: Memory of the device; a part of it stays in reserve.
-        device_seconds: Time of the copy on the device (Tg, which is Tog); None where none was measured.
-        host_seconds: Time of the copy to the host (Tc); None where none was measured.
-        hidden_seconds: Time that training goes on during the copy to the host (Ti - Tw); none while the caller waits
-            for the capture.
+        device_seconds: Time of the copy on the device (Tg = Tog); None if not measured yet.
+        host_seconds: Time of the copy to the host (Tc); None if not measured yet.
+        hidden_seconds: Time that training goes on during the copy to the host (Ti - Tw); 0 if the caller waits for the
+            capture.
     """
     needed = f"a snapshot takes {_mib(state_bytes)}, and training leaves {_mib(spare_bytes)} of the device's memory"
     if mode == "stream":

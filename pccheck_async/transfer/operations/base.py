@@ -1,9 +1,8 @@
-"""Operations on bytes: write, read, flush, gather, scatter, checksum, and chains of them; submitted in batches.
+"""Operations on bytes, submitted in batches: what both backends share, and what each has to implement.
 
 An :class:`Operations` belongs to one event loop. Awaiting an operation puts it into the batch of the current loop
-iteration; the batch is handed to the engine behind it in one call. A cancelled operation is asked to stop and then
-*waited for*: when the await ends, cancelled or not, nothing of the operation runs any more, the kernel included, so its
-buffer may be reused (invariant I9).
+iteration; the batch is submitted in one call. A cancelled operation is asked to stop and then *waited for*: when the
+await ends, cancelled or not, nothing of the operation runs any more, so its buffer may be reused (invariant I9).
 """
 
 from __future__ import annotations
@@ -15,31 +14,17 @@ import itertools
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
-from pccheck_async.transfer.operations.threads import WorkerThreads
+from pccheck_async.transfer.operations.worker_threads import WorkerThreads
 
-__all__ = [
-    "Call",
-    "Chain",
-    "ChainStep",
-    "Checksum",
-    "Flush",
-    "Gather",
-    "Kind",
-    "Operation",
-    "Operations",
-    "Read",
-    "Scatter",
-    "Step",
-    "Write",
-]
+__all__ = ["ChainStep", "Kind", "Operations", "Step"]
 
 T = TypeVar("T")
 
 
 class Kind(IntEnum):
-    """What the extension calls operations; calls run on helper threads."""
+    """Kinds of operations, numbered as in the extension."""
 
     WRITE = 0
     READ = 1
@@ -52,90 +37,17 @@ class Kind(IntEnum):
     LINKED = 8
 
 
-class Write(NamedTuple):
-    """Write all of ``data`` at ``offset`` (bytes). Result: None."""
-
-    fd: int
-    offset: int
-    data: memoryview
-
-
-class Read(NamedTuple):
-    """Fill ``into`` from ``offset`` (bytes). Result: bytes read, short only at the end of the file."""
-
-    fd: int
-    offset: int
-    into: memoryview
-
-
-class Flush(NamedTuple):
-    """``fdatasync``. Result: None."""
-
-    fd: int
-
-
-class Gather(NamedTuple):
-    """Copy segments of memory into a buffer, zero the gaps, and checksum all of the buffer. Result: its CRC-32.
-
-    ``segments`` is a packed table of native-endian unsigned 64-bit triples (address, offset in the buffer, length), in
-    growing order of offset, not overlapping. ``keepalive`` holds whatever owns the addresses until the copy ended.
-    """
-
-    segments: bytes
-    into: memoryview
-    keepalive: Any = None
-
-
-class Scatter(NamedTuple):
-    """Verify ``checksum`` over all of ``source`` and only then copy pieces of it to memory. Result: None.
-
-    ``segments`` is as in :class:`Gather`, except that they may overlap and come in any order. Fails with ``EBADMSG``,
-    before anything was copied, where the checksum does not hold.
-    """
-
-    source: memoryview
-    checksum: int
-    segments: bytes
-    keepalive: Any = None
-
-
-class Checksum(NamedTuple):
-    """Result: CRC-32 of ``data``."""
-
-    data: memoryview
-
-
-class Chain(NamedTuple):
-    """Perform steps on one thread, each once the one before it succeeded. Result: a :class:`Step` for each performed.
-
-    For what is short and waited for: every operation of its own wakes up a thread and then the loop, which takes longer
-    than a small write. Not empty. It goes on until it ended, cancelled or not.
-    """
-
-    steps: Sequence[ChainStep]
-
-
 ChainStep: TypeAlias = tuple[Any, ...]
-"""What a chain does: ``(Kind.WRITE, fd, offset, data)``; ``(Kind.FLUSH, fd)``; ``(Kind.UNLOCK, fd)``, which lets go of
-the lock (``flock``) that an open file holds; ``(Kind.LINKED, fd)``, which fails with ENOENT where no name leads to an
-open file any more. Plain tuples, as the extension takes them: small checkpoints wait for whatever is made here."""
+"""A step of a chain: ``(Kind.WRITE, fd, offset, data)``; ``(Kind.FLUSH, fd)``; ``(Kind.UNLOCK, fd)``, which releases
+the lock (``flock``) of an open file; ``(Kind.LINKED, fd)``, which fails with ENOENT if the open file has no name any
+more. Plain tuples, as the extension takes them: a small checkpoint waits for every object made here."""
 Step: TypeAlias = tuple[int, float]
-"""How a step of a chain ended: negative where it failed, the number of the error, and the chain ended; and when, of
+"""How a step of a chain ended: its result, negative (-errno) if it failed and so ended the chain; and when, as
 ``time.perf_counter()``. A plain pair, as the extension returns it."""
 
 
-class Call(NamedTuple):
-    """Call a blocking function (a metadata system call, a copy by torch) on a helper thread. Result: its own."""
-
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-
-
-Operation = Write | Read | Flush | Gather | Scatter | Checksum | Chain | Call
-
-
 class _Completion(asyncio.Future[Any]):
-    """The end of an operation. To cancel it only asks the operation to stop: the awaiter is told once it has ended."""
+    """The end of an operation. Cancelling it only asks the operation to stop; the awaiter resumes once it has ended."""
 
     def __init__(self, ask_to_stop: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop=loop)
@@ -149,9 +61,10 @@ class _Completion(asyncio.Future[Any]):
 
 
 class Operations(abc.ABC):
-    """Base of the engines: batches submissions, matches completions to awaiters, waits out cancelled ones.
+    """Base of the backends: batches submissions, matches completions to awaiters, waits out cancelled operations.
 
-    Engines implement :meth:`_submit` and :meth:`_cancel` and report through :meth:`_complete` on the loop's thread.
+    A backend implements the abstract methods, and calls :meth:`_complete` on the loop's thread. To it an operation is
+    the tuple (token, kind, arguments...) that ``_ext.pyi`` describes.
     """
 
     name: str
@@ -160,51 +73,72 @@ class Operations(abc.ABC):
         self._loop = asyncio.get_running_loop()
         self._tokens = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
-        self._batch: list[tuple[int, Operation]] = []
+        self._batch: list[tuple[Any, ...]] = []
         self._closed = False
         self._stopped = False
         self._helpers = WorkerThreads(self._loop, self._complete, count=2, name="pccheck-call")
 
     async def write(self, fd: int, offset: int, data: memoryview) -> None:
         """Write all of ``data`` at ``offset``. Raises OSError."""
-        await self._perform(Write(fd, offset, data))
+        await self._perform(Kind.WRITE, fd, offset, data)
 
     async def read(self, fd: int, offset: int, into: memoryview) -> int:
         """Fill ``into`` from ``offset``; return the bytes read, short only at the end of the file. Raises OSError."""
-        result: int = await self._perform(Read(fd, offset, into))
+        result: int = await self._perform(Kind.READ, fd, offset, into)
         return result
 
     async def flush(self, fd: int) -> None:
         """Make what was written through ``fd`` durable (``fdatasync``). Raises OSError."""
-        await self._perform(Flush(fd))
+        await self._perform(Kind.FLUSH, fd)
 
     async def gather(self, segments: bytes, into: memoryview, keepalive: Any = None) -> int:
-        """Copy ``segments`` into ``into``, zero the gaps, and return the CRC-32 of all of it (see :class:`Gather`)."""
-        result: int = await self._perform(Gather(segments, into, keepalive))
+        """Copy segments of memory into a buffer, zero the gaps, and checksum all of the buffer.
+
+        Args:
+            segments: A packed table of native-endian unsigned 64-bit triples (address, offset in ``into``, length), in
+                growing order of offset, not overlapping.
+            into: The buffer.
+            keepalive: Holds the owner of the addresses until the copy has ended.
+
+        Returns:
+            The CRC-32 of the bytes stored in ``into``.
+        """
+        result: int = await self._perform(Kind.GATHER, segments, into, keepalive)
         return result
 
     async def scatter(self, source: memoryview, checksum: int, segments: bytes, keepalive: Any = None) -> None:
-        """Verify ``checksum`` over ``source``, then copy ``segments`` out of it. Raises OSError (EBADMSG)."""
-        await self._perform(Scatter(source, checksum, segments, keepalive))
+        """Verify ``checksum`` over all of ``source``, and only then copy pieces of it to memory.
+
+        ``segments`` is as for :meth:`gather`, except that segments may overlap and come in any order.
+
+        Raises:
+            OSError: The checksum differs (EBADMSG); nothing was copied.
+        """
+        await self._perform(Kind.SCATTER, source, checksum, segments, keepalive)
 
     async def checksum(self, data: memoryview) -> int:
         """Return the CRC-32 of ``data``."""
-        result: int = await self._perform(Checksum(data))
+        result: int = await self._perform(Kind.CHECKSUM, data)
         return result
 
     async def chain(self, steps: Sequence[ChainStep], ended: list[Step]) -> None:
-        """Perform ``steps``, each once the one before it succeeded (see :class:`Chain`).
+        """Perform ``steps`` on one thread, each after the one before it succeeded.
+
+        For short writes that somebody waits for: as an operation of its own, each step would wake up a thread and then
+        the loop, which takes longer than a small write.
 
         Args:
-            steps: What to do.
-            ended: Gets how each step ended, up to the one that failed, if one did: nothing after that happened.
+            steps: What to do; at least one step.
+            ended: Receives how each performed step ended; the last of them failed if not all were performed.
 
         Cancellation: stops nothing, and is raised once the chain has ended and ``ended`` says how.
 
         Raises:
-            OSError: The engine does not take it, and nothing of it happened.
+            OSError: The backend is closed; nothing was performed.
+            ValueError: A step is impossible; nothing was performed.
         """
-        completion = self._begin(Chain(steps), at_once=True)
+        token, completion = self._expect(_nothing)
+        self._submit_or_fail([(token, Kind.CHAIN, tuple(steps))])
         try:
             ended += await completion
         except asyncio.CancelledError:
@@ -213,15 +147,15 @@ class Operations(abc.ABC):
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a blocking ``function`` on a helper thread and return (or raise) what it does."""
-        result: T = await self._perform(Call(function, arguments))
+        result: T = await self._ended(self._begin_call(function, arguments))
         return result
 
     async def obtain(self, undo: Callable[[T], object], function: Callable[..., T], *arguments: Any) -> T:
-        """Do what :meth:`call` does, for what has to be given back.
+        """Do what :meth:`call` does, for a result that has to be given back.
 
         Cancellation: raised once the call has ended and ``undo`` was called with what it returned.
         """
-        completion = self._begin(Call(function, arguments))
+        completion = self._begin_call(function, arguments)
         try:
             result: T = await completion
         except asyncio.CancelledError:
@@ -233,7 +167,7 @@ class Operations(abc.ABC):
     async def close(self) -> None:
         """Wait until every submitted operation ended, then stop the threads. Idempotent.
 
-        Cancellation: stops the waiting; the engine takes no more operations, and another call finishes the work.
+        Cancellation: stops the waiting; no more operations are accepted, and another call finishes the work.
         """
         self._closed = True
         while self._waiting:
@@ -248,32 +182,40 @@ class Operations(abc.ABC):
         """Operations submitted and not completed."""
         return len(self._waiting)
 
-    async def _perform(self, operation: Operation) -> Any:
-        completion = self._begin(operation)
+    async def _perform(self, kind: Kind, *arguments: Any) -> Any:
+        token, completion = self._expect()
+        if not self._batch:
+            self._loop.call_soon(self._flush_batch)
+        self._batch.append((token, kind, *arguments))
+        return await self._ended(completion)
+
+    async def _ended(self, completion: _Completion) -> Any:
         try:
             return await completion
         except asyncio.CancelledError:
-            completion.exception()  # retrieved: the cancellation is what the awaiter gets to know
+            completion.exception()  # retrieved: the cancellation is what the awaiter learns
             raise
 
-    def _begin(self, operation: Operation, *, at_once: bool = False) -> _Completion:
-        if self._closed:
-            raise OSError(errno.EBADF, "the operations engine is closed")
-        token = next(self._tokens)
-        # What is begun at once is not to be stopped either.
-        completion = _Completion(_nothing if at_once else partial(self._ask_to_stop, token), self._loop)
-        self._waiting[token] = completion
-        if at_once:
-            self._submit_or_fail([(token, operation)])
-            return completion
-        if not self._batch:
-            self._loop.call_soon(self._flush_batch)
-        self._batch.append((token, operation))
+    def _begin_call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> _Completion:
+        token, completion = self._expect()
+        try:
+            self._helpers.submit([(token, function, arguments)])
+        except BaseException:
+            del self._waiting[token]
+            raise
         return completion
 
+    def _expect(self, ask_to_stop: Callable[[], None] | None = None) -> tuple[int, _Completion]:
+        if self._closed:
+            raise OSError(errno.EBADF, "the I/O backend is closed")
+        token = next(self._tokens)
+        completion = _Completion(ask_to_stop or partial(self._ask_to_stop, token), self._loop)
+        self._waiting[token] = completion
+        return token, completion
+
     def _ask_to_stop(self, token: int) -> None:
-        for index, (waiting, _) in enumerate(self._batch):
-            if waiting == token:
+        for index, operation in enumerate(self._batch):
+            if operation[0] == token:
                 del self._batch[index]
                 self._complete(token, None, OSError(errno.ECANCELED, "cancelled"))
                 return
@@ -282,22 +224,19 @@ class Operations(abc.ABC):
 
     def _flush_batch(self) -> None:
         batch, self._batch = self._batch, []
-        calls = [entry for entry in batch if isinstance(entry[1], Call)]
-        if calls:
-            self._helpers.submit([(token, op.function, op.arguments) for token, op in calls if isinstance(op, Call)])
-        if len(calls) < len(batch):
-            self._submit_or_fail([entry for entry in batch if not isinstance(entry[1], Call)])
+        if batch:
+            self._submit_or_fail(batch)
 
-    def _submit_or_fail(self, batch: list[tuple[int, Operation]]) -> None:
+    def _submit_or_fail(self, batch: list[tuple[Any, ...]]) -> None:
         try:
             self._submit(batch)
-        except Exception as error:  # noqa: BLE001 - whatever went wrong belongs to the one who asked for it
+        except Exception as error:  # noqa: BLE001 - it is raised in the awaiter
             if len(batch) == 1:
                 self._complete(batch[0][0], None, error)
                 return
             # Nothing of a refused batch has started: one by one, the refusal reaches only the operation that caused it.
-            for entry in batch:
-                self._submit_or_fail([entry])
+            for operation in batch:
+                self._submit_or_fail([operation])
 
     def _complete(self, token: int, result: Any, error: BaseException | None) -> None:
         future = self._waiting.pop(token)
@@ -308,10 +247,10 @@ class Operations(abc.ABC):
 
     @abc.abstractmethod
     def gather_at_once(self, segments: bytes, into: memoryview) -> int:
-        """Do what :meth:`gather` does, now and on this thread: for what is copied faster than a thread is woken up."""
+        """Do what :meth:`gather` does, now and on this thread: for copies faster than waking up a thread."""
 
     @abc.abstractmethod
-    def _submit(self, batch: Sequence[tuple[int, Operation]]) -> None:
+    def _submit(self, batch: list[tuple[Any, ...]]) -> None:
         """Start the operations of a batch; all or none."""
 
     @abc.abstractmethod
@@ -320,7 +259,7 @@ class Operations(abc.ABC):
 
     @abc.abstractmethod
     def _shutdown(self) -> None:
-        """Stop the threads behind the engine; nothing is running any more."""
+        """Stop the backend's threads; nothing is running any more."""
 
 
 def _nothing() -> None: ...

@@ -1,4 +1,4 @@
-"""The pure-Python engine: ``os.pwritev`` and friends on threads. Works where nothing compiles."""
+"""The backend in pure Python: ``os.pwrite`` and the like on threads. Works where nothing compiles."""
 
 from __future__ import annotations
 
@@ -14,28 +14,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from pccheck_async.format.checksum import crc32
-from pccheck_async.transfer.operations.base import (
-    Call,
-    Chain,
-    ChainStep,
-    Checksum,
-    Flush,
-    Gather,
-    Kind,
-    Operation,
-    Operations,
-    Read,
-    Scatter,
-    Step,
-    Write,
-)
-from pccheck_async.transfer.operations.threads import WorkerThreads
+from pccheck_async.format import crc32
+from pccheck_async.transfer.operations.base import ChainStep, Kind, Operations, Step
+from pccheck_async.transfer.operations.worker_threads import Job, WorkerThreads
 
 __all__ = ["OperationsAtOnce", "PythonOperations"]
 
 T = TypeVar("T")
-_IO = (Write, Read, Flush, Chain)
+_IO_KINDS = frozenset((Kind.WRITE, Kind.READ, Kind.FLUSH, Kind.CHAIN))
+_CHAINABLE = frozenset((Kind.WRITE, Kind.FLUSH, Kind.UNLOCK, Kind.LINKED))
 _SEGMENT = struct.Struct("=QQQ")
 _LAST_ADDRESS = ctypes.c_size_t(-1).value
 _LAST_OFFSET = 2**63 - 1
@@ -70,10 +57,12 @@ class PythonOperations(Operations):
         """Gather on this thread (see :class:`Operations`)."""
         return gather(segments, into)
 
-    def _submit(self, batch: Sequence[tuple[int, Operation]]) -> None:
-        # The operation itself goes along as the argument: it holds the buffers and the keepalive until it ended.
-        io = [(token, _perform, (op,)) for token, op in batch if isinstance(op, _IO)]
-        memory = [(token, _perform, (op,)) for token, op in batch if not isinstance(op, _IO)]
+    def _submit(self, batch: list[tuple[Any, ...]]) -> None:
+        # The arguments hold the buffers and the keepalive until the operation has ended.
+        io: list[Job] = []
+        memory: list[Job] = []
+        for token, kind, *arguments in batch:
+            (io if kind in _IO_KINDS else memory).append((token, _FUNCTIONS[kind], tuple(arguments)))
         if io:
             self._io.submit(io)
         if memory:
@@ -89,14 +78,18 @@ class PythonOperations(Operations):
 
 
 class OperationsAtOnce(Operations):
-    """Operations on the thread that asks for them: no other thread, no loop, and whoever awaits one is not suspended.
+    """Operations on the calling thread: no other thread, no loop, and awaiting one never suspends.
 
-    For a few small reads, which take less time than to start threads.
+    For a few small reads, which take less time than starting threads.
     """
 
     name = "python"
 
     def __init__(self) -> None: ...
+
+    async def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function on this thread (see :class:`Operations`)."""
+        return function(*arguments)
 
     async def obtain(self, undo: Callable[[T], object], function: Callable[..., T], *arguments: Any) -> T:
         """Call a function that nobody can interrupt (see :class:`Operations`)."""
@@ -109,8 +102,8 @@ class OperationsAtOnce(Operations):
         """Gather on this thread (see :class:`Operations`)."""
         return gather(segments, into)
 
-    async def _perform(self, operation: Operation) -> Any:
-        return _perform(operation)
+    async def _perform(self, kind: Kind, *arguments: Any) -> Any:
+        return _FUNCTIONS[kind](*arguments)
 
     def _submit(self, batch: object) -> None:
         raise AssertionError("nothing is ever in flight here")
@@ -118,30 +111,12 @@ class OperationsAtOnce(Operations):
     _cancel = _shutdown = _submit  # type: ignore[assignment]
 
 
-def _perform(operation: Operation) -> Any:
-    match operation:
-        case Write(fd, offset, data):
-            return write_all(fd, offset, data)
-        case Read(fd, offset, into):
-            return read_all(fd, offset, into)
-        case Flush(fd):
-            return os.fdatasync(fd)
-        case Gather(segments, into):
-            return gather(segments, into)
-        case Scatter(source, checksum, segments):
-            return scatter(source, checksum, segments)
-        case Checksum(data):
-            return crc32(data)
-        case Chain(steps):
-            return chain(steps)
-        case Call(function, arguments):
-            return function(*arguments)
-
-
 def chain(steps: Sequence[ChainStep]) -> list[Step]:
-    """Perform ``steps`` until one fails; none where one is impossible."""
+    """Perform ``steps`` until one fails; none of them if one is impossible."""
+    if not steps:
+        raise ValueError("a chain has at least one step")
     for kind, *arguments in steps:
-        if kind not in _STEPS:
+        if kind not in _CHAINABLE:
             raise ValueError(f"a chain has no steps of kind {kind}")
         if kind == Kind.WRITE:
             _, offset, data = arguments
@@ -150,7 +125,7 @@ def chain(steps: Sequence[ChainStep]) -> list[Step]:
     for kind, *arguments in steps:
         result = 0
         try:
-            _STEPS[kind](*arguments)
+            _FUNCTIONS[kind](*arguments)
         except OSError as error:
             result = -(error.errno or errno.EIO)
         ended.append((result, time.perf_counter()))
@@ -160,7 +135,7 @@ def chain(steps: Sequence[ChainStep]) -> list[Step]:
 
 
 def _check_linked(fd: int) -> None:
-    """Raise FileNotFoundError where no name leads to the file; where nobody can tell, the next step will say why."""
+    """Raise FileNotFoundError if the open file has no name any more; if that cannot be told, the next step says why."""
     try:
         links = os.fstat(fd).st_nlink
     except OSError:
@@ -216,8 +191,8 @@ def _patiently(move: Callable[..., int], *arguments: Any) -> int:
     return move(*arguments)
 
 
-def gather(segments: bytes, into: memoryview) -> int:
-    """Copy ``segments`` into ``into``, zero the gaps, and return the CRC-32 of all of it."""
+def gather(segments: bytes, into: memoryview, keepalive: object = None) -> int:
+    """Copy ``segments`` into ``into``, zero the gaps, and return the CRC-32 of all of ``into``."""
     checked = _checked(segments, into.nbytes, ordered=True)
     base = _address(into, writable=True)
     filled = 0
@@ -229,8 +204,8 @@ def gather(segments: bytes, into: memoryview) -> int:
     return crc32(into)
 
 
-def scatter(source: memoryview, checksum: int, segments: bytes) -> None:
-    """Verify ``checksum`` over ``source``, then copy ``segments`` of it to their addresses."""
+def scatter(source: memoryview, checksum: int, segments: bytes, keepalive: object = None) -> None:
+    """Verify ``checksum`` over ``source``, then copy ``segments`` of it out."""
     checked = _checked(segments, source.nbytes, ordered=False)
     if crc32(source) != checksum:
         raise OSError(errno.EBADMSG, "checksum mismatch")
@@ -268,9 +243,14 @@ def _address(buffer: memoryview, *, writable: bool) -> int:
     return int(np.frombuffer(buffer, np.uint8).ctypes.data)
 
 
-_STEPS: dict[int, Callable[..., None]] = {
+_FUNCTIONS: dict[int, Callable[..., Any]] = {
     Kind.WRITE: write_all,
+    Kind.READ: read_all,
     Kind.FLUSH: os.fdatasync,
+    Kind.GATHER: gather,
+    Kind.SCATTER: scatter,
+    Kind.CHECKSUM: crc32,
+    Kind.CHAIN: chain,
     Kind.UNLOCK: _unlock,
     Kind.LINKED: _check_linked,
 }

@@ -1,0 +1,278 @@
+"""The ways of saving that ``pccheck bench`` compares, each used as its manual shows it, behind three verbs.
+
+A save ends when it would survive a power failure. What a method does not flush itself (DCP the names of its files) is
+flushed here, and counts as its time.
+"""
+
+from __future__ import annotations
+
+import abc
+import difflib
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from pccheck_async.api import SyncCheckpointEngine
+from pccheck_async.bench.raw_disk import slot_file
+
+__all__ = ["METHODS", "Method", "PCcheck", "Tensors", "UnknownMethodError", "find_methods"]
+
+Tensors = dict[str, torch.Tensor]
+"""The state that is saved: CPU tensors by name."""
+
+
+class UnknownMethodError(ValueError):
+    """There is no method of this name, or what it needs is not installed."""
+
+
+class Method(abc.ABC):
+    """A way of saving that keeps its newest checkpoint in a folder of its own.
+
+    Args:
+        folder: Does not exist yet.
+    """
+
+    name: ClassVar[str]
+    package: ClassVar[str] = ""
+    """What has to be installed beside torch."""
+    least_torch: ClassVar[tuple[int, int]] = (2, 4)
+    copies: ClassVar[int] = 2
+    """Checkpoints that it has on the disk at once, at most."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self.folder = folder
+
+    @classmethod
+    def why_not(cls) -> str | None:
+        """Return why the method cannot run here; None where it can."""
+        if cls.package and find_spec(cls.package) is None:
+            return f"{cls.package} is not installed: pip install {cls.package}"
+        if tuple(int(part) for part in torch.__version__.split(".")[:2]) < cls.least_torch:
+            return "it needs torch {}.{} or newer".format(*cls.least_torch)
+        return None
+
+    @abc.abstractmethod
+    def save(self, tensors: Tensors, step: int) -> Callable[[], object]:
+        """Start to save. On return the tensors may be changed; what is returned blocks until the save is durable."""
+
+    @abc.abstractmethod
+    def load(self, into: Tensors) -> int:
+        """Fill tensors of the same names and shapes with the newest checkpoint, in place, and return its step."""
+
+    def remove_older(self) -> None:
+        """Delete all but the newest checkpoint; not timed. A method that writes over its files has nothing to do."""
+        found = sorted(self.folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+        for path in found[:-1]:
+            shutil.rmtree(path)
+
+    def close(self) -> None:
+        """Wait for what is still being saved, and free what the method holds."""
+        return
+
+
+class PCcheck(Method):
+    """``engine.checkpoint(state)`` with every default: the call returns when the state is captured."""
+
+    name = "pccheck"
+    copies = 3
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._engine = SyncCheckpointEngine(folder).open()
+
+    def save(self, tensors: Tensors, step: int) -> Callable[[], object]:
+        """Checkpoint; the engine writes in the background."""
+        return self._engine.checkpoint(dict(tensors), step=step).result
+
+    def load(self, into: Tensors) -> int:
+        """Restore in place; every chunk is verified against its checksum."""
+        info = self._engine.restore(dict(into))
+        if info is None:
+            raise FileNotFoundError(f"no checkpoint in {self.folder}")
+        return info.step
+
+    def free_slot(self) -> Path:
+        """Return a slot file that no durable checkpoint uses: the engine writes the next checkpoint over it."""
+        return slot_file(self.folder, committed=False)
+
+    def close(self) -> None:
+        """Drain and close the engine."""
+        self._engine.close()
+
+
+class TorchSave(Method):
+    """``torch.save`` into a new file, fsync, rename over the old one, fsync of the folder; training waits for all."""
+
+    name = "torch"
+
+    def save(self, tensors: Tensors, step: int) -> Callable[[], object]:
+        """Replace the file."""
+        file = self.folder / "checkpoint.pt"
+        temporary = file.with_suffix(".tmp")
+        torch.save({"step": step, "tensors": tensors}, temporary)
+        _replace_durably(temporary, file)
+        return _nothing
+
+    def load(self, into: Tensors) -> int:
+        """Map the file and copy out of it."""
+        saved = torch.load(self.folder / "checkpoint.pt", weights_only=True, mmap=True)
+        for name, tensor in into.items():
+            tensor.copy_(saved["tensors"][name])
+        return int(saved["step"])
+
+
+class Safetensors(Method):
+    """``safetensors.torch.save_file``, made durable as ``torch`` is; training waits for all."""
+
+    name = package = "safetensors"
+
+    def save(self, tensors: Tensors, step: int) -> Callable[[], object]:
+        """Replace the file."""
+        from safetensors.torch import save_file
+
+        file = self.folder / "checkpoint.safetensors"
+        temporary = file.with_suffix(".tmp")
+        save_file(tensors, temporary, {"step": str(step)})
+        _replace_durably(temporary, file)
+        return _nothing
+
+    def load(self, into: Tensors) -> int:
+        """Map the file and copy out of it."""
+        from safetensors import safe_open
+
+        with safe_open(self.folder / "checkpoint.safetensors", framework="pt") as file:
+            for name, tensor in into.items():
+                tensor.copy_(file.get_tensor(name))
+            return int(file.metadata()["step"])
+
+
+class Dcp(Method):
+    """``torch.distributed.checkpoint.save`` with two writer threads; training waits for all."""
+
+    name = "dcp"
+    least_torch = (2, 7)  # dcp.save(no_dist=True)
+
+    def save(self, tensors: Tensors, step: int) -> Callable[[], object]:
+        """Write a new folder."""
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        writer, target = self._writer(step)
+        save({"tensors": tensors}, storage_writer=writer, no_dist=True)
+        self._flush_names(target)
+        return _nothing
+
+    def load(self, into: Tensors) -> int:
+        """Read into the tensors."""
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        steps = [int(path.name.removeprefix("step-")) for path in self.folder.glob("step-*")]
+        reader = FileSystemReader(self.folder / f"step-{max(steps)}")
+        load({"tensors": into}, storage_reader=reader, no_dist=True)
+        return max(steps)
+
+    def _writer(self, step: int) -> tuple[Any, Path]:
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+        target = self.folder / f"step-{step}"
+        return FileSystemWriter(target, thread_count=2), target
+
+    def _flush_names(self, target: Path) -> None:
+        _flush(target)  # without it a power failure can take back the rename of `.metadata`, and so the checkpoint
+        _flush(self.folder)
+
+
+class DcpAsync(Dcp):
+    """``dcp.async_save`` with a stager that keeps its memory: the call returns when the state is staged."""
+
+    name = "dcp-async"
+    least_torch = (2, 9)  # DefaultStager
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        import torch.distributed as dist
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        self._owns_group = not dist.is_initialized()
+        if self._owns_group:  # async_save insists on one; this one has this process alone
+            dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=False,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=False,
+            )
+        )
+        self._last: Any = None
+
+    def save(self, tensors: Tensors, step: int) -> Callable[[], object]:
+        """Stage, and write in a thread."""
+        from torch.distributed.checkpoint.state_dict_saver import async_save
+
+        writer, target = self._writer(step)
+        saving: Any = async_save({"tensors": tensors}, storage_writer=writer, async_stager=self._stager)
+        self._last = saving
+
+        def wait() -> None:
+            saving.result()
+            self._flush_names(target)
+
+        return wait
+
+    def close(self) -> None:
+        """Wait for the last save, and free the staging memory and the process group."""
+        with suppress(Exception):  # whoever waited for it was told
+            if self._last is not None:
+                self._last.result()
+        self._stager.close()
+        if self._owns_group:
+            torch.distributed.destroy_process_group()
+
+
+METHODS: dict[str, type[Method]] = {kind.name: kind for kind in (PCcheck, TorchSave, Safetensors, Dcp, DcpAsync)}
+"""Every method by its name, whether it can run here or not."""
+
+
+def find_methods(names: Sequence[str]) -> list[type[Method]]:
+    """Return the methods of these names, each once, ``pccheck`` first; of no names all that can run here.
+
+    Raises:
+        UnknownMethodError: a name that there is not, with the nearest ones, or a method that cannot run here.
+    """
+    if not names:
+        return [kind for kind in METHODS.values() if kind.why_not() is None]
+    for name in names:
+        if name not in METHODS:
+            near = difflib.get_close_matches(name, METHODS, n=2)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise UnknownMethodError(f"there is no method {name!r}{hint} There are: {', '.join(METHODS)}")
+        if reason := METHODS[name].why_not():
+            raise UnknownMethodError(f"{name} cannot run here: {reason}")
+    return [METHODS[name] for name in dict.fromkeys((PCcheck.name, *names))]
+
+
+def _replace_durably(temporary: Path, file: Path) -> None:
+    """Rename a file such that a crash at any moment leaves the old or the new content, whole."""
+    _flush(temporary)  # or the name could come to stand for bytes that were never written
+    temporary.rename(file)
+    _flush(file.parent)  # or the old name could come back
+
+
+def _flush(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _nothing() -> None:
+    """Return at once: the save was durable when it returned."""

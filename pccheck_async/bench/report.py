@@ -1,0 +1,132 @@
+"""What was measured, as a table, as JSON, and as a picture."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.table import Table
+
+from pccheck_async.bench.medians import quartiles
+from pccheck_async.bench.rounds import Comparison, Outcome
+
+__all__ = ["as_json", "draw", "ratio", "table"]
+
+_FIGURES = ("stall", "durable", "processor", "load")
+
+
+def ratio(outcome: Outcome, baseline: Outcome, figure: str) -> float | None:
+    """Return the median of the ratios round by round, so that what disturbs a round disturbs both sides of it.
+
+    None where the two did not measure the same rounds, or a round of the baseline took no time that can be measured.
+    """
+    pairs = list(zip(outcome.values(figure), baseline.values(figure), strict=False))
+    if len(outcome.samples) != len(baseline.samples) or not pairs or min(one for _, one in pairs) <= 0:
+        return None
+    return statistics.median(one / other for one, other in pairs)
+
+
+def table(found: Comparison) -> Table:
+    """Return medians with quartiles, the method that is durable first on top, and the disk's own limit below."""
+    shown = Table(box=SIMPLE, pad_edge=False)
+    shown.add_column("method", no_wrap=True)
+    for heading in ("call returns, ms", "durable, ms", "GB/s", "x pccheck", "load, ms", "processor, s/GiB"):
+        shown.add_column(heading, justify="right", no_wrap=True)
+    baseline = found.outcomes[0]
+    measured = [outcome for outcome in found.outcomes if not outcome.problem]
+    for outcome in sorted(measured, key=lambda outcome: statistics.median(outcome.values("durable"))):
+        times = ratio(outcome, baseline, "durable")
+        shown.add_row(
+            outcome.method,
+            _spread(outcome.values("stall")),
+            _spread(outcome.values("durable")),
+            _rate(found.nbytes, outcome.values("durable")),
+            "" if times is None else f"{times:.2f}",
+            _spread(outcome.values("load")),
+            f"{statistics.median(outcome.values('processor')) * (1 << 30) / found.nbytes:.2f}",
+        )
+    if found.raw:
+        shown.add_row("the disk itself", "", _spread(found.raw), _rate(found.nbytes, found.raw), "", "", "")
+    return shown
+
+
+def as_json(found: Comparison) -> str:
+    """Return everything as JSON: every sample, medians, quartiles, ratios; times in seconds. Has no Infinity or NaN."""
+    baseline = found.outcomes[0]
+    methods: list[dict[str, Any]] = []
+    for outcome in found.outcomes:
+        row: dict[str, Any] = {"method": outcome.method, "problem": outcome.problem or None}
+        for figure in _FIGURES:
+            row[figure] = _summary(outcome.values(figure))
+        row["ratio_to_pccheck"] = {figure: ratio(outcome, baseline, figure) for figure in _FIGURES}
+        methods.append(row)
+    what = {
+        "bytes": found.nbytes,
+        "rounds": found.rounds,
+        "place": asdict(found.place),
+        "disk": {"way": found.raw_way, "durable": _summary(found.raw)} if found.raw else None,
+        "methods": methods,
+    }
+    return json.dumps(what, indent=1, allow_nan=False) + "\n"
+
+
+def draw(found: Comparison, path: Path) -> None:
+    """Draw medians and quartiles of stall and of time to durable, side by side; needs matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    measured = [outcome for outcome in found.outcomes if not outcome.problem]
+    names = [outcome.method for outcome in measured]
+    figure = Figure(figsize=(10, 1.6 + 0.5 * len(names)), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2, sharey=True)
+    for panel, values, title in zip(
+        panels, ("stall", "durable"), ("the call returns (training waits)", "durable"), strict=True
+    ):
+        spreads = [quartiles(outcome.values(values)) for outcome in measured]
+        medians = [middle * 1e3 for _, middle, _ in spreads]
+        errors = [
+            [(middle - low) * 1e3 for low, middle, _ in spreads],
+            [(high - middle) * 1e3 for _, middle, high in spreads],
+        ]
+        colors = ["tab:blue" if name == "pccheck" else "0.6" for name in names]
+        bars = panel.barh(names, medians, xerr=errors, color=colors, capsize=3)
+        panel.bar_label(bars, fmt="%.3g", padding=3)
+        panel.set_title(title)
+        panel.set_xlabel("ms: median and quartiles; less is better")
+    if found.raw:
+        panels[1].axvline(
+            statistics.median(found.raw) * 1e3, color="tab:red", linestyle="--", label="the disk itself (O_DIRECT)"
+        )
+        panels[1].legend()
+    panels[0].invert_yaxis()
+    figure.suptitle(f"{found.nbytes / (1 << 20):.4g} MiB on {found.place.filesystem}, {found.rounds} rounds")
+    figure.savefig(path)
+
+
+def _summary(values: Sequence[float]) -> dict[str, Any] | None:
+    if not values:
+        return None
+    low, middle, high = quartiles(values)
+    return {"median": middle, "quartiles": [low, high], "samples": list(values)}
+
+
+def _spread(values: Sequence[float]) -> str:
+    low, middle, high = (_digits(value * 1e3) for value in quartiles(values))
+    return f"{middle} [{low}, {high}]"
+
+
+def _digits(value: float) -> str:
+    """Three significant digits, and all of those before the point."""
+    places = 2 - math.floor(math.log10(value)) if value > 0 else 0
+    return f"{value:.{max(0, min(places, 4))}f}"
+
+
+def _rate(nbytes: int, seconds: Sequence[float]) -> str:
+    return f"{nbytes / statistics.median(seconds) / 1e9:.2f}"

@@ -1,0 +1,214 @@
+"""The trainer of ``pccheck demo``: a byte-level GPT on the sources of Python's standard library.
+
+The whole training state (model, AdamW, learning rate schedule, random numbers, position in the data) is one checkpoint,
+so a run that was killed and resumed computes the same losses as one that was never interrupted, bit for bit::
+
+    python -m pccheck_async.cli.demo_trainer --store run --loss-file loss.csv --crash-at 40   # dies by SIGKILL
+    python -m pccheck_async.cli.demo_trainer --store run --loss-file loss.csv --resume        # goes on
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import os
+import random
+import signal
+import struct
+import sys
+import sysconfig
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pccheck_async import CheckpointEngine, CheckpointError, RNGState, list_checkpoints
+
+
+class Block(nn.Module):
+    """Causal self-attention and an MLP, each on a normalised residual stream."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, nn.Dropout(dropout)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, length, width) to the same shape."""
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+        scores = (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).masked_fill(future, -math.inf)
+        attended = (self.dropout(scores.softmax(-1)) @ v).transpose(1, 2).reshape(batch, length, width)
+        x = x + self.dropout(self.out(attended))
+        refined: Tensor = x + self.dropout(self.mlp(self.norm2(x)))
+        return refined
+
+
+class GPT(nn.Module):
+    """A decoder over bytes; the output layer shares its weights with the input embedding."""
+
+    def __init__(self, context: int, layers: int, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(256, width), nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(width, heads, dropout) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if name.endswith("out.weight") else 0.02)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map bytes (batch, length) to logits of the next byte (batch, length, 256)."""
+        hidden = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+        logits: Tensor = self.head(self.norm(self.blocks(hidden)))
+        return logits
+
+
+class Windows:
+    """Batches of text windows, each window once per epoch; the place in them is two numbers.
+
+    The order of an epoch is a function of seed and epoch, so resuming replays nothing.
+    """
+
+    def __init__(self, text: bytes, context: int, batch: int, seed: int) -> None:
+        self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self.context, self.batch, self.seed = context, batch, seed
+        self.identity = f"crc32 {zlib.crc32(text):08x}, {len(text)} bytes, windows of {context}, batches of {batch}"
+        self._enter(epoch=0, position=0)
+
+    def _enter(self, epoch: int, position: int) -> None:
+        self.epoch, self.position = epoch, position
+        shuffle = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        self.order = torch.randperm((len(self.text) - 1) // self.context, generator=shuffle)
+
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets, each (batch, context), the targets one byte further."""
+        if self.position + self.batch > len(self.order):
+            self._enter(self.epoch + 1, 0)
+        starts = self.order[self.position : self.position + self.batch] * self.context
+        self.position += self.batch
+        windows = self.text[starts[:, None] + torch.arange(self.context + 1)].long()
+        return windows[:, :-1], windows[:, 1:]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, and what the data are."""
+        return {"data": self.identity, "seed": self.seed, "epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a saved position. Raises ValueError where it belongs to other data."""
+        if state["data"] != self.identity:
+            raise ValueError(f"the checkpoint was trained on other data ({state['data']}) than this ({self.identity})")
+        self.seed = state["seed"]
+        self._enter(state["epoch"], state["position"])
+
+
+class LossFile:
+    """A CSV of step, loss and the loss's float32 bits; rows up to ``last_step`` of an earlier run are kept."""
+
+    def __init__(self, path: Path | None, last_step: int) -> None:
+        self.path = path
+        if path is not None:
+            lines = path.read_text().splitlines()[1:] if last_step and path.exists() else []
+            kept = [f"{line}\n" for line in lines if line.count(",") == 2 and int(line.split(",")[0]) <= last_step]
+            path.write_text("step,loss,bits\n" + "".join(kept))
+
+    def add(self, step: int, loss: float) -> None:
+        """Append one row."""
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write(f"{step},{loss:.6f},{struct.pack('>f', loss).hex()}\n")
+
+
+def standard_library() -> bytes:
+    """Return the sources of Python's standard library (its top folder), in a fixed order."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
+    if not text:
+        sys.exit(f"no Python sources in {folder}: this Python comes without the text that the example trains on")
+    return text
+
+
+def make_deterministic(seed: int, threads: int) -> None:
+    """Make every run with the same seed compute the same bits on the same machine."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(threads)  # the order of summation depends on it
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def learning_rate(steps: int) -> Callable[[int], float]:
+    """Return the factor by step: a short linear warm-up, then half a cosine down to a tenth."""
+    warmup = max(1, steps // 10)
+    return lambda step: min(1.0, (step + 1) / warmup) * (0.55 + 0.45 * math.cos(math.pi * min(1.0, step / steps)))
+
+
+async def train(args: argparse.Namespace) -> None:
+    """Train, save every ``args.interval`` steps, resume or crash where the command line says so."""
+    make_deterministic(args.seed, args.threads)
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
+    data = Windows(standard_library(), args.context, args.batch, args.seed)
+    model = GPT(args.context, args.layers, args.width, args.heads, args.dropout).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate(args.steps))
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "rng": RNGState(), "data": data}
+
+    async with CheckpointEngine(args.store, max_in_flight=2) as engine:
+        restored = await engine.restore(state) if args.resume else None
+        last_step = restored.step if restored else 0
+        print(f"resumed from step {last_step}" if restored else "starting from scratch", flush=True)
+        losses = LossFile(args.loss_file, last_step)
+
+        for step in range(last_step + 1, args.steps + 1):
+            x, y = data.next_batch()
+            logits = model(x.to(device))
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), y.to(device).flatten())
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            scheduler.step()
+            losses.add(step, loss.item())
+
+            if step % args.interval == 0 or step in (args.crash_at, args.steps):
+                print(f"step {step}: loss {loss.item():.4f}, saving", flush=True)
+                await engine.checkpoint(state, step=step, metadata={"loss": loss.item()})
+                # The state is captured and is being written in the background: training may go on.
+                if step == args.crash_at:
+                    os.kill(os.getpid(), signal.SIGKILL)  # in the middle of the save, with no chance to clean up
+    print(f"done: {engine.latest}", flush=True)
+
+
+def main() -> None:
+    """Train as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--store", type=Path, required=True, help="folder of the checkpoints")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint where there is one")
+    parser.add_argument("--crash-at", type=int, metavar="STEP", help="die by SIGKILL in the middle of the save of STEP")
+    parser.add_argument("--loss-file", type=Path, help="CSV to write: step, loss, raw float32 bits")
+    parser.add_argument("--device", default="auto", help="cpu, cuda or auto: CUDA where present (default)")
+    sizes = {"steps": 60, "interval": 10, "seed": 1337, "threads": 2}  # the bits of a loss depend on the threads
+    sizes |= {"layers": 4, "width": 256, "heads": 4, "context": 128, "batch": 8}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help="(default %(default)s)")
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    args = parser.parse_args()
+    try:
+        if not args.resume and list_checkpoints(args.store):
+            parser.error(f"{args.store} holds checkpoints already: continue with --resume, or choose another --store")
+        asyncio.run(train(args))
+    except CheckpointError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""What is exported of a checkpoint, and what each format can hold of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Final, Literal, TypeAlias
+
+import numpy as np
+import torch
+from msgspec import structs
+
+from pccheck_async.errors import StateMismatchError, UnsupportedStateError
+from pccheck_async.format import dtypes
+from pccheck_async.format.manifest import Manifest, TensorEntry
+from pccheck_async.format.skeleton import (
+    ArrayNode,
+    BigIntNode,
+    BytesNode,
+    CounterNode,
+    DictNode,
+    FrozenSetNode,
+    Node,
+    NumpyDtypeNode,
+    NumpyScalarNode,
+    OrderedDictNode,
+    SetNode,
+    StatefulNode,
+    TupleNode,
+    arrays,
+)
+from pccheck_async.state import paths
+from pccheck_async.state.restore.tree import below, leaves, opened, select
+from pccheck_async.state.values import atom, from_node
+
+__all__ = ["SAFETENSORS", "Selection", "contiguous", "native", "pickled", "refusal", "select_part", "torch_name"]
+
+_MOST_INT_BYTES: Final = 255
+"""Of an int that torch's restricted unpickler reads."""
+
+
+@dataclass(slots=True)
+class Selection:
+    """A part of a checkpoint.
+
+    Attributes:
+        manifest: Of the checkpoint.
+        node: The part.
+        leaves: Its leaves by their paths in it.
+        refused: What the format cannot express, with the reason: nothing is exported then.
+        changed: What comes out as something else, with what that is.
+    """
+
+    manifest: Manifest
+    node: Node
+    leaves: dict[str, Node]
+    refused: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+
+    @property
+    def arrays(self) -> dict[str, TensorEntry]:
+        """The tensors and arrays by their paths."""
+        tensors = self.manifest.tensors
+        return {path: tensors[node.index] for path, node in self.leaves.items() if isinstance(node, ArrayNode)}
+
+    def check(self, what: str) -> None:
+        """Raise UnsupportedStateError where anything was refused; lists it."""
+        if self.refused:
+            listed = "; ".join(self.refused[:50]) + ("; ..." if len(self.refused) > 50 else "")
+            raise UnsupportedStateError(
+                f"{what} cannot hold {len(self.refused)} of {len(self.leaves)} leaves, and nothing was written: "
+                f"{listed}. Choose others with keys, or another format"
+            )
+
+
+def select_part(manifest: Manifest, keys: Sequence[str] | None, root: str | None) -> Selection:
+    """Choose what to export.
+
+    Args:
+        manifest: Of the checkpoint.
+        keys: Globs over leaf paths, None for all.
+        root: Path of the part that becomes the whole, None for the state itself.
+
+    Raises:
+        StateMismatchError: One of ``keys`` selects nothing, or there is no container ``root``.
+    """
+    node = manifest.skeleton if keys is None else select(manifest.skeleton, keys)
+    for spelled in (str, paths.plain):  # as paths are written; where there is none, without their escapes
+        part, missing = _descend(node, root or "", spelled)
+        if not missing:
+            break
+    else:
+        there = ", ".join(name for name, _ in below(part)[:20]) or "nothing"
+        raise StateMismatchError(
+            f"there is no {root!r} to export; at {missing!r} there are: {there}", missing=[root or ""]
+        )
+    node = part
+    if root and not below(node):
+        raise StateMismatchError(f"{root!r} is a leaf; export its container with keys=[{root!r}]", missing=[root])
+    node = opened(node)
+    chosen = Selection(manifest, node, dict(leaves(node)) if below(node) else {})
+    named = {leaf.index for leaf in chosen.leaves.values() if isinstance(leaf, ArrayNode)}
+    if named != set(arrays(node)):
+        chosen.refused.append("an array in the _metadata of an OrderedDict")
+    return chosen
+
+
+def _descend(node: Node, path: str, spelled: Callable[[str], str]) -> tuple[Node, str]:
+    """Follow a path as far as there is something; return what is there, and the rest of the path."""
+    while path:
+        inside = [(spelled(name), child) for name, child in below(node)]
+        matches = [(name, child) for name, child in inside if f"{path}.".startswith(f"{name}.")]
+        if not matches:
+            break
+        name, node = max(matches, key=lambda pair: len(pair[0]))
+        path = path[len(name) + 1 :]
+    return node, path
+
+
+def native(node: Node, path: str, selection: Selection) -> Node:
+    """Return the tree without objects, and with Python's values for numpy's scalars; note these, and what is refused.
+
+    Keys are no leaves, and are named by the mapping that has them.
+    """
+    match node:
+        case StatefulNode():
+            return native(opened(node), path, selection)
+        case DictNode() | OrderedDictNode() | CounterNode():
+            values = [native(child, paths.child(path, name), selection) for name, child in below(node)]
+            keys = [_key(key, path, selection) for key in node.keys]
+            if isinstance(node, OrderedDictNode):
+                metadata = [native(each, path, selection) for each in node.metadata]
+                return OrderedDictNode(keys, values, metadata)
+            return type(node)(keys, values)
+        case SetNode():
+            return SetNode([_key(item, path, selection) for item in node.items])
+        case FrozenSetNode():
+            selection.refused.append(f"{path} (a frozenset)")
+            return None
+        case NumpyDtypeNode():
+            selection.refused.append(f"{path} (a dtype of numpy)")
+            return None
+        case NumpyScalarNode():
+            return native(_scalar(node, path, selection), path, selection)
+        case BytesNode() if not node.data:
+            selection.refused.append(f"{path} (bytes, but none; it takes a pickle that is not allowed)")
+            return None
+        case BigIntNode() if len(node.data) > _MOST_INT_BYTES:
+            selection.refused.append(f"{path} (an int of {len(node.data)} bytes)")
+            return None
+        case _ if below(node):
+            items = [native(child, paths.child(path, name), selection) for name, child in below(node)]
+            return structs.replace(node, items=items)  # type: ignore[type-var]
+        case _:
+            return node
+
+
+def _key(node: Node, path: str, selection: Selection) -> Node:
+    """Keys and members of sets are hashable, and that is all that may be below them."""
+    if isinstance(node, TupleNode):
+        return TupleNode([_key(item, path, selection) for item in node.items])
+    return native(node, f"{path} (a key)" if isinstance(node, (NumpyScalarNode, NumpyDtypeNode)) else path, selection)
+
+
+def _scalar(node: NumpyScalarNode, path: str, selection: Selection) -> Node:
+    scalar = from_node(node)
+    kind = np.dtype(node.dtype).kind
+    value: Hashable = str(scalar) if kind == "U" else bytes(scalar) if kind == "S" else scalar.item()  # keeps its NULs
+    if kind not in "biufcSU" or isinstance(value, np.generic):
+        selection.refused.append(f"{path} (a numpy scalar of dtype {node.dtype})")
+        return None
+    selection.changed.append(f"{path} (a numpy scalar of dtype {node.dtype}, as Python's {type(value).__name__})")
+    return atom(value, path)
+
+
+def contiguous(entry: TensorEntry) -> bool:
+    """Whether the elements lie in C order without gaps."""
+    step = 1
+    for size, stride in zip(reversed(entry.shape), reversed(entry.stride), strict=True):
+        if size > 1 and stride != step:
+            return False
+        step *= size
+    return True
+
+
+# -- which format can hold an array
+
+Format: TypeAlias = Literal["torch", "safetensors", "dcp"]
+
+SAFETENSORS: Final = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "int32": "I32", "uint32": "U32",
+    "int64": "I64", "uint64": "U64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
+    "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
+}  # fmt: skip
+"""Names of torch's dtypes in safetensors."""
+
+_NUMPY: Final = {
+    "|b1": "bool", "|i1": "int8", "|u1": "uint8", "<i2": "int16", "<u2": "uint16", "<i4": "int32", "<u4": "uint32",
+    "<i8": "int64", "<u8": "uint64", "<f2": "float16", "<f4": "float32", "<f8": "float64", "<c8": "complex64",
+    "<c16": "complex128",
+}  # fmt: skip
+_PICKLE_PROTOCOL: Final = 2
+
+
+def refusal(entry: TensorEntry, to: Format) -> str:
+    """Return why a format cannot hold an array, in brackets, and which can; empty where it can."""
+    trouble = _TROUBLES[to](entry)
+    if not trouble:
+        return ""
+    others = [other for other, find in _TROUBLES.items() if not find(entry)]
+    if others:
+        return f"({trouble}), which {' and '.join(others)} can hold"
+    return (
+        f"({trouble}), which no format can hold; `pccheck copy` can, or save x.view(torch.uint8) and the dtype's name"
+    )
+
+
+def torch_name(entry: TensorEntry) -> str | None:
+    """Return the name of torch's dtype with the same bits; None where there is none."""
+    return _NUMPY.get(entry.dtype) if entry.kind == "ndarray" else entry.dtype
+
+
+@cache
+def pickled(dtype: torch.dtype) -> tuple[Any, Any]:
+    """How this torch pickles a tensor of a dtype: the function that makes it again, and its storage's type.
+
+    Raises KeyError where it does not.
+    """
+    empty = torch.empty(0, dtype=dtypes.carrier(dtype)).view(dtype)
+    function, (storage, *_) = empty.__reduce_ex__(_PICKLE_PROTOCOL)  # type: ignore[no-untyped-call]
+    if isinstance(storage, torch.UntypedStorage):
+        return function, torch.UntypedStorage
+    return function, getattr(torch, storage._pickle_storage_type())
+
+
+def _in_torch(entry: TensorEntry) -> str:
+    name = torch_name(entry)
+    if name is None:
+        return f"a numpy array of dtype {entry.dtype}"
+    if any(stride < 0 for stride in entry.stride) or entry.offset % entry.itemsize:
+        return "a numpy array with strides that tensors do not have"
+    try:
+        pickled(dtypes.torch_dtype(name))
+    except KeyError:
+        return f"a tensor of dtype {name}, which torch does not save either"
+    return ""
+
+
+def _in_safetensors(entry: TensorEntry) -> str:
+    return "" if torch_name(entry) in SAFETENSORS else f"dtype {entry.dtype}"
+
+
+def _in_dcp(entry: TensorEntry) -> str:
+    if entry.kind == "ndarray":
+        return ""  # pickled by numpy
+    if trouble := _in_torch(entry):
+        return trouble
+    try:
+        torch._utils._element_size(dtypes.torch_dtype(entry.dtype))  # type: ignore[no-untyped-call]
+    except TypeError:
+        return f"a tensor of dtype {entry.dtype}, whose size torch.distributed.checkpoint does not know"
+    return ""
+
+
+_TROUBLES: Final = {"torch": _in_torch, "safetensors": _in_safetensors, "dcp": _in_dcp}

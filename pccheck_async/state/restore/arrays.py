@@ -1,0 +1,427 @@
+"""The memory that stored arrays are read into: new memory for ``load``, live tensors and arrays for ``restore``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch.nn.parameter import is_lazy
+
+from pccheck_async.errors import CorruptStoreError
+from pccheck_async.format import dtypes
+from pccheck_async.format.manifest import ALIGNMENT, Manifest, TensorEntry, span
+from pccheck_async.state.save.flatten import Array
+from pccheck_async.state.sources import HOST, as_bits
+from pccheck_async.state.targets import Target
+
+_HOST: Final = torch.device("cpu")
+_KINDS: Final = {"tensor": "a tensor", "parameter": "a tensor", "ndarray": "a numpy array"}
+_NO_MEMORY: Final = "the storage of the tensor here was freed, shrunk or never allocated; gather or clone it first"
+
+
+# -- new memory
+
+
+@dataclass(slots=True, eq=False)
+class _Memory:
+    """Uninitialised bytes for a storage, from byte ``base`` of the storage on; ``ranges`` of it are read."""
+
+    base: int
+    flat: Array
+    address: int
+    ranges: list[tuple[int, int]]
+
+
+class Allocation:
+    """Uninitialised memory for some arrays of a manifest, shared by arrays that share a storage.
+
+    A storage that only numpy arrays view is allocated by numpy, any other by torch.
+
+    Args:
+        manifest: A decoded, hence checked one: the sizes in it are bounded by its payload.
+        wanted: Indices of the arrays to allocate.
+        devices: CUDA devices by the indices of the tensors that are wanted there. A storage is allocated on a device
+            where all its wanted arrays are wanted there, else on the host.
+    """
+
+    def __init__(
+        self, manifest: Manifest, wanted: Iterable[int], devices: Mapping[int, torch.device] = MappingProxyType({})
+    ) -> None:
+        self._manifest = manifest
+        self._moved: dict[tuple[int, torch.device], torch.Tensor] = {}
+        views: dict[int, list[TensorEntry]] = {}
+        places: dict[int, set[torch.device]] = {}
+        for index in wanted:
+            entry = manifest.tensors[index]
+            if entry.storage is not None:
+                views.setdefault(entry.storage, []).append(entry)
+                places.setdefault(entry.storage, set()).add(devices.get(index, _HOST))
+        self._memories = {
+            storage: _allocate(entries, _HOST if len(places[storage]) > 1 else next(iter(places[storage])))
+            for storage, entries in views.items()
+        }
+
+    def targets(self) -> Iterator[Target]:
+        """Yield the memory that has to be filled before any array is used."""
+        for storage, memory in self._memories.items():
+            start, flat = self._manifest.storages[storage].offset, memory.flat
+            device = flat.get_device() if isinstance(flat, torch.Tensor) else HOST
+            for low, high in memory.ranges:
+                yield Target(start + low, high - low, memory.address + low - memory.base, flat, device)
+
+    def array(self, index: int, device: torch.device = _HOST) -> Array:
+        """Return an array that was allocated.
+
+        A tensor is where its storage was allocated, or on ``device``, where aliases share memory as on the host.
+
+        Raises:
+            CorruptStoreError: torch or numpy refuses to make an array of this shape and dtype.
+        """
+        entry = self._manifest.tensors[index]
+        try:
+            return self._ndarray(entry) if entry.kind == "ndarray" else self._tensor(entry, device)
+        except (RuntimeError, ValueError, OverflowError) as error:
+            if isinstance(error, torch.cuda.OutOfMemoryError):
+                raise
+            raise CorruptStoreError(f"array {index} of the checkpoint cannot be made: {error}") from error
+
+    def _ndarray(self, entry: TensorEntry) -> np.ndarray[Any, Any]:
+        dtype = dtypes.numpy_dtype(entry.dtype)
+        if entry.storage is None:
+            return np.empty(entry.shape, dtype)
+        memory = self._memories[entry.storage]
+        flat = memory.flat if isinstance(memory.flat, np.ndarray) else memory.flat.numpy()
+        return np.ndarray(entry.shape, dtype, flat.data, entry.offset - memory.base, _stored_steps(entry))
+
+    def _tensor(self, entry: TensorEntry, device: torch.device) -> torch.Tensor:
+        dtype = dtypes.torch_dtype(entry.dtype)
+        bits = dtypes.carrier(dtype)
+        if entry.storage is None:
+            tensor = torch.empty_strided(entry.shape, entry.stride, dtype=bits, device=device)
+        else:
+            memory = self._memories[entry.storage]
+            flat = memory.flat
+            assert isinstance(flat, torch.Tensor)
+            if device.type != "cpu":
+                if (entry.storage, device) not in self._moved:
+                    self._moved[entry.storage, device] = flat.to(device)
+                flat = self._moved[entry.storage, device]
+            tensor = torch.empty(0, dtype=bits, device=flat.device)
+            offset = (entry.offset - memory.base) // dtype.itemsize
+            tensor.set_(flat.untyped_storage(), offset, entry.shape, entry.stride)
+        tensor = tensor.view(dtype)
+        if entry.kind == "parameter":
+            return torch.nn.Parameter(tensor, requires_grad=entry.requires_grad)
+        return tensor.requires_grad_(entry.requires_grad)
+
+
+def _allocate(entries: list[TensorEntry], device: torch.device) -> _Memory:
+    ranges: list[tuple[int, int]] = []
+    for low, high in sorted(entry.extent for entry in entries):
+        if ranges and low <= ranges[-1][1]:
+            ranges[-1] = (ranges[-1][0], max(high, ranges[-1][1]))
+        else:
+            ranges.append((low, high))
+    base = ranges[0][0] // ALIGNMENT * ALIGNMENT
+    nbytes = ranges[-1][1] - base
+    if all(entry.kind == "ndarray" for entry in entries):
+        array = np.empty(nbytes, np.uint8)
+        return _Memory(base, array, array.__array_interface__["data"][0], ranges)
+    tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    return _Memory(base, tensor, tensor.data_ptr(), ranges)
+
+
+# -- live memory
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """A live array that takes the bytes of a stored one.
+
+    Attributes:
+        strict: Its bytes must become the stored ones; otherwise a new array may take its place.
+        device: Where its memory is; None on the host.
+        steps: Bytes from one element to the next along each dimension.
+        in_place: Its bytes are read right into its memory, not copied there at the end.
+        negated: It is a conjugated or negated view, whose bytes in memory are not its values.
+    """
+
+    path: str
+    index: int
+    entry: TensorEntry
+    array: Array
+    strict: bool
+    device: torch.device | None
+    address: int
+    steps: tuple[int, ...]
+    in_place: bool
+    negated: bool
+
+    def extent(self) -> tuple[int, int]:
+        """Return the addresses of the first byte and of the byte after the last."""
+        low, high = span(self.entry.shape, self.steps)
+        return self.address + low, self.address + high + self.entry.itemsize
+
+    def shares_as_stored(self, other: _Live) -> bool:
+        """Return whether this and ``other`` share memory here exactly as they do in the checkpoint."""
+        one, two, shift = self.entry, other.entry, self.address - other.address
+        if one.storage != two.storage or one.offset - two.offset != shift:
+            return False
+        if not shift and (one.shape, one.stride, self.steps) == (two.shape, two.stride, other.steps):
+            return True
+        return all(_agree(live.entry.shape, live.steps, _stored_steps(live.entry)) for live in (self, other))
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """Its memory for numpy to compare, never to read: the address may be that of another device."""
+        typestr, data = f"|V{self.entry.itemsize}", (self.address, True)
+        return {"version": 3, "shape": self.entry.shape, "strides": self.steps, "typestr": typestr, "data": data}
+
+
+class Filling:
+    """The live arrays of one restore.
+
+    Live arrays that share memory are filled twice where the stored arrays share theirs in the same way. Where those do
+    not, one array would overwrite the other: that is a difference for strict arrays, and the others get new memory.
+
+    Args:
+        manifest: What is stored.
+        by_address: Asked when there is a CUDA tensor: whether the copy backend can write to its address.
+    """
+
+    def __init__(self, manifest: Manifest, by_address: Callable[[], bool] = lambda: False) -> None:
+        self._manifest = manifest
+        self._by_address = by_address
+        self._live: dict[int, _Live] = {}
+        self._preferred: dict[int, torch.device] = {}
+        self._allocation = Allocation(manifest, ())
+
+    def prefer(self, index: int, device: torch.device) -> None:
+        """Allocate stored array ``index``, if it is not live, on ``device``, if the copy backend can write there."""
+        if device.type == "cuda" and self._by_address():
+            self._preferred[index] = device
+
+    def add(self, path: str, index: int, array: Array, *, strict: bool) -> None:
+        """Let ``array`` take the bytes of stored array ``index``, to which :func:`difference` found none."""
+        entry = self._manifest.tensors[index]
+        steps = _steps(array)
+        tensor = array if isinstance(array, torch.Tensor) else None
+        on_host = tensor is None or tensor.is_cpu
+        negated = tensor is not None and (tensor.is_conj() or tensor.is_neg())
+        dense = _dense(entry.shape, steps, entry.itemsize) and _agree(entry.shape, steps, _stored_steps(entry))
+        reached = on_host or (tensor is not None and tensor.is_cuda and self._by_address())
+        self._live[index] = _Live(
+            path=path,
+            index=index,
+            entry=entry,
+            array=array,
+            strict=strict,
+            device=None if on_host or tensor is None else tensor.device,
+            address=array.data_ptr() if isinstance(array, torch.Tensor) else array.__array_interface__["data"][0],
+            steps=steps,
+            in_place=dense and not negated and reached,
+            negated=negated,
+        )
+
+    def conflicts(self) -> list[str]:
+        """Drop arrays that would overwrite another; return the paths of strict ones, each with what it overlaps."""
+        troubles = []
+        for cluster in _overlapping([live for live in self._live.values() if live.entry.storage is not None]):
+            for one, other in _pairs(cluster):
+                if (
+                    not {one.index, other.index} <= self._live.keys()
+                    or one.shares_as_stored(other)
+                    or not _share(one, other)
+                ):
+                    continue
+                loose = next((live for live in (other, one) if not live.strict), None)
+                if loose is not None:
+                    del self._live[loose.index]
+                elif one.negated or other.negated:
+                    troubles.append(
+                        f"{other.path} (a view of the memory of {one.path} here, conjugated or negated; the checkpoint "
+                        "has them apart: give one memory of its own with resolve_conj() or resolve_neg())"
+                    )
+                else:
+                    troubles.append(f"{other.path} (shares memory with {one.path} here, but not in the checkpoint)")
+        return troubles
+
+    def allocate(self, wanted: set[int]) -> None:
+        """Allocate memory for the wanted arrays that are not live, and for the live ones that are copied at the end."""
+        direct = {live.index for live in self._live.values() if live.in_place}
+        self._allocation = Allocation(self._manifest, sorted((wanted | set(self._live)) - direct), self._preferred)
+
+    def targets(self) -> Iterator[Target]:
+        """Yield the memory to fill: what :meth:`allocate` allocated, and the live arrays that are filled in place."""
+        yield from self._allocation.targets()
+        for live in self._live.values():
+            if live.in_place and live.entry.storage is not None:
+                low, high = live.entry.extent
+                offset = self._manifest.storages[live.entry.storage].offset + low
+                owner = live.array.untyped_storage() if isinstance(live.array, torch.Tensor) else live.array
+                device = HOST if live.device is None else live.device.index
+                yield Target(offset, high - low, live.address, owner, device)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Paths of the live arrays that are filled in place."""
+        return tuple(live.path for live in self._live.values() if live.in_place)
+
+    def finish(self) -> None:
+        """Copy what could not be filled in place; of what was, raise the version counters of autograd."""
+        for live in self._live.values():
+            if not live.in_place:
+                _copy(live, self._allocation.array(live.index))
+            elif isinstance(live.array, torch.Tensor) and not live.array.is_inference():
+                torch.autograd.graph.increment_version(live.array)
+
+    def value(self, index: int) -> Array:
+        """Return the array that has the stored bytes now: the live one, or a new one."""
+        live = self._live.get(index)
+        return live.array if live is not None else self._allocation.array(index)
+
+    def inference(self, indices: Iterable[int]) -> bool:
+        """Return whether any of these live arrays is an inference tensor, which changes only in inference mode."""
+        lives = (self._live[index].array for index in indices if index in self._live)
+        return any(isinstance(array, torch.Tensor) and array.is_inference() for array in lives)
+
+
+def describe(entry: TensorEntry) -> str:
+    """Return dtype and shape of a stored array for a message."""
+    return f"{entry.dtype} {tuple(entry.shape)}"
+
+
+def difference(entry: TensorEntry, array: Array) -> str:
+    """Return why ``array`` cannot take the bytes of the stored one; empty where it can."""
+    if isinstance(array, torch.Tensor):
+        kind, dtype, trouble = "tensor", dtypes.TORCH_NAMES.get(array.dtype, ""), _tensor_trouble(array)
+    else:
+        kind, dtype = "ndarray", dtypes.numpy_name(array.dtype) or str(array.dtype)
+        trouble = "" if array.flags.writeable else "the array here is read-only"
+    if _KINDS[kind] != _KINDS[entry.kind]:
+        return f"{_KINDS[kind]} here, {_KINDS[entry.kind]} in the checkpoint"
+    if trouble:
+        return trouble
+    if dtype != entry.dtype or tuple(array.shape) != entry.shape:
+        return f"{dtype} {tuple(array.shape)} here, {describe(entry)} in the checkpoint"
+    steps = _steps(array)
+    if _agree(entry.shape, steps, _stored_steps(entry)):
+        return ""
+    for size, step, stored in zip(entry.shape, steps, entry.stride, strict=True):
+        if size > 1 and step == 0 and stored != 0:
+            return "the tensor here is expanded, the one in the checkpoint is not"
+    if _overlaps_itself(entry.shape, steps, entry.itemsize):
+        return "the elements of the tensor here overlap each other otherwise than in the checkpoint"
+    return ""
+
+
+def _tensor_trouble(tensor: torch.Tensor) -> str:
+    if is_lazy(tensor):
+        return "an uninitialized lazy parameter here; run the module once before restoring"
+    try:
+        if type(tensor.detach()) is not torch.Tensor:  # what state_dict() of a module would have saved
+            return f"a {type(tensor).__qualname__} here, a plain tensor in the checkpoint"
+        if tensor.is_meta:
+            return "on the meta device here; materialise it first (module.to_empty(device=...))"
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+            return "not a plain strided tensor here"
+        if not tensor.numel():
+            return ""
+        reach = tensor.storage_offset() + span(tensor.shape, tensor.stride())[1] + 1
+        storage = tensor.untyped_storage()  # its address: that of a view without memory would be its offset
+        return "" if reach * tensor.element_size() <= storage.nbytes() and storage.data_ptr() else _NO_MEMORY
+    except RuntimeError:  # torch._efficientzerotensor has no storage; a tensor that left vmap cannot even be detached
+        return _NO_MEMORY
+
+
+def _steps(array: Array) -> tuple[int, ...]:
+    if isinstance(array, torch.Tensor):
+        itemsize = array.element_size()
+        return tuple(step * itemsize for step in array.stride())
+    return array.strides
+
+
+def _stored_steps(entry: TensorEntry) -> tuple[int, ...]:
+    itemsize = entry.itemsize
+    return tuple(step * itemsize for step in entry.stride)
+
+
+def _agree(shape: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return one == other or all(a == b for size, a, b in zip(shape, one, other, strict=True) if size > 1)
+
+
+def _dense(shape: tuple[int, ...], steps: tuple[int, ...], itemsize: int) -> bool:
+    """Return whether the elements fill their span without holes or overlaps, apart from expanded dimensions."""
+    reach = itemsize
+    for step, size in sorted((step, size) for size, step in zip(shape, steps, strict=True) if size > 1 and step):
+        if step != reach:
+            return False
+        reach *= size
+    return True
+
+
+def _overlaps_itself(shape: tuple[int, ...], steps: tuple[int, ...], itemsize: int) -> bool:
+    """Return whether elements may share memory, apart from expanded dimensions."""
+    reach = itemsize
+    for step, size in sorted((abs(step), size) for size, step in zip(shape, steps, strict=True) if size > 1 and step):
+        if step < reach:
+            return True
+        reach += (size - 1) * step
+    return False
+
+
+def _copy(live: _Live, stored: Array) -> None:
+    """Copy bit for bit; of expanded dimensions, one element."""
+    once = tuple(
+        slice(0, 1) if step == 0 and size > 1 else slice(None)
+        for size, step in zip(live.entry.shape, live.steps, strict=True)
+    )
+    if isinstance(live.array, torch.Tensor):
+        assert isinstance(stored, torch.Tensor)
+        target, source = live.array.detach()[(*once, ...)], stored.detach()[(*once, ...)]
+        writing: AbstractContextManager[Any] = torch.inference_mode() if live.array.is_inference() else torch.no_grad()
+        with writing:
+            if live.negated:
+                target.copy_(source)
+            else:
+                as_bits(target).copy_(as_bits(source))
+        return
+    assert isinstance(stored, np.ndarray)
+    live.array[(*once, ...)] = stored[(*once, ...)]
+
+
+def _overlapping(lives: list[_Live]) -> Iterator[list[_Live]]:
+    """Yield groups of arrays whose spans of memory overlap, unless all of a group share it as in the checkpoint."""
+    spans = sorted(((str(live.device), *live.extent(), live) for live in lives), key=lambda item: item[:3])
+    groups: list[list[_Live]] = []
+    memory, end = "", 0
+    for where, low, high, live in spans:
+        if not groups or where != memory or low >= end:
+            groups.append([])
+            memory, end = where, high
+        groups[-1].append(live)
+        end = max(end, high)
+    return (group for group in groups if not all(group[0].shares_as_stored(live) for live in group[1:]))
+
+
+def _pairs(cluster: list[_Live]) -> Iterator[tuple[_Live, _Live]]:
+    """Yield those of a group, in the order of their memory, whose spans overlap."""
+    extents = [live.extent() for live in cluster]
+    for number, (_, end) in enumerate(extents):
+        for other in range(number + 1, len(cluster)):
+            if extents[other][0] >= end:
+                break
+            yield cluster[number], cluster[other]
+
+
+def _share(one: _Live, other: _Live) -> bool:
+    """Return whether two arrays have a byte in common; where that takes too long to compute, True."""
+    try:
+        return np.shares_memory(np.asarray(one), np.asarray(other), max_work=1_000_000)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True

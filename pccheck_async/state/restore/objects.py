@@ -1,0 +1,395 @@
+"""What modules and optimizers need for a restore beside their ``load_state_dict``.
+
+Modules: which of their parts load in a way of their own, which nothing can be said about beforehand.
+
+Optimizers: a check before loading, and a repair after it. And numbers: torch's ``state_dict()`` calls parameters by
+numbers, and ``load_state_dict()`` takes them in their order; state under a key that is no parameter's number stays
+under that key, where no step uses it. Other programs call parameters by their names
+(``torch.distributed.checkpoint.state_dict``, FSDP), or write the numbers as strings (a folder of
+``torch.distributed.checkpoint`` that is read without an optimizer).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, Final, NamedTuple
+
+import torch
+from msgspec import structs
+from torch.nn.parameter import is_lazy
+
+from pccheck_async.errors import UnsupportedStateError
+from pccheck_async.format.manifest import TensorEntry
+from pccheck_async.format.skeleton import ArrayNode, ListNode, MappingNode, Node, TupleNode
+from pccheck_async.state import paths, values
+from pccheck_async.state.restore.tree import mapping_keys
+from pccheck_async.state.stateful import parts
+
+# -- modules
+
+_STRICT: Final = ("torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm")
+"""Modules of torch whose own way to load differs only for what versions before 0.4.1 saved."""
+
+
+def live_state(module: torch.nn.Module) -> Mapping[str, Any]:
+    """Return the module's state with its Parameters themselves in it.
+
+    Given back to ``load_state_dict``, a Parameter is copied onto itself, which torch leaves out. A module whose own
+    ``state_dict`` does not take ``keep_vars`` returns detached tensors, which share the Parameters' memory.
+    """
+    parameters = inspect.signature(module.state_dict).parameters.values()
+    takes = any(p.name == "keep_vars" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    state: Mapping[str, Any] = module.state_dict(keep_vars=True) if takes else module.state_dict()
+    return state
+
+
+class OwnLoading(NamedTuple):
+    """The parts of a module that have hooks or methods of their own for loading, by the prefixes of their keys.
+
+    Attributes:
+        all: All of them. They may rename keys that are loaded, and resize live tensors.
+        users: Those whose hooks or methods are not torch's: they may also change what fits.
+    """
+
+    all: tuple[str, ...]
+    users: tuple[str, ...]
+
+
+def own_loading(module: torch.nn.Module) -> OwnLoading:
+    """Return which parts of a module load in a way of their own."""
+    modules = module.named_modules(remove_duplicate=False)
+    ways_of = {f"{name}." if name else "": [*_ways(part)] for name, part in modules}
+    load = type(module).load_state_dict
+    if load is not torch.nn.Module.load_state_dict:
+        ways_of[""].append(load.__module__)
+    own = {prefix: ways for prefix, ways in ways_of.items() if ways}
+    users = [prefix for prefix, ways in own.items() if not all(way.startswith("torch.") for way in ways)]
+    return OwnLoading(tuple(own), tuple(users))
+
+
+def _ways(part: torch.nn.Module) -> Iterator[str]:
+    """Yield in which Python modules the hooks and methods that load ``part`` are defined."""
+    for hook in part._load_state_dict_pre_hooks.values():
+        yield getattr(getattr(hook, "hook", hook), "__module__", "") or ""
+    method: Any = type(part)._load_from_state_dict
+    if method is not torch.nn.Module._load_from_state_dict and method.__module__ not in _STRICT:
+        yield method.__module__
+
+
+# -- optimizers: the check before loading
+
+_MOMENTS: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg")
+_LIKE_PARAMETER: Final = frozenset({*_MOMENTS, "acc_delta", "sum", "ax", "prev", "step_size"})
+"""State of torch's own optimizers that has the shape of its parameter."""
+_HOOKS: Final = "_optimizer_load_state_dict_pre_hooks"
+
+
+def differences(
+    optimizer: torch.optim.Optimizer,
+    own: Mapping[str, Any],
+    node: Node,
+    tensors: Sequence[TensorEntry],
+    path: str,
+) -> list[str]:
+    """Return how the parameters of a live optimizer differ from those of the stored state.
+
+    Of an optimizer with hooks that receive the stored state first, nothing is returned: they may make it fit.
+
+    Args:
+        optimizer: The live optimizer.
+        own: Its ``state_dict()``.
+        node: The stored state.
+        tensors: The table of stored arrays.
+        path: The optimizer's path in the state.
+
+    Raises:
+        UnsupportedStateError: There is stored state of a parameter that has no shape yet.
+    """
+    if any(map(is_lazy, chain.from_iterable(group["params"] for group in optimizer.param_groups))):
+        state = _items(_items(node).get("state"))
+        for number, parameter in _parameters(optimizer, own):
+            if is_lazy(parameter) and number in state:
+                raise UnsupportedStateError(
+                    f"{path}.state.{number}: its parameter is that of a lazy module, and not initialized yet; run the "
+                    "module once before restoring"
+                )
+    if getattr(optimizer, _HOOKS, None):
+        return []
+    mismatches = _group_differences(optimizer, own, node, paths.child(path, "param_groups"))
+    if not mismatches and type(optimizer).__module__.startswith("torch.optim"):
+        for where, index, parameter in _like_parameters(optimizer, own, node):
+            shape, here = tensors[index].shape, tuple(parameter.shape)
+            if shape != here:
+                mismatches.append(f"{path}.state.{where} ({shape} in the checkpoint, of a parameter {here} here)")
+    return mismatches
+
+
+def _group_differences(optimizer: torch.optim.Optimizer, own: Mapping[str, Any], node: Node, where: str) -> list[str]:
+    groups = own.get("param_groups")
+    stored = _items(node).get("param_groups")
+    if not isinstance(groups, list):
+        return []  # an optimizer with a state of its own kind
+    if not isinstance(stored, ListNode):
+        return [f"{where} (not in the checkpoint)"]
+    if len(groups) != len(stored.items):
+        return [f"{where} ({len(groups)} groups here, {len(stored.items)} in the checkpoint)"]
+    mismatches = []
+    for index, (group, item) in enumerate(zip(groups, stored.items, strict=True)):
+        parameters = _items(item).get("params")
+        count = len(parameters.items) if isinstance(parameters, ListNode) else 0
+        if len(group["params"]) != count:
+            here = len(group["params"])
+            mismatches.append(f"{where}.{index}.params ({here} parameters here, {count} in the checkpoint)")
+        trouble = _other_kind(optimizer, group, item)
+        if trouble:
+            mismatches.append(f"{where}.{index} ({trouble})")
+    return mismatches
+
+
+def _other_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], node: Node) -> str:
+    """Return why a stored group is another kind of optimizer's; empty where it may be this one's.
+
+    Flags (None or a bool) that the checkpoint lacks do not count: a newer torch added them, and supplies defaults.
+    Neither do keys that only the checkpoint has (schedulers and users put their own into groups), unless a setting
+    without which this optimizer cannot step is lacking.
+    """
+    stored = _items(node).keys()
+    if not stored:
+        return ""
+    defaults: Mapping[str, Any] = getattr(optimizer, "defaults", {})
+    lacking = {key for key, value in defaults.items() if value is not None and not isinstance(value, bool)} - stored
+    beyond = stored - group.keys()
+    if not lacking or not beyond:
+        return ""
+    lists = [", ".join(sorted(map(str, keys))) for keys in (lacking, beyond)]
+    return f"another optimizer's: for {type(optimizer).__qualname__} it lacks {lists[0]}, and has {lists[1]}"
+
+
+def places(optimizer: torch.optim.Optimizer, own: Mapping[str, Any], node: Node) -> Iterator[tuple[int, torch.device]]:
+    """Yield the indices of stored arrays of which it is known on which device ``load_state_dict`` will want them.
+
+    Args:
+        optimizer: The live optimizer, which has no :func:`differences` from the stored state.
+        own: Its ``state_dict()``.
+        node: The stored state.
+    """
+    if type(optimizer).__module__.startswith("torch.optim"):
+        for _, index, parameter in _like_parameters(optimizer, own, node):
+            yield index, parameter.device
+
+
+def _like_parameters(
+    optimizer: torch.optim.Optimizer, own: Mapping[str, Any], node: Node
+) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """Yield number and key, index of the stored array, and parameter, for all that has the shape of its parameter."""
+    state = _items(_items(node).get("state"))
+    for number, parameter in _parameters(optimizer, own):
+        for key, value in _items(state.get(number)).items():
+            if key in _LIKE_PARAMETER and isinstance(value, ArrayNode):
+                yield f"{number}.{key}", value.index, parameter
+
+
+def _parameters(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yield each parameter with its number in ``state``; nothing where the state is of the optimizer's own kind."""
+    groups = state.get("param_groups")
+    numbers = chain.from_iterable(group["params"] for group in groups) if isinstance(groups, list) else ()
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    return zip(numbers, parameters, strict=isinstance(groups, list))
+
+
+def _items(node: Node) -> dict[Hashable, Node]:
+    """Return the entries of a stored mapping; of any other node, nothing."""
+    return dict(zip(mapping_keys(node), node.values, strict=True)) if isinstance(node, MappingNode) else {}
+
+
+# -- optimizers: loading, and the repair after it
+
+
+def load(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    """Load ``state``, and undo what torch changes in it on the way.
+
+    ``load_state_dict`` casts the state of a parameter to the parameter's dtype (float32 moments of a bfloat16 parameter
+    lose their low bits) and iterates over strings in it. Hooks that users registered run before and after that: the
+    repair uses the state as their hooks before loading left it, and their hooks after loading run after the repair.
+    """
+    loaded = [state]  # the last is what torch gets; emptied once it is repaired
+    handles = []
+    if hasattr(optimizer, _HOOKS):  # a wrapper of another optimizer may have none
+        handles = [
+            optimizer.register_load_state_dict_pre_hook(lambda _, state: loaded.append(state)),
+            optimizer.register_load_state_dict_post_hook(lambda _: _repair(optimizer, loaded), prepend=True),
+        ]
+    try:
+        optimizer.load_state_dict(state)
+    finally:
+        for handle in handles:
+            handle.remove()
+    _repair(optimizer, loaded)
+
+
+def _repair(optimizer: torch.optim.Optimizer, loaded: list[Any]) -> None:
+    state = loaded[-1] if loaded else None
+    loaded.clear()
+    if not isinstance(state, Mapping) or "state" not in state or "param_groups" not in state:
+        return
+    for number, parameter in _parameters(optimizer, state):
+        if number in state["state"] and parameter in optimizer.state:
+            optimizer.state[parameter] = _repaired(optimizer.state[parameter], state["state"][number])
+
+
+def _repaired(loaded: Any, stored: Any) -> Any:
+    if isinstance(stored, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        return loaded if loaded.dtype == stored.dtype else stored.to(loaded.device)
+    if isinstance(stored, str):
+        return stored
+    if isinstance(stored, dict) and isinstance(loaded, dict):
+        for key in stored.keys() & loaded.keys():
+            loaded[key] = _repaired(loaded[key], stored[key])
+    elif type(stored) in (list, tuple) and type(loaded) is type(stored) and len(loaded) == len(stored):
+        return type(stored)(_repaired(one, other) for one, other in zip(loaded, stored, strict=True))
+    return loaded
+
+
+# -- optimizers: which parameter a stored state belongs to
+
+Names = Mapping[int, set[str]]
+"""The names that modules have for their parameters, by the identity of those."""
+
+_WRAPPERS: Final = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Components that wrappers of models add to names; programs that save by names leave them out."""
+_ADVICE: Final = (
+    "put the module that has them into the state, too, or give the optimizer its named_parameters() (from torch 2.6 on)"
+)
+_SHOWN: Final = 5
+
+
+def names_in(state: Mapping[str, Any]) -> Names:
+    """Return the names that the modules in a state have for their parameters."""
+    names: dict[int, set[str]] = {}
+    for _, part in parts(state):
+        if isinstance(part, torch.nn.Module):
+            for name, parameter in part.named_parameters(remove_duplicate=False):
+                names.setdefault(id(parameter), set()).add(name)
+    return names
+
+
+def renumbered(
+    optimizer: torch.optim.Optimizer, own: Mapping[str, Any], node: MappingNode, names: Callable[[], Names], path: str
+) -> tuple[MappingNode, list[str]]:
+    """Return the stored state with the live optimizer's numbers in place of what it calls the parameters.
+
+    An optimizer with hooks that receive the stored state first gets it unchanged: they may be there to renumber it.
+
+    Args:
+        optimizer: The live optimizer.
+        own: Its ``state_dict()``.
+        node: The stored state.
+        names: Returns the names that modules have for parameters; called only where the stored state has names.
+        path: The optimizer's path in the state.
+
+    Returns:
+        The state, and messages on what in it belongs to no parameter here.
+    """
+    stored = _items(node)
+    groups, state, items = own.get("param_groups"), stored.get("state"), stored.get("param_groups")
+    if getattr(optimizer, _HOOKS, None) or not isinstance(groups, list) or not isinstance(items, ListNode):
+        return node, []
+    stored_groups = [_StoredGroup(item) for item in items.items]
+    sizes = [len(group.keys) for group in stored_groups]
+    if any([len(each["params"]) for each in lists] != sizes for lists in (groups, optimizer.param_groups)):
+        return node, []  # the groups differ, which differences() reports
+    kept = _items(state)
+    named = any(group.names for group in stored_groups) or not all(map(_is_number, kept))
+    known = names() if named else {}
+    numbers: dict[Hashable, int | None] = {}  # by what the stored groups call the parameters
+    aliases: dict[Hashable, int | None] = {}  # by other names of theirs; None for a name of several
+    mismatches, made = [], []
+    for index, group in enumerate(stored_groups):
+        here, own_names = groups[index]["params"], groups[index].get("param_names", ())
+        called = _called(here, own_names, optimizer.param_groups[index]["params"], known)
+        order = [called.get(name, called.get(_unwrapped(name))) for name in group.names]
+        if set(order) != set(here) or len(order) != len(here):
+            if group.by_name or (group.names and own_names):
+                unknown = [name for name, number in zip(group.names, order, strict=True) if number is None]
+                listed = _some(unknown or group.names)
+                mismatches.append(f"{path}.param_groups.{index} (of these names no parameter here: {listed})")
+            order = here
+        numbers.update(zip(group.keys, order, strict=True))
+        for name, number in called.items():
+            aliases[name] = number if aliases.setdefault(name, number) == number else None
+        made.append(group.renumbered(here, order))
+    aliases.update({str(key): number for key, number in numbers.items()})
+    number_of = {key: numbers.get(key) for key in kept}
+    used = {*number_of.values(), None}
+    for key, number in number_of.items():
+        if number is None and (alias := aliases.get(key)) not in used:
+            number_of[key] = alias
+            used.add(alias)
+    orphans = [str(key) for key, number in number_of.items() if number is None and key not in own.get("state", {})]
+    if orphans and len(orphans) == len(number_of):  # beside those of parameters, an optimizer may have other keys
+        mismatches.append(f"{path}.state (of no parameter here: {_some(orphans)})")
+    if mismatches:
+        return node, [f"{mismatch[:-1]}; {_ADVICE})" for mismatch in mismatches]
+    changed: dict[str, Node] = {"param_groups": ListNode(made)}
+    if isinstance(state, MappingNode):
+        keys = [key if number is None else number for key, number in zip(state.keys, number_of.values(), strict=True)]
+        changed["state"] = structs.replace(state, keys=keys)
+    return _changed(node, changed), []
+
+
+class _StoredGroup:
+    """What a stored group calls its parameters: ``keys`` in its ``params``, and ``names`` where it has any."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self.keys = _plain_items(_items(node).get("params"))
+        self.by_name = not all(map(_is_number, self.keys))
+        self.names = self.keys if self.by_name else _plain_items(_items(node).get("param_names"))
+
+    def renumbered(self, here: Sequence[int], order: Sequence[int | None]) -> Node:
+        """Return the group as the live one would have saved it: its numbers, and names in their order."""
+        node = self._node
+        if not isinstance(node, MappingNode) or (list(order) == list(here) == self.keys):
+            return node
+        changed: dict[str, Node] = {"params": ListNode(list(here))}
+        names = _items(node).get("param_names")
+        if isinstance(names, ListNode) and len(names.items) == len(order):
+            by_number = dict(zip(order, names.items, strict=True))
+            changed["param_names"] = ListNode([by_number[number] for number in here])
+        return _changed(node, changed)
+
+
+def _changed(node: MappingNode, changed: Mapping[str, Node]) -> MappingNode:
+    """Return a stored mapping with other values for some of its keys."""
+    items = _items(node).items()
+    return structs.replace(node, values=[changed.get(k, v) if isinstance(k, str) else v for k, v in items])
+
+
+def _called(
+    numbers: Sequence[int], own_names: Sequence[str], parameters: Sequence[torch.Tensor], known: Names
+) -> dict[Hashable, int | None]:
+    """Return the numbers of a group's parameters by their names, with and without wrappers; None for shared names."""
+    called: dict[Hashable, int | None] = {}
+    for place, (number, parameter) in enumerate(zip(numbers, parameters, strict=True)):
+        names = {*known.get(id(parameter), ()), *own_names[place : place + 1]}
+        for name in names | {*map(_unwrapped, names)}:
+            called[name] = number if name not in called else None
+    return called
+
+
+def _unwrapped(name: Hashable) -> str:
+    return ".".join(part for part in str(name).split(".") if part not in _WRAPPERS)
+
+
+def _is_number(key: Hashable) -> bool:
+    return isinstance(key, int) or (isinstance(key, str) and key.isdecimal())
+
+
+def _plain_items(node: Node) -> list[Hashable]:
+    return [values.from_node(item) for item in node.items] if isinstance(node, (ListNode, TupleNode)) else []
+
+
+def _some(names: Sequence[Hashable]) -> str:
+    return ", ".join(map(str, names[:_SHOWN])) + (", ..." if len(names) > _SHOWN else "")

@@ -1,0 +1,262 @@
+"""Reading a skeleton: the Python value it describes, the names in it, its leaves, and the part that keys select."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from typing import Any
+
+from pccheck_async.errors import CorruptStoreError, StateMismatchError
+from pccheck_async.format import skeleton as nodes
+from pccheck_async.format.keys import MOST_ALIKE, too_alike
+from pccheck_async.format.skeleton import (
+    MAX_DEPTH,
+    ArrayNode,
+    DictNode,
+    ListNode,
+    MappingNode,
+    Node,
+    StatefulNode,
+    TupleNode,
+)
+from pccheck_async.state import paths, values
+
+# -- from nodes to the values that were saved
+
+
+def rebuild(
+    node: Node,
+    array: Callable[[int], Any],
+    stateful: Callable[[StatefulNode], Any] | None = None,
+    depth: int = 0,
+) -> Any:
+    """Return the value that ``node`` describes, every part of it with the type that was saved.
+
+    Args:
+        node: The root of the tree.
+        array: Returns the array with an index in the manifest's table of tensors.
+        stateful: Returns what takes the place of a Stateful; by default, what its ``state_dict()`` returned.
+        depth: Levels of nesting above ``node``.
+
+    Raises:
+        CorruptStoreError: The tree describes no value.
+    """
+    if depth > MAX_DEPTH:
+        raise _too_deep()
+    match node:
+        case ArrayNode():
+            return array(node.index)
+        case StatefulNode():
+            return stateful(node) if stateful is not None else rebuild(node.child, array, None, depth + 1)
+        case ListNode():
+            return _each(node.items, array, stateful, depth + 1)
+        case TupleNode():
+            return tuple(_each(node.items, array, stateful, depth + 1))
+        case nodes.SetNode():
+            return set(_distinct(node.items, depth + 1))
+        case nodes.FrozenSetNode():
+            return _key(node, depth)
+        case DictNode() | nodes.OrderedDictNode() | nodes.CounterNode():
+            items = zip(mapping_keys(node, depth), _each(node.values, array, stateful, depth + 1), strict=True)
+            if not isinstance(node, nodes.OrderedDictNode):
+                return dict(items) if isinstance(node, DictNode) else Counter(dict(items))
+            ordered = OrderedDict(items)
+            if len(node.metadata) > 1:
+                raise CorruptStoreError("an OrderedDict has more than one _metadata")
+            for metadata in _each(node.metadata, array, stateful, depth + 1):
+                ordered._metadata = metadata  # type: ignore[attr-defined]
+            return ordered
+        case _:
+            return values.from_node(node)
+
+
+def mapping_keys(node: MappingNode, depth: int = 0) -> list[Hashable]:
+    """Return the keys of a mapping, one per value and all different. Raises CorruptStoreError where they are not."""
+    if len(node.keys) != len(node.values):
+        raise CorruptStoreError(f"a mapping has {len(node.keys)} keys and {len(node.values)} values")
+    return _distinct(node.keys, depth + 1)
+
+
+def _each(
+    items: list[Node], array: Callable[[int], Any], stateful: Callable[[StatefulNode], Any] | None, depth: int
+) -> list[Any]:
+    verbatim = values.VERBATIM
+    return [node if type(node) in verbatim else rebuild(node, array, stateful, depth) for node in items]
+
+
+def _too_deep() -> CorruptStoreError:
+    return CorruptStoreError(f"the state is nested more than {MAX_DEPTH} levels deep")
+
+
+def _distinct(items: list[Node], depth: int) -> list[Hashable]:
+    keys = [_key(node, depth) for node in items]
+    if too_alike(items, keys):
+        raise CorruptStoreError(f"more than {MOST_ALIKE} keys of a mapping or items of a set have the same hash")
+    if len(set(keys)) != len(keys):
+        raise CorruptStoreError("the keys of a mapping or the items of a set are not all different")
+    return keys
+
+
+def _key(node: Node, depth: int) -> Hashable:
+    """Return a mapping's key or a set's item: hashable, and never an array."""
+    if depth > MAX_DEPTH:
+        raise _too_deep()
+    if isinstance(node, TupleNode):
+        return tuple([_key(item, depth + 1) for item in node.items])
+    if isinstance(node, nodes.FrozenSetNode):
+        return frozenset(_distinct(node.items, depth + 1))
+    value: Hashable = values.from_node(node)
+    try:
+        hash(value)
+    except TypeError:
+        raise CorruptStoreError(f"a {type(value).__name__} cannot be a key") from None
+    return value
+
+
+# -- names and leaves
+
+
+def opened(node: Node) -> Node:
+    """Return the node; for a Stateful, the node of what its ``state_dict()`` returned."""
+    while isinstance(node, StatefulNode):
+        node = node.child
+    return node
+
+
+def entries(node: Node) -> list[tuple[Hashable, str, Node]]:
+    """Return key or index, name in paths and node of each entry of a mapping, list or tuple; of other nodes, nothing.
+
+    Raises:
+        CorruptStoreError: The keys of a mapping are impossible.
+    """
+    if isinstance(node, MappingNode):
+        keys = mapping_keys(node)
+        return list(zip(keys, paths.components(keys), node.values, strict=True))
+    if isinstance(node, (ListNode, TupleNode)):
+        return [(index, str(index), item) for index, item in enumerate(node.items)]
+    return []
+
+
+def below(node: Node) -> list[tuple[str, Node]]:
+    """Return name and node of each entry (see :func:`entries`), also of what a Stateful saved; empty for leaves.
+
+    Leaves are arrays, plain values, sets, and empty containers.
+    """
+    return [(name, child) for _, name, child in entries(opened(node))]
+
+
+def leaves(node: Node, path: str = "") -> Iterator[tuple[str, Node]]:
+    """Yield path and node of every leaf, in the order of the state. Raises CorruptStoreError (see :func:`entries`)."""
+    inside = below(node)
+    if not inside:
+        yield path, opened(node)
+    for name, child in inside:
+        yield from leaves(child, paths.child(path, name))
+
+
+def count(node: Node) -> int:
+    """Return the number of leaves."""
+    number, waiting = 0, [node]
+    while waiting:
+        node = opened(waiting.pop())
+        inside = node.values if isinstance(node, MappingNode) else []
+        if isinstance(node, (ListNode, TupleNode)):
+            inside = node.items
+        if values.VERBATIM.issuperset(map(type, inside)):  # a loader's permutation may have millions of numbers
+            number += max(1, len(inside))
+        else:
+            waiting += inside
+    return number
+
+
+def has_parts(node: Node) -> bool:
+    """Return whether there is an array or a Stateful in a tree."""
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (ArrayNode, StatefulNode)):
+            return True
+        waiting.extend(nodes.children(node))
+    return False
+
+
+# -- the part that ``load(keys=...)`` asks for
+
+
+def select(skeleton: Node, keys: Sequence[str]) -> Node:
+    r"""Return ``skeleton`` cut down to the leaves and subtrees whose paths ``keys`` name, or match as globs.
+
+    A key is first compared with paths as they are written: ``a.b`` is not ``a\.b``. A key that matches no path that way
+    is compared with paths without their escapes.
+
+    A mapping keeps the entries under which something was selected. A list or tuple of which only some items were
+    selected becomes a dict from index to item, so that every item keeps its place.
+
+    Raises:
+        StateMismatchError: Some of ``keys`` select nothing (``missing`` lists them), or one that was compared without
+            escapes names several leaves.
+    """
+    patterns = [keys] if isinstance(keys, str) else list(keys)
+    selection = _Selection(patterns)
+    selected = selection.cut(skeleton, "")
+    if selection.unused:
+        selection = _Selection(patterns, unescaped=frozenset(selection.unused))
+        selected = selection.cut(skeleton, "")
+    if unused := sorted(selection.unused):
+        there = _first_20([name for name, _ in below(skeleton)]) or "none at all"
+        raise StateMismatchError(f"no leaf matches {', '.join(map(repr, unused))}; there are: {there}", missing=unused)
+    for text, several in selection.named.items():
+        if len(several) > 1:
+            listed = _first_20(several)
+            raise StateMismatchError(f"{text!r} is the name of several leaves: {listed}; write it with its escapes")
+    return selected if selected is not None else DictNode([], [])
+
+
+def _first_20(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:20])}{', ...' if len(names) > 20 else ''}"
+
+
+class _Selection:
+    """The patterns of one :func:`select`, with those that matched no path so far in ``unused``."""
+
+    def __init__(self, patterns: Sequence[str], unescaped: Collection[str] = ()) -> None:
+        self._matchers = {text: paths.matcher(text, unescaped=text in unescaped) for text in patterns}
+        self.unused = set(patterns)
+        self.named: dict[str, list[str]] = {}  # the paths that a pattern without escapes is the name of
+
+    def cut(self, node: Node, path: str) -> Node | None:
+        """Return the selected part of what is below ``node``; None for nothing."""
+        if isinstance(node, StatefulNode):
+            child = self.cut(node.child, path)
+            return None if child is None else StatefulNode(child)
+        there = entries(node)
+        chosen: list[tuple[int, Node]] = []
+        for index, (_, name, child) in enumerate(there):
+            below = paths.child(path, name)
+            if self._matches(below):
+                chosen.append((index, child))
+                if self.unused:  # a key that names something below a selected node does not select nothing
+                    self.cut(child, below)
+            elif (part := self.cut(child, below)) is not None:
+                chosen.append((index, part))
+        if not chosen:
+            return None
+        parts = [part for _, part in chosen]
+        match node:
+            case nodes.OrderedDictNode():
+                metadata = node.metadata if len(parts) == len(there) else []
+                return nodes.OrderedDictNode([node.keys[index] for index, _ in chosen], parts, metadata)
+            case DictNode() | nodes.CounterNode():
+                return type(node)([node.keys[index] for index, _ in chosen], parts)
+            case ListNode() | TupleNode() if len(parts) == len(there):
+                return type(node)(parts)
+            case _:
+                return DictNode([index for index, _ in chosen], parts)
+
+    def _matches(self, path: str) -> bool:
+        hits = [text for text, matches in self._matchers.items() if matches(path)]
+        self.unused.difference_update(hits)
+        for text in hits:
+            if text != path and text == paths.plain(path):
+                self.named.setdefault(text, []).append(path)
+        return bool(hits)

@@ -1,0 +1,255 @@
+"""Which sources of a state are captured when: before the call returns (eager), or while training goes on (lazy).
+
+Lazy are those in memory that only the step of an attached optimizer changes (:mod:`pccheck_async.state.save.lazy`), and
+large ones that nobody owns and that were the same in the last two checkpoints (:mod:`.state.cache.constants`). All
+others are eager. Small eager ones are copied here, on the caller's thread; for the large ones the caller waits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pccheck_async.errors import TornCaptureError
+from pccheck_async.state.cache.constants import Choice, Constants
+from pccheck_async.state.save.flatten import FlatState
+from pccheck_async.state.save.lazy import ChangingTables, LazySources, optimized, sharing_nothing
+from pccheck_async.state.save.torn import ByteCheck, StorageMemory, TornLeaves, Versions
+from pccheck_async.state.sources import PackedSource, Sources, device_bytes
+from pccheck_async.state.storages import Layout
+
+__all__ = ["LARGEST_COPY", "LazyPart", "Splitter", "copy_small"]
+
+_Which: TypeAlias = npt.NDArray[np.bool_]
+"""One boolean per source."""
+
+LARGEST_COPY: Final = 1 << 20
+"""Bytes of a source up to which it is copied on the caller's thread."""
+_MOST_COPIED: Final = 16 << 20
+"""Bytes that are copied there in all."""
+_ALIGNMENT: Final = 16
+
+
+class LazyPart:
+    """What of a state is captured while training goes on, and the checks that find out whether it changed meanwhile.
+
+    Attributes:
+        eager: Sources that are not part of it and were not copied: the caller waits until those are captured.
+        any_eager: Whether there are any.
+        versions: The lazy tensors as they were at the call.
+        note_end: Called with what made the checkpoint fail, None where it did not: leaves that were torn repeatedly are
+            captured eagerly from then on. It holds none of the state.
+    """
+
+    __slots__ = ("_byte_check", "_constants", "_learn", "any_eager", "eager", "note_end", "versions")
+
+    def __init__(
+        self,
+        eager: _Which,
+        versions: Versions,
+        byte_check: ByteCheck | None,
+        constants: Choice | None,
+        splitter: Splitter,
+    ) -> None:
+        self.eager = eager
+        self.any_eager = bool(eager.any())
+        self.versions = versions
+        self._byte_check = byte_check
+        self._constants = constants
+        self._learn = splitter.constants.learn
+        self.note_end = partial(splitter.note_end, constants)
+
+    def check_chunk(self, number: int, table: npt.NDArray[np.uint64], captured: memoryview, checksum: int) -> None:
+        """Raise TornCaptureError where the bytes of a captured chunk show that a lazy leaf changed.
+
+        Args:
+            number: The chunk's.
+            table: A row per part of the chunk: source, offset in the source, offset in the chunk, length.
+            captured: Its bytes.
+            checksum: And their checksum.
+        """
+        if self._byte_check is not None:
+            self._byte_check.compare(table, captured)
+        if self._constants is not None:
+            self._constants.check(number, table, checksum)
+
+    def note_captured(self, tables: Iterable[npt.NDArray[np.uint64]], checksums: Sequence[int]) -> None:
+        """Remember the checksums of all chunks: leaves that keep them are lazy in later captures."""
+        if self._constants is not None:
+            self._learn(self._constants, tables, checksums)
+
+
+class Splitter:
+    """Splits states, and remembers what makes the next split quick and right. May be used from several threads.
+
+    Attributes:
+        constants: Checksums of the large leaves that nobody owns.
+    """
+
+    def __init__(self) -> None:
+        self.constants = Constants()
+        self._torn = TornLeaves()
+        self._tables = ChangingTables()
+        self._lazy_sources = LazySources()
+        self._members: _LazyLeaves | None = None
+
+    def split(
+        self,
+        flat: FlatState,
+        layout: Layout,
+        optimizers: Iterable[torch.optim.Optimizer],
+        *,
+        check_bytes: bool = False,
+        fenced: bool = False,
+    ) -> tuple[Layout, LazyPart]:
+        """Decide for every source when it is captured, and copy the small eager ones.
+
+        Args:
+            flat: The state.
+            layout: Where its bytes lie.
+            optimizers: The attached ones: their steps wait for the capture.
+            check_bytes: Keep a copy of the lazy sources, to compare it with what is captured.
+            fenced: Devices may wait for the capture in place of the training thread. What lies on the host is copied
+                then, too: a step changes it at once (step counts), and no stream holds that up.
+
+        Returns:
+            The layout with copies in place of what was copied, and the lazy part.
+        """
+        values, paths = flat.leaves.values, flat.leaves.paths
+        owned = optimized(optimizers)
+        if flat.objects and (changing := self._tables.among(flat.objects, flat.outline)):
+            owned = sharing_nothing(owned, changing)
+        sources = layout.sources
+        lazy = self._lazy_sources.among(sources, values, owned)
+        if torn := self._torn.sources(paths, layout.source_of):
+            lazy = lazy.copy()
+            lazy[torn] = False
+        eager, constants = ~lazy, None
+        if eager.any():
+            sources, eager = copy_small(sources, eager)
+            candidates = eager.copy()
+            candidates[torn] = False
+            if candidates.any():
+                constants = self.constants.choose(layout, candidates, values, paths)
+            if constants is not None:
+                layout = layout.broken_at(constants.breaks)
+                lazy, eager = lazy | constants.constant, eager & ~constants.constant
+        if fenced:
+            sources, _ = copy_small(sources, lazy & sources.on_host())
+            if sources.owned is not None:
+                lazy = lazy & ~sources.owned
+        members = self._members
+        if members is None or not members.are_of(lazy, layout):
+            members = self._members = _LazyLeaves(lazy, layout)
+        tensors: list[Any] = values
+        if members.numbers is not None:
+            tensors, paths = [values[n] for n in members.numbers], [paths[n] for n in members.numbers]
+        byte_check = None
+        if check_bytes:
+            numbers = range(len(values)) if members.numbers is None else members.numbers
+            source_of = map(layout.source_of.__getitem__, numbers)
+            byte_check = ByteCheck(sources, lazy, dict(zip(source_of, paths, strict=True)))
+        if np.ndarray in set(map(type, tensors)):  # arrays count no changes
+            counting = [number for number, each in enumerate(tensors) if isinstance(each, torch.Tensor)]
+            versions = Versions([paths[n] for n in counting], [tensors[n] for n in counting])
+        else:
+            versions = Versions(paths, tensors, members.memory)
+            members.memory = versions.memory  # for as long as these are the lazy leaves, nothing moved
+        part = LazyPart(eager, versions, byte_check, constants, self)
+        return layout if sources is layout.sources else layout.filled(sources), part
+
+    def note_end(self, constants: Choice | None, error: Exception | None) -> None:
+        """See :attr:`LazyPart.note_end`."""
+        if error is None or isinstance(error, TornCaptureError):
+            paths = () if constants is None else constants.paths.values()
+            self._torn.note(() if error is None else error.paths, paths)
+
+
+class _LazyLeaves:
+    """The leaves of the lazy sources: remembered while the same sources are lazy and lie where they did.
+
+    Args:
+        lazy: Which sources are.
+        layout: Of the state.
+
+    Attributes:
+        numbers: Of the leaves; None for all of them.
+        memory: Of their storages.
+    """
+
+    def __init__(self, lazy: _Which, layout: Layout) -> None:
+        self._lazy = lazy
+        self._addresses = layout.sources.addresses
+        is_lazy = [*lazy.tolist(), False]  # the last one stands for leaves without a source
+        numbers = [number for number, source in enumerate(layout.source_of) if is_lazy[source]]
+        self.numbers = numbers if len(numbers) < len(layout.source_of) else None
+        self.memory: StorageMemory | None = None
+
+    def are_of(self, lazy: _Which, layout: Layout) -> bool:
+        """Whether these are the lazy leaves of a layout; its table of addresses stays the same while nothing moves."""
+        return self._addresses is layout.sources.addresses and (self._lazy is lazy or np.array_equal(self._lazy, lazy))
+
+
+def copy_small(sources: Sources, wanted: _Which) -> tuple[Sources, _Which]:
+    """Copy the small ones of ``wanted``, those on a device into memory of that device.
+
+    Returns:
+        The sources to capture instead, and which of ``wanted`` were too large to be copied (over 1 MiB each, or over
+        16 MiB in all).
+    """
+    lengths = sources.lengths
+    small = wanted & (lengths <= LARGEST_COPY)
+    small[small] = np.cumsum(lengths[small]) <= _MOST_COPIED
+    if not small.any():
+        return sources, wanted
+    placed = sources.device_of
+    on_host = small & sources.on_host()
+    if on_host.any():
+        sources = _copied_on_host(sources, np.flatnonzero(on_host))
+    for device in sorted(sources.devices):
+        if placed is not None and (here := small & (placed == device)).any():
+            sources = _copied_on_device(sources, np.flatnonzero(here))
+    return sources, wanted & ~small
+
+
+def _copied_on_host(sources: Sources, index: npt.NDArray[np.intp]) -> Sources:
+    lengths = sources.lengths[index]
+    ends = np.cumsum(-(-lengths // _ALIGNMENT) * _ALIGNMENT)
+    memory: Any = np.empty(int(ends[-1]), np.uint8)
+    addresses = memory.ctypes.data + np.concatenate(([0], ends[:-1]))
+    view = memoryview(memory)
+    plain = zip(index.tolist(), addresses.tolist(), sources.addresses[index].tolist(), lengths.tolist(), strict=True)
+    for number, address, source, nbytes in plain:
+        if source:
+            ctypes.memmove(address, source, nbytes)
+        else:
+            packed = sources[number]
+            assert isinstance(packed, PackedSource)
+            start = address - memory.ctypes.data
+            packed.copy(0, nbytes, view[start : start + nbytes])
+    return sources.moved(index, addresses.astype(np.uint64), memory)
+
+
+def _copied_on_device(sources: Sources, index: npt.NDArray[np.intp]) -> Sources:
+    """In one piece, on the device's current stream: later work on it comes after."""
+    parts, originals = [], []
+    padding: torch.Tensor | None = None
+    for number in index.tolist():
+        source = sources[number]
+        assert not isinstance(source, PackedSource)
+        originals.append(source.owner)
+        parts.append(device_bytes(*source))
+        if padding is None:
+            padding = parts[-1].new_zeros(_ALIGNMENT)
+        parts.append(padding[: -source.nbytes % _ALIGNMENT])
+    memory = torch.cat(parts)
+    ends = np.cumsum(-(-sources.lengths[index] // _ALIGNMENT) * _ALIGNMENT)
+    addresses = memory.data_ptr() + np.concatenate(([0], ends[:-1]))
+    # The originals, too: torch knows which stream memory was made on, and not that this one may still read it.
+    return sources.moved(index, addresses.astype(np.uint64), (memory.untyped_storage(), originals))

@@ -1,0 +1,170 @@
+"""How torn captures are found out: leaves that changed while they were captured.
+
+- :class:`Versions` compares torch's version counters and where storages lie. That proves a change, never its absence:
+  fused optimizers and batch normalisation do not count their changes, writes through ``.data``, numpy or DLPack are
+  not counted either, and torch counts an operation only after it ended.
+- :class:`ByteCheck`, on request, compares every captured byte with a copy that was made before the call returned.
+- :class:`TornLeaves` remembers which leaves were torn, so that one that is torn repeatedly is captured eagerly.
+
+Steps of optimizers are watched by :mod:`pccheck_async.engine.overlap`, the checksums of leaves that nobody owns by
+:mod:`pccheck_async.state.cache.constants`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from operator import attrgetter
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pccheck_async.errors import TornCaptureError
+from pccheck_async.state.sources import HOST, PackedSource, Sources, device_bytes
+from pccheck_async.state.tensor_access import storage_address, untyped_storage
+from pccheck_async.telemetry import write
+
+__all__ = ["ByteCheck", "StorageMemory", "TornLeaves", "Versions"]
+
+StorageMemory: TypeAlias = tuple[list[int], list[int]]
+"""Addresses and sizes (bytes) of storages."""
+
+_version: Final = attrgetter("_version")
+_address: Final = torch.UntypedStorage.data_ptr
+_nbytes: Final = torch.UntypedStorage.nbytes
+_RECENT: Final = 8
+"""Captures among which a leaf must be torn twice: evaluations, say, tear every second or third."""
+_NAMED: Final = 3
+"""Leaves that the warning names."""
+
+
+class Versions:
+    """Version counters and storages of tensors, as they are when this is made.
+
+    Args:
+        paths: Path of each tensor.
+        tensors: The tensors; held, and with them their memory.
+        memory: Where their storages are and how large, if that is known already.
+    """
+
+    def __init__(
+        self, paths: Sequence[str], tensors: Sequence[torch.Tensor], memory: StorageMemory | None = None
+    ) -> None:
+        self._paths = paths
+        self._tensors = tensors
+        self._counts_then = self._counts()
+        self.memory: Final = self._memory() if memory is None else memory
+
+    def changed(self) -> list[str]:
+        """Return the paths of the tensors that are known to have changed since."""
+        counts, memory = self._counts(), self._memory()
+        if counts == self._counts_then and memory == self.memory:
+            return []
+        then_each = zip(self._counts_then, *self.memory, strict=True)
+        pairs = zip(self._paths, then_each, zip(counts, *memory, strict=True), strict=True)
+        return [path for path, before, after in pairs if before != after]
+
+    def paths_of(self, others: Iterable[torch.Tensor]) -> list[str]:
+        """Return the paths of the tensors that lie in the memory of one of ``others``."""
+        storages = {*map(storage_address, others)} - {0}
+        return [path for path, address in zip(self._paths, self.memory[0], strict=True) if address in storages]
+
+    def _memory(self) -> StorageMemory:
+        storages: list[Any] = [*map(untyped_storage, self._tensors)]
+        return [*map(_address, storages)], [*map(_nbytes, storages)]
+
+    def _counts(self) -> list[int]:
+        try:
+            return [*map(_version, self._tensors)]
+        except RuntimeError:  # tensors made in inference mode have no counter
+            return [0 if tensor.is_inference() else tensor._version for tensor in self._tensors]
+
+
+class ByteCheck:
+    """A copy of some sources, compared with what is captured of them later. Takes their size in host memory again.
+
+    Args:
+        sources: The sources of the capture.
+        wanted: Which of them to copy, one boolean per source.
+        paths: Path of the leaf of each source, by the source's number.
+    """
+
+    def __init__(self, sources: Sources, wanted: npt.NDArray[np.bool_], paths: Mapping[int, str]) -> None:
+        self._paths = paths
+        self._bytes = {int(number): _copy(sources, int(number)) for number in np.flatnonzero(wanted)}
+
+    def compare(self, table: npt.NDArray[np.uint64], captured: memoryview) -> None:
+        """Raise TornCaptureError where ``captured``, a chunk with the parts of ``table``, differs; names the leaf."""
+        for number, source_offset, offset, length in table.tolist():
+            then = self._bytes.get(number)
+            if then is None:
+                continue
+            now = np.frombuffer(captured, np.uint8, length, offset)
+            if not np.array_equal(then[source_offset : source_offset + length], now):
+                path = self._paths.get(number, "a tensor")
+                raise TornCaptureError(
+                    f"{path} changed while it was captured; nothing of that checkpoint is committed. Call "
+                    "engine.wait_captured() before code that changes it, or checkpoint with overlap=False",
+                    paths=[path],
+                )
+
+
+def _copy(sources: Sources, number: int) -> npt.NDArray[np.uint8]:
+    source = sources[number]
+    copy: npt.NDArray[np.uint8] = np.empty(source.nbytes, np.uint8)
+    if isinstance(source, PackedSource):
+        source.copy(0, source.nbytes, memoryview(copy))  # type: ignore[arg-type]
+    elif source.device == HOST:
+        ctypes.memmove(copy.ctypes.data, source.address, source.nbytes)
+    else:
+        copy = device_bytes(*source).cpu().numpy()
+    return copy
+
+
+class TornLeaves:
+    """Leaves that changed in the middle of recent captures. May be used from several threads.
+
+    Without it, a training loop whose code changes weights outside the steps of attached optimizers (sharpness-aware
+    minimisation, updates by hand) would never get a checkpoint. A leaf that is torn once, by chance, stays lazy.
+    """
+
+    def __init__(self) -> None:
+        self._eager: frozenset[str] = frozenset()
+        self._recent: deque[frozenset[str]] = deque(maxlen=_RECENT)
+
+    def note(self, torn: Collection[str], constants: Iterable[str]) -> None:
+        """Note how one capture ended.
+
+        Args:
+            torn: Paths of the leaves that changed in the middle of it; empty where none did.
+            constants: Paths of leaves that were lazy only because they had not changed so far: once is enough for them.
+        """
+        again = frozenset().union(constants, *self._recent).intersection(torn)
+        self._recent.append(frozenset(torn))
+        if more := again - self._eager:
+            self._eager |= more
+            names = ", ".join(sorted(more)[:_NAMED]) + (f" and {len(more) - _NAMED} more" if len(more) > _NAMED else "")
+            text = (
+                "code outside the steps of attached optimizers changes %s while checkpoints are captured beside "
+                "training; from now on that is captured before engine.step ends, which takes longer: call "
+                "engine.wait_captured() before that code instead, and open the engine anew"
+            )
+            with suppress(Exception):  # of a handler of the log: the checkpoint ends all the same
+                write(logging.WARNING, "captured_eagerly", text, names)
+
+    def sources(self, paths: Sequence[str], source_of: Sequence[int]) -> list[int]:
+        """Return the sources of the leaves that have to be captured before the call returns.
+
+        Args:
+            paths: Path of each leaf.
+            source_of: Number of each leaf's source, negative where it has none.
+        """
+        eager = self._eager
+        if not eager:
+            return []
+        return [source for path, source in zip(paths, source_of, strict=True) if source >= 0 and path in eager]

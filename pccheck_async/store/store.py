@@ -1,0 +1,221 @@
+"""One store opened for writing: its slots, its commits, and what reads from it meanwhile.
+
+Only this room flushes, and only here it is decided what is durable: :mod:`pccheck_async.store.commit`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from pccheck_async.errors import NoCheckpointError
+from pccheck_async.format import Entry, Record, align
+from pccheck_async.format.record import MOST_ENTRIES
+from pccheck_async.medium import File, Medium
+from pccheck_async.store.commit import CommitState, commit, publish, release_slot, take_over, write_record
+from pccheck_async.store.commit_file import open_commit, read_record
+from pccheck_async.store.committed import Committed
+from pccheck_async.store.latch import Latch
+from pccheck_async.store.retention import Retention
+from pccheck_async.store.slots import SlotLease, Slots, open_slots
+from pccheck_async.transfer import uninterrupted
+
+__all__ = ["DroppedMeanwhileError", "ReadLease", "Store", "StoreStatistics", "open_store"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStatistics:
+    """What the store holds and did.
+
+    Attributes:
+        slots: Slot files.
+        slot_bytes: Their bytes.
+        generation: Of the newest record.
+        commits: Records written.
+        superseded: Checkpoints that newer ones made pointless.
+        reader_waits: Times that a checkpoint waited for other processes' readers.
+    """
+
+    slots: int
+    slot_bytes: int
+    generation: int
+    commits: int
+    superseded: int
+    reader_waits: int
+
+
+async def open_store(
+    medium: Medium, *, path: str | os.PathLike[str], retention: Retention, max_in_flight: int, lock_timeout: float
+) -> Store:
+    """Lock the store, create it where there is none, and recover: the newest valid record decides.
+
+    Args:
+        medium: The folder's files.
+        path: The folder, for messages.
+        retention: Which checkpoints are kept.
+        max_in_flight: Checkpoints written at a time.
+        lock_timeout: Seconds to wait for another writer.
+
+    Durability: opening an existing store writes nothing.
+
+    Raises:
+        StoreLockedError: another writer held the store for ``lock_timeout`` seconds.
+        CorruptStoreError: the folder holds something else, or no valid record.
+        StoreFullError: so many checkpoints are pinned that a record has no room for those to be kept.
+    """
+    file = await open_commit(medium, path, lock_timeout)
+    record = await read_record(medium, file.file, file.identity)
+    repairs = None if file.is_new else await file.repairs(medium, record)
+    committed = Committed(record, retention)
+    committed.check_rules()
+    latch = Latch()
+    slots = await open_slots(medium, record, in_flight=max_in_flight, kept=retention.reserved, latch=latch)
+    return Store(medium, file, committed, slots, latch, repairs)
+
+
+class Store(CommitState):
+    """The writing side of one store; one per folder and process. Made by :func:`open_store`."""
+
+    commit = commit
+    release = release_slot
+
+    @property
+    def block_bytes(self) -> int:
+        """The unit of every offset and length in the store."""
+        return self.file.identity.block_bytes
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What latched the store, None while it takes commits."""
+        return self.latch.failure
+
+    async def adopt(self, entry: Entry) -> None:
+        """Count a superseded checkpoint as committed again, once all of it was verified; its slot is being read.
+
+        Its slot is then not free, and the record that still names it is not overwritten, until a record that names its
+        successor is durable. Does nothing where a newer checkpoint was committed meanwhile.
+        """
+        async with self.lock:
+            known = self.committed.entries
+            if entry in self.committed.record.superseded and entry not in known and len(known) < MOST_ENTRIES:
+                self.committed.adopt(entry)
+                kept = (*self.committed.record.entries, *self.committed.adopted)
+                self.slots.table.committed([one.slot for one in kept])
+
+    async def reserve(self, nbytes: int) -> SlotLease:
+        """Lease a slot of at least ``nbytes`` for one checkpoint, creating or enlarging one where needed.
+
+        The first checkpoint reserves the space of all slots, so that a full disk shows now and not in an hour.
+
+        Raises:
+            StoreFullError: no space; nothing was changed but free slots.
+            StoreFailedError: an earlier flush or record failed.
+        """
+        nbytes = align(nbytes, self.block_bytes)
+        if self.committed.adopted:
+            await self.amend(lambda entries: entries)  # frees the slots of damaged checkpoints
+        async with self.slots.lock:
+            self.latch.check()
+            await take_over(self)
+            return await self.slots.lease(nbytes)
+
+    async def amend(self, change: Callable[[tuple[Entry, ...]], Iterable[Entry]]) -> None:
+        """Change the entries of committed checkpoints, or drop some, in one record.
+
+        Args:
+            change: Called under the commit lock with the entries, newest first; returns the entries wanted. What it
+                raises is raised.
+
+        Durability: when this returns the change survives power loss.
+
+        Raises:
+            StoreFailedError: a flush or the record failed, now or before.
+        """
+        async with self.lock:
+            self.latch.check()
+            entries = tuple(change(self.committed.entries))
+            if entries == self.committed.record.entries:
+                return
+            if not self.took_over:  # else skip the lock: its holder may be waiting for readers
+                async with self.slots.lock:
+                    self.latch.check()
+                    await take_over(self)  # crash: this record overwrites the last durable one
+            await uninterrupted(self._replace_record(self.committed.record_naming(entries)))
+
+    async def _replace_record(self, record: Record) -> None:
+        await write_record(self, record)
+        publish(self, record)
+
+    async def pin(self, step: int, pinned: bool) -> Entry:
+        """Keep the newest checkpoint of ``step`` whatever the rules say, or leave all of that step to them.
+
+        Durability: as of :meth:`amend`. Raises what that does and what :meth:`Retention.pin` does.
+        """
+        changed: list[Entry] = []
+
+        def change(entries: tuple[Entry, ...]) -> list[Entry]:
+            changed[:] = self.committed.retention.pin(entries, step, pinned)
+            return changed
+
+        await self.amend(change)
+        return next(entry for entry in changed if entry.step == step)
+
+    def reading(self, entry: Entry, *, superseded: bool = False) -> ReadLease:
+        """Return what keeps a checkpoint's slot from being reused while it is read.
+
+        Args:
+            entry: Which one the newest record names, or, with ``superseded``, has superseded.
+            superseded: See above.
+        """
+        return ReadLease(self.committed, self.slots, entry, superseded)
+
+    def statistics(self) -> StoreStatistics:
+        """Return slots and commits so far."""
+        return StoreStatistics(
+            slots=self.slots.table.count,
+            slot_bytes=self.slots.table.nbytes,
+            generation=self.committed.record.generation,
+            commits=self.commits,
+            superseded=self.superseded,
+            reader_waits=self.slots.reader_waits,
+        )
+
+
+class DroppedMeanwhileError(NoCheckpointError):
+    """The checkpoint to restore was superseded before its slot could be held."""
+
+
+class ReadLease:
+    """Holds a slot while it is read. Released once, also where its acquirer was cancelled and never got the file."""
+
+    def __init__(self, committed: Committed, slots: Slots, entry: Entry, superseded: bool) -> None:
+        self._committed = committed
+        self._slots = slots
+        self._entry = entry
+        self._superseded = superseded
+        self._held = False
+
+    async def acquire(self) -> File:
+        """Hold the slot and return its file. Runs on the engine's loop, as :meth:`release` does.
+
+        Raises:
+            DroppedMeanwhileError: newer checkpoints replaced it.
+            DamagedError: its slot is missing, no file, or, where it was superseded, being written over.
+            ReadError: the file of its slot could not be opened.
+        """
+        entry, record = self._entry, self._committed.record
+        if entry in record.entries or entry in self._committed.adopted:
+            file = self._slots.start_reading(entry.slot)
+        elif self._superseded and entry in record.superseded:
+            file = await self._slots.start_reading_free(entry.slot)
+        else:
+            raise DroppedMeanwhileError(f"checkpoint {entry.counter} (step {entry.step}) is not kept any more")
+        self._held = True
+        return file
+
+    def release(self) -> None:
+        """Let the slot go, where it is held."""
+        held, self._held = self._held, False
+        if held:
+            self._slots.table.stop_reading(self._entry.slot)

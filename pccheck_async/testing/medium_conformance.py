@@ -1,0 +1,276 @@
+"""What every medium promises, as checks that a new one can be run against.
+
+::
+
+    @pytest.mark.parametrize("check", MEDIUM_CHECKS, ids=lambda check: check.__name__)
+    def test_my_medium(check, tmp_path):
+        async def make():
+            return MyMedium(tmp_path)          # each time another process's view of one place
+
+        asyncio.run(check(make))
+
+A check raises AssertionError where a promise is broken. What survives a power failure no check can see from inside:
+that is what :class:`~pccheck_async.testing.CrashDisk` is for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from pccheck_async.errors import CheckpointError, CorruptStoreError, WriteError
+from pccheck_async.medium import File, Medium
+from pccheck_async.transfer import aligned_buffer
+
+__all__ = ["MEDIUM_CHECKS"]
+
+Make = Callable[[], Awaitable[Medium]]
+"""Returns a new medium on the same, at first empty, place: as another process would open it."""
+
+
+def _require(holds: object, promise: str) -> None:
+    if not holds:
+        raise AssertionError(promise)
+
+
+async def _error(call: Coroutine[Any, Any, object], *kinds: type[BaseException]) -> BaseException:
+    """Return the error that a call raises, which is one of ``kinds``."""
+    try:
+        await call
+    except kinds as error:
+        return error
+    raise AssertionError(f"{call} raises one of {[kind.__name__ for kind in kinds]}")
+
+
+async def _prepared(make: Make, *, create: bool = True) -> tuple[Medium, int]:
+    medium = await make()
+    return medium, (await medium.prepare(create=create)).block_bytes
+
+
+def _block(nbytes: int, text: bytes) -> memoryview:
+    block = aligned_buffer(nbytes)
+    block[: len(text)] = text
+    return block
+
+
+async def _begins(medium: Medium, file: File, offset: int, nbytes: int) -> bytes:
+    """Return the text that a block begins with."""
+    into = aligned_buffer(nbytes)
+    _require(await medium.read(file, offset, into) == nbytes, "read fills the buffer where the file is long enough")
+    return bytes(into).split(b"\0")[0]
+
+
+async def it_says_what_it_asks_for(make: Make) -> None:
+    """Alignments are powers of two, and there is a reason."""
+    medium = await make()
+    facts = await medium.prepare(create=True)
+    for number in (facts.block_bytes, facts.memory_alignment):
+        _require(number > 0 and number & (number - 1) == 0, "alignments are powers of two")
+    _require(facts.why, "facts say why direct I/O is used or not")
+    await medium.close()
+
+
+async def nothing_is_found_where_nothing_is(make: Make) -> None:
+    """Looking makes nothing."""
+    medium = await make()
+    _require(await medium.names() == [], "an empty place has no names")
+    _require(await medium.read_small("small") is None, "read_small returns None where there is no such file")
+    await _error(medium.open("slot-000", writable=False), FileNotFoundError)
+    _require(await medium.names() == [], "reading makes nothing")
+    await medium.close()
+
+
+async def a_reserved_file_holds_zeros(make: Make) -> None:
+    """It has its size and its name at once, and is never made twice."""
+    medium, block = await _prepared(make)
+    file = await medium.reserve("slot-000", 3 * block)
+    _require((file.name, file.nbytes) == ("slot-000", 3 * block), "a file knows its name and size")
+    into = _block(4 * block, b"?" * 4 * block)
+    _require(await medium.read(file, 0, into) == 3 * block, "read is short at the end of the file")
+    _require(not any(into[: 3 * block]), "a reserved file holds zeros")
+    _require(await medium.read(file, 3 * block, into[:block]) == 0, "read returns 0 behind the end")
+    _require(await medium.names() == ["slot-000"], "names has it")
+    error = await _error(medium.reserve("slot-000", block), WriteError)
+    _require(isinstance(error, WriteError) and error.errno == errno.EEXIST, "reserve makes nothing twice")
+    await medium.close()
+
+
+async def others_see_what_is_written(make: Make) -> None:
+    """Bytes go where they belong, and nowhere else, and other processes see them."""
+    medium, block = await _prepared(make)
+    other = await make()
+    file = await medium.reserve("slot-000", 3 * block)
+    await medium.write(file, block, _block(block, b"middle"))
+    seen = await other.open("slot-000", writable=False)
+    texts = [await _begins(other, seen, at * block, block) for at in range(3)]
+    _require(texts == [b"", b"middle", b""], "others see what was written, where it was written")
+    _require(seen.nbytes == 3 * block, "writing inside a file does not change its size")
+    await medium.close()
+    await other.close()
+
+
+async def names_come_and_go(make: Make) -> None:
+    """What is removed is gone for all; an open file can still be read."""
+    medium, block = await _prepared(make)
+    other = await make()
+    for name in ("slot-001", "slot-000"):
+        file = await medium.reserve(name, block)
+    await medium.write(file, 0, _block(block, b"kept"))
+    _require(await other.names() == ["slot-000", "slot-001"], "names are sorted")
+    await medium.remove("slot-000")
+    await medium.sync_names()
+    _require(await other.names() == ["slot-001"], "a removed name is gone")
+    _require(await _begins(medium, file, 0, block) == b"kept", "an open file stays readable when its name is gone")
+    await _error(medium.remove("slot-000"), WriteError)
+    await medium.close()
+    await other.close()
+
+
+async def a_file_is_told_from_its_successor(make: Make) -> None:
+    """Two openings of one file have one identity; a new file of its name has another."""
+    medium, block = await _prepared(make)
+    other = await make()
+    file = await medium.reserve("commit", block)
+    _require((await other.open("commit", writable=False)).identity == file.identity, "one file has one identity")
+    await medium.remove("commit")
+    again = await medium.reserve("commit", block)
+    _require(again.identity != file.identity, "a new file has another identity while the old one is open")
+    await medium.close()
+    await other.close()
+
+
+async def a_small_file_is_replaced_as_a_whole(make: Make) -> None:
+    """The new bytes are all of it, and the old file is kept where that is asked for."""
+    medium, block = await _prepared(make)
+    other = await make()
+    for data in (b"first and long", b"second"):
+        await medium.replace("small", data)
+        _require(await other.read_small("small") == data, "replace leaves the new bytes and nothing else")
+    await medium.replace("small", b"third", keep_as="kept")
+    _require(await other.read_small("kept") == b"second", "keep_as keeps the old file")
+    _require(await other.names() == ["kept", "small"], "replace leaves nothing else behind")
+    await medium.reserve("large", (2 << 20) // block * block)
+    await _error(other.read_small("large"), CorruptStoreError)
+    await medium.close()
+    await other.close()
+
+
+async def locks_exclude_others(make: Make) -> None:
+    """Exclusive against all, shared against exclusive; they end with unlock, close, and the medium."""
+    medium, block = await _prepared(make)
+    other = await make()
+    mine = await medium.reserve("slot-000", block)
+    theirs = await other.open("slot-000", writable=False)
+    _require(await medium.lock(mine), "a free file is locked")
+    _require(not await other.lock(theirs, shared=True), "an exclusive lock keeps out shared ones")
+    await medium.unlock(mine)
+    _require(await other.lock(theirs, shared=True), "unlock ends a lock")
+    _require(not await medium.lock(mine), "a shared lock keeps out exclusive ones")
+    _require(await medium.lock(mine, shared=True), "shared locks go together")
+    await other.close(theirs)
+    _require(await medium.lock(mine), "closing a file ends its lock")
+    theirs = await other.open("slot-000", writable=True)
+    _require(not await other.lock(theirs), "an exclusive lock keeps out others")
+    await medium.close()
+    _require(await other.lock(theirs), "closing a medium ends its locks")
+    other.abandon()
+
+
+async def parts_become_durable_in_order(make: Make) -> None:
+    """All pieces of all files are written; every file but the last is unlocked on the way."""
+    medium, block = await _prepared(make)
+    other = await make()
+    files = [await medium.reserve(name, 2 * block) for name in ("slot-000", "commit")]
+    others = [await other.open(file.name, writable=False) for file in files]
+    for file in files:
+        _require(await medium.lock(file), "a free file is locked")
+    pieces = [(0, _block(block, b"one")), (block, _block(block, b"two"))]
+    await medium.make_durable([(files[0], pieces), (files[1], pieces[1:])])
+    await medium.make_durable([(files[1], ())])
+    await medium.make_durable([])
+    texts = [await _begins(other, file, at, block) for file in others for at in (0, block)]
+    _require(texts == [b"one", b"two", b"", b"two"], "all pieces are written")
+    locks = [await other.lock(file, shared=True) for file in others]
+    _require(locks == [True, False], "every file but the last is unlocked")
+    await medium.close()
+    await other.close()
+
+
+async def what_is_unknown_after_a_failure_is_told(make: Make) -> None:
+    """A failed write to the first file is no more than that; after a flush it is unknown what is durable."""
+    medium, block = await _prepared(make)
+    file, _ = [await medium.reserve(name, block) for name in ("slot-000", "slot-001")]
+    unwritable = await medium.open("slot-001", writable=False)
+    piece = 0, _block(block, b"text")
+    unsure: list[OSError] = []
+    await _error(medium.make_durable([(unwritable, [piece]), (file, [piece])], unsure.append), WriteError)
+    _require(not unsure, "a failed write to the first file is told as nothing else")
+    _require(await _begins(medium, file, 0, block) == b"", "what comes after a failure does not happen")
+    error = await _error(medium.make_durable([(file, [piece]), (unwritable, [piece])], unsure.append), WriteError)
+    _require(unsure == [error], "a failure after a flush is told as unsure, before it is raised")
+    _require(await _begins(medium, file, 0, block) == b"text", "what comes before a failure happens")
+    await medium.close()
+
+
+async def what_has_begun_ends_though_it_is_cancelled(make: Make) -> None:
+    """Nothing is running any more when a cancelled call returns, and all of it was done."""
+    medium, block = await _prepared(make)
+    file = await medium.reserve("slot-000", 2 * block)
+    for final in (False, True):
+        offset = block * final
+        piece = offset, _block(block, b"cancelled")
+        task = asyncio.ensure_future(medium.make_durable([(file, [piece])], final=final))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait((task,))
+        _require(task.cancelled() is not final, "cancellation is raised at the end, and comes too late where final")
+        _require(await _begins(medium, file, offset, block) == b"cancelled", "all of it is done when it returns")
+    await medium.close()
+
+
+async def transfers_are_counted(make: Make) -> None:
+    """By kind, with their bytes."""
+    medium, block = await _prepared(make)
+    file = await medium.reserve("slot-000", 2 * block)
+    await medium.write(file, 0, _block(block, b"one"))
+    await medium.make_durable([(file, [(block, _block(block, b"two"))])])
+    await medium.read(file, 0, aligned_buffer(2 * block))
+    seen = medium.statistics()
+    _require((seen.write.count, seen.write.nbytes) == (2, 2 * block), "writes are counted, in make_durable too")
+    _require((seen.read.count, seen.flush.count) == (1, 1), "reads and flushes are counted")
+    _require(seen.engine and seen.why, "statistics name the backend")
+    await medium.close()
+
+
+async def what_is_closed_takes_nothing_more(make: Make) -> None:
+    """Closing twice is fine, and using what was closed is an error."""
+    medium, block = await _prepared(make)
+    first, second = [await medium.reserve(name, block) for name in ("slot-000", "slot-001")]
+    await medium.close(first)
+    await medium.close(first)
+    await _error(medium.read(first, 0, aligned_buffer(block)), OSError)
+    await medium.read(second, 0, aligned_buffer(block))
+    await medium.close()
+    await medium.close()
+    await _error(medium.read(second, 0, aligned_buffer(block)), OSError)
+    await _error(medium.open("slot-001", writable=False), CheckpointError, OSError)
+
+
+MEDIUM_CHECKS: tuple[Callable[[Make], Coroutine[Any, Any, None]], ...] = (
+    it_says_what_it_asks_for,
+    nothing_is_found_where_nothing_is,
+    a_reserved_file_holds_zeros,
+    others_see_what_is_written,
+    names_come_and_go,
+    a_file_is_told_from_its_successor,
+    a_small_file_is_replaced_as_a_whole,
+    locks_exclude_others,
+    parts_become_durable_in_order,
+    what_is_unknown_after_a_failure_is_told,
+    what_has_begun_ends_though_it_is_cancelled,
+    transfers_are_counted,
+    what_is_closed_takes_nothing_more,
+)
+"""All of them. Each wants a place of its own, and may leave files there."""

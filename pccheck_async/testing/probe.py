@@ -1,0 +1,87 @@
+"""A look inside an engine, for tests: its parts, by names that stay when the parts move."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pccheck_async.api.engine_base import EngineBase
+from pccheck_async.engine import EngineCore, EngineLoop
+from pccheck_async.engine.inline_capture import InlineCaptures
+from pccheck_async.engine.scheduler import Scheduler
+from pccheck_async.store import Store
+from pccheck_async.training import TrainingRun
+from pccheck_async.transfer import BufferPool
+from pccheck_async.transfer.operations.base import Operations
+
+__all__ = ["Probe", "probe"]
+
+
+class Probe:
+    """The parts of one engine; those of an open engine raise ClosedError where it was never opened.
+
+    Args:
+        engine: A ``CheckpointEngine`` or ``SyncCheckpointEngine``.
+
+    Attributes:
+        core: The engine without its facade: state, counts, guard, checkpoints in flight, loop.
+        training: What it knows of training: policy, step contexts, preemption.
+    """
+
+    def __init__(self, engine: EngineBase) -> None:
+        self.core: EngineCore = engine._core
+        self.training: TrainingRun = engine._training
+
+    @property
+    def loop(self) -> EngineLoop:
+        """The engine's own loop."""
+        return self.core.loop
+
+    @property
+    def store(self) -> Store:
+        """Where checkpoints go."""
+        return self.core.assembly.store
+
+    @property
+    def commit_lock(self) -> asyncio.Lock:
+        """Held while one checkpoint commits."""
+        return self.store.lock
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Runs checkpoints."""
+        return self.core.assembly.scheduler
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """Those of the checkpoints in flight, on the engine's loop."""
+        return list(self.scheduler.tasks.values())
+
+    @property
+    def pool(self) -> BufferPool:
+        """Staging buffers."""
+        return self.core.assembly.pool
+
+    @property
+    def inline_captures(self) -> InlineCaptures:
+        """Captures small states inside ``checkpoint()``."""
+        return self.core.assembly.inline_captures
+
+    @property
+    def free_inline_buffers(self) -> int:
+        """Buffers of inline captures that are free to be used again."""
+        return len(self.inline_captures.free)
+
+    @property
+    def operations(self) -> Operations:
+        """Performs reads, writes, flushes and copies."""
+        return self.core.assembly.session.operations
+
+    def end_what_was_left_behind(self) -> None:
+        """Close what a ``close(deadline=)`` left behind, once nothing is stuck any more, and end the loop."""
+        self.loop.call(self.core.assembly.close())
+        self.loop.stop()
+
+
+def probe(engine: EngineBase) -> Probe:
+    """Return the parts of an engine that tests may look at."""
+    return Probe(engine)

@@ -1,0 +1,324 @@
+"""One training run with an engine: its policy, its step contexts, its windows, preemption, and the last save."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from itertools import chain
+from typing import Any
+
+import torch
+
+from pccheck_async.engine import Decision, EngineCore, Handoff, PendingCheckpoint, Policy, StepReport, TrainingHooks
+from pccheck_async.engine.step_hooks import unwrapped
+from pccheck_async.format import Metadata, check_metadata, new_step
+from pccheck_async.state.save.flatten import check_outermost, flatten
+from pccheck_async.state.tensor_access import notify, stop_notifying, storage_address
+from pccheck_async.telemetry import Span, write
+from pccheck_async.training.accumulation import Accumulation, Mark
+from pccheck_async.training.preemption import Preemption
+
+__all__ = ["TrainingRun", "TrainingStep"]
+
+_LONG_WINDOW = 256
+"""Steps in a row without a step of an attached optimizer after which a checkpoint that is due may wait in vain."""
+
+
+class TrainingStep:
+    """What ``with engine.step(...) as this_step`` gives.
+
+    Attributes:
+        step: The user's number.
+        metadata: Small facts for ``list_checkpoints``, if this step is saved; may be added to inside the step context.
+        pending: The checkpoint that was taken when the step context ended, or None.
+        whole: Whether it ended outside windows of gradient accumulation: the state is that of a whole step.
+    """
+
+    def __init__(self, state: Mapping[str, Any], step: int, metadata: Metadata | None) -> None:
+        check_outermost(state)  # now, and not in an hour, when a step is saved
+        self.state = state
+        self.step = new_step(step)
+        self.metadata = check_metadata(metadata) if metadata else {}
+        self.pending: PendingCheckpoint | None = None
+        self.whole = False
+        self.began = time.monotonic()
+        self.stall_then = 0.0
+        self.in_flight = 0
+        self.window = 0
+        self.counter = -1
+        self.mark: Mark | None = None
+
+
+class TrainingRun(TrainingHooks):
+    """Measures the training steps of one engine, asks the policy when to checkpoint, and saves the last step.
+
+    A policy may say "now" inside a window of gradient accumulation, or after a step that a gradient scaler left out.
+    Then the checkpoint is postponed to the end of the window (see :mod:`pccheck_async.training.accumulation`), and the
+    policy is told: what it measures, and its next answer, count from the step that is saved.
+
+    Args:
+        core: The engine, which from now on asks this for what it has to know of training.
+        policy: Says when to checkpoint.
+        save_last: Leaving the engine's context saves the last finished step.
+
+    Attributes:
+        core: The engine.
+        preemption: The engine's share in the signals that ask the process to go.
+    """
+
+    def __init__(self, core: EngineCore, policy: Policy, *, save_last: bool) -> None:
+        self.core = core
+        self.preemption = Preemption(core)
+        self._policy = policy
+        self._save_last = save_last
+        self._accumulation = Accumulation(core.guard, core.path)
+        self._last_finished: TrainingStep | None = None  # None too where the state is that of no finished step
+        self._reached: set[tuple[int, bool]] = set()  # storages and tensors, since it ended; to write there?
+        self._report: StepReport | None = None
+        self._reported_stall = 0.0
+        self._due = False
+        self._waited: int | None = 0  # steps since it was due; None where nothing is left to say about that
+        self._said: tuple[int | None, str] | None = None
+        self._state_seen = False
+        core.training = self
+
+    # -- what the engine asks
+
+    @property
+    def decision(self) -> Decision:
+        return self._policy.decision()
+
+    @property
+    def last_report(self) -> StepReport | None:
+        return self._report
+
+    @property
+    def patience(self) -> float | None:
+        return self.preemption.patience
+
+    def before_checkpoint(self) -> bool:
+        if self.preemption.request is None:
+            return False
+        self.preemption.go_on()
+        return self.preemption.pending
+
+    def before_restore(self) -> None:
+        if self._last_finished is not None:
+            self._last_finished.mark = None  # a restore may change the state, and that bumps no versions
+
+    def closed(self) -> None:
+        self._last_finished = None
+        stop_notifying(self._note_access)
+        self._accumulation.close()
+
+    def ending(self, *, go: bool = True) -> AbstractContextManager[None]:
+        return self.preemption.ending(go=go)
+
+    # -- steps
+
+    def attach(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Let steps of ``optimizers`` wait for captures that they would tear, and watch them for ends of windows."""
+        self.core.check_alive()
+        for optimizer in map(unwrapped, optimizers):
+            self.core.guard.attach(optimizer)
+            self._accumulation.watch(optimizer)
+
+    def begin(self, this: TrainingStep) -> None:
+        """Note the beginning of a training step."""
+        core = self.core
+        core.check_alive()
+        self.preemption.in_use = True
+        self.preemption.go_on()
+        if not self.preemption.pending:
+            core.in_flight.raise_untold()
+        if self._save_last:
+            notify(self._note_access)
+        self._last_finished = None
+        self._reached.clear()
+        this.counter = core.in_flight.counter
+        this.window = self._accumulation.begin(this.state)
+        this.stall_then = core.stalls.seconds
+        this.in_flight = len(core.in_flight)
+        this.began = time.monotonic()
+
+    def end(self, this: TrainingStep, *, failed: bool) -> bool:
+        """Note the end of a training step; return whether to checkpoint now, and train on.
+
+        Raises UnsupportedStateError after the first one where its state could not be saved.
+        """
+        if failed:
+            self._last_finished = None  # of steps side by side, too: this one may have changed their state
+            return False
+        if this.metadata:
+            check_metadata(this.metadata)  # now, and not in an hour, when a step is saved
+        core = self.core
+        core.check_alive()
+        if core.trace is not None:
+            end = time.perf_counter()
+            start = end - (time.monotonic() - this.began)
+            core.trace(Span(name="step", start=start, end=end, step=this.step))
+        due = self._is_due(this) and not self.preemption.pending
+        first, self._state_seen = not self._state_seen, True
+        if first and not due:
+            flatten(this.state)  # what cannot be saved is told now, and not in an hour
+        return due
+
+    def arguments(self, this: TrainingStep) -> dict[str, Any]:
+        """Return what ``checkpoint()`` gets beside the state of a step."""
+        return {"step": this.step, "metadata": this.metadata, "overlap": bool(self.core.guard.optimizers)}
+
+    def note(self, this: TrainingStep, pending: PendingCheckpoint) -> None:
+        """Note the checkpoint that was taken after a step."""
+        this.pending = pending
+        if pending.skipped and self._report is not None:
+            self._policy.skipped(self._report)
+
+    def is_last(self, this: TrainingStep) -> bool:
+        """Whether the process was asked to go, and may after this step."""
+        return self.preemption.pending and this.whole
+
+    def save_and_go(self, this: TrainingStep) -> Handoff:
+        """Save this step unless that was done, drain until the deadline, and let the process go."""
+        core, preemption, start = self.core, self.preemption, time.perf_counter()
+        try:
+            if this.pending is None or this.pending.skipped:
+                this.pending, _ = core.admit(this.state, this.step, this.metadata)
+            pending = this.pending
+            yield core.assembly.scheduler.drain(last=True)
+            core.stalls.note_call(pending, start)
+            info = pending.result(0)
+        except TimeoutError:
+            text = "gave up: step %d was still being written; nothing newer than %s"
+            preemption.say(text, this.step, preemption.newest)
+        except Exception as error:  # noqa: BLE001 - the process goes all the same
+            preemption.say("gave up: step %d: %s; nothing newer than %s", this.step, error, preemption.newest)
+        else:
+            preemption.say("saved step %d in %.3f s", info.step, time.perf_counter() - start)
+        preemption.finish()
+
+    async def let_cancel(self) -> None:
+        """Let what a SIGINT's handler of asyncio did to the task happen now, not some steps later."""
+        if self.preemption.asked:
+            await asyncio.sleep(0)
+
+    def _is_due(self, this: TrainingStep) -> bool:
+        """Tell the policy of a step; return whether to checkpoint after it."""
+        now, core = time.monotonic(), self.core
+        stall = core.stalls.seconds
+        for saved in core.in_flight.take_reports():
+            self._policy.saved(saved)
+        report = self._report = StepReport(
+            step=this.step,
+            now=now,
+            seconds=max(0.0, now - this.began - (stall - this.stall_then)),
+            stall=stall - self._reported_stall,
+            in_flight=max(this.in_flight, len(core.in_flight)),
+        )
+        self._reported_stall = stall
+        self._due = self._policy.due(report) or self._due
+        self._say()
+        this.whole = self._accumulation.end(this.step, this.window)
+        if self._save_last:
+            this.mark = self._accumulation.mark() if this.whole else None
+            self._last_finished = this
+        if not self._due:
+            return False
+        if not this.whole:
+            self._policy.skipped(report)
+            if self._accumulation.lacks_step:
+                self._look_for_steps(this)
+            elif self._waited is not None:
+                self._waited = 0
+            return False
+        self._due = False
+        self._waited = None if self._waited is None else 0
+        return True
+
+    def _look_for_steps(self, this: TrainingStep) -> None:
+        if self._waited is None:
+            return
+        self._waited += 1
+        if self._waited == _LONG_WINDOW:
+            self._waited = None
+            text = (
+                "nothing is saved: a checkpoint is due, and in the last %d contexts of engine.step no attached "
+                "optimizer made a step; attach the one that trains, unless this window of gradient accumulation is "
+                "that long"
+            )
+            write(logging.WARNING, "no_step", text, _LONG_WINDOW, step=this.step, store=self.core.path)
+
+    def _say(self) -> None:
+        decision = self._policy.decision()
+        said = decision.interval, decision.reason  # the seconds follow every step that is measured
+        if said != self._said:
+            self._said = said
+            fields = {"interval": decision.interval, "seconds": decision.seconds, "store": self.core.path}
+            write(logging.INFO, "interval", "%s", decision.reason, **fields)
+
+    # -- leaving the engine's context
+
+    def leave(self, *, well: bool) -> Handoff:
+        """Save the last finished step if no checkpoint holds it, unless an error ends the context; then close."""
+        core = self.core
+        try:
+            if well or self.preemption.pending:
+                yield from self._save_last_step(well=well)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # cancelled: as in closing, what is in flight is not waited for
+                yield core.assembly.scheduler.cancel_all()
+            try:
+                yield from core.close()
+            except Exception as failure:  # noqa: BLE001 - told with the first one
+                error.add_note(f"a checkpoint failed too: {type(failure).__name__}: {failure}")
+            raise
+        yield from core.close()
+
+    def _save_last_step(self, *, well: bool) -> Handoff:
+        core, last = self.core, self._last_finished
+        if os.getpid() != core.pid or not core.is_open or last is None:
+            return
+        newest = core.in_flight.newest
+        if newest is not None and newest.counter > last.counter and newest.step >= last.step:
+            yield core.assembly.scheduler.drain(last=True)
+            if not newest.failed:
+                return
+        if self._is_as_it_was(last, well=well):
+            core.admit(last.state, last.step, last.metadata, last=True)  # closing waits for it, and tells its failure
+
+    def _is_as_it_was(self, this: TrainingStep, *, well: bool) -> bool:
+        """Whether the state is still that of the end of this step, as far as can be told; else say what happened.
+
+        Args:
+            this: The step.
+            well: No error ends the run. An error may come out of an evaluation with other weights in the parameters'
+                memory, however they got there. Without one, code that may have only read the memory (to write a file,
+                say) counts as a reader.
+        """
+        if not this.whole:
+            why = "a window of gradient accumulation is open, and gradients are not saved; let the last one end"
+        elif this.mark is None or not self._accumulation.is_at(this.mark):
+            why = (
+                "parameters of its optimizers have changed since, or a checkpoint was restored; leave the context "
+                "before that, or call engine.checkpoint before it"
+            )
+        elif {at for at, writes in self._reached if writes or not well}.intersection(
+            # new memory, the same ones
+            chain(map(storage_address, this.mark.parameters), map(id, this.mark.parameters))
+        ):
+            why = (
+                "code got at the memory of its parameters since ('param.data'), as evaluations with other weights do; "
+                "leave the context before that, or call engine.checkpoint before it"
+            )
+        else:
+            return True
+        text = "the last step, %d, is not saved on leaving: %s"
+        write(logging.WARNING, "last_not_saved", text, this.step, why, step=this.step, store=self.core.path)
+        return False
+
+    def _note_access(self, owner: object, writes: bool) -> None:
+        if self._last_finished is not None:
+            self._reached.update(((storage_address(owner), writes), (id(owner), writes)))

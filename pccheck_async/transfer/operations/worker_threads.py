@@ -1,0 +1,126 @@
+"""Daemon worker threads that report to an event loop in batches."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+from pccheck_async.state.tensor_access import exempt_this_thread
+
+__all__ = ["Job", "WorkerThreads"]
+
+Job: TypeAlias = tuple[int, Callable[..., Any], tuple[Any, ...]]
+"""Token, function, its arguments."""
+
+
+class WorkerThreads:
+    """Calls functions on a few daemon threads; completions reach the loop in one wake-up for as many as are ready.
+
+    Unlike :mod:`concurrent.futures` these threads still work in ``atexit`` handlers, where an unclosed engine drains.
+
+    Args:
+        loop: The loop on which ``complete`` is called.
+        complete: Called with (token, result, error) for every job.
+        count: Threads; all are started at once, since none can be started while the interpreter exits.
+        name: Prefix of the threads' names.
+
+    Raises:
+        RuntimeError: The system has no room for as many threads; none is left.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        complete: Callable[[int, Any, BaseException | None], None],
+        *,
+        count: int,
+        name: str,
+    ) -> None:
+        self._loop = loop
+        self._complete = complete
+        self._jobs: deque[Job] = deque()
+        self._ended: deque[tuple[int, Any, BaseException | None]] = deque()
+        self._ready = threading.Condition()
+        self._closed = False
+        self._signalled = False
+        self._pid = os.getpid()
+        self._threads: list[threading.Thread] = []
+        try:
+            for n in range(count):
+                thread = threading.Thread(target=self._work, name=f"{name}-{n}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, jobs: Iterable[Job]) -> None:
+        """Queue jobs, first in first out. Raises RuntimeError in a forked child, where the threads do not exist."""
+        if os.getpid() != self._pid:
+            raise RuntimeError(f"these threads belong to process {self._pid} and do not exist in its forked children")
+        with self._ready:
+            self._jobs.extend(jobs)
+            self._ready.notify(len(self._jobs))
+
+    def cancel(self, token: int) -> bool:
+        """Drop a job that has not started; its completion is reported as cancelled. True where it was found."""
+        with self._ready:
+            for job in self._jobs:
+                if job[0] == token:
+                    self._jobs.remove(job)
+                    break
+            else:
+                return False
+        self._report(token, None, OSError(errno.ECANCELED, "cancelled"))
+        return True
+
+    def close(self) -> None:
+        """End the threads once the queue is empty and wait for them."""
+        if os.getpid() != self._pid:
+            return  # a thread may have held the lock at the fork, and does not exist here to release it
+        with self._ready:
+            self._closed = True
+            self._ready.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        error: BaseException | None
+        exempt_this_thread()
+        while True:
+            with self._ready:
+                while not self._jobs:
+                    if self._closed:
+                        return
+                    self._ready.wait()
+                token, function, arguments = self._jobs.popleft()
+            try:
+                result, error = function(*arguments), None
+            except StopIteration as raised:  # which no future takes; coroutines turn it into the same
+                result, error = None, RuntimeError(f"the call raised {raised!r}")
+            except BaseException as raised:  # noqa: BLE001 - carried to the awaiter
+                result, error = None, raised
+            # The job's buffers must be free when its awaiter resumes, so that one can be resized or released.
+            del function, arguments
+            self._report(token, result, error)
+            del result, error
+
+    def _report(self, token: int, result: Any, error: BaseException | None) -> None:
+        with self._ready:
+            self._ended.append((token, result, error))
+            if self._signalled:
+                return
+            self._signalled = True
+        self._loop.call_soon_threadsafe(self._reap)
+
+    def _reap(self) -> None:
+        with self._ready:
+            self._signalled = False
+            ended, self._ended = self._ended, deque()
+        for token, result, error in ended:
+            self._complete(token, result, error)

@@ -1,0 +1,233 @@
+"""What looking after stores shares: opening one, holding a checkpoint, and checking the chunks of its payload.
+
+A checkpoint that is held has its slot locked shared, so that no writer reuses that meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+from pccheck_async.api.reading import with_session
+from pccheck_async.engine import EngineConfig
+from pccheck_async.engine.loop import OneLoop
+from pccheck_async.errors import DamagedError, NoCheckpointError, ReadError
+from pccheck_async.format import Entry, Record, crc32
+from pccheck_async.format.manifest import ChunkEntry, Manifest
+from pccheck_async.medium import File
+from pccheck_async.medium.open_medium import IO, Session
+from pccheck_async.store import StoreReader
+from pccheck_async.store.reading import choose, read_manifest
+from pccheck_async.store.store_reader import no_store
+from pccheck_async.transfer import BufferPool, available_memory, first_failure
+
+__all__ = [
+    "LOCK_SECONDS",
+    "Held",
+    "Progress",
+    "Run",
+    "check_chunks",
+    "hold",
+    "hold_slot",
+    "make_pool",
+    "no_checkpoint",
+    "open_reader",
+    "run_with_session",
+    "runs",
+]
+
+T = TypeVar("T")
+
+LOCK_SECONDS = 1.0
+"""The last requests of a writer that was killed hold its locks for a moment; a trainer holds them for good."""
+
+
+def run_with_session(
+    path: str | os.PathLike[str], io: IO, work: Callable[[Session], Coroutine[Any, Any, T]], *, small: bool = False
+) -> T:
+    """Block until ``work`` is done with what moves bytes of one folder; ``small``: one thread that moves them does."""
+    with OneLoop() as loop:
+        return loop.call(with_session(path, io, work, EngineConfig(writers=1) if small else EngineConfig()))
+
+
+def no_checkpoint(path: str | os.PathLike[str], step: int | None) -> NoCheckpointError:
+    """Return what to raise where a store lacks the checkpoint that was asked for."""
+    return NoCheckpointError(f"{os.fspath(path)} holds no checkpoint" + ("" if step is None else f" of step {step}"))
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A committed checkpoint, held for reading.
+
+    Attributes:
+        reader: Its store.
+        entry: What the record says of it.
+        file: Its slot.
+        manifest: What it holds.
+    """
+
+    reader: StoreReader
+    entry: Entry
+    file: File
+    manifest: Manifest
+
+
+async def open_reader(session: Session, path: str | os.PathLike[str]) -> StoreReader:
+    """Open a store for reading. Raises NoCheckpointError where there is none, CorruptStoreError."""
+    reader = await StoreReader.open(session)
+    if reader is None:
+        raise no_store(session, path)
+    return reader
+
+
+@asynccontextmanager
+async def hold(reader: StoreReader, path: str | os.PathLike[str], step: int | None) -> AsyncIterator[Held]:
+    """Hold the newest checkpoint, or the newest of ``step``, until the context is left.
+
+    Raises:
+        NoCheckpointError: there is none.
+        DamagedError: its slot is missing, or its manifest damaged.
+        CorruptStoreError: this version does not understand it.
+        ReadError: the device failed.
+    """
+    async with hold_slot(reader, lambda record: choose(record.entries, step)) as held:
+        if held is None:
+            raise no_checkpoint(path, step)
+        entry, file = held
+        if not isinstance(file, File):
+            raise file
+        manifest = await read_manifest(reader.session.medium, file, entry, reader.identity.block_bytes)
+        yield Held(reader, entry, file, manifest)
+
+
+@asynccontextmanager
+async def hold_slot(
+    reader: StoreReader, pick: Callable[[Record], Entry | None]
+) -> AsyncIterator[tuple[Entry, File | DamagedError | ReadError] | None]:
+    """Hold the slot of the picked checkpoint (see :meth:`StoreReader.lock`) until the context is left."""
+    held = await reader.lock(pick)
+    try:
+        yield held
+    finally:
+        if held is not None and isinstance(held[1], File):
+            await reader.session.medium.close(held[1])
+
+
+# -- chunks
+
+_RUN_BYTES = 16 << 20
+_BUFFERS = 6
+"""Four are being read, one is checked. More take longer to be touched for the first time than they save."""
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Told on another thread how many bytes are done, and of how many."""
+
+
+class Run(NamedTuple):
+    """Chunks that are read in one piece: small ones one by one would keep no disk busy."""
+
+    first: int
+    chunks: Sequence[ChunkEntry]
+
+    @property
+    def offset(self) -> int:
+        """Of its first byte in the payload."""
+        return self.chunks[0].offset
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its chunks."""
+        return self.chunks[-1].offset + self.chunks[-1].nbytes - self.offset
+
+
+def runs(chunks: Sequence[ChunkEntry], most: int) -> Iterator[Run]:
+    """Group chunks that lie back to back into runs of at most ``most`` bytes; a larger chunk is a run of its own."""
+    first = 0
+    for index, chunk in enumerate(chunks):
+        if index > first and chunk.offset + chunk.nbytes - chunks[first].offset > most:
+            yield Run(first, chunks[first:index])
+            first = index
+    if first < len(chunks):
+        yield Run(first, chunks[first:])
+
+
+def make_pool(manifest: Manifest) -> BufferPool:
+    """Return buffers for the chunks of a checkpoint, 96 MiB where chunks have at most 16 MiB and memory is not scarce.
+
+    Raises MemoryError where not even one fits into memory: a damaged manifest may claim any size.
+    """
+    largest = max((chunk.nbytes for chunk in manifest.chunks), default=_RUN_BYTES)
+    memory = available_memory()
+    if largest > memory:
+        raise MemoryError(f"a chunk of {largest} bytes does not fit into {memory} bytes of memory")
+    size = max(largest, min(_RUN_BYTES, memory // _BUFFERS // 4096 * 4096))
+    return BufferPool(max(size, min(_BUFFERS * size, memory // 4)), size)
+
+
+async def check_chunks(
+    session: Session,
+    file: File,
+    chunks: Sequence[ChunkEntry],
+    pool: BufferPool,
+    *,
+    damaged: Callable[[int, str], None],
+    checked: Callable[[Run, memoryview], Awaitable[None]] | None = None,
+    read: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Read chunks at the storage's speed and compare each with its checksum.
+
+    Args:
+        session: Moves the bytes.
+        file: The slot.
+        chunks: Back to back.
+        pool: Buffers, each of which holds the largest chunk.
+        damaged: Called with the number of every chunk that is not what was written, and why.
+        checked: Awaited with every run none of whose chunks is damaged, and its bytes.
+        read: Called with the bytes of every run that was read.
+
+    Cancellation: ends once every read ended.
+    """
+
+    async def check(run: Run, buffer: memoryview) -> None:
+        view, whole = buffer[: run.nbytes], True
+        try:
+            got = await session.medium.read(file, run.offset, view)
+        except ReadError as error:
+            if len(run.chunks) > 1:
+                for index, chunk in enumerate(run.chunks, run.first):  # which of them it is
+                    await check(Run(index, [chunk]), buffer)
+                return
+            damaged(run.first, f"it cannot be read: {error.strerror or error}")
+        else:
+            sums = await session.operations.call(_checksums, run, view)
+            for index, (chunk, checksum) in enumerate(zip(run.chunks, sums, strict=True), run.first):
+                if chunk.offset - run.offset + chunk.nbytes > got:
+                    damaged(index, f"the file ends at byte {run.offset + got}")
+                elif checksum != chunk.checksum:
+                    damaged(index, "checksum mismatch")
+                else:
+                    continue
+                whole = False
+            if checked is not None and whole:
+                await checked(run, view)
+        read(run.nbytes)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for run in runs(chunks, pool.buffer_bytes):
+                lease = await pool.lease()
+                # The lease outlives the task, also one that is cancelled before it ran at all.
+                group.create_task(check(run, lease.view)).add_done_callback(lambda _, lease=lease: lease.release())  # type: ignore[misc]
+    except BaseExceptionGroup as errors:
+        failure = first_failure(errors)
+        raise failure from failure.__cause__
+
+
+def _checksums(run: Run, view: memoryview) -> list[int]:
+    """On a helper thread; each checksum lets the GIL go."""
+    starts = [chunk.offset - run.offset for chunk in run.chunks]
+    return [crc32(view[start : start + chunk.nbytes]) for start, chunk in zip(starts, run.chunks, strict=True)]

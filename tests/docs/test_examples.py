@@ -1,0 +1,59 @@
+"""The short examples: each resumes where it ended, and ends with the bits of a run that was never interrupted."""
+
+from __future__ import annotations
+
+import re
+import signal
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from pccheck_async import compare_checkpoints, list_checkpoints
+from tests.support.run_example import EXAMPLES, run_example
+
+pytestmark = pytest.mark.slow
+
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "__init__")
+FREE = {"rng.python", "rng.numpy"}
+"""Generators that no example seeds, because none draws from them: they differ from run to run."""
+SPAWN = get_context("forkserver")
+SPAWN.set_forkserver_preload(["tests.support.run_example"])
+
+
+def run(name: str, folder: Path, *arguments: str) -> str:
+    """Run an example in a process of its own; return what it printed."""
+    folder.mkdir(exist_ok=True)
+    process = SPAWN.Process(target=run_example, args=(name, str(folder), list(arguments)))
+    process.start()
+    process.join(120)
+    printed = (folder / "output").read_text()
+    assert process.exitcode == (128 + signal.SIGTERM if name == "preemption" else 0), printed
+    (folder / "output").unlink()
+    return printed
+
+
+def test_there_are_examples() -> None:
+    assert len(NAMES) >= 7
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_resumes_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    assert "starting from scratch" in run(name, tmp_path / "twice")
+    half = list_checkpoints(tmp_path / "twice" / "checkpoints" / name)[0].step
+    second = run(name, tmp_path / "twice")
+    resumed = re.search(r"^resumed after [\w-]+ (\d+)$", second, re.MULTILINE)
+    assert resumed, second
+    assert int(resumed[1]) == half
+    run(name, tmp_path / "once", str(2 * (half + 1)))
+    stores = [tmp_path / times / "checkpoints" / name for times in ("twice", "once")]
+    compared = compare_checkpoints(*stores)
+    assert compared.one.step == compared.other.step == 2 * half + 1
+    assert compared.leaves >= 3
+    different = {difference.path for difference in compared.differences}
+    assert {path for path in different if ".".join(path.split(".")[:2]) not in FREE} == set()
+
+
+def test_the_programs_are_short() -> None:
+    for name in NAMES:
+        assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 70, name

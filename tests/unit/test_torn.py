@@ -1,0 +1,81 @@
+"""What finds out that leaves changed while they were captured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pccheck_async.state.save.torn import TornLeaves, Versions
+
+
+def made(*tensors: torch.Tensor) -> Versions:
+    return Versions([f"x{number}" for number in range(len(tensors))], [tensor.detach() for tensor in tensors])
+
+
+def test_nothing_changed() -> None:
+    assert made(torch.ones(3), torch.ones(3)).changed() == []
+    assert made().changed() == []
+
+
+def test_a_change_in_place_is_named() -> None:
+    one, other = torch.ones(3), torch.ones(3)
+    versions = made(one, other)
+    other.add_(1)
+    assert versions.changed() == ["x1"]
+
+
+def test_a_change_of_a_view_counts_for_its_base() -> None:
+    base = torch.ones(3, 3)
+    versions = made(base)
+    base[0].zero_()
+    assert versions.changed() == ["x0"]
+
+
+def test_a_storage_that_shrinks_or_grows_is_named() -> None:
+    for nbytes in (0, 1 << 20):
+        tensor = torch.ones(3)
+        versions = made(torch.ones(1), tensor)
+        tensor.untyped_storage().resize_(nbytes)
+        assert versions.changed() == ["x1"]
+
+
+def test_tensors_without_a_counter_are_compared_by_their_memory() -> None:
+    with torch.inference_mode():
+        frozen = torch.ones(3)
+    live = torch.ones(3)
+    versions = made(frozen, live)
+    assert versions.changed() == []
+    live.add_(1)
+    assert versions.changed() == ["x1"]
+
+
+def test_the_tensor_in_the_memory_of_another_is_found() -> None:
+    weight = torch.nn.Parameter(torch.ones(4))
+    versions = made(torch.ones(4), weight)
+    assert versions.paths_of([weight]) == ["x1"]
+    assert versions.paths_of([weight.view(2, 2)[1]]) == ["x1"]
+    assert versions.paths_of([torch.ones(4)]) == []
+
+
+def test_what_is_torn_twice_in_a_row_is_eager_from_then_on(caplog: pytest.LogCaptureFixture) -> None:
+    torn, paths = TornLeaves(), ["a", "b", "c", "d", "e"]
+    torn.note(["a", "b"], [])
+    assert torn.sources(paths, [0, 1, 2, 3, 4]) == []
+    torn.note(["b", "c"], [])
+    assert torn.sources(paths, [0, 1, 2, 3, -1]) == [1]
+    torn.note((), [])
+    torn.note(["a", "b", "c", "d", "e"], ["e"])
+    assert torn.sources(paths, [0, 1, 2, 3, -1]) == [0, 1, 2]
+    assert [record.getMessage()[:72] for record in caplog.records] == [
+        "code outside the steps of attached optimizers changes b while checkpoint",
+        "code outside the steps of attached optimizers changes a, c, e while chec",
+    ]
+
+
+def test_what_is_torn_now_and_then_stays_lazy() -> None:
+    torn = TornLeaves()
+    for _ in range(3):
+        torn.note(["a"], [])
+        for _ in range(8):
+            torn.note((), [])
+    assert torn.sources(["a"], [0]) == []
