@@ -203,7 +203,7 @@ def open_regular(path: str | os.PathLike[str], flags: int, mode: int = 0o666, *,
         raise
     try:
         _check(path, os.fstat(fd).st_mode)
-        # It was for the opening only: io_uring gives up on requests to such a file instead of waiting for the device.
+        # O_NONBLOCK was for the opening only, which a FIFO in the place of the file would block.
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK)
     except BaseException:
         os.close(fd)

@@ -135,12 +135,14 @@ class Store(CommitState):
         async with self.lock:
             self.latch.check()
             entries = tuple(change(self.committed.entries))
-            if entries == self.committed.record.entries:
-                return
             if not self.took_over:  # else skip the lock: its holder may be waiting for readers
                 async with self.slots.lock:
                     self.latch.check()
-                    await take_over(self)  # crash: this record overwrites the last durable one
+                    # Crash: this record overwrites the last durable one. Where nothing is to change: the record that
+                    # says so was only in the device's cache, as its writer died before the flush.
+                    await take_over(self)
+            if entries == self.committed.record.entries:
+                return
             await uninterrupted(self._replace_record(self.committed.record_naming(entries)))
 
     async def _replace_record(self, record: Record) -> None:

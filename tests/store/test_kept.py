@@ -604,6 +604,26 @@ def test_a_pin_drops_what_is_known_to_be_damaged(tmp_path: Path) -> None:
     assert [(info.step, info.pinned) for info in list_checkpoints(tmp_path)] == [(0, True)]
 
 
+def test_a_pin_that_changes_nothing_makes_the_record_durable_that_has_it() -> None:
+    """A predecessor that pinned may have died before its flush: the page cache shows a pin that no disk has (I12)."""
+    disk, state = CrashDisk(), {"x": torch.arange(3000), "step": 0}
+    flushed: list[str] = []
+
+    class Noting(WrappingWriter):
+        async def perform(self, access: Access, call: Callable[[], Awaitable[T]]) -> T:
+            if access.kind == "flush":
+                flushed.append(access.name)
+            return await call()
+
+    with SyncCheckpointEngine(FOLDER, io=CrashWriter(disk)) as engine:
+        engine.checkpoint(state, step=1).result(30)
+        engine.pin(1)
+    with SyncCheckpointEngine(FOLDER, io=Noting(CrashWriter(disk))) as engine:
+        assert not flushed
+        engine.pin(1)
+        assert COMMIT_NAME in flushed
+
+
 def test_of_two_that_make_a_store_neither_takes_it_for_remains() -> None:
     """A listing that began before the other's commit file was there may show its store.json."""
     disk = CrashDisk()
