@@ -188,6 +188,8 @@ class StoreReader:
                 used = True
                 return result
             except (DamagedError, ReadError) as error:
+                if is_exhausted(error):
+                    raise
                 pick(await self.record())  # what older() chooses from
                 fallback.pass_over(entry, superseded, error, older)
             finally:

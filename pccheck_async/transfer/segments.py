@@ -24,9 +24,8 @@ class Segments(NamedTuple):
     """The segments of one chunk; false where there are none.
 
     Attributes:
-        host: Those in host memory, packed as :class:`pccheck_async.transfer.operations.base.Gather` (in growing order
-            of offset,
-            not overlapping) or :class:`pccheck_async.transfer.operations.base.Scatter` wants them.
+        host: Those in host memory, packed as :meth:`Operations.gather` (in growing order of offset, not overlapping) or
+            :meth:`Operations.scatter` wants them.
         devices: Those in the memory of CUDA devices, by the device's index; ordered as those of the host.
         packed: What cannot be copied by address.
     """

@@ -1,12 +1,8 @@
-"""What the policies share: how fast an interval may grow, and checks of their arguments."""
+"""Checks of the arguments that policies take."""
 
 from __future__ import annotations
 
-__all__ = ["LEAP", "check_count", "check_overhead", "check_seconds"]
-
-
-LEAP = 8
-"""The most by which an interval grows at a time: what looks dear is measured again before all of it is believed."""
+__all__ = ["check_count", "check_overhead", "check_seconds"]
 
 
 def check_count(name: str, value: object) -> int:

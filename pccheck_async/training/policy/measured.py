@@ -8,12 +8,15 @@ from statistics import median
 
 from pccheck_async.engine import Decision, SaveReport, StepReport
 from pccheck_async.training.policy.age import AgeLimit
-from pccheck_async.training.policy.checks import LEAP, check_count, check_overhead
+from pccheck_async.training.policy.checks import check_count, check_overhead
 from pccheck_async.training.policy.formulas import whole_steps
 from pccheck_async.training.policy.level import Level
 from pccheck_async.training.policy.meter import OverheadMeter
 
-__all__ = ["Measured", "MeasuredPolicy", "Wanted"]
+__all__ = ["LEAP", "Measured", "MeasuredPolicy", "Wanted"]
+
+LEAP = 8
+"""The most by which an interval grows at a time: what looks dear is measured again before all of it is believed."""
 
 _WARM_UP = 2
 """Steps that compile, allocate and fill caches: not like the others."""

@@ -7,9 +7,10 @@ from statistics import median
 
 from pccheck_async.engine import Decision, SaveReport, StepReport
 from pccheck_async.training.policy.age import MOST_SECONDS, AgeLimit
-from pccheck_async.training.policy.checks import LEAP, check_count, check_overhead
+from pccheck_async.training.policy.checks import check_count, check_overhead
 from pccheck_async.training.policy.formulas import interval_floor, sustained_interval
 from pccheck_async.training.policy.level import Level
+from pccheck_async.training.policy.measured import LEAP
 
 __all__ = ["PCcheckInterval"]
 
