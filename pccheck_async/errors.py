@@ -66,7 +66,7 @@ class CorruptStoreError(StoreError):
 
 
 class DamagedError(CorruptStoreError):
-    """Bytes of a checkpoint fail their checksum, or are gone: an older one takes its place, and it is not kept."""
+    """Bytes of a checkpoint fail their checksum, or are gone: an older one is restored, the next commit drops it."""
 
 
 class NoCheckpointError(StoreError):
@@ -179,12 +179,12 @@ def folder_error(error: OSError, path: str | os.PathLike[str]) -> WriteError:
 
 
 def is_exhausted(error: BaseException) -> bool:
-    """Whether a file could not be opened because this process, or the system, has no more descriptors or memory."""
+    """Whether a system call lacked descriptors or memory, which says nothing about the bytes stored."""
     return isinstance(error, OSError) and error.errno in (_errno.EMFILE, _errno.ENFILE, _errno.ENOMEM)
 
 
 def is_forbidden(error: BaseException) -> bool:
-    """Whether a file could not be opened because this process may not."""
+    """Whether a system call failed because this process may not do that."""
     return isinstance(error, OSError) and error.errno in (_errno.EACCES, _errno.EPERM)
 
 

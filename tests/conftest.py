@@ -10,9 +10,8 @@ import hypothesis
 import pytest
 import torch
 
-from pccheck_async.engine.loop import EngineLoop
-from pccheck_async.transfer.operations import native
-from pccheck_async.transfer.operations.base import Operations
+from pccheck_async.engine import EngineLoop
+from pccheck_async.transfer.operations import Operations, native
 from pccheck_async.transfer.operations.native import NativeOperations
 from pccheck_async.transfer.operations.python import PythonOperations
 

@@ -4,12 +4,16 @@ It may import: tuning and what is below.
 """
 
 from pccheck_async.api.engine import CheckpointEngine
-from pccheck_async.api.lazy_load import OpenCheckpoint, StoredState, StoredTensor, open_checkpoint
+from pccheck_async.api.engine_base import EngineBase
+from pccheck_async.api.lazy_load import Connection, OpenCheckpoint, StoredState, StoredTensor, open_checkpoint
 from pccheck_async.api.loading import list_checkpoints, load, load_sync
+from pccheck_async.api.reading import with_session
 from pccheck_async.api.sync import SyncCheckpointEngine
 
 __all__ = [
     "CheckpointEngine",
+    "Connection",
+    "EngineBase",
     "OpenCheckpoint",
     "StoredState",
     "StoredTensor",
@@ -18,4 +22,5 @@ __all__ = [
     "load",
     "load_sync",
     "open_checkpoint",
+    "with_session",
 ]

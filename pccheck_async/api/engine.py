@@ -142,7 +142,7 @@ class CheckpointEngine(EngineBase):
         except Exception as failure:
             if error is None:
                 raise
-            error.add_note(f"a checkpoint failed too: {type(failure).__name__}: {failure}")
+            error.add_note(f"closing the engine failed, too: {type(failure).__name__}: {failure}")
 
     def step(self, state: Mapping[str, Any], step: int, *, metadata: Metadata | None = None) -> AsyncStepContext:
         """Return the context of one training step, which checkpoints after it when the policy (``interval``) says so.

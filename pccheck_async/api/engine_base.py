@@ -12,9 +12,16 @@ from typing import Any, Literal, Never
 
 import torch
 
-from pccheck_async.engine import Auto, EngineConfig, EngineCore, EngineStatistics, Policy
-from pccheck_async.engine.config import check_flag
-from pccheck_async.engine.metrics import openmetrics, scalars
+from pccheck_async.engine import (
+    Auto,
+    EngineConfig,
+    EngineCore,
+    EngineStatistics,
+    Policy,
+    check_flag,
+    openmetrics,
+    scalars,
+)
 from pccheck_async.format import CheckpointInfo
 from pccheck_async.medium.filesystem import free_bytes, slot_bytes
 from pccheck_async.medium.open_medium import IO

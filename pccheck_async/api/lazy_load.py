@@ -24,12 +24,9 @@ from pccheck_async.format.manifest import MIN_BLOCK, Manifest, TensorEntry
 from pccheck_async.format.skeleton import ArrayNode, Node, arrays
 from pccheck_async.medium import File
 from pccheck_async.medium.open_medium import IO, Session, open_session
-from pccheck_async.state import Targets, paths
-from pccheck_async.state.restore.arrays import Allocation
-from pccheck_async.state.restore.tree import below, leaves, opened, rebuild
-from pccheck_async.state.save.flatten import Array
-from pccheck_async.store import StoreReader, VerifiedChunks
-from pccheck_async.store.store_reader import no_store
+from pccheck_async.state import Allocation, Array, Targets, below, opened, paths, rebuild
+from pccheck_async.state.restore.tree import leaves
+from pccheck_async.store import StoreReader, VerifiedChunks, no_store
 from pccheck_async.transfer import BufferPool, available_cores, available_memory
 
 __all__ = ["OpenCheckpoint", "StoredState", "StoredTensor", "open_checkpoint"]

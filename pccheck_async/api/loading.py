@@ -9,17 +9,14 @@ from typing import Any, TypeVar
 import torch
 
 from pccheck_async.api.reading import with_session
-from pccheck_async.engine import Auto, EngineConfig, decide
-from pccheck_async.engine.loop import OneLoop
+from pccheck_async.engine import Auto, EngineConfig, OneLoop, decide
 from pccheck_async.format import CheckpointInfo, Entry, check_step
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.medium import File
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import IO, Session, check_io
 from pccheck_async.state import allocate
-from pccheck_async.store import StoreReader
-from pccheck_async.store.reading import pool_for, read_payload
-from pccheck_async.store.store_reader import no_store
+from pccheck_async.store import StoreReader, no_store, pool_for, read_payload
 from pccheck_async.telemetry import ReadProgress, reading_progress
 from pccheck_async.transfer import BufferPool, available_cores, available_memory
 from pccheck_async.transfer.copying import HostCopy

@@ -50,7 +50,7 @@ class SyncCheckpointEngine(EngineBase):
         except Exception as failure:
             if error is None:
                 raise
-            error.add_note(f"a checkpoint failed too: {type(failure).__name__}: {failure}")
+            error.add_note(f"closing the engine failed, too: {type(failure).__name__}: {failure}")
 
     def step(self, state: Mapping[str, Any], step: int, *, metadata: Metadata | None = None) -> StepContext:
         """Return the context of one training step (see :meth:`pccheck_async.CheckpointEngine.step`)."""

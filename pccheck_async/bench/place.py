@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from pccheck_async.medium.filesystem import IN_MEMORY, direct_alignment, filesystem_type
+from pccheck_async.medium.filesystem import filesystem_type, probe
 from pccheck_async.transfer import available_cores, available_memory
 
 __all__ = ["Place", "survey"]
@@ -22,7 +21,7 @@ class Place:
 
     Attributes:
         machine: Processor architecture, cores that the process may use, and the model where the kernel tells.
-        memory_bytes: What the process could take when it was asked.
+        memory_bytes: Memory that was available to the process at that time.
         kernel: Release of the kernel.
         device: Name of the accelerator, "cpu" where there is none.
         filesystem: Type of the filesystem ("ext4").
@@ -42,7 +41,7 @@ class Place:
 
 
 def survey(folder: Path) -> Place:
-    """Return where this runs; writes a passing file into ``folder``."""
+    """Return where this runs; creates and removes a temporary file in ``folder``."""
     cuda = torch.cuda.is_available()
     return Place(
         machine=f"{platform.machine()}, {available_cores()} of {os.cpu_count()} cores, {_model()}",
@@ -57,19 +56,8 @@ def survey(folder: Path) -> Place:
 
 
 def _direct(folder: Path) -> str:
-    if filesystem_type(folder) in IN_MEMORY:
-        return "no: in memory"
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
-        try:
-            fd = os.open(file.name, os.O_RDWR | os.O_DIRECT)
-        except OSError as error:
-            return f"no: {error.strerror}"
-        try:
-            return f"yes, aligned to {direct_alignment(fd)[1]} bytes"
-        except OSError as error:
-            return f"no: {error.strerror}"
-        finally:
-            os.close(fd)
+    facts = probe(folder, create=True)
+    return f"yes, aligned to {facts.block_bytes} bytes" if facts.direct else f"no: {facts.why}"
 
 
 def _model() -> str:

@@ -237,7 +237,11 @@ class _Rounds:
             return
         self.progress(f"{title}the disk itself")
         os.sync()
-        self.limit.measure(engine.free_slot())
+        try:
+            self.limit.measure(engine.free_slot())
+        except OSError as error:  # the comparison goes on without the limit
+            self.progress(f"the disk itself cannot be measured: {error}")
+            self.limit = None
 
     def _guarded(self, outcome: Outcome, action: Callable[[Outcome], None]) -> None:
         try:

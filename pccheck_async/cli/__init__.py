@@ -21,7 +21,7 @@ from pccheck_async.cli.bench import run_bench
 from pccheck_async.cli.output import complain, flow_help
 from pccheck_async.cli.tune import tune
 from pccheck_async.cli.watch import watch
-from pccheck_async.telemetry.standard_files import fill_standard_files
+from pccheck_async.telemetry import fill_standard_files
 
 __all__ = ["app", "main"]
 

@@ -141,7 +141,7 @@ def complain(problem: str | Exception) -> None:
 def nothing_in(path: Path) -> str:
     """Say why a folder has no committed checkpoint."""
     from pccheck_async.format.record import IDENTITY_NAME
-    from pccheck_async.store.store_reader import why_no_store
+    from pccheck_async.store import why_no_store
 
     return f"{path} holds no checkpoint yet" if (path / IDENTITY_NAME).is_file() else why_no_store(path)
 

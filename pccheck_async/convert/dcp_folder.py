@@ -19,14 +19,13 @@ from torch.distributed.checkpoint.state_dict_saver import save, save_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from pccheck_async.api import StoredTensor
-from pccheck_async.api.lazy_load import Connection
+from pccheck_async.api import Connection, StoredTensor
 from pccheck_async.convert.selection import Selection, refusal
 from pccheck_async.convert.target import new_folder
 from pccheck_async.errors import CheckpointError, UnsupportedStateError
 from pccheck_async.format.skeleton import ArrayNode, CounterNode, DictNode, ListNode, Node, OrderedDictNode
-from pccheck_async.state import paths
-from pccheck_async.state.restore.tree import below, leaves, mapping_keys, opened, rebuild
+from pccheck_async.state import below, mapping_keys, opened, paths, rebuild
+from pccheck_async.state.restore.tree import leaves
 
 __all__ = ["PART_BYTES", "write"]
 

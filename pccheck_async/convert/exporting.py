@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from pccheck_async.api.lazy_load import Connection
+from pccheck_async.api import Connection
 from pccheck_async.convert import safetensors_file, torch_file
 from pccheck_async.convert.selection import select_part
 from pccheck_async.format import CheckpointInfo, check_step

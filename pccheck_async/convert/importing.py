@@ -22,9 +22,7 @@ from pccheck_async.errors import CheckpointError, CorruptStoreError, StoreFullEr
 from pccheck_async.format import CheckpointInfo, Metadata, check_metadata, new_step
 from pccheck_async.format.record import IDENTITY_NAME, MOST_ENTRIES
 from pccheck_async.medium.open_medium import IO
-from pccheck_async.state.restore.tree import rebuild
-from pccheck_async.state.save.flatten import flatten
-from pccheck_async.state.storages import arrange
+from pccheck_async.state import arrange, flatten, rebuild
 
 __all__ = ["import_checkpoint", "read_torch"]
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from pccheck_async.api.lazy_load import Connection
+from pccheck_async.api import Connection
 from pccheck_async.convert.selection import SAFETENSORS, Selection, contiguous, refusal, torch_name
 from pccheck_async.convert.target import new_file
 from pccheck_async.format.manifest import TensorEntry
@@ -30,9 +30,7 @@ from pccheck_async.format.skeleton import (
     StatefulNode,
     TupleNode,
 )
-from pccheck_async.state import paths
-from pccheck_async.state.save.flatten import Array
-from pccheck_async.state.sources import as_bits
+from pccheck_async.state import Array, as_bits, paths
 
 __all__ = ["STATE", "StoredArray", "StoredStructure", "parts", "write"]
 

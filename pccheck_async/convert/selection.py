@@ -30,9 +30,8 @@ from pccheck_async.format.skeleton import (
     TupleNode,
     arrays,
 )
-from pccheck_async.state import paths
-from pccheck_async.state.restore.tree import below, leaves, opened, select
-from pccheck_async.state.values import atom, from_node
+from pccheck_async.state import atom, below, from_node, opened, paths, select
+from pccheck_async.state.restore.tree import leaves
 
 __all__ = ["SAFETENSORS", "Selection", "contiguous", "native", "pickled", "refusal", "select_part", "torch_name"]
 

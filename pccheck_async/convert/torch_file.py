@@ -24,7 +24,7 @@ from pccheck_async.convert.target import Sink, new_file
 from pccheck_async.format import dtypes
 from pccheck_async.format.manifest import ALIGNMENT, TensorEntry
 from pccheck_async.format.skeleton import Node
-from pccheck_async.state.restore.tree import rebuild
+from pccheck_async.state import rebuild
 from pccheck_async.store import VerifiedChunks
 
 __all__ = ["Archive", "write"]

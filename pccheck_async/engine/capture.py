@@ -25,12 +25,18 @@ import torch
 
 from pccheck_async.engine.inline_capture import InlineCapture, InlineCaptures
 from pccheck_async.format.manifest import ChunkEntry
-from pccheck_async.state.ambient import no_dispatch, no_functions, refuse_tracing
-from pccheck_async.state.cache.layout_cache import LayoutCache, cached_layout
-from pccheck_async.state.cache.tree_cache import Outline
-from pccheck_async.state.save.flatten import flatten_unchecked
-from pccheck_async.state.save.split import LazyPart, Splitter
-from pccheck_async.state.storages import Layout
+from pccheck_async.state import (
+    Layout,
+    LayoutCache,
+    LazyPart,
+    Outline,
+    Splitter,
+    cached_layout,
+    flatten_unchecked,
+    no_dispatch,
+    no_functions,
+    refuse_tracing,
+)
 from pccheck_async.transfer.copying import CopyBackend, Fence, Fenced
 from pccheck_async.transfer.plan import Plan, segments
 

@@ -7,8 +7,7 @@ from numbers import Real
 from typing import Literal
 
 from pccheck_async.format import align
-from pccheck_async.store import Best, Retention
-from pccheck_async.store.retention import make_best
+from pccheck_async.store import Best, Retention, make_best
 
 __all__ = ["Auto", "Decisions", "EngineConfig", "check_flag", "decide"]
 

@@ -37,12 +37,11 @@ from pccheck_async.format import (
     new_step,
     whole_step,
 )
-from pccheck_async.medium.lifetime import forget, remember
+from pccheck_async.medium import forget, remember
 from pccheck_async.medium.open_medium import IO, check_io, store_path
 from pccheck_async.medium.status_file import Status
-from pccheck_async.telemetry import ReadProgress, Reporter, about, write
+from pccheck_async.telemetry import ReadProgress, Reporter, Sink, about, write
 from pccheck_async.telemetry.events import Opened
-from pccheck_async.telemetry.tracing import Sink
 
 __all__ = ["EngineCore"]
 

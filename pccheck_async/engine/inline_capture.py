@@ -14,12 +14,10 @@ from dataclasses import dataclass
 
 from pccheck_async.format import align, crc32
 from pccheck_async.format.manifest import ChunkEntry
-from pccheck_async.state.sources import PackedSource, Sources
-from pccheck_async.state.storages import Layout
-from pccheck_async.transfer import PAGE_BYTES, contiguous_buffer
-from pccheck_async.transfer.operations.base import Operations
+from pccheck_async.state import Layout, PackedSource, Sources
+from pccheck_async.transfer import PAGE_BYTES, PackedPiece, contiguous_buffer
+from pccheck_async.transfer.operations import Operations
 from pccheck_async.transfer.plan import Plan, Planner
-from pccheck_async.transfer.segments import PackedPiece
 
 __all__ = ["InlineCapture", "InlineCaptures"]
 

@@ -15,8 +15,8 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from pccheck_async.errors import ClosedError
-from pccheck_async.state.tensor_access import exempt_this_thread
-from pccheck_async.telemetry.standard_files import fill_standard_files
+from pccheck_async.state import exempt_this_thread
+from pccheck_async.telemetry import fill_standard_files
 from pccheck_async.transfer import uninterrupted
 
 try:  # here, and not when the first loop is made: on a caller's loop
@@ -42,7 +42,11 @@ class EngineLoop:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._guard = threading.Lock()
         self._stopping = False
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self.loop.close()
+            raise
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> tuple[concurrent.futures.Future[T], Callable[[], None]]:
         """Start a coroutine here from any thread. Returns its future and a function that cancels the coroutine.
@@ -90,7 +94,7 @@ class EngineLoop:
             return not self._stopping
 
     async def end_others(self, spared: asyncio.Task[Any] | None = None) -> None:
-        """Cancel what other threads run on this loop, and wait until it ended. Called on this loop, before stopping.
+        """Refuse new coroutines, cancel those of other threads, and wait until they ended. Called on this loop.
 
         Args:
             spared: What ends by itself when the caller has.
@@ -103,16 +107,16 @@ class EngineLoop:
         if others:
             await asyncio.wait(others)
 
-    def call(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """Run a coroutine here and block the calling thread until it ended. On TimeoutError it is cancelled first."""
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine here and block the calling thread until it ended."""
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise RuntimeError("blocking on the engine's own thread would never end")
         future, cancel = self.submit(coroutine)
         try:
-            return future.result(timeout)
+            return future.result()
         except BaseException:
-            if not future.done():  # a timeout or KeyboardInterrupt, not the coroutine's own error
+            if not future.done():  # KeyboardInterrupt, not the coroutine's own error
                 cancel()
                 concurrent.futures.wait([future])
             raise
@@ -198,7 +202,10 @@ async def wait_for(future: concurrent.futures.Future[T]) -> T:
 
 
 async def finish(future: concurrent.futures.Future[Any]) -> None:
-    """Wait until ``future`` is done, whatever it holds, and however often the waiter is cancelled."""
+    """Wait until ``future`` is done, whatever it holds.
+
+    Cancellation: ignored.
+    """
     if future.done():
         return
     waiter = asyncio.wrap_future(future)

@@ -30,9 +30,7 @@ from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.engine.promise import Moment
 from pccheck_async.engine.step_hooks import StepHooks, hooks_of, hooks_of_all
 from pccheck_async.errors import TornCaptureError
-from pccheck_async.state.save.split import LazyPart
-from pccheck_async.state.save.torn import Versions
-from pccheck_async.state.tensor_access import notify, stop_notifying, storage_address
+from pccheck_async.state import LazyPart, Versions, notify, stop_notifying, storage_address
 from pccheck_async.transfer.copying import Fence
 
 __all__ = ["Guard", "Overlapped"]

@@ -13,9 +13,10 @@ from pccheck_async.format import Entry, Restored
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.medium import Medium
 from pccheck_async.state import Restoration, match
-from pccheck_async.store import Store
-from pccheck_async.store.reading import (
+from pccheck_async.store import (
+    DroppedMeanwhileError,
     Fallback,
+    Store,
     choose,
     pool_for,
     read_manifest,
@@ -23,7 +24,6 @@ from pccheck_async.store.reading import (
     verify_payload,
     warn_damaged,
 )
-from pccheck_async.store.store import DroppedMeanwhileError
 from pccheck_async.telemetry import ReadProgress, Reporter, StageClock, events, reading_progress, write
 from pccheck_async.transfer import BufferPool
 from pccheck_async.transfer.copying import CopyBackend
@@ -77,7 +77,7 @@ class Restorer:
         """Restore the newest checkpoint (or that of ``step``), falling back where one is damaged; None: there is none.
 
         Returns:
-            Steps that end with a :class:`Restored`, or None.
+            A :class:`Handoff` that returns a :class:`Restored`, or None.
         """
         start = time.perf_counter()
         begun: list[str] = []
@@ -93,14 +93,14 @@ class Restorer:
                     self._post(self._store.committed.mark_damaged, entry.counter)
                 fallback.pass_over(entry, superseded, error, lambda: self._choose(step, fallback.unreadable))
             except StateMismatchError as error:
-                if fallback.unreadable:
-                    error.add_note("a newer, damaged checkpoint was tried before: the state may hold parts of it")
+                if begun:
+                    error.add_note("reading a newer checkpoint failed before: the state may hold parts of it")
                 raise
             else:
                 if superseded:
                     newer, why = fallback.failure or (
                         self._store.committed.record.entries[0],
-                        DamagedError("found before"),
+                        DamagedError("found damaged by an earlier restore"),
                     )
                     warn_damaged(newer, entry, why)
                 seconds = time.perf_counter() - start

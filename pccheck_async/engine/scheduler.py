@@ -24,9 +24,8 @@ from pccheck_async.format import CheckpointInfo, Entry, align, crc32
 from pccheck_async.format.manifest import VERSION, ChunkEntry, Manifest, ManifestEncoder
 from pccheck_async.medium import Medium, Piece
 from pccheck_async.store import SlotLease, Store
-from pccheck_async.telemetry import Reporter, StageClock, Traced, about, enter_chunk, traced
+from pccheck_async.telemetry import Reporter, Sink, StageClock, Traced, about, enter_chunk, traced
 from pccheck_async.telemetry.events import Abandoned, Captured
-from pccheck_async.telemetry.tracing import Sink
 from pccheck_async.transfer import BufferPool, Limiter, aligned_buffer, first_failure
 from pccheck_async.transfer.plan import Planner
 
@@ -77,8 +76,8 @@ class Scheduler:
         planner: Lays states out.
         max_in_flight: Most checkpoints between admission and their end.
         clock: Stage times.
-        ended: Called with every checkpoint that ended, its error, whether it was superseded, and its bytes, before
-            anyone is told.
+        ended: Called with every checkpoint that ended, its error, whether it was superseded, and its bytes;
+            before anyone is told, but for one that was abandoned.
         reporter: Told of what happens before that.
         path: Of the store, for the log.
     """

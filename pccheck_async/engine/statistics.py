@@ -13,9 +13,7 @@ from pccheck_async.engine.config import Decisions
 from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.engine.policy import Decision
 from pccheck_async.format import CheckpointInfo
-from pccheck_async.telemetry import Reporter, Span, Stage
-from pccheck_async.telemetry.events import Waited
-from pccheck_async.telemetry.tracing import Sink
+from pccheck_async.telemetry import Reporter, Sink, Span, Stage, Waited
 
 __all__ = ["Distribution", "EngineStatistics", "Spread", "Stalls"]
 

@@ -6,6 +6,30 @@ of file descriptors and locks, and the one seam at which faults are injected (:m
 commands such as ``pccheck watch`` do not need.
 """
 
-from pccheck_async.medium.base import File, Medium, MediumFacts, MediumStatistics, Part, Piece, StepwiseMedium
+from pccheck_async.medium.base import (
+    MOST_SMALL_BYTES,
+    File,
+    Medium,
+    MediumFacts,
+    MediumStatistics,
+    Part,
+    Piece,
+    StepwiseMedium,
+    read_around,
+)
+from pccheck_async.medium.lifetime import forget, made_here, remember
 
-__all__ = ["File", "Medium", "MediumFacts", "MediumStatistics", "Part", "Piece", "StepwiseMedium"]
+__all__ = [
+    "MOST_SMALL_BYTES",
+    "File",
+    "Medium",
+    "MediumFacts",
+    "MediumStatistics",
+    "Part",
+    "Piece",
+    "StepwiseMedium",
+    "forget",
+    "made_here",
+    "read_around",
+    "remember",
+]

@@ -18,7 +18,7 @@ from pccheck_async.medium.base import File, Medium, MediumFacts, MediumStatistic
 from pccheck_async.medium.filesystem import probe
 from pccheck_async.medium.folder import Folder
 from pccheck_async.telemetry import StageClock, write
-from pccheck_async.transfer.operations.base import ChainStep, Kind, Operations, Step
+from pccheck_async.transfer.operations import ChainStep, Kind, Operations, Step
 
 __all__ = ["Files"]
 

@@ -11,8 +11,7 @@ from typing import Literal
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.transfer import uninterrupted
-from pccheck_async.transfer.operations import native
-from pccheck_async.transfer.operations.base import Operations
+from pccheck_async.transfer.operations import Operations, native
 from pccheck_async.transfer.operations.native import NativeOperations
 from pccheck_async.transfer.operations.python import PythonOperations
 

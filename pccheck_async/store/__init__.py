@@ -5,14 +5,26 @@ commit record names, and only here anything is flushed. :class:`Store` is a stor
 :class:`StoreReader` one that is read, also beside a running writer of another process.
 """
 
-from pccheck_async.store.reading import VerifiedChunks
-from pccheck_async.store.retention import Best, KeepAll, Retention, SpaceNeeded
+from pccheck_async.store.commit_file import lock_commit, read_commit, stored_identity, unread_record
+from pccheck_async.store.reading import (
+    Fallback,
+    VerifiedChunks,
+    choose,
+    pool_for,
+    read_manifest,
+    read_payload,
+    verify_payload,
+    warn_damaged,
+)
+from pccheck_async.store.retention import Best, KeepAll, Retention, SpaceNeeded, make_best
 from pccheck_async.store.slots import SlotLease
-from pccheck_async.store.store import Store, StoreStatistics, open_store
-from pccheck_async.store.store_reader import StoreReader
+from pccheck_async.store.store import DroppedMeanwhileError, Store, StoreStatistics, open_store
+from pccheck_async.store.store_reader import StoreReader, no_store, why_no_store
 
 __all__ = [
     "Best",
+    "DroppedMeanwhileError",
+    "Fallback",
     "KeepAll",
     "Retention",
     "SlotLease",
@@ -21,5 +33,18 @@ __all__ = [
     "StoreReader",
     "StoreStatistics",
     "VerifiedChunks",
+    "choose",
+    "lock_commit",
+    "make_best",
+    "no_store",
     "open_store",
+    "pool_for",
+    "read_commit",
+    "read_manifest",
+    "read_payload",
+    "stored_identity",
+    "unread_record",
+    "verify_payload",
+    "warn_damaged",
+    "why_no_store",
 ]

@@ -31,9 +31,7 @@ from pccheck_async.format.record import (
     region_offsets,
     slot_number,
 )
-from pccheck_async.medium import File, Medium, Part
-from pccheck_async.medium.base import read_around
-from pccheck_async.medium.lifetime import made_here
+from pccheck_async.medium import File, Medium, Part, made_here, read_around
 from pccheck_async.medium.status_file import read_status
 from pccheck_async.telemetry import write
 from pccheck_async.transfer import PAGE_BYTES, aligned_buffer

@@ -24,10 +24,9 @@ from pccheck_async.medium import File, Medium
 from pccheck_async.medium.open_medium import Session
 from pccheck_async.state import Targets
 from pccheck_async.telemetry import write
-from pccheck_async.transfer import BufferLease, BufferPool, address_of, aligned_buffer, first_failure
+from pccheck_async.transfer import BufferLease, BufferPool, Segments, address_of, aligned_buffer, first_failure
 from pccheck_async.transfer.copying import CopyBackend, HostCopy
 from pccheck_async.transfer.plan import scatter_segments
-from pccheck_async.transfer.segments import Segments
 
 __all__ = [
     "Fallback",

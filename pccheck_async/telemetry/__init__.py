@@ -4,25 +4,29 @@ Primitives that know no engine and no store, and import ``errors`` only. :mod:`.
 :mod:`.logs` the log lines and their fields.
 """
 
-from pccheck_async.telemetry.events import Event
+from pccheck_async.telemetry.events import Event, Waited
 from pccheck_async.telemetry.hooks import Hook
 from pccheck_async.telemetry.logs import about, write
 from pccheck_async.telemetry.progress import ReadProgress, reading_progress
 from pccheck_async.telemetry.reporter import Reporter
 from pccheck_async.telemetry.stages import Stage, StageClock
-from pccheck_async.telemetry.tracing import Span, Traced, enter_chunk, traced
+from pccheck_async.telemetry.standard_files import fill_standard_files
+from pccheck_async.telemetry.tracing import Sink, Span, Traced, enter_chunk, traced
 
 __all__ = [
     "Event",
     "Hook",
     "ReadProgress",
     "Reporter",
+    "Sink",
     "Span",
     "Stage",
     "StageClock",
     "Traced",
+    "Waited",
     "about",
     "enter_chunk",
+    "fill_standard_files",
     "reading_progress",
     "traced",
     "write",

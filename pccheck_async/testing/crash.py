@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pccheck_async.errors import ClosedError, CorruptStoreError, StoreFullError, read_error, write_error
-from pccheck_async.medium import File, MediumFacts, MediumStatistics, StepwiseMedium
-from pccheck_async.medium.base import MOST_SMALL_BYTES
+from pccheck_async.medium import MOST_SMALL_BYTES, File, MediumFacts, MediumStatistics, StepwiseMedium
 from pccheck_async.telemetry import StageClock
 from pccheck_async.testing.disk import CrashDisk
 from pccheck_async.testing.power_loss import Image

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from pccheck_async.api.engine_base import EngineBase
-from pccheck_async.engine import EngineCore, EngineLoop
-from pccheck_async.engine.inline_capture import InlineCaptures
-from pccheck_async.engine.scheduler import Scheduler
+from pccheck_async.api import EngineBase
+from pccheck_async.engine import EngineCore, EngineLoop, InlineCaptures, Scheduler
 from pccheck_async.store import Store
 from pccheck_async.training import TrainingRun
 from pccheck_async.transfer import BufferPool
-from pccheck_async.transfer.operations.base import Operations
+from pccheck_async.transfer.operations import Operations
 
 __all__ = ["Probe", "probe"]
 

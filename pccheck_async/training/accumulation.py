@@ -28,9 +28,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pccheck_async.engine import Guard
-from pccheck_async.engine.step_hooks import StepHooks, hooks_of, unwrapped
-from pccheck_async.state.ambient import no_functions
+from pccheck_async.engine import Guard, StepHooks, hooks_of, unwrapped
+from pccheck_async.state import no_functions
 from pccheck_async.telemetry import write
 
 __all__ = ["PATIENCE", "Accumulation", "Mark", "optimizers_in"]

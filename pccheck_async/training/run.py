@@ -13,11 +13,18 @@ from typing import Any
 
 import torch
 
-from pccheck_async.engine import Decision, EngineCore, Handoff, PendingCheckpoint, Policy, StepReport, TrainingHooks
-from pccheck_async.engine.step_hooks import unwrapped
+from pccheck_async.engine import (
+    Decision,
+    EngineCore,
+    Handoff,
+    PendingCheckpoint,
+    Policy,
+    StepReport,
+    TrainingHooks,
+    unwrapped,
+)
 from pccheck_async.format import Metadata, check_metadata, new_step
-from pccheck_async.state.save.flatten import check_outermost, flatten
-from pccheck_async.state.tensor_access import notify, stop_notifying, storage_address
+from pccheck_async.state import check_outermost, flatten, notify, stop_notifying, storage_address
 from pccheck_async.telemetry import Span, write
 from pccheck_async.training.accumulation import Accumulation, Mark
 from pccheck_async.training.preemption import Preemption
@@ -273,7 +280,7 @@ class TrainingRun(TrainingHooks):
             try:
                 yield from core.close()
             except Exception as failure:  # noqa: BLE001 - told with the first one
-                error.add_note(f"a checkpoint failed too: {type(failure).__name__}: {failure}")
+                error.add_note(f"closing the engine failed, too: {type(failure).__name__}: {failure}")
             raise
         yield from core.close()
 

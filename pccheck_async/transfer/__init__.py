@@ -9,6 +9,7 @@ from pccheck_async.transfer.limiter import Limiter, LimiterStatistics, Permit
 from pccheck_async.transfer.machine import available_cores, available_memory
 from pccheck_async.transfer.memory import PAGE_BYTES, address_of, aligned_buffer, contiguous_buffer, map_memory
 from pccheck_async.transfer.pool import BufferLease, BufferPool, Pinning, PoolStatistics
+from pccheck_async.transfer.segments import PackedPiece, Segments
 from pccheck_async.transfer.uninterrupted import first_failure, to_its_end, uninterrupted
 
 __all__ = [
@@ -17,9 +18,11 @@ __all__ = [
     "BufferPool",
     "Limiter",
     "LimiterStatistics",
+    "PackedPiece",
     "Permit",
     "Pinning",
     "PoolStatistics",
+    "Segments",
     "address_of",
     "aligned_buffer",
     "available_cores",

@@ -16,9 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pccheck_async.format.manifest import ALIGNMENT, MIN_BLOCK, StorageEntry
-from pccheck_async.state import Target, Targets
-from pccheck_async.state.sources import HOST, PackedSource, Sources
-from pccheck_async.state.storages import Layout
+from pccheck_async.state import HOST, Layout, PackedSource, Sources, Target, Targets
 from pccheck_async.transfer.segments import PackedPiece, Segments, Table
 
 __all__ = ["Chunk", "Part", "Plan", "Planner", "scatter_segments", "segments"]

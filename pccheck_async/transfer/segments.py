@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from pccheck_async.state.sources import PackedSource
+from pccheck_async.state import PackedSource
 
 __all__ = ["PackedPiece", "Segments", "Table"]
 

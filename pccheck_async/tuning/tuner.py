@@ -18,16 +18,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pccheck_async.engine import EngineConfig, EngineCore, decide
-from pccheck_async.engine.loop import OneLoop
+from pccheck_async.engine import EngineConfig, EngineCore, OneLoop, decide
 from pccheck_async.errors import InfeasibleError, NoCheckpointError
 from pccheck_async.format.manifest import MIN_BLOCK
 from pccheck_async.medium import Medium
 from pccheck_async.medium.filesystem import free_bytes, slot_bytes
 from pccheck_async.medium.open_medium import IO, check_io, store_path
-from pccheck_async.state.save.flatten import flatten
-from pccheck_async.state.storages import arrange
-from pccheck_async.training.policy.formulas import interval_floor, sustained_interval
+from pccheck_async.state import arrange, flatten
+from pccheck_async.training.policy import interval_floor, sustained_interval
 from pccheck_async.transfer import PAGE_BYTES, available_cores, available_memory
 from pccheck_async.transfer.plan import Planner
 from pccheck_async.tuning.choice import (

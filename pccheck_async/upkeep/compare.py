@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pccheck_async.api.reading import with_session
+from pccheck_async.api import with_session
 from pccheck_async.engine import EngineConfig
 from pccheck_async.errors import DamagedError
 from pccheck_async.format import CheckpointInfo, check_step, dtypes

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from msgspec import structs
 
-from pccheck_async.api.reading import with_session
+from pccheck_async.api import with_session
 from pccheck_async.engine import EngineConfig
 from pccheck_async.errors import DamagedError, StoreFullError
 from pccheck_async.format import CheckpointInfo, align, check_step, crc32

@@ -12,17 +12,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from pccheck_async.api.reading import with_session
-from pccheck_async.engine import EngineConfig
-from pccheck_async.engine.loop import OneLoop
+from pccheck_async.api import with_session
+from pccheck_async.engine import EngineConfig, OneLoop
 from pccheck_async.errors import DamagedError, NoCheckpointError, ReadError
 from pccheck_async.format import Entry, Record, crc32
 from pccheck_async.format.manifest import ChunkEntry, Manifest
 from pccheck_async.medium import File
 from pccheck_async.medium.open_medium import IO, Session
-from pccheck_async.store import StoreReader
-from pccheck_async.store.reading import choose, read_manifest
-from pccheck_async.store.store_reader import no_store
+from pccheck_async.store import StoreReader, choose, no_store, read_manifest
 from pccheck_async.transfer import BufferPool, available_memory, first_failure
 
 __all__ = [

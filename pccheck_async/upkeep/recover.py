@@ -35,8 +35,7 @@ from pccheck_async.format.record import (
 )
 from pccheck_async.medium import Medium
 from pccheck_async.medium.open_medium import IO, Session
-from pccheck_async.store.commit_file import lock_commit, read_commit, stored_identity, unread_record
-from pccheck_async.store.store_reader import no_store
+from pccheck_async.store import lock_commit, no_store, read_commit, stored_identity, unread_record
 from pccheck_async.transfer import PAGE_BYTES, aligned_buffer
 from pccheck_async.upkeep.reading import LOCK_SECONDS, Progress, run_with_session
 from pccheck_async.upkeep.salvage import FoundCheckpoint, arrange, search_slot

@@ -12,8 +12,7 @@ from pccheck_async.errors import CorruptStoreError, ReadError, UnsupportedStateE
 from pccheck_async.format import CheckpointInfo, Entry, check_metadata, crc32
 from pccheck_async.format.manifest import MIN_BLOCK, VERSION, Manifest, decode, encode
 from pccheck_async.format.record import MOST_ENTRIES, slot_number
-from pccheck_async.medium import File
-from pccheck_async.medium.base import read_around
+from pccheck_async.medium import File, read_around
 from pccheck_async.medium.open_medium import Session
 from pccheck_async.state import Listing, list_leaves
 from pccheck_async.transfer import PAGE_BYTES, aligned_buffer

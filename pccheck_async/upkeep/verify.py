@@ -13,12 +13,10 @@ from pccheck_async.errors import DamagedError, NoCheckpointError, ReadError
 from pccheck_async.format import CheckpointInfo, Entry, Record, check_step
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.format.record import COMMIT_NBYTES, REGION_NBYTES, decode_record, newest_record, slot_name
-from pccheck_async.medium import File
-from pccheck_async.medium.base import read_around
+from pccheck_async.medium import File, read_around
 from pccheck_async.medium.open_medium import IO, Session
 from pccheck_async.state import Listing, list_leaves
-from pccheck_async.store import StoreReader
-from pccheck_async.store.reading import choose, read_manifest
+from pccheck_async.store import StoreReader, choose, read_manifest
 from pccheck_async.transfer import aligned_buffer
 from pccheck_async.upkeep.reading import (
     Progress,

@@ -22,7 +22,7 @@ import torch
 
 from pccheck_async import SyncCheckpointEngine, _ext
 from pccheck_async.bench.medians import summary
-from pccheck_async.transfer.memory import address_of, aligned_buffer
+from pccheck_async.transfer import address_of, aligned_buffer
 from tests.campaign.speed import build, change
 
 CHUNK = 8 << 20

@@ -19,15 +19,14 @@ import torch
 from pccheck_async import SyncCheckpointEngine
 from pccheck_async.bench.medians import summary
 from pccheck_async.engine.capture import Captures
-from pccheck_async.state.targets import Target, Targets
+from pccheck_async.state import Target, Targets
+from pccheck_async.transfer import BufferPool, available_cores
 from pccheck_async.transfer.copying import CopyBackend, make_backend
 from pccheck_async.transfer.copying.cuda import CudaCopy
-from pccheck_async.transfer.machine import available_cores
-from pccheck_async.transfer.operations.base import Operations
+from pccheck_async.transfer.operations import Operations
 from pccheck_async.transfer.operations.native import NativeOperations, available
 from pccheck_async.transfer.operations.python import PythonOperations
 from pccheck_async.transfer.plan import Plan, Planner, scatter_segments
-from pccheck_async.transfer.pool import BufferPool
 
 GIB, MIB = 1 << 30, 1 << 20
 Figures = dict[str, list[float]]

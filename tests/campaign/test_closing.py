@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pccheck_async import CheckpointEngine, CheckpointError, list_checkpoints, load
-from pccheck_async.engine.pending import PendingCheckpoint
+from pccheck_async.engine import PendingCheckpoint
 from pccheck_async.medium import Medium
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, StuckWriter
 from pccheck_async.testing.probe import probe

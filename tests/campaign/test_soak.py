@@ -60,6 +60,7 @@ def test_a_reader_beside_a_fast_writer(tmp_path: Path, io: str) -> None:
         """
         import sys, time, torch
         from pccheck_async import SyncCheckpointEngine
+        from pccheck_async.testing.probe import probe
         state = {"tensor": torch.zeros(200_000), "step": 0}
         end, worst = time.monotonic() + float(sys.argv[2]), 0.0
         with SyncCheckpointEngine(sys.argv[1], io=sys.argv[3]) as engine:

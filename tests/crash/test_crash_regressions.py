@@ -11,21 +11,19 @@ import pytest
 from msgspec import structs
 
 from pccheck_async.errors import CorruptStoreError
-from pccheck_async.format import checksum
+from pccheck_async.format import Entry, Identity, Record, checksum
 from pccheck_async.format import record as layout
 from pccheck_async.format.manifest import decode
-from pccheck_async.format.record import Entry, Identity, Record, slot_number
+from pccheck_async.format.record import slot_number
 from pccheck_async.medium import File, Medium, Part, Piece
 from pccheck_async.medium.base import Unsure, ignore
+from pccheck_async.store import Retention, SlotLease, Store, store, store_reader
 from pccheck_async.store import commit as steps
-from pccheck_async.store import store, store_reader
 from pccheck_async.store.commit import CommitState, make_data_durable, write_record
 from pccheck_async.store.commit_file import read_record
-from pccheck_async.store.retention import Kept, Retention
-from pccheck_async.store.slots import SlotLease
-from pccheck_async.store.store import Store
+from pccheck_async.store.retention import Kept
 from pccheck_async.testing import Snapshot, WrappingWriter
-from pccheck_async.transfer.operations.base import Operations
+from pccheck_async.transfer.operations import Operations
 from tests.support.crash_harness import BLOCK, Findings, Scenario, explore, explore_damage, explore_falling_back
 
 pytestmark = pytest.mark.slow

@@ -24,20 +24,19 @@ from pccheck_async import (
     list_checkpoints,
     load_sync,
 )
+from pccheck_async.engine import EngineConfig
 from pccheck_async.engine.assembly import Assembly
-from pccheck_async.engine.config import EngineConfig
 from pccheck_async.engine.in_flight import InFlight
 from pccheck_async.engine.loop import finish
 from pccheck_async.medium import Medium, folder
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.folder import open_regular
-from pccheck_async.telemetry.reporter import Reporter
+from pccheck_async.telemetry import Reporter
 from pccheck_async.testing import FailingWriter, StuckWriter
 from pccheck_async.testing.probe import probe
-from pccheck_async.transfer.memory import PAGE_BYTES
-from pccheck_async.transfer.operations.base import Operations
+from pccheck_async.transfer import PAGE_BYTES, to_its_end, uninterrupted
+from pccheck_async.transfer.operations import Operations
 from pccheck_async.transfer.operations.python import PythonOperations
-from pccheck_async.transfer.uninterrupted import to_its_end, uninterrupted
 from tests.support.processes import open_files, passes_in_a_forked_child
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")

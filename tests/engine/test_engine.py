@@ -28,7 +28,7 @@ from pccheck_async import (
     load,
     load_sync,
 )
-from pccheck_async.api.engine_base import EngineBase
+from pccheck_async.api import EngineBase
 from pccheck_async.format.record import (
     COMMIT_NAME,
     COMMIT_NBYTES,
@@ -39,8 +39,8 @@ from pccheck_async.format.record import (
     region_offsets,
 )
 from pccheck_async.testing.probe import probe
+from pccheck_async.transfer import PAGE_BYTES
 from pccheck_async.transfer.copying import HostCopy
-from pccheck_async.transfer.memory import PAGE_BYTES
 from tests.conftest import BACKENDS, need
 from tests.engine.test_inline_capture_engine import stuck_engine
 from tests.support.processes import open_files, passes_in_a_forked_child

@@ -13,19 +13,18 @@ import pytest
 import torch
 
 from pccheck_async import CheckpointEngine, CheckpointError, SyncCheckpointEngine, WriteError, list_checkpoints
+from pccheck_async.telemetry import Event, Waited
 from pccheck_async.telemetry.events import (
     Abandoned,
     Admitted,
     Captured,
     Closed,
     Durable,
-    Event,
     Failed,
     Opened,
     Restored,
     Skipped,
     Superseded,
-    Waited,
 )
 from pccheck_async.telemetry.hooks import Hooks
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, StuckWriter

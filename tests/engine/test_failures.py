@@ -43,10 +43,10 @@ from pccheck_async import (
     verify_checkpoints,
 )
 from pccheck_async.errors import read_error, write_error
+from pccheck_async.format import Record
 from pccheck_async.format.record import (
     COMMIT_NBYTES,
     REGION_NBYTES,
-    Record,
     decode_identity,
     encode_record,
     newest_record,
@@ -57,8 +57,8 @@ from pccheck_async.medium.files import Files
 from pccheck_async.medium.status_file import read_status
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, StuckWriter, WrappingWriter
 from pccheck_async.testing.probe import probe
-from pccheck_async.transfer.memory import PAGE_BYTES
-from pccheck_async.transfer.operations.base import Operations
+from pccheck_async.transfer import PAGE_BYTES
+from pccheck_async.transfer.operations import Operations
 from tests.engine.test_inline_capture_engine import FOLDER
 from tests.support.children import in_child
 from tests.support.devices import Device
@@ -272,7 +272,7 @@ def test_an_unseen_failure_becomes_a_note_on_the_bodys_error(tmp_path: Path) -> 
 
     with pytest.raises(KeyError) as raised:
         body(Device())
-    assert any("a checkpoint failed too" in note for note in raised.value.__notes__)
+    assert any("closing the engine failed, too" in note for note in raised.value.__notes__)
 
 
 def test_a_seen_failure_is_not_raised_again(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pccheck_async.errors import ClosedError, ReadError, StoreFullError, WriteError
-from pccheck_async.medium import File
-from pccheck_async.medium.base import StepwiseMedium
+from pccheck_async.medium import File, StepwiseMedium
 from pccheck_async.testing import (
     Access,
     CrashDisk,

@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from pccheck_async.engine.inline_capture import InlineCaptures
-from pccheck_async.state.save.flatten import flatten
-from pccheck_async.state.sources import PackedSource
-from pccheck_async.state.storages import Layout, arrange
-from pccheck_async.transfer.operations.base import Operations
+from pccheck_async.engine import InlineCaptures
+from pccheck_async.state import Layout, PackedSource, arrange, flatten
+from pccheck_async.transfer.operations import Operations
 from pccheck_async.transfer.plan import Planner
 from tests.conftest import BACKENDS
 

@@ -14,15 +14,13 @@ import pytest
 import torch
 
 from pccheck_async import CheckpointEngine, StoreFailedError, SyncCheckpointEngine, WriteError, load_sync
-from pccheck_async.engine import scheduler
-from pccheck_async.engine.pending import CheckpointProgress
-from pccheck_async.format.record import COMMIT_NAME, Entry
+from pccheck_async.engine import CheckpointProgress, scheduler
+from pccheck_async.format import Entry
+from pccheck_async.format.record import COMMIT_NAME
 from pccheck_async.medium import File, Medium
-from pccheck_async.store.retention import Retention
-from pccheck_async.store.store import open_store
-from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, StuckWriter, WrappingWriter
-from pccheck_async.testing.wrapping import Access
-from pccheck_async.transfer.memory import aligned_buffer
+from pccheck_async.store import Retention, open_store
+from pccheck_async.testing import Access, CrashDisk, CrashWriter, FailingWriter, StuckWriter, WrappingWriter
+from pccheck_async.transfer import aligned_buffer
 
 FOLDER = "anywhere"
 T = TypeVar("T")

@@ -37,9 +37,10 @@ from pccheck_async import (
 from pccheck_async.format.dtypes import TORCH_DTYPES
 from pccheck_async.medium import File
 from pccheck_async.medium.files import Files
-from pccheck_async.state.restore.tree import below, leaves, opened
+from pccheck_async.state import below, opened
+from pccheck_async.state.restore.tree import leaves
 from pccheck_async.testing import WrappingWriter
-from pccheck_async.transfer.operations.base import Operations
+from pccheck_async.transfer.operations import Operations
 from tests.engine.test_failures import flip, slot_of
 from tests.engine.test_failures import save as save_steps
 from tests.support import state_strategies

@@ -30,8 +30,8 @@ from pccheck_async import (
 from pccheck_async.medium.files import Files
 from pccheck_async.testing import FailingWriter
 from pccheck_async.training.policy import Decision, EverySteps
-from pccheck_async.transfer.operations.base import Operations
-from pccheck_async.tuning.tuner import tune
+from pccheck_async.transfer.operations import Operations
+from pccheck_async.tuning import tune
 from tests.support.processes import open_files
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")

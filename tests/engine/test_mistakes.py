@@ -30,8 +30,8 @@ from pccheck_async import (
     load_sync,
 )
 from pccheck_async.engine import core
-from pccheck_async.format.info import whole_step
-from pccheck_async.tuning.tuner import tune_blocking
+from pccheck_async.format import whole_step
+from pccheck_async.tuning import tune_blocking
 from tests.support.devices import Device
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")

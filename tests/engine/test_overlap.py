@@ -29,19 +29,16 @@ from pccheck_async import (
     list_checkpoints,
     load_sync,
 )
+from pccheck_async.engine import EngineLoop, Guard, PendingCheckpoint
 from pccheck_async.engine.capture import Captures
-from pccheck_async.engine.loop import EngineLoop
-from pccheck_async.engine.overlap import Guard
-from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.testing import FailingWriter
 from pccheck_async.testing.probe import probe
+from pccheck_async.transfer import PAGE_BYTES, uninterrupted
 from pccheck_async.transfer.copying import HostCopy
-from pccheck_async.transfer.memory import PAGE_BYTES
-from pccheck_async.transfer.operations.base import Operations
+from pccheck_async.transfer.operations import Operations
 from pccheck_async.transfer.plan import Planner
-from pccheck_async.transfer.uninterrupted import uninterrupted
 from tests.support.devices import Device
 from tests.support.processes import passes_in_a_forked_child
 

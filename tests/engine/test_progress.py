@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pccheck_async import SyncCheckpointEngine, WriteError, load_sync
-from pccheck_async.engine.pending import CheckpointProgress
+from pccheck_async.engine import CheckpointProgress
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, StuckWriter
 from pccheck_async.testing.probe import probe
 from tests.support.devices import Device

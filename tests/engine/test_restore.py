@@ -32,24 +32,16 @@ from pccheck_async import (
     verify_checkpoints,
 )
 from pccheck_async.engine import restorer
-from pccheck_async.format.checksum import crc32
-from pccheck_async.format.record import (
-    Entry,
-    Record,
-    decode_identity,
-    encode_record,
-    newest_record,
-    region_offsets,
-    slot_name,
-)
+from pccheck_async.format import Entry, Record, crc32
+from pccheck_async.format.record import decode_identity, encode_record, newest_record, region_offsets, slot_name
 from pccheck_async.medium import File, Medium
 from pccheck_async.medium.files import Files
+from pccheck_async.store import choose
 from pccheck_async.store.latch import Latch
-from pccheck_async.store.reading import choose
 from pccheck_async.store.slots import open_slots
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, Image, ImageWriter, StuckWriter, WrappingWriter
 from pccheck_async.testing.probe import probe
-from pccheck_async.transfer.operations.base import Operations
+from pccheck_async.transfer.operations import Operations
 from tests.engine.test_inline_capture_engine import FOLDER, small
 from tests.support.damage import BadBlocks
 

@@ -15,7 +15,7 @@ import torch
 
 from pccheck_async.engine.capture import Capture, Captures
 from pccheck_async.errors import UnsupportedStateError
-from pccheck_async.format.checksum import crc32
+from pccheck_async.format import crc32
 from pccheck_async.format.manifest import VERSION, ChunkEntry, Manifest, ManifestEncoder
 from pccheck_async.state.cache import fingerprints
 from pccheck_async.state.save import split

@@ -13,7 +13,7 @@ import torch
 from pccheck_async import CheckpointError, SyncCheckpointEngine, TornCaptureError, UnsupportedStateError, load_sync
 from pccheck_async.state.save import split
 from pccheck_async.testing.probe import probe
-from pccheck_async.transfer.memory import PAGE_BYTES
+from pccheck_async.transfer import PAGE_BYTES
 from tests.engine.test_same_as_fresh import Saver, flip, left_to_the_step, memory_of
 from tests.support.changing_state import ChangingState
 from tests.support.state_strategies import difference

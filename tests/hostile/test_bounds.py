@@ -17,9 +17,10 @@ from pccheck_async import (
     load_sync,
     recover_store,
 )
+from pccheck_async.format import Record
 from pccheck_async.format import record as layout_of
 from pccheck_async.format.keys import MOST_ALIKE
-from pccheck_async.format.record import MOST_SLOT, Record, slot_name, slot_number
+from pccheck_async.format.record import MOST_SLOT, slot_name, slot_number
 from pccheck_async.format.skeleton import (
     BigIntNode,
     CounterNode,
@@ -33,10 +34,9 @@ from pccheck_async.format.skeleton import (
 )
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
-from pccheck_async.state.restore.tree import rebuild
-from pccheck_async.state.save.flatten import flatten
+from pccheck_async.state import flatten, rebuild
 from pccheck_async.testing import Access, WrappingWriter
-from pccheck_async.transfer.operations.base import Operations
+from pccheck_async.transfer.operations import Operations
 from pccheck_async.upkeep.salvage import SIGNATURE
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")

@@ -34,7 +34,7 @@ from pccheck_async.format.record import (
     slot_name,
 )
 from pccheck_async.testing import CrashDisk, CrashWriter, Image, ImageWriter
-from pccheck_async.transfer.memory import PAGE_BYTES
+from pccheck_async.transfer import PAGE_BYTES
 from tests.support.damage import BadBlocks, Damaged, WholeStore, exchanges, flipped, garbage, pieces, truncations
 
 pytestmark = pytest.mark.slow

@@ -45,7 +45,7 @@ from pccheck_async import (
     list_checkpoints,
     load_sync,
 )
-from pccheck_async.api.lazy_load import Connection
+from pccheck_async.api import Connection
 from pccheck_async.cli import app
 from pccheck_async.convert import importing, target, torch_file
 from pccheck_async.convert.safetensors_file import parts

@@ -33,7 +33,8 @@ from pccheck_async import (
     load_sync,
     open_checkpoint,
 )
-from pccheck_async.format.record import COMMIT_NAME, MOST_ENTRIES, REGION_NBYTES, Record, encode_record, region_offsets
+from pccheck_async.format import Record
+from pccheck_async.format.record import COMMIT_NAME, MOST_ENTRIES, REGION_NBYTES, encode_record, region_offsets
 from pccheck_async.medium import File
 from pccheck_async.store.commit_file import open_commit, read_record
 from pccheck_async.testing import (
@@ -47,7 +48,7 @@ from pccheck_async.testing import (
 )
 from pccheck_async.testing.probe import probe
 from pccheck_async.testing.snapshot import Change, Written
-from pccheck_async.transfer.memory import aligned_buffer
+from pccheck_async.transfer import aligned_buffer
 from tests.engine.test_failures import flip, save, slot_of, state_of
 from tests.engine.test_inline_capture_engine import small, stuck_engine
 

@@ -30,8 +30,8 @@ from pccheck_async.testing import (
     ThrottledWriter,
     WrappingWriter,
 )
-from pccheck_async.transfer.memory import PAGE_BYTES, map_memory
-from pccheck_async.transfer.operations.base import ChainStep, Operations, Step
+from pccheck_async.transfer import PAGE_BYTES, map_memory
+from pccheck_async.transfer.operations import ChainStep, Operations, Step
 from tests.conftest import BACKENDS
 from tests.support.planted import PLANTED, planted
 

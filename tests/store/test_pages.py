@@ -21,9 +21,8 @@ from pccheck_async.format.record import IDENTITY_NAME, REGION_NBYTES
 from pccheck_async.medium import File, Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.testing import CrashDisk, CrashWriter, WrappingWriter
-from pccheck_async.transfer import memory
-from pccheck_async.transfer.memory import map_memory
-from pccheck_async.transfer.operations.base import Operations
+from pccheck_async.transfer import map_memory, memory
+from pccheck_async.transfer.operations import Operations
 
 SMALL, LARGE = 4096, 65536
 Machine = Callable[[int], None]

@@ -23,11 +23,10 @@ from pccheck_async import (
     load_sync,
     verify_checkpoints,
 )
+from pccheck_async.format import Identity, Record
 from pccheck_async.format.manifest import Manifest, decode, encode
 from pccheck_async.format.record import (
     REGION_NBYTES,
-    Identity,
-    Record,
     decode_identity,
     decode_record,
     encode_identity,

@@ -31,7 +31,8 @@ from pccheck_async import (
     recover_store,
     verify_checkpoints,
 )
-from pccheck_async.format.record import COMMIT_NBYTES, REGION_NBYTES, Entry
+from pccheck_async.format import Entry
+from pccheck_async.format.record import COMMIT_NBYTES, REGION_NBYTES
 from pccheck_async.medium import File, Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.testing import (
@@ -43,7 +44,7 @@ from pccheck_async.testing import (
     WrappingWriter,
     power_loss_images,
 )
-from pccheck_async.transfer.operations.base import Operations
+from pccheck_async.transfer.operations import Operations
 from pccheck_async.upkeep import recover
 from pccheck_async.upkeep.salvage import FoundCheckpoint, arrange
 from tests.support.state_strategies import difference

@@ -23,8 +23,8 @@ from pccheck_async import (
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.testing.probe import probe
-from pccheck_async.transfer.memory import PAGE_BYTES
-from pccheck_async.transfer.operations.base import Operations
+from pccheck_async.transfer import PAGE_BYTES
+from pccheck_async.transfer.operations import Operations
 from tests.support.devices import Breaking, Device
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")

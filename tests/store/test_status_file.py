@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from pccheck_async import SyncCheckpointEngine, list_checkpoints, load_sync
 from pccheck_async.engine.status_publisher import Publisher
-from pccheck_async.format.checksum import crc32
+from pccheck_async.format import crc32
 from pccheck_async.medium.status_file import (
     STATUS_NAME,
     Committed,

@@ -26,7 +26,7 @@ import pytest
 import torch
 
 from pccheck_async import SyncCheckpointEngine, list_checkpoints, load_sync
-from pccheck_async.medium.base import File
+from pccheck_async.medium import File
 from pccheck_async.medium.files import Files
 from pccheck_async.testing import WrappingWriter
 from tests.support.processes import forked

@@ -42,7 +42,7 @@ from pccheck_async.testing import (
     WrappingWriter,
     power_loss_images,
 )
-from pccheck_async.transfer.memory import PAGE_BYTES
+from pccheck_async.transfer import PAGE_BYTES
 from tests.support.image_reader import Listed, listed
 
 T = TypeVar("T")

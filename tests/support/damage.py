@@ -18,7 +18,7 @@ from pccheck_async.errors import ReadError, WriteError
 from pccheck_async.format.record import COMMIT_NAME, IDENTITY_NAME
 from pccheck_async.medium import File, Medium
 from pccheck_async.testing import CrashDisk, CrashWriter, Image, ImageWriter, WrappingWriter
-from pccheck_async.transfer.memory import PAGE_BYTES
+from pccheck_async.transfer import PAGE_BYTES
 
 Damaged = tuple[str, Image]
 """What was done to a store, and what is left of it."""

@@ -10,7 +10,7 @@ from pccheck_async import WriteError
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.testing import Access, StuckWriter, WrappingWriter
-from pccheck_async.transfer.operations.base import Operations
+from pccheck_async.transfer.operations import Operations
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from pccheck_async import CheckpointError, SyncCheckpointEngine, list_checkpoints, load_sync
-from pccheck_async.format.checksum import crc32
+from pccheck_async.format import crc32
 from pccheck_async.format.manifest import decode
 from pccheck_async.format.record import (
     COMMIT_NAME,
@@ -33,9 +33,9 @@ from pccheck_async.format.record import (
     decode_identity,
     newest_record,
 )
-from pccheck_async.state.restore.match import allocate, match
+from pccheck_async.state import allocate, match
 from pccheck_async.testing import CrashDisk, CrashWriter, Image, ImageWriter
-from pccheck_async.transfer.memory import PAGE_BYTES
+from pccheck_async.transfer import PAGE_BYTES
 from tests.support.round_trip import Saved
 
 MEMORY = 1 << 30

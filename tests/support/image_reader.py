@@ -5,12 +5,11 @@ from __future__ import annotations
 from functools import lru_cache
 
 from pccheck_async import CheckpointError, CheckpointInfo, load_sync
+from pccheck_async.format import Entry, Record
 from pccheck_async.format.record import (
     COMMIT_NAME,
     COMMIT_NBYTES,
     IDENTITY_NAME,
-    Entry,
-    Record,
     decode_identity,
     encode_record,
     newest_record,

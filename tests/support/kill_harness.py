@@ -174,7 +174,7 @@ class _Child:
 
     def run(self) -> None:
         from pccheck_async import SyncCheckpointEngine
-        from pccheck_async.engine.core import EngineCore
+        from pccheck_async.engine import EngineCore
         from pccheck_async.medium.files import Files
         from pccheck_async.store import commit
         from pccheck_async.transfer.copying import HostCopy

@@ -24,15 +24,12 @@ import pytest
 
 from pccheck_async.engine import assembly as pipeline
 from pccheck_async.engine import capture, restorer
-from pccheck_async.state.cache.layout_cache import LayoutCache, cached_layout
+from pccheck_async.state import HOST, Layout, LayoutCache, Restoration, Sources, Targets, cached_layout, match
 from pccheck_async.state.leaves import Leaves
-from pccheck_async.state.restore.match import Restoration, match
-from pccheck_async.state.sources import HOST, RawSource, Sources
-from pccheck_async.state.storages import Layout
-from pccheck_async.state.targets import Targets
+from pccheck_async.state.sources import RawSource
 from pccheck_async.transfer.copying import CopyBackend, CudaCopy
 from pccheck_async.transfer.copying.snapshot import DeviceMemory, DeviceMode
-from pccheck_async.transfer.operations.base import Operations
+from pccheck_async.transfer.operations import Operations
 from pccheck_async.transfer.segments import Table
 
 _machine = threading.RLock()  # one processor for all devices

@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pccheck_async.format.checksum import crc32
+from pccheck_async.format import crc32
 from pccheck_async.format.manifest import VERSION, ChunkEntry, Manifest, decode, encode
-from pccheck_async.state.restore.match import Restoration, allocate, match
-from pccheck_async.state.save.flatten import flatten
-from pccheck_async.state.storages import arrange
+from pccheck_async.state import Restoration, allocate, arrange, flatten, match
 from pccheck_async.transfer.operations.python import gather, scatter
 from pccheck_async.transfer.plan import Planner, scatter_segments, segments
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 
 from pccheck_async.format import dtypes
-from pccheck_async.state.sources import as_bits
+from pccheck_async.state import as_bits
 
 TORCH_DTYPES = sorted(dtypes.STORABLE.values(), key=str)
 NUMPY_DTYPES = ["?", "i1", "<i4", ">i4", "u8", "f2", ">f8", "g", "c8", ">c16", "M8[ns]", "m8[D]", "S3", "<U5", "V7"]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from pccheck_async.engine.policy import Policy, SaveReport, StepReport
+from pccheck_async.engine import Policy, SaveReport, StepReport
 
 
 @dataclass

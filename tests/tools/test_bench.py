@@ -16,12 +16,13 @@ import pytest
 from typer.testing import CliRunner
 
 from pccheck_async import SyncCheckpointEngine, load_sync
+from pccheck_async.bench import METHODS, NoRoomError, UnknownMethodError, as_json, compare, find_methods, table
 from pccheck_async.bench.medians import median_interval, quartiles
-from pccheck_async.bench.methods import METHODS, PCcheck, Tensors, TorchSave, UnknownMethodError, find_methods
+from pccheck_async.bench.methods import PCcheck, Tensors, TorchSave
 from pccheck_async.bench.place import survey
 from pccheck_async.bench.raw_disk import RawDisk, RawLimit, Way, slot_file, ways
-from pccheck_async.bench.report import as_json, ratio, table
-from pccheck_async.bench.rounds import Comparison, NoRoomError, Outcome, Sample, compare
+from pccheck_async.bench.report import ratio
+from pccheck_async.bench.rounds import Comparison, Outcome, Sample
 from pccheck_async.bench.usage import busy_seconds
 from pccheck_async.cli import app
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pccheck_async import SyncCheckpointEngine, list_checkpoints
-from pccheck_async.engine.step_hooks import hooks_of
+from pccheck_async.engine import hooks_of
 from pccheck_async.testing.probe import probe
 from pccheck_async.training import accumulation as windows_module
 from pccheck_async.training.accumulation import PATIENCE

@@ -28,8 +28,8 @@ from pccheck_async.medium.files import Files
 from pccheck_async.testing import ThrottledWriter
 from pccheck_async.testing.probe import probe
 from pccheck_async.training import preemption
-from pccheck_async.transfer.memory import PAGE_BYTES
-from pccheck_async.transfer.operations.base import Operations
+from pccheck_async.transfer import PAGE_BYTES
+from pccheck_async.transfer.operations import Operations
 from tests.support.devices import Device
 
 NEVER = 1_000_000
@@ -383,7 +383,10 @@ def hang(folder: Path, tell: Tell, deadline: float) -> None:
                 tell("hangs")
                 wait_preempted(engine)
                 tell("noted")
-                threading.Event().wait()
+                while (
+                    True
+                ):  # a handler of Python cannot run in a wait without end that begins right after the signal came
+                    time.sleep(0.05)
     finally:
         tell("finally", signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
 

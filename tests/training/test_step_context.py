@@ -26,14 +26,14 @@ from pccheck_async import (
     list_checkpoints,
     load_sync,
 )
-from pccheck_async.engine.policy import Decision, SaveReport, StepReport
+from pccheck_async.engine import Decision, SaveReport, StepReport
 from pccheck_async.testing import CrashDisk, CrashWriter, StuckWriter
 from pccheck_async.testing.probe import probe
+from pccheck_async.training import TrainingStep
 from pccheck_async.training.policy import (
     EverySteps,
     PCcheckInterval,
 )
-from pccheck_async.training.run import TrainingStep
 from tests.engine.test_inline_capture_engine import FOLDER, small
 from tests.support.devices import Device
 from tests.support.training_simulator import Machine, Simulator

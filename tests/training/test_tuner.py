@@ -33,14 +33,14 @@ from pccheck_async import (
     load_sync,
     read_tuning,
 )
-from pccheck_async.engine.config import EngineConfig
+from pccheck_async.engine import EngineConfig
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.filesystem import free_bytes
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, ThrottledWriter
-from pccheck_async.transfer.machine import available_cores
-from pccheck_async.transfer.operations.base import Operations
-from pccheck_async.tuning.tuner import tune, tune_blocking
+from pccheck_async.transfer import available_cores
+from pccheck_async.transfer.operations import Operations
+from pccheck_async.tuning import tune, tune_blocking
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -28,25 +28,24 @@ from pccheck_async import SyncCheckpointEngine, WriteError, load_sync
 from pccheck_async.engine import assembly as pipeline
 from pccheck_async.engine.capture import Capture
 from pccheck_async.errors import CheckpointError
-from pccheck_async.format.checksum import crc32
+from pccheck_async.format import crc32
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
+from pccheck_async.state import HOST, PackedSource, Sources, arrange
 from pccheck_async.state.save.flatten import ArrayLeaf
-from pccheck_async.state.sources import HOST, PackedSource, RawSource, Sources
-from pccheck_async.state.storages import arrange
+from pccheck_async.state.sources import RawSource
 from pccheck_async.testing import FailingWriter
+from pccheck_async.transfer import BufferPool, PackedPiece, Segments, address_of, aligned_buffer
 from pccheck_async.transfer import pool as pool_module
 from pccheck_async.transfer.copying import CopyBackend, CudaCopy, HostCopy, lanes, make_backend
 from pccheck_async.transfer.copying.cuda_device import CudaDevice, load
 from pccheck_async.transfer.copying.lanes import Lane, compacted, gaps, joined, merged, moves, split
 from pccheck_async.transfer.copying.runtime import MOVE_SOURCE, TorchRuntime
 from pccheck_async.transfer.copying.snapshot import Account, DeviceMemory, DeviceMode, Pace, decide, spare
-from pccheck_async.transfer.memory import address_of, aligned_buffer
-from pccheck_async.transfer.operations.base import Operations
+from pccheck_async.transfer.operations import Operations
 from pccheck_async.transfer.operations.python import PythonOperations, gather
 from pccheck_async.transfer.plan import Planner
-from pccheck_async.transfer.pool import BufferPool
-from pccheck_async.transfer.segments import PackedPiece, Segments, Table
+from pccheck_async.transfer.segments import Table
 from tests.conftest import BACKENDS, need
 from tests.support.played_cuda import Library, played, using
 from tests.support.pretend_device import PretendDevice, PretendStream, keep_on

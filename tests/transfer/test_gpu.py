@@ -15,9 +15,7 @@ import torch
 
 from pccheck_async import CheckpointEngine, CheckpointError, SyncCheckpointEngine, list_checkpoints, load_sync
 from pccheck_async.format import dtypes
-from pccheck_async.state.restore.arrays import Allocation
-from pccheck_async.state.sources import HOST, as_bits
-from pccheck_async.state.targets import Target
+from pccheck_async.state import HOST, Allocation, Target, as_bits
 from pccheck_async.transfer.copying.cuda_device import CudaDevice, CudaStream, load
 from pccheck_async.transfer.copying.snapshot import DeviceMode
 from tests.support.played_cuda import using

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pccheck_async.transfer import memory
-from pccheck_async.transfer.memory import PAGE_BYTES, address_of, contiguous_buffer, map_memory
+from pccheck_async.transfer import PAGE_BYTES, address_of, contiguous_buffer, map_memory, memory
 from tests.support.processes import passes_in_a_forked_child
 
 _MAP_FIXED_NOREPLACE = 0x100000

@@ -26,8 +26,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pccheck_async.format import checksum
-from pccheck_async.transfer.operations import python
-from pccheck_async.transfer.operations.base import ChainStep, Kind, Operations, Step
+from pccheck_async.transfer.operations import ChainStep, Kind, Operations, Step, python
 from pccheck_async.transfer.operations.worker_threads import WorkerThreads
 from tests.conftest import BACKENDS
 from tests.support.processes import passes_in_a_forked_child

@@ -5,8 +5,7 @@ import ctypes
 
 import pytest
 
-from pccheck_async.transfer.memory import PAGE_BYTES
-from pccheck_async.transfer.pool import BufferPool
+from pccheck_async.transfer import PAGE_BYTES, BufferPool
 
 
 def test_buffers_are_page_aligned_and_disjoint() -> None:

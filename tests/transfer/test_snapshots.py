@@ -14,10 +14,9 @@ import torch
 from pccheck_async import SyncCheckpointEngine, load_sync
 from pccheck_async.engine.capture import Captures
 from pccheck_async.errors import UnsupportedStateError
+from pccheck_async.state import arrange, flatten
 from pccheck_async.state.cache.fingerprints import DLPACK_API
-from pccheck_async.state.save.flatten import flatten
 from pccheck_async.state.sources import RawSource
-from pccheck_async.state.storages import arrange
 from pccheck_async.transfer.copying.host import HostCopy
 from tests.support.state_strategies import difference
 from tests.unit.test_tree_cache import step as train

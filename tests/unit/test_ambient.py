@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from pccheck_async import ResumableLoader, RNGState, SyncCheckpointEngine, UnsupportedStateError, load_sync
-from pccheck_async.api.lazy_load import open_checkpoint
+from pccheck_async.api import open_checkpoint
 from tests.support.datasets import Numbers, values
 from tests.support.state_strategies import array_bytes, same
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from pccheck_async.format.record import Entry, Record, region_offsets
+from pccheck_async.format import Entry, Record
+from pccheck_async.format.record import region_offsets
+from pccheck_async.store import Retention
 from pccheck_async.store.committed import Committed
-from pccheck_async.store.retention import Retention
 
 
 def entry(counter: int, slot: int) -> Entry:

@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from pccheck_async import SyncCheckpointEngine, TornCaptureError, list_checkpoints, load_sync
-from pccheck_async.engine.pending import PendingCheckpoint
+from pccheck_async.engine import PendingCheckpoint
+from pccheck_async.state import arrange, flatten_unchecked
 from pccheck_async.state.cache.constants import Choice, Constants
-from pccheck_async.state.save.flatten import flatten_unchecked
-from pccheck_async.state.storages import arrange
-from pccheck_async.transfer.memory import PAGE_BYTES
+from pccheck_async.transfer import PAGE_BYTES
 from pccheck_async.transfer.plan import Planner
 from tests.engine.test_overlap import equal
 from tests.support.devices import Device

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pccheck_async.format import dtypes
 from pccheck_async.format.manifest import TensorEntry
-from pccheck_async.state.sources import as_bits
+from pccheck_async.state import as_bits
 from pccheck_async.upkeep.compare import Difference, compare_elements
 from tests.support.state_strategies import NUMPY_DTYPES, TORCH_DTYPES
 

@@ -30,9 +30,7 @@ from pccheck_async.format.skeleton import (
     OrderedDictNode,
     StatefulNode,
 )
-from pccheck_async.state import Stateful
-from pccheck_async.state.restore.tree import rebuild
-from pccheck_async.state.save.flatten import flatten
+from pccheck_async.state import Stateful, flatten, rebuild
 
 Point = namedtuple("Point", "x y")
 

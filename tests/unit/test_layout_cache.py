@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format import dtypes
+from pccheck_async.state import Layout, LayoutCache, cached_layout, flatten_unchecked
 from pccheck_async.state.cache import fingerprints
-from pccheck_async.state.cache.layout_cache import LayoutCache, cached_layout
-from pccheck_async.state.save.flatten import Leaves, flatten_unchecked
+from pccheck_async.state.save.flatten import Leaves
 from pccheck_async.state.sources import RawSource
-from pccheck_async.state.storages import Layout, lay_out
+from pccheck_async.state.storages import lay_out
 from tests.support import state_strategies
 from tests.support.state_strategies import tensor_of
 

@@ -10,12 +10,10 @@ import pytest
 import torch
 
 from pccheck_async import SyncCheckpointEngine, load_sync
+from pccheck_async.state import PackedSource, Sources, Versions, flatten_unchecked
 from pccheck_async.state.cache import fingerprints
-from pccheck_async.state.save.flatten import flatten_unchecked
 from pccheck_async.state.save.lazy import ChangingTables, LazyMemory, LazySources, optimized, sharing_nothing
-from pccheck_async.state.save.torn import Versions
-from pccheck_async.state.sources import PackedSource, Sources
-from pccheck_async.transfer.memory import PAGE_BYTES
+from pccheck_async.transfer import PAGE_BYTES
 
 
 def covered(lazy: LazyMemory, *tensors: torch.Tensor) -> list[bool]:

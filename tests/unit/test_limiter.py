@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from pccheck_async.transfer.limiter import Limiter
+from pccheck_async.transfer import Limiter
 
 
 def test_first_come_first_served() -> None:

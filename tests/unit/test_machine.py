@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pccheck_async import SyncCheckpointEngine
-from pccheck_async.transfer.machine import available_cores, available_memory
+from pccheck_async.transfer import available_cores, available_memory
 from tests.support.processes import passes_in_a_forked_child
 
 MIB = 1 << 20

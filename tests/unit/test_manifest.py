@@ -21,7 +21,7 @@ from pccheck_async.format.manifest import (
     span,
 )
 from pccheck_async.format.skeleton import ArrayNode, DictNode, ListNode, Node
-from pccheck_async.state.restore.match import allocate
+from pccheck_async.state import allocate
 from tests.support.round_trip import save
 
 

@@ -14,10 +14,8 @@ from torch import nn
 
 from pccheck_async.errors import CorruptStoreError, StateMismatchError, UnsupportedStateError
 from pccheck_async.format.skeleton import DictNode, StatefulNode
-from pccheck_async.state import RNGState
-from pccheck_async.state.restore.match import allocate, match
+from pccheck_async.state import RNGState, allocate, as_bits, match
 from pccheck_async.state.restore.objects import places
-from pccheck_async.state.sources import as_bits
 from tests.support import state_strategies
 from tests.support.round_trip import save
 from tests.support.state_strategies import array_bytes, difference, same

@@ -14,8 +14,9 @@ from prometheus_client.openmetrics import parser
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from pccheck_async import SyncCheckpointEngine
-from pccheck_async.engine.metrics import METRICS, EngineCollector, families, openmetrics, scalars
-from pccheck_async.engine.statistics import Distribution, Spread
+from pccheck_async.engine import Distribution, openmetrics, scalars
+from pccheck_async.engine.metrics import METRICS, EngineCollector, families
+from pccheck_async.engine.statistics import Spread
 
 
 def parse_openmetrics(text: str) -> list[Metric]:

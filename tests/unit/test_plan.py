@@ -10,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pccheck_async.format.manifest import TensorEntry
-from pccheck_async.state.save.flatten import flatten
-from pccheck_async.state.sources import PackedSource, RawSource, Sources
-from pccheck_async.state.storages import Layout, arrange
-from pccheck_async.state.targets import Target, Targets
+from pccheck_async.state import Layout, PackedSource, Sources, Target, Targets, arrange, flatten
+from pccheck_async.state.sources import RawSource
 from pccheck_async.transfer.plan import Planner, scatter_segments, segments
 
 MIB = 1 << 20

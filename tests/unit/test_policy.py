@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pccheck_async.engine.policy import Policy, SaveReport, StepReport
+from pccheck_async.engine import Policy, SaveReport, StepReport
 from pccheck_async.training.policy import (
     Adaptive,
     CheckFreqInterval,
@@ -18,10 +18,11 @@ from pccheck_async.training.policy import (
     PCcheckInterval,
     YoungDaly,
     daly_seconds,
+    interval_floor,
     make_policy,
+    sustained_interval,
 )
 from pccheck_async.training.policy.age import AgeLimit
-from pccheck_async.training.policy.formulas import interval_floor, sustained_interval
 from pccheck_async.training.policy.level import Level
 from pccheck_async.training.policy.meter import OverheadMeter
 from tests.support.training_simulator import Machine, Simulator, turns

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pccheck_async.engine.policy import StepReport
+from pccheck_async.engine import StepReport
 from pccheck_async.training.policy import (
     Adaptive,
     CheckFreqInterval,

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pccheck_async.training.policy import (
+from pccheck_async.training.policy.formulas import (
     CheckFreqChoice,
     checkfreq_interval,
     daly_seconds,
+    whole_steps,
     young_seconds,
 )
-from pccheck_async.training.policy.formulas import whole_steps
 
 seconds = st.floats(1e-6, 1e4)
 

@@ -18,8 +18,7 @@ from pccheck_async.format.skeleton import (
     StatefulNode,
     TupleNode,
 )
-from pccheck_async.state.restore.tree import rebuild
-from pccheck_async.state.save.flatten import flatten
+from pccheck_async.state import flatten, rebuild
 from tests.support import state_strategies
 from tests.support.state_strategies import difference
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
-from pccheck_async.format import checksum
+from pccheck_async.format import Entry, Identity, Record, checksum
 from pccheck_async.format import record as layout
 from pccheck_async.format.record import (
     COMMIT_NBYTES,
@@ -22,9 +22,6 @@ from pccheck_async.format.record import (
     MOST_ENTRIES,
     MOST_METADATA_NBYTES,
     REGION_NBYTES,
-    Entry,
-    Identity,
-    Record,
     decode_record,
     encode_record,
     entries_before,

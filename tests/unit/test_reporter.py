@@ -11,8 +11,8 @@ import torch
 
 from pccheck_async import SyncCheckpointEngine
 from pccheck_async.medium import File
-from pccheck_async.telemetry.events import Durable, Event, Failed, Superseded, Waited
-from pccheck_async.telemetry.reporter import Reporter
+from pccheck_async.telemetry import Event, Reporter, Waited
+from pccheck_async.telemetry.events import Durable, Failed, Superseded
 from pccheck_async.testing import CrashDisk, CrashWriter, WrappingWriter
 
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pccheck_async.format.record import Entry
-from pccheck_async.store.retention import Retention
+from pccheck_async.format import Entry
+from pccheck_async.store import Retention
 from tests.unit.test_record import entry
 
 

@@ -32,6 +32,18 @@ FLOORS = (
 )
 """From the ground up. A room may import what is below it; ``""`` is the package itself, what ``import`` gives users."""
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
+OPEN = {
+    "format.checksum", "format.dtypes", "format.keys", "format.manifest", "format.record", "format.skeleton",
+    "medium.files", "medium.filesystem", "medium.folder", "medium.fork_lock", "medium.open_medium",
+    "medium.status_file",
+    "state.paths", "state.restore.tree",
+    "telemetry.events",
+    "training.data", "training.policy",
+    "transfer.copying", "transfer.operations", "transfer.operations.native", "transfer.operations.python",
+    "transfer.plan",
+}  # fmt: skip
+"""What other rooms import by its module, past the door: lists of names that belong together, what imports torch where
+the room does not, and rooms inside a room."""
 PURE = ("errors", "telemetry", "format", "state")
 """No await there, and no file descriptor."""
 
@@ -74,6 +86,24 @@ def test_imports_go_downward() -> None:
         if room_of(name) != room_of(module) and LEVEL[room_of(name)] >= LEVEL[room_of(module)]
     ]
     assert sorted(upward) == []
+
+
+def test_rooms_are_entered_by_their_doors() -> None:
+    offered = {
+        f"{room}.{alias.name}"
+        for room in LEVEL
+        if (tree := TREES.get(room)) is not None
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    past = [
+        f"{module} -> {name}"
+        for module in TREES
+        for name in imports(module)
+        if room_of(name) != room_of(module) and "." in name and name not in OPEN | offered
+    ]
+    assert sorted(past) == []
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:

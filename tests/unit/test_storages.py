@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pccheck_async.errors import UnsupportedStateError
-from pccheck_async.state.save.flatten import ArrayLeaf, flatten
-from pccheck_async.state.sources import PackedSource, RawSource
-from pccheck_async.state.storages import Layout, arrange
+from pccheck_async.state import Layout, PackedSource, arrange, flatten
+from pccheck_async.state.save.flatten import ArrayLeaf
+from pccheck_async.state.sources import RawSource
 from tests.support import state_strategies
 from tests.support.round_trip import save
 from tests.support.state_strategies import TORCH_DTYPES, array_bytes, difference, same, tensor_of

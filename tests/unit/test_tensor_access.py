@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pccheck_async import CheckpointError, SyncCheckpointEngine, load_sync
-from pccheck_async.engine.pending import PendingCheckpoint
+from pccheck_async.engine import PendingCheckpoint
 from pccheck_async.state import tensor_access as access
 from pccheck_async.testing.probe import probe
 from tests.engine.test_overlap import Held, equal, held, saved

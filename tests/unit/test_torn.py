@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pccheck_async.state.save.torn import TornLeaves, Versions
+from pccheck_async.state import Versions
+from pccheck_async.state.save.torn import TornLeaves
 
 
 def made(*tensors: torch.Tensor) -> Versions:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format.skeleton import MAX_DEPTH, DictNode
-from pccheck_async.state.cache.tree_cache import Outline
-from pccheck_async.state.save.flatten import FlatState, flatten_unchecked
+from pccheck_async.state import Outline, flatten_unchecked
+from pccheck_async.state.save.flatten import FlatState
 from tests.support import state_strategies
 from tests.unit.test_flatten import Thing
 

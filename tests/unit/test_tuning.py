@@ -9,15 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pccheck_async import CheckpointError, InfeasibleError
-from pccheck_async.training.policy.formulas import interval_floor, sustained_interval
-from pccheck_async.tuning.choice import (
-    Limits,
-    Point,
-    choose,
-    fit_rounds,
-    shortages,
-    staging_bytes,
-)
+from pccheck_async.training.policy import interval_floor, sustained_interval
+from pccheck_async.tuning import Point
+from pccheck_async.tuning.choice import Limits, choose, fit_rounds, shortages, staging_bytes
 
 MIB = 1 << 20
 PLENTY = Limits(storage_bytes=1 << 50, host_memory=1 << 40, cores=64, stream_cpu=0.1)

@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from pccheck_async.transfer.memory import aligned_buffer
+from pccheck_async.transfer import aligned_buffer
 
 __all__ = ["BareSequence"]
 

@@ -19,7 +19,7 @@ from examples.paper.lab.usage import PeakMemory, dirty_bytes, stored_bytes
 from examples.paper.lab.workloads import SlowDevice, Workload
 from pccheck_async.bench.raw_disk import RawDisk, RawLimit, slot_file, ways
 from pccheck_async.bench.usage import busy_seconds, evict
-from pccheck_async.format.record import align
+from pccheck_async.format import align
 
 __all__ = ["Entry", "Rounds"]
 

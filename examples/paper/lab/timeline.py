@@ -24,7 +24,7 @@ import msgspec
 
 from examples.paper.lab.table import TableError
 from pccheck_async import CheckpointEngine, SyncCheckpointEngine
-from pccheck_async.telemetry.tracing import Span
+from pccheck_async.telemetry import Span
 
 __all__ = ["STAGES", "TRAINING", "Span", "Timeline", "lanes", "recorded"]
 

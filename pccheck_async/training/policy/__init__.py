@@ -7,7 +7,14 @@ from pccheck_async.engine import Decision, Policy, SaveReport, StepReport
 from pccheck_async.training.policy.adaptive import Adaptive
 from pccheck_async.training.policy.checkfreq import CheckFreqInterval
 from pccheck_async.training.policy.every import EverySeconds, EverySteps
-from pccheck_async.training.policy.formulas import CheckFreqChoice, checkfreq_interval, daly_seconds, young_seconds
+from pccheck_async.training.policy.formulas import (
+    CheckFreqChoice,
+    checkfreq_interval,
+    daly_seconds,
+    interval_floor,
+    sustained_interval,
+    young_seconds,
+)
 from pccheck_async.training.policy.make import make_policy
 from pccheck_async.training.policy.measured import Measured
 from pccheck_async.training.policy.pccheck import PCcheckInterval
@@ -28,6 +35,8 @@ __all__ = [
     "YoungDaly",
     "checkfreq_interval",
     "daly_seconds",
+    "interval_floor",
     "make_policy",
+    "sustained_interval",
     "young_seconds",
 ]

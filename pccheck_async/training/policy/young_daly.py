@@ -37,7 +37,7 @@ class YoungDaly(MeasuredPolicy):
 
     def _wanted(self, cost: float) -> Wanted:
         optimum = Wanted(
-            whole_steps(max(0.0, daly_seconds(cost, self._mtbf)), self._step_seconds),
+            whole_steps(daly_seconds(cost, self._mtbf), self._step_seconds),
             f"this loses least at one failure in {self._mtbf:g} s, where a checkpoint costs {cost:.3g} s of training",
         )
         return max(optimum, self._for_budget(cost), self._for_storage(), key=lambda wanted: wanted.steps)

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pccheck_async.state.sources import Sources
+from pccheck_async.state import Sources
 from pccheck_async.transfer.copying.devices import Fenced
 from pccheck_async.transfer.segments import Segments
 

@@ -37,7 +37,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 import numpy as np
 
 from pccheck_async.errors import CheckpointError
-from pccheck_async.state.sources import HOST, Sources
+from pccheck_async.state import HOST, Sources
 from pccheck_async.telemetry import write
 from pccheck_async.transfer.copying.base import CopyStatistics
 from pccheck_async.transfer.copying.devices import Device, Event, Fence, Fenced

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pccheck_async.state.sources import Sources
+from pccheck_async.state import Sources
 from pccheck_async.transfer.copying.base import CopyStatistics
 from pccheck_async.transfer.copying.devices import Fenced
 from pccheck_async.transfer.operations.base import Operations

@@ -13,7 +13,7 @@ from examples.paper.lab.measure import measure
 from examples.paper.lab.methods import METHODS, find_method
 from examples.paper.lab.table import Row
 from examples.paper.lab.workloads import Sleeping
-from pccheck_async.transfer.machine import available_memory
+from pccheck_async.transfer import available_memory
 
 __all__ = ["Costs"]
 

@@ -20,8 +20,8 @@ from pccheck_async import SyncCheckpointEngine
 from pccheck_async.bench.place import survey
 from pccheck_async.bench.raw_disk import RawDisk, RawLimit, slot_file
 from pccheck_async.bench.usage import evict
-from pccheck_async.format.record import align
-from pccheck_async.transfer.machine import available_memory
+from pccheck_async.format import align
+from pccheck_async.transfer import available_memory
 
 __all__ = ["Growth"]
 

@@ -23,7 +23,7 @@ from pccheck_async.bench.medians import median_interval
 from pccheck_async.training.policy import (
     checkfreq_interval,
 )
-from pccheck_async.transfer.machine import available_cores
+from pccheck_async.transfer import available_cores
 
 __all__ = ["Overhead"]
 

@@ -18,7 +18,7 @@ from examples.paper.lab.methods import METHODS, Handle, Method, State, find_meth
 from examples.paper.lab.methods.pccheck import PCcheck
 from examples.paper.lab.workloads import Workload
 from pccheck_async.bench.usage import busy_seconds, evict
-from pccheck_async.transfer.machine import available_cores
+from pccheck_async.transfer import available_cores
 
 __all__ = ["Alone", "Block", "Contender", "Race", "chosen", "plain_block"]
 

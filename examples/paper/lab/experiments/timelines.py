@@ -16,9 +16,10 @@ from pccheck_async import SyncCheckpointEngine
 from pccheck_async.medium import File, Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import IO
-from pccheck_async.telemetry.tracing import tell, traced
+from pccheck_async.telemetry import traced
+from pccheck_async.telemetry.tracing import tell
 from pccheck_async.testing import ThrottledWriter
-from pccheck_async.transfer.operations.base import Operations
+from pccheck_async.transfer.operations import Operations
 
 __all__ = ["Timelines"]
 

@@ -8,7 +8,7 @@ import torch
 
 from examples.paper.lab.methods.base import Handle, Method, State
 from pccheck_async import PendingCheckpoint, SyncCheckpointEngine
-from pccheck_async.engine.config import Auto
+from pccheck_async.engine import Auto
 from pccheck_async.medium.open_medium import IO
 
 __all__ = ["PCcheck", "PCcheckOverlapped"]

@@ -12,7 +12,7 @@ from examples.paper.lab.methods.pccheck import PCcheck
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.testing import ThrottledWriter
-from pccheck_async.transfer.operations.base import Operations
+from pccheck_async.transfer.operations import Operations
 
 __all__ = ["SlowDevice"]
 
