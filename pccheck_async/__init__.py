@@ -16,7 +16,8 @@ Looking after stores, as ``pccheck`` does on the command line: :func:`describe_c
 :func:`pin_checkpoint`, :func:`recover_store`, :func:`export_checkpoint`, :func:`import_checkpoint`,
 :func:`read_tuning`.
 
-Every error is a :class:`CheckpointError`. Events and the log are described in ``telemetry.events`` and
+Every failure of a checkpoint, a store or a state is a :class:`CheckpointError`; wrong arguments are TypeError or
+ValueError. Events and the log are described in ``telemetry.events`` and
 ``telemetry.logs``, metrics and statistics in ``engine.metrics`` and ``engine.statistics``, the bytes on storage in
 ``format.record`` and ``format.manifest``, signals in ``training.preemption``, I/O backends in ``transfer.operations``,
 devices in ``transfer.copying.cuda``, media that fail, crash and hang in ``testing``.
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     )
     from pccheck_async.format import CheckpointInfo, Restored
     from pccheck_async.state import RNGState, Stateful
+    from pccheck_async.store import SpaceNeeded
     from pccheck_async.telemetry import Stage
     from pccheck_async.training import TrainingStep
     from pccheck_async.training.data import ResumableLoader, ResumableSampler

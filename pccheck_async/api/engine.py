@@ -52,7 +52,7 @@ class CheckpointEngine(EngineBase):
 
     Args:
         path: Folder of the store; created if it does not exist.
-        max_in_flight: Most checkpoints that are admitted and not ended (PCcheck's N).
+        max_in_flight: Most checkpoints that are copied and written at a time (PCcheck's N); a further one waits.
         keep_last: How many of the newest committed checkpoints are kept.
         keep_every: Also keep the first checkpoint at or after each multiple of this many steps, as long as the commit
             record has room (64 checkpoints in all). As for ``interval``, s + 1 steps have ended after step s.
@@ -257,6 +257,8 @@ class CheckpointEngine(EngineBase):
             CorruptStoreError: this version, or this torch, does not understand it; nothing is dropped.
             Exception: what a ``load_state_dict`` raised, with a note that names the object.
             NoCheckpointError: there is none of ``step``.
+            ReadError: the device failed, and there is nothing older to fall back to.
+            CheckpointError: an earlier checkpoint failed and nobody awaited it; nothing was read.
         """
         restored: Restored | None = await run(self._core, self._core.restore(state, step, progress, strict=strict))
         return restored

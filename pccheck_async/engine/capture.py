@@ -4,8 +4,8 @@ There is one way for every state, :meth:`Captures.start` on the caller's thread,
 each of its leaves is copied:
 
 - inline: the whole state is small, and is copied before :meth:`Captures.start` returns;
-- eager: copied before ``checkpoint()`` returns, small leaves by :meth:`Captures.start`, large ones on the engine's
-  loop;
+- eager: copied on the engine's loop before ``checkpoint()`` returns; with ``overlap``, small leaves already by
+  :meth:`Captures.start`;
 - lazy, with ``overlap``: copied on the engine's loop while training goes on, until an optimizer's step waits for it.
 
 The :class:`Capture` goes from there to the engine's loop, which copies what is left of it chunk by chunk.

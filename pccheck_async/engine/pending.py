@@ -100,8 +100,10 @@ class PendingCheckpoint:
         Cancellation: only stops the waiting; the checkpoint goes on.
 
         Raises:
-            CheckpointError: what made it fail. Nothing of it was committed; older checkpoints are untouched.
-            StoreFailedError: a flush or a commit record failed: no later checkpoint of this engine succeeds either.
+            CheckpointError: what made it fail; older checkpoints are untouched, and nothing of it was committed, unless
+                ``close`` gave up at its deadline: then the next opening may find it.
+            StoreFailedError: a flush or a commit record failed: no later checkpoint of this engine succeeds either, and
+                the next opening may find this one.
         """
         target = self._target
         return await target._wait(target._durable)

@@ -1,10 +1,10 @@
 """The scheduler: the order of one checkpoint, from its admission until it is durable.
 
-A checkpoint is a task graph: one coroutine per chunk leases a staging buffer, copies, writes, and returns the buffer;
-another one writes the manifest as soon as the last chunk is copied; when all ended, the store commits. A state of one
-chunk, captured inline or into one staging buffer, is written in one piece with its manifest, without a coroutine for
-each part. Checkpoints run concurrently, at most ``max_in_flight`` of them (PCcheck, section 3.1), admitted in the order
-of their counters.
+A checkpoint is a task graph: for each chunk a staging buffer is leased, and a coroutine copies and writes; the buffer
+goes back when that has ended, whatever its end. Another coroutine writes the manifest as soon as the last chunk is
+copied; when all ended, the store commits. A state of one chunk, captured inline or into one staging buffer, is written
+in one piece with its manifest, without a coroutine for each part. Checkpoints run concurrently, at most
+``max_in_flight`` of them (PCcheck, section 3.1), admitted in the order of their counters.
 """
 
 from __future__ import annotations

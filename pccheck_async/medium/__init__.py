@@ -1,4 +1,4 @@
-"""Where bytes rest: one protocol of about a dozen verbs (:class:`Medium`), and one module for each medium.
+"""Where bytes rest: one protocol (:class:`Medium`), and one module for each medium.
 
 It may import transfer and what is below; it knows no record and decides nothing about durability. It is the only owner
 of file descriptors and locks, and the one seam at which faults are injected (:mod:`pccheck_async.testing`).

@@ -101,11 +101,11 @@ def ignore(error: OSError) -> None:
 
 
 class Medium(abc.ABC):
-    """Where the files of one store are. Every method that fails raises WriteError or ReadError.
+    """Where the files of one store are. Methods fail with WriteError, ReadError or StoreFullError.
 
-    A medium has eight verbs: :meth:`names` (list), :meth:`reserve`, :meth:`read`, :meth:`write`, :meth:`make_durable`,
-    :meth:`replace` (a small file, as a whole), :meth:`lock` and :meth:`close`; :meth:`open` and :meth:`remove` belong
-    to :meth:`reserve`. Staging memory is the engine's pool's. A store decides what is durable: only
+    Its verbs: :meth:`names` (list), :meth:`reserve`, :meth:`read`, :meth:`write`, :meth:`make_durable`, :meth:`replace`
+    (a small file, as a whole), :meth:`lock` and :meth:`close`; :meth:`open` and :meth:`remove` belong to
+    :meth:`reserve`. Staging memory is the engine's pool's. A store decides what is durable: only :meth:`prepare`,
     :meth:`make_durable`, :meth:`sync_names` and :meth:`replace` make anything durable, and nothing does so on its own.
     ``StoreFullError`` means that there is no space. What is no regular file (a pipe, a device, a folder, a symbolic
     link) is never opened: CorruptStoreError.

@@ -7,7 +7,8 @@ and has holes in it (``big[:, 0]``) is *packed*: stored C-contiguous, as are laz
 Dimensions that are expanded (stride 0) take one item and stay expanded. A leaf whose range others overlap is stored
 raw, holes included, since they may be the others' bytes.
 
-Everything is resolved anew at each save: offloading, FSDP and ``resize_`` move storages between two saves.
+Addresses and sizes are read anew at each save (:mod:`pccheck_async.state.cache.layout_cache`): offloading, FSDP and
+``resize_`` move storages between two saves.
 """
 
 from __future__ import annotations

@@ -1,8 +1,24 @@
 """What is durable: which checkpoints exist, where the next one goes, and the commit (:mod:`.commit`).
 
-It may import medium and what is below; it knows no engine, no loop and no trainer. Only here it is decided what a
-commit record names, and only here anything is flushed. :class:`Store` is a store opened for writing,
-:class:`StoreReader` one that is read, also beside a running writer of another process.
+It may import medium and what is below; it knows no engine, no loop and no trainer. While an engine runs, only this room
+decides what a commit record names and asks the store's medium to flush; ``upkeep.recover`` rewrites a store that nobody
+has open. :class:`Store` is a store opened for writing, :class:`StoreReader` one that is read, also beside a running
+writer of another process.
+
+Invariants, as comments name them:
+
+- I1: a slot that the newest durable record names is never written.
+- I2: a record is written only after all that it names is durable.
+- I3: a slot becomes free only after a record that no longer names it is durable.
+- I4: once ``durable()`` returned, every later recovery yields that checkpoint or a newer one.
+- I5: opening an existing store, listing and restoring write nothing.
+- I6: a checkpoint commits if it is among the ``keep_last`` newest at that moment, or kept by a rule.
+- I7: a commit holds one state, of one step.
+- I8: the bytes committed are the bytes captured.
+- I9: buffers, slots and permits go back only after every operation that used them ended.
+- I10: slots are at most ``max_in_flight + keep_last``, those kept by a rule, and one for readers.
+- I11: a failed write fails its checkpoint; a failed flush or record write ends all commits of this engine.
+- I12: a new writer makes the record that it builds on durable before it writes to any slot.
 """
 
 from pccheck_async.store.commit_file import lock_commit, read_commit, stored_identity, unread_record

@@ -1,7 +1,7 @@
-"""The commit: how a checkpoint becomes durable (PCcheck, section 3.2; invariants I1 to I3, I6, I11 of the design).
+"""The commit: how a checkpoint becomes durable (PCcheck, section 3.2; invariants I1 to I3, I6, I11).
 
-:func:`commit` is all of it. The other public functions here are its steps: the crash tests replace
-one after the other by a wrong one, and must find every one of them.
+:func:`commit` is all of it. The other public functions here are its steps, and :func:`take_over` comes before the first
+of them: the crash tests replace one after the other by a wrong one, and must find every one of them.
 """
 
 from __future__ import annotations
@@ -74,7 +74,10 @@ async def commit(
     *,
     chain: bool = True,
 ) -> bool:
-    """Commit a checkpoint; False where it is superseded (I6). The lease is given back whatever happens.
+    """Commit a checkpoint; False where it is superseded (I6).
+
+    The lease is given back or becomes the record's; where the store takes no more commits it may stay taken, since a
+    restart may find a record that names it.
 
     Args:
         state: Of the store.

@@ -1,6 +1,7 @@
 """One store opened for writing: its slots, its commits, and what reads from it meanwhile.
 
-Only this room flushes, and only here it is decided what is durable: :mod:`pccheck_async.store.commit`.
+While it is open, only this room decides what is durable and asks the medium to flush:
+:mod:`pccheck_async.store.commit`.
 """
 
 from __future__ import annotations

@@ -80,6 +80,11 @@ class Limiter:
             raise
         return Permit(self)
 
+    @property
+    def available(self) -> int:
+        """Permits that nobody has, and that were promised to nobody who waits."""
+        return self._permits - self._in_use
+
     def statistics(self) -> LimiterStatistics:
         """Return the current use."""
         return LimiterStatistics(self._permits, self._in_use, self._peak, len(self._waiters), self._waited)

@@ -102,7 +102,7 @@ class BufferPool:
     @property
     def available(self) -> int:
         """Buffers that could be leased without waiting."""
-        return len(self._free)
+        return self._limiter.available
 
     async def lease(self) -> BufferLease:
         """Wait for a buffer, first come, first served. Cancellation: leases nothing."""
