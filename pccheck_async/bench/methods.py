@@ -68,9 +68,11 @@ class Method(abc.ABC):
 
     def remove_older(self) -> None:
         """Delete all but the newest checkpoint; not timed. A method that writes over its files has nothing to do."""
-        found = sorted(self.folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
-        for path in found[:-1]:
+        for path in self._folders()[:-1]:
             shutil.rmtree(path)
+
+    def _folders(self) -> list[Path]:
+        return sorted(self.folder.glob("step-*"), key=_step)
 
     def close(self) -> None:
         """Wait for what is still being saved, and free what the method holds."""
@@ -88,11 +90,9 @@ class PCcheck(Method):
         self._engine = SyncCheckpointEngine(folder).open()
 
     def save(self, tensors: Tensors, step: int) -> Callable[[], object]:
-        """Checkpoint; the engine writes in the background."""
         return self._engine.checkpoint(dict(tensors), step=step).result
 
     def load(self, into: Tensors) -> int:
-        """Restore in place; every chunk is verified against its checksum."""
         info = self._engine.restore(dict(into))
         if info is None:
             raise FileNotFoundError(f"no checkpoint in {self.folder}")
@@ -103,51 +103,58 @@ class PCcheck(Method):
         return slot_file(self.folder, committed=False)
 
     def close(self) -> None:
-        """Drain and close the engine."""
         self._engine.close()
 
 
-class TorchSave(Method):
-    """``torch.save`` into a new file, fsync, rename over the old one, fsync of the folder; training waits for all."""
+class _OneFile(Method):
+    """A new file, fsync, rename over the old one, fsync of the folder; training waits for all."""
+
+    @property
+    def file(self) -> Path:
+        """Mapped to load, and copied out of."""
+        return self.folder / "checkpoint.pt"
+
+    def save(self, tensors: Tensors, step: int) -> Callable[[], object]:
+        temporary = self.file.with_suffix(".tmp")
+        self._write(temporary, tensors, step)
+        _flush(temporary)  # or the name could come to stand for bytes that were never written
+        temporary.rename(self.file)
+        _flush(self.folder)  # or the old name could come back
+        return lambda: None  # the save was durable when it returned
+
+    @abc.abstractmethod
+    def _write(self, file: Path, tensors: Tensors, step: int) -> None: ...
+
+
+class TorchSave(_OneFile):
+    """``torch.save``."""
 
     name = "torch"
 
-    def save(self, tensors: Tensors, step: int) -> Callable[[], object]:
-        """Replace the file."""
-        file = self.folder / "checkpoint.pt"
-        temporary = file.with_suffix(".tmp")
-        torch.save({"step": step, "tensors": tensors}, temporary)
-        _replace_durably(temporary, file)
-        return _nothing
+    def _write(self, file: Path, tensors: Tensors, step: int) -> None:
+        torch.save({"step": step, "tensors": tensors}, file)
 
     def load(self, into: Tensors) -> int:
-        """Map the file and copy out of it."""
-        saved = torch.load(self.folder / "checkpoint.pt", weights_only=True, mmap=True)
+        saved = torch.load(self.file, weights_only=True, mmap=True)
         for name, tensor in into.items():
             tensor.copy_(saved["tensors"][name])
         return int(saved["step"])
 
 
-class Safetensors(Method):
-    """``safetensors.torch.save_file``, made durable as ``torch`` is; training waits for all."""
+class Safetensors(_OneFile):
+    """``safetensors.torch.save_file``."""
 
     name = package = "safetensors"
 
-    def save(self, tensors: Tensors, step: int) -> Callable[[], object]:
-        """Replace the file."""
+    def _write(self, file: Path, tensors: Tensors, step: int) -> None:
         from safetensors.torch import save_file
 
-        file = self.folder / "checkpoint.safetensors"
-        temporary = file.with_suffix(".tmp")
-        save_file(tensors, temporary, {"step": str(step)})
-        _replace_durably(temporary, file)
-        return _nothing
+        save_file(tensors, file, {"step": str(step)})
 
     def load(self, into: Tensors) -> int:
-        """Map the file and copy out of it."""
         from safetensors import safe_open
 
-        with safe_open(self.folder / "checkpoint.safetensors", framework="pt") as file:
+        with safe_open(self.file, framework="pt") as file:
             for name, tensor in into.items():
                 tensor.copy_(file.get_tensor(name))
             return int(file.metadata()["step"])
@@ -160,29 +167,25 @@ class Dcp(Method):
     least_torch = (2, 7)  # dcp.save(no_dist=True)
 
     def save(self, tensors: Tensors, step: int) -> Callable[[], object]:
-        """Write a new folder."""
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        writer, target = self._writer(step)
-        save({"tensors": tensors}, storage_writer=writer, no_dist=True)
+        target = self.folder / f"step-{step}"
+        save({"tensors": tensors}, storage_writer=self._writer(target), no_dist=True)
         self._flush_names(target)
-        return _nothing
+        return lambda: None
 
     def load(self, into: Tensors) -> int:
-        """Read into the tensors."""
         from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        steps = [int(path.name.removeprefix("step-")) for path in self.folder.glob("step-*")]
-        reader = FileSystemReader(self.folder / f"step-{max(steps)}")
-        load({"tensors": into}, storage_reader=reader, no_dist=True)
-        return max(steps)
+        newest = self._folders()[-1]
+        load({"tensors": into}, storage_reader=FileSystemReader(newest), no_dist=True)
+        return _step(newest)
 
-    def _writer(self, step: int) -> tuple[Any, Path]:
+    def _writer(self, target: Path) -> Any:
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-        target = self.folder / f"step-{step}"
-        return FileSystemWriter(target, thread_count=2), target
+        return FileSystemWriter(target, thread_count=2)
 
     def _flush_names(self, target: Path) -> None:
         _flush(target)  # without it a power failure can take back the rename of `.metadata`, and so the checkpoint
@@ -203,22 +206,15 @@ class DcpAsync(Dcp):
         self._owns_group = not dist.is_initialized()
         if self._owns_group:  # async_save insists on one; this one has this process alone
             dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=False,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=False,
-            )
-        )
+        names = ("use_pinned_memory", "use_shared_memory", "use_async_staging", "use_non_blocking_copy")
+        self._stager = DefaultStager(StagingOptions(**dict.fromkeys(names, False)))
         self._last: Any = None
 
     def save(self, tensors: Tensors, step: int) -> Callable[[], object]:
-        """Stage, and write in a thread."""
         from torch.distributed.checkpoint.state_dict_saver import async_save
 
-        writer, target = self._writer(step)
-        saving: Any = async_save({"tensors": tensors}, storage_writer=writer, async_stager=self._stager)
+        target = self.folder / f"step-{step}"
+        saving: Any = async_save({"tensors": tensors}, storage_writer=self._writer(target), async_stager=self._stager)
         self._last = saving
 
         def wait() -> None:
@@ -228,7 +224,6 @@ class DcpAsync(Dcp):
         return wait
 
     def close(self) -> None:
-        """Wait for the last save, and free the staging memory and the process group."""
         with suppress(Exception):  # whoever waited for it was told
             if self._last is not None:
                 self._last.result()
@@ -259,11 +254,8 @@ def find_methods(names: Sequence[str]) -> list[type[Method]]:
     return [METHODS[name] for name in dict.fromkeys((PCcheck.name, *names))]
 
 
-def _replace_durably(temporary: Path, file: Path) -> None:
-    """Rename a file such that a crash at any moment leaves the old or the new content, whole."""
-    _flush(temporary)  # or the name could come to stand for bytes that were never written
-    temporary.rename(file)
-    _flush(file.parent)  # or the old name could come back
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def _flush(path: Path) -> None:
@@ -272,7 +264,3 @@ def _flush(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _nothing() -> None:
-    """Return at once: the save was durable when it returned."""

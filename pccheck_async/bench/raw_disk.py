@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import os
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 from pccheck_async.format.record import COMMIT_NAME, IDENTITY_NAME, decode_identity, newest_record, slot_name
-from pccheck_async.transfer import map_memory
+from pccheck_async.transfer import aligned_buffer
 
 __all__ = ["RawDisk", "RawLimit", "Way", "between", "slot_file", "ways"]
 
@@ -57,27 +57,19 @@ class RawDisk:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._memory = map_memory(nbytes)
-        self._view = memoryview(self._memory)
+        self._view = aligned_buffer(nbytes)
         for start in range(0, nbytes, 4096):
             self._view[start : start + 8] = os.urandom(8)
 
-    def write_seconds(self, path: Path, way: Way) -> float:
-        """Overwrite the file's first bytes and flush. A slot must be one that no record names."""
-        return self._seconds(path, way, write=True)
-
-    def read_seconds(self, path: Path, way: Way) -> float:
-        """Read the file's first bytes."""
-        return self._seconds(path, way, write=False)
-
     def data(self) -> bytes:
         """Return what is in the memory."""
-        return bytes(self._view[: self.nbytes])
+        return bytes(self._view)
 
-    def _seconds(self, path: Path, way: Way, *, write: bool) -> float:
+    def seconds(self, path: Path, way: Way, *, write: bool) -> float:
+        """Overwrite the file's first bytes and flush, or read them. A slot that is written is one no record names."""
         fd = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_DIRECT)
         offsets = range(0, self.nbytes, way.block)
-        pieces = [(offset, self._view[offset : min(offset + way.block, self.nbytes)]) for offset in offsets]
+        pieces = [(offset, self._view[offset : offset + way.block]) for offset in offsets]
         try:
             start = time.perf_counter()
             _by_threads(fd, pieces, way.streams, os.pwritev if write else os.preadv)
@@ -113,32 +105,29 @@ class RawLimit:
     """The limit of a disk, measured round by round in every way.
 
     Reported is the way with the smallest median of all rounds: the fastest of many noisy samples would be a lucky one.
-
-    Args:
-        disk: The buffer that is transferred.
-        write: Measure writes (True) or reads.
     """
 
     def __init__(self, disk: RawDisk, *, write: bool) -> None:
         self.disk = disk
         self._write = write
-        self._move = disk.write_seconds if write else disk.read_seconds
         self._seconds: dict[Way, list[float]] = {way: [] for way in ways()}
         self._paths: list[Path] = []
 
     def measure(self, path: Path) -> None:
         """Measure one round on a file of at least the buffer's size."""
         for way, seconds in self._seconds.items():
-            seconds.append(self._move(path, way))
+            seconds.append(self.disk.seconds(path, way, write=self._write))
         self._paths.append(path)
         if len(self._paths) == _KEEP_AFTER:
-            best = sorted(self._seconds, key=lambda way: statistics.median(self._seconds[way]))[:_KEEP]
-            self._seconds = {way: self._seconds[way] for way in best}
+            self._seconds = {way: self._seconds[way] for way in self._best()[:_KEEP]}
 
     @property
     def way(self) -> Way:
         """The fastest one so far."""
-        return min(self._seconds, key=lambda way: statistics.median(self._seconds[way]))
+        return self._best()[0]
+
+    def _best(self) -> list[Way]:
+        return sorted(self._seconds, key=lambda way: statistics.median(self._seconds[way]))
 
     def between(self) -> list[float]:
         """Return the limit in seconds between each two rounds: one less than there were rounds."""
@@ -148,20 +137,10 @@ class RawLimit:
 def _by_threads(
     fd: int, pieces: list[tuple[int, memoryview]], streams: int, move: Callable[[int, list[memoryview], int], int]
 ) -> None:
-    failures: list[OSError] = []
-
     def work(first: int) -> None:
-        try:
-            for offset, piece in pieces[first::streams]:
-                if move(fd, [piece], offset) != len(piece):
-                    raise OSError("a raw transfer was short")
-        except OSError as error:
-            failures.append(error)
+        for offset, piece in pieces[first::streams]:
+            if move(fd, [piece], offset) != len(piece):
+                raise OSError("a raw transfer was short")
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(streams)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
+    with ThreadPoolExecutor(streams) as threads:
+        list(threads.map(work, range(streams)))

@@ -10,15 +10,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.box import SIMPLE
 from rich.table import Table
 
-from pccheck_async.bench.medians import quartiles
 from pccheck_async.bench.rounds import Comparison, Outcome
 
-__all__ = ["as_json", "draw", "ratio", "table"]
+__all__ = ["as_json", "draw", "quartiles", "ratio", "table"]
 
 _FIGURES = ("stall", "durable", "processor", "load")
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the lower quartile, the median and the upper quartile; of one value that value three times."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
+    return low, middle, high
 
 
 def ratio(outcome: Outcome, baseline: Outcome, figure: str) -> float | None:
@@ -58,14 +64,12 @@ def table(found: Comparison) -> Table:
 
 def as_json(found: Comparison) -> str:
     """Return everything as JSON: every sample, medians, quartiles, ratios; times in seconds. Has no Infinity or NaN."""
-    baseline = found.outcomes[0]
-    methods: list[dict[str, Any]] = []
-    for outcome in found.outcomes:
-        row: dict[str, Any] = {"method": outcome.method, "problem": outcome.problem or None}
-        for figure in _FIGURES:
-            row[figure] = _summary(outcome.values(figure))
-        row["ratio_to_pccheck"] = {figure: ratio(outcome, baseline, figure) for figure in _FIGURES}
-        methods.append(row)
+    methods = [
+        {"method": outcome.method, "problem": outcome.problem or None}
+        | {figure: _summary(outcome.values(figure)) for figure in _FIGURES}
+        | {"ratio_to_pccheck": {figure: ratio(outcome, found.outcomes[0], figure) for figure in _FIGURES}}
+        for outcome in found.outcomes
+    ]
     what = {
         "bytes": found.nbytes,
         "rounds": found.rounds,
@@ -86,17 +90,11 @@ def draw(found: Comparison, path: Path) -> None:
     figure = Figure(figsize=(10, 1.6 + 0.5 * len(names)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2, sharey=True)
-    for panel, values, title in zip(
-        panels, ("stall", "durable"), ("the call returns (training waits)", "durable"), strict=True
-    ):
-        spreads = [quartiles(outcome.values(values)) for outcome in measured]
-        medians = [middle * 1e3 for _, middle, _ in spreads]
-        errors = [
-            [(middle - low) * 1e3 for low, middle, _ in spreads],
-            [(high - middle) * 1e3 for _, middle, high in spreads],
-        ]
-        colors = ["tab:blue" if name == "pccheck" else "0.6" for name in names]
-        bars = panel.barh(names, medians, xerr=errors, color=colors, capsize=3)
+    colors = ["tab:blue" if name == "pccheck" else "0.6" for name in names]
+    titles = {"stall": "the call returns (training waits)", "durable": "durable"}
+    for panel, (values, title) in zip(panels, titles.items(), strict=True):
+        low, middle, high = 1e3 * np.array([quartiles(outcome.values(values)) for outcome in measured]).T
+        bars = panel.barh(names, middle, xerr=[middle - low, high - middle], color=colors, capsize=3)
         panel.bar_label(bars, fmt="%.3g", padding=3)
         panel.set_title(title)
         panel.set_xlabel("ms: median and quartiles; less is better")

@@ -20,10 +20,9 @@ from pathlib import Path
 
 import torch
 
+from pccheck_async.bench.machine import Place, busy_seconds, evict, survey
 from pccheck_async.bench.methods import Method, PCcheck, Tensors
-from pccheck_async.bench.place import Place, survey
 from pccheck_async.bench.raw_disk import RawDisk, RawLimit
-from pccheck_async.bench.usage import busy_seconds, evict
 from pccheck_async.format import align
 from pccheck_async.transfer import available_memory
 
@@ -118,13 +117,6 @@ def compare(
         NoRoomError: The checkpoints of all methods do not fit on the disk, or their copies into memory.
         OSError: The folder cannot be written.
     """
-    _check_room(kinds, folder, nbytes)
-    with tempfile.TemporaryDirectory(prefix="pccheck-bench-", dir=folder) as name, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"(torch|safetensors)\b")
-        return _Rounds(kinds, Path(name), nbytes, rounds, progress).run()
-
-
-def _check_room(kinds: Sequence[type[Method]], folder: Path, nbytes: int) -> None:
     free, needed = shutil.disk_usage(folder).free, sum(kind.copies for kind in kinds) * nbytes + _EXTRA_BYTES
     if free < needed:
         raise NoRoomError(
@@ -137,6 +129,9 @@ def _check_room(kinds: Sequence[type[Method]], folder: Path, nbytes: int) -> Non
             f"{_MEMORY_COPIES} copies of the state need {_MEMORY_COPIES * nbytes} bytes of memory, and {memory} can be "
             "had: take a smaller --size"
         )
+    with tempfile.TemporaryDirectory(prefix="pccheck-bench-", dir=folder) as name, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"(torch|safetensors)\b")
+        return _Rounds(kinds, Path(name), nbytes, rounds, progress).run()
 
 
 class _Rounds:
@@ -179,10 +174,10 @@ class _Rounds:
             for method in self.open.values():
                 with suppress(Exception):  # a method that failed may fail again, and has said why
                     method.close()
-        raw = self.limit.between() if self.limit else []
-        return Comparison(
-            place, self.nbytes, self.rounds, self.outcomes, raw, self.limit.way.name if self.limit and raw else ""
-        )
+        found = Comparison(place, self.nbytes, self.rounds, self.outcomes)
+        if self.limit:
+            found.raw, found.raw_way = self.limit.between(), self.limit.way.name
+        return found
 
     def _warm(self, outcome: Outcome) -> None:
         method = self.open[outcome.method] = self.kinds[outcome.method](self.folder / outcome.method)
@@ -231,17 +226,16 @@ class _Rounds:
 
     def _measure_disk(self, title: str = "") -> None:
         """Measure the disk itself on a slot that no checkpoint uses; without an engine that works, not at all."""
-        engine = self.open.get(PCcheck.name)
-        if self.limit is None or not isinstance(engine, PCcheck) or self.outcomes[0].problem:
-            self.limit = None
+        engine, limit, self.limit = self.open.get(PCcheck.name), self.limit, None
+        if limit is None or not isinstance(engine, PCcheck) or self.outcomes[0].problem:
             return
         self.progress(f"{title}the disk itself")
         os.sync()
         try:
-            self.limit.measure(engine.free_slot())
+            limit.measure(engine.free_slot())
+            self.limit = limit
         except OSError as error:  # the comparison goes on without the limit
             self.progress(f"the disk itself cannot be measured: {error}")
-            self.limit = None
 
     def _guarded(self, outcome: Outcome, action: Callable[[Outcome], None]) -> None:
         try:

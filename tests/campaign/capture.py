@@ -20,8 +20,8 @@ from collections.abc import Callable
 
 import torch
 
+from examples.paper.lab.medians import summary
 from pccheck_async import SyncCheckpointEngine, _ext
-from pccheck_async.bench.medians import summary
 from pccheck_async.transfer import address_of, aligned_buffer
 from tests.campaign.speed import build, change
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from examples.paper.lab.medians import summary
 from pccheck_async import SyncCheckpointEngine
-from pccheck_async.bench.medians import summary
 from pccheck_async.engine.capture import Captures
 from pccheck_async.state import Target, Targets
 from pccheck_async.transfer import BufferPool, available_cores

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from examples.paper.lab.bare_sequence import BareSequence
+from examples.paper.lab.medians import summary
 from pccheck_async import SyncCheckpointEngine
-from pccheck_async.bench.medians import summary
 
 
 def main() -> None:

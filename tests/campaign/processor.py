@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
+from examples.paper.lab.medians import summary
 from pccheck_async import SyncCheckpointEngine
-from pccheck_async.bench.medians import summary
-from pccheck_async.bench.usage import busy_seconds
+from pccheck_async.bench.machine import busy_seconds
 from tests.campaign.speed import build, change
 
 SETTLE_SECONDS = 0.3

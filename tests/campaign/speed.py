@@ -22,10 +22,10 @@ from typing import Any, Literal
 
 import torch
 
+from examples.paper.lab.medians import summary
 from pccheck_async import SyncCheckpointEngine, _ext
-from pccheck_async.bench.medians import summary
+from pccheck_async.bench.machine import busy_seconds
 from pccheck_async.bench.raw_disk import RawDisk, RawLimit, between, slot_file
-from pccheck_async.bench.usage import busy_seconds
 from pccheck_async.state import cached_layout, flatten
 from pccheck_async.transfer import aligned_buffer
 from pccheck_async.transfer.plan import Planner, segments

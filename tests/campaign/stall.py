@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
+from examples.paper.lab.medians import median_interval
 from pccheck_async import SyncCheckpointEngine
-from pccheck_async.bench.medians import median_interval
 
 _WIDTH = 1024
 

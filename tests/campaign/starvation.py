@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from examples.paper.lab.medians import summary
 from pccheck_async import CheckpointEngine
-from pccheck_async.bench.medians import summary
 from tests.campaign.speed import build, change
 
 BLOCKED_SECONDS = 5.0

@@ -15,15 +15,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from examples.paper.lab.medians import median_interval
 from pccheck_async import SyncCheckpointEngine, load_sync
 from pccheck_async.bench import METHODS, NoRoomError, UnknownMethodError, as_json, compare, find_methods, table
-from pccheck_async.bench.medians import median_interval, quartiles
+from pccheck_async.bench.machine import busy_seconds, survey
 from pccheck_async.bench.methods import PCcheck, Tensors, TorchSave
-from pccheck_async.bench.place import survey
 from pccheck_async.bench.raw_disk import RawDisk, RawLimit, Way, slot_file, ways
-from pccheck_async.bench.report import ratio
+from pccheck_async.bench.report import quartiles, ratio
 from pccheck_async.bench.rounds import Comparison, Outcome, Sample
-from pccheck_async.bench.usage import busy_seconds
 from pccheck_async.cli import app
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -201,11 +200,8 @@ class Disk(RawDisk):
         super().__init__(4096)
         self.left = seconds
 
-    def write_seconds(self, path: Path, way: Way) -> float:
+    def seconds(self, path: Path, way: Way, *, write: bool) -> float:
         return self.left[way.name].pop(0)
-
-    def read_seconds(self, path: Path, way: Way) -> float:
-        return self.write_seconds(path, way)
 
 
 def test_the_limit_is_that_of_the_way_with_the_smallest_median(tmp_path: Path) -> None:
@@ -249,9 +245,9 @@ def test_a_raw_transfer_moves_the_bytes_of_a_free_slot(tmp_path: Path) -> None:
         before = named.read_bytes()
         for way in ways():
             disk = RawDisk(4096)
-            assert disk.write_seconds(free, way) > 0
+            assert disk.seconds(free, way, write=True) > 0
             other = RawDisk(4096)
-            assert other.read_seconds(free, way) > 0
+            assert other.seconds(free, way, write=False) > 0
             assert free.read_bytes()[:4096] == disk.data() == other.data()
         assert named.read_bytes() == before
     assert load_sync(tmp_path)["step"] == 1
@@ -261,7 +257,7 @@ def test_a_raw_transfer_that_fails_is_no_limit(tmp_path: Path) -> None:
     short = tmp_path / "short"
     short.write_bytes(bytes(4096))
     with pytest.raises(OSError, match=r"a raw transfer was short|Invalid argument"):
-        RawDisk(8192).read_seconds(short, ways()[0])
+        RawDisk(8192).seconds(short, ways()[0], write=False)
 
 
 def test_work_takes_processor_time() -> None:

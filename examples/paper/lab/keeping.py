@@ -17,7 +17,7 @@ from examples.paper.lab.figures import draw_rows, draw_timeline
 from examples.paper.lab.methods import METHODS, Method
 from examples.paper.lab.outcome import MethodInfo, Outcome, TimelineFiles, file_name, read_outcome, replace_file
 from examples.paper.lab.table import Row, TableError, write_rows
-from pccheck_async.bench.place import survey
+from pccheck_async.bench.machine import survey
 
 __all__ = ["kept", "run_experiment"]
 

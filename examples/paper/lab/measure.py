@@ -19,7 +19,7 @@ from examples.paper.lab.methods import Method, find_method
 from examples.paper.lab.result import Measured, Result, Row, Sample, sum_up
 from examples.paper.lab.rounds import Entry, Rounds
 from examples.paper.lab.workloads import SlowDevice, Workload
-from pccheck_async.bench.place import survey
+from pccheck_async.bench.machine import survey
 
 __all__ = ["Measured", "Result", "Row", "Sample", "measure"]
 

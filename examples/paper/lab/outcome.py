@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from examples.paper.lab.table import TableError
-from pccheck_async.bench.place import Place
+from pccheck_async.bench.machine import Place
 
 __all__ = ["MethodInfo", "Outcome", "TimelineFiles", "file_name", "read_outcome", "read_outcomes", "replace_file"]
 

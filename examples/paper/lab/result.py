@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pccheck_async.bench.medians import median_interval
-from pccheck_async.bench.place import Place
+from examples.paper.lab.medians import median_interval
+from pccheck_async.bench.machine import Place
 
 __all__ = ["Measured", "Result", "Row", "Sample", "series", "sum_up"]
 

@@ -17,8 +17,8 @@ from examples.paper.lab.methods.pccheck import PCcheck
 from examples.paper.lab.result import Row, Sample
 from examples.paper.lab.usage import PeakMemory, dirty_bytes, stored_bytes
 from examples.paper.lab.workloads import SlowDevice, Workload
+from pccheck_async.bench.machine import busy_seconds, evict
 from pccheck_async.bench.raw_disk import RawDisk, RawLimit, slot_file, ways
-from pccheck_async.bench.usage import busy_seconds, evict
 from pccheck_async.format import align
 
 __all__ = ["Entry", "Rounds"]
@@ -125,7 +125,7 @@ class Rounds:
                 with path.open("wb") as file:
                     os.posix_fallocate(file.fileno(), 0, align(self.workload.nbytes, _BLOCK))
                 for way in ways()[:1]:  # blocks that were never written are converted when they are
-                    self.limits["durable"].disk.write_seconds(path, way)
+                    self.limits["durable"].disk.seconds(path, way, write=True)
         os.sync()
         self.limits[figure].measure(path)
 

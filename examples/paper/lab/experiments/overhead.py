@@ -16,10 +16,10 @@ from typing import ClassVar
 
 from examples.paper.lab.experiments.base import Experiment, Findings, Settings
 from examples.paper.lab.experiments.race import Race, chosen, plain_block
+from examples.paper.lab.medians import median_interval
 from examples.paper.lab.table import Row
 from examples.paper.lab.workloads import GPT
 from pccheck_async import Adaptive, CheckFreqInterval, PCcheckInterval, Policy, SyncCheckpointEngine, YoungDaly
-from pccheck_async.bench.medians import median_interval
 from pccheck_async.training.policy import (
     checkfreq_interval,
 )

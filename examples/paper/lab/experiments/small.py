@@ -15,6 +15,7 @@ import numpy as np
 from examples.paper.lab.bare_sequence import BareSequence
 from examples.paper.lab.bits import differences, scribble
 from examples.paper.lab.experiments.base import Experiment, Findings, Settings
+from examples.paper.lab.medians import median_interval
 from examples.paper.lab.methods import Handle, Method, State
 from examples.paper.lab.methods.base import Done
 from examples.paper.lab.methods.files import sync_folder
@@ -22,8 +23,7 @@ from examples.paper.lab.methods.pccheck import PCcheck
 from examples.paper.lab.methods.torch_save import TorchSaveRename
 from examples.paper.lab.table import Row
 from examples.paper.lab.workloads import Raw
-from pccheck_async.bench.medians import median_interval
-from pccheck_async.bench.place import survey
+from pccheck_async.bench.machine import survey
 
 __all__ = ["Savez", "Small"]
 

@@ -12,10 +12,10 @@ from typing import ClassVar
 from examples.paper.lab.experiments.base import Experiment, Findings, Settings
 from examples.paper.lab.experiments.goodput import GOODPUT_NOTE, predict_goodput
 from examples.paper.lab.experiments.race import Alone, Block, Race, chosen, plain_block
+from examples.paper.lab.medians import median_interval
 from examples.paper.lab.methods import METHODS
 from examples.paper.lab.table import Row
 from examples.paper.lab.workloads import GPT
-from pccheck_async.bench.medians import median_interval
 
 __all__ = ["Throughput"]
 

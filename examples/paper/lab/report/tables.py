@@ -11,8 +11,8 @@ from statistics import median
 from examples.paper.lab.figures.catalogue import CATALOGUE
 from examples.paper.lab.figures.panels import Point
 from examples.paper.lab.figures.style import method_style
+from examples.paper.lab.medians import median_interval
 from examples.paper.lab.table import Row
-from pccheck_async.bench.medians import median_interval
 
 __all__ = ["BASELINE", "REFERENCES", "Group", "Line", "Ratio", "Summed", "amount", "is_own", "number", "sum_up"]
 

@@ -1,4 +1,4 @@
-"""Where something was measured: the machine, and the filesystem under the folder."""
+"""What the system tells: machine and filesystem, processor time; and files dropped from the page cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from pccheck_async.medium.filesystem import filesystem_type, probe
 from pccheck_async.transfer import available_cores, available_memory
 
-__all__ = ["Place", "survey"]
+__all__ = ["Place", "busy_seconds", "evict", "survey"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +42,40 @@ class Place:
 
 def survey(folder: Path) -> Place:
     """Return where this runs; creates and removes a temporary file in ``folder``."""
-    cuda = torch.cuda.is_available()
+    facts = probe(folder, create=True)
     return Place(
         machine=f"{platform.machine()}, {available_cores()} of {os.cpu_count()} cores, {_model()}",
         memory_bytes=available_memory(),
         kernel=platform.release(),
-        device=torch.cuda.get_device_name() if cuda else "cpu",
+        device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         filesystem=filesystem_type(folder),
-        direct=_direct(folder),
+        direct=f"yes, aligned to {facts.block_bytes} bytes" if facts.direct else f"no: {facts.why}",
         python=platform.python_version(),
         torch=str(torch.__version__),
     )
-
-
-def _direct(folder: Path) -> str:
-    facts = probe(folder, create=True)
-    return f"yes, aligned to {facts.block_bytes} bytes" if facts.direct else f"no: {facts.why}"
 
 
 def _model() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return "model unknown"
+        lines = []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "model unknown")
+
+
+def busy_seconds() -> float:
+    """Return the processor seconds that the whole system has used since boot, the kernel's own threads included."""
+    fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
+    user, nice, system, _idle, _iowait, irq, softirq = map(int, fields[:7])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def evict(folder: Path) -> None:
+    """Drop the files in a folder from the page cache, so that reading them is reading the device."""
+    os.sync()  # dirty pages would stay
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)

@@ -1,4 +1,4 @@
-"""How measured values are summed up: medians with quartiles or bootstrap intervals."""
+"""How measured values are summed up: medians with bootstrap intervals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 import statistics
 from collections.abc import Sequence
 
-__all__ = ["median_interval", "quartiles", "summary"]
+__all__ = ["median_interval", "summary"]
 
 _RESAMPLES = 2000
 
@@ -16,14 +16,6 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(_RESAMPLES))
     return statistics.median(values), medians[_RESAMPLES * 25 // 1000], medians[_RESAMPLES * 975 // 1000]
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the lower quartile, the median and the upper quartile; of one value that value three times."""
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
 
 
 def summary(name: str, values: Sequence[float]) -> str:
