@@ -16,8 +16,8 @@ from typing import Annotated, Never
 
 import typer
 
-from pccheck_async.cli import reading, writing
-from pccheck_async.cli.bench import run_bench
+from pccheck_async.cli import stores
+from pccheck_async.cli.bench import bench
 from pccheck_async.cli.output import complain, flow_help
 from pccheck_async.cli.tune import tune
 from pccheck_async.cli.watch import watch
@@ -32,7 +32,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("bench")(run_bench)
 
 
 def _version(wanted: bool) -> None:
@@ -52,8 +51,7 @@ def options(
     """Options of the command itself."""
 
 
-@app.command("demo")
-def run_demo(
+def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 60,
     interval: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")] = 10,
     crash_at: Annotated[int, typer.Option(help="The killed run dies in the middle of the save of this step.")] = 40,
@@ -82,8 +80,8 @@ def run_demo(
 
 
 for command in (
-    *(reading.ls, tune, watch, reading.show, reading.verify, reading.diff, writing.copy, writing.rm, writing.pin),
-    *(writing.unpin, writing.recover, writing.export, writing.import_),
+    *(bench, demo, stores.ls, tune, watch, stores.show, stores.verify, stores.diff, stores.copy, stores.rm, stores.pin),
+    *(stores.unpin, stores.recover, stores.export, stores.import_),
 ):
     app.command(command.__name__.rstrip("_"))(command)
 flow_help(app)

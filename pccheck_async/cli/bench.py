@@ -9,28 +9,15 @@ from typing import Annotated
 
 import typer
 
-from pccheck_async.cli.output import complain, parse_path, size
+from pccheck_async.cli.output import FAILED, complain, parse_size, path_argument, size, terminal
 
-__all__ = ["run_bench"]
-
-_FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
-
-
-def _size(text: str) -> int:
-    from pccheck_async.cli.tune import parse_size
-
-    return parse_size(text)
+_USAGE, _INTERRUPTED = 2, 130
+_SIZE_HELP = "Size of the state, such as 500MB (default: 1GiB)."
 
 
-def run_bench(
-    folder: Annotated[
-        Path,
-        typer.Argument(parser=parse_path, metavar="FOLDER", help="On the disk to measure; left as it was."),
-    ],
-    nbytes: Annotated[
-        int | None,
-        typer.Option("--size", parser=_size, metavar="SIZE", help="Size of the state, such as 500MB (default: 1GiB)."),
-    ] = None,
+def bench(
+    folder: Annotated[Path, path_argument("FOLDER", "On the disk to measure; left as it was.")],
+    nbytes: Annotated[int | None, typer.Option("--size", parser=parse_size, metavar="SIZE", help=_SIZE_HELP)] = None,
     against: Annotated[
         list[str] | None,
         typer.Option(
@@ -57,8 +44,6 @@ def run_bench(
 
 
 def _run(folder: Path, nbytes: int, names: list[str], rounds: int, json: Path | None, plot: Path | None) -> int:
-    from rich.console import Console
-
     from pccheck_async import bench
 
     try:
@@ -69,7 +54,7 @@ def _run(folder: Path, nbytes: int, names: list[str], rounds: int, json: Path | 
     if problem := _wrong(folder, nbytes, bench.LEAST_BYTES, json, plot):
         complain(problem)
         return _USAGE
-    stderr = Console(stderr=True, highlight=False)
+    stderr = terminal(stderr=True)
     try:
         with stderr.status("starting") as status:
 
@@ -84,17 +69,16 @@ def _run(folder: Path, nbytes: int, names: list[str], rounds: int, json: Path | 
         return _INTERRUPTED
     except bench.NoRoomError as error:
         complain(str(error))
-        return _FAILED
-    stdout = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+        return FAILED
+    stdout = terminal()
     stdout.print(
         f"{size(found.nbytes)} in {len(found.outcomes)} ways, {rounds} rounds; {found.place.filesystem}, direct I/O "
-        f"{found.place.direct}; {found.place.machine}; median [quartiles]",
-        markup=False,
+        f"{found.place.direct}; {found.place.machine}; median [quartiles]"
     )
     stdout.print(bench.table(found))
     for name, kind in bench.METHODS.items():
         if not names and (reason := kind.why_not()):
-            stdout.print(f"{name}: not measured: {reason}", markup=False)
+            stdout.print(f"{name}: not measured: {reason}")
     if json is not None:
         json.write_text(bench.as_json(found))
     if plot is not None and any(not outcome.problem for outcome in found.outcomes):
@@ -102,7 +86,7 @@ def _run(folder: Path, nbytes: int, names: list[str], rounds: int, json: Path | 
     failed = [outcome for outcome in found.outcomes if outcome.problem]
     for outcome in failed:
         complain(f"{outcome.method} failed: {outcome.problem}")
-    return _FAILED if failed else 0
+    return FAILED if failed else 0
 
 
 def _wrong(folder: Path, nbytes: int, least: int, json: Path | None, plot: Path | None) -> str | None:

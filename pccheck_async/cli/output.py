@@ -8,12 +8,13 @@ from __future__ import annotations
 import inspect
 import json as jsonlib
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, ParamSpec, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, ParamSpec, TypeAlias
 
 import typer
 from rich.box import SIMPLE
@@ -26,32 +27,6 @@ from pccheck_async.errors import CheckpointError, NoCheckpointError
 if TYPE_CHECKING:
     from pccheck_async.format import CheckpointInfo
 
-__all__ = [
-    "DIFFERENT",
-    "FAILED",
-    "NOTHING",
-    "Json",
-    "Report",
-    "Step",
-    "StoreFolder",
-    "as_json",
-    "captured_at",
-    "complain",
-    "dump",
-    "duration",
-    "flow_help",
-    "json_value",
-    "nothing_in",
-    "parse_path",
-    "printable",
-    "progress_bar",
-    "reporting",
-    "show",
-    "size",
-    "table",
-    "terminal",
-]
-
 P = ParamSpec("P")
 
 FAILED = 1
@@ -61,16 +36,11 @@ DIFFERENT = 4
 
 _MOST_JSON_BITS = 4096
 _LONG_WORD = 20
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i)?B?", re.ASCII)
 
 
 class Report(NamedTuple):
-    """The answer of a command.
-
-    Attributes:
-        document: What ``--json`` prints.
-        text: What is printed without it: lines, and tables.
-        status: Exit status of the process.
-    """
+    """The answer of a command: what ``--json`` prints, what is printed without it, and the exit status."""
 
     document: Any
     text: Iterable[str | Table]
@@ -108,16 +78,10 @@ def flow_help(app: typer.Typer) -> None:
     for command in app.registered_commands:
         paragraphs = (inspect.getdoc(command.callback) or "").split("\n\n")
         command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-    for group in app.registered_groups:
-        if group.typer_instance is not None:
-            flow_help(group.typer_instance)
 
 
 def parse_path(text: str) -> Path:
-    """Return a path of the command line. Raises BadParameter for what :class:`Path` would make another place of.
-
-    An empty one, which shells make of unset variables, is not the current folder, and a URL no folder named ``s3:``.
-    """
+    """Return a path of the command line: an empty one is not the current folder, and a URL no folder named ``s3:``."""
     if not text:
         raise typer.BadParameter("the path is empty; the current folder is '.'")
     if "://" in text:
@@ -125,7 +89,12 @@ def parse_path(text: str) -> Path:
     return Path(text)
 
 
-StoreFolder: TypeAlias = Annotated[Path, typer.Argument(parser=parse_path, metavar="PATH", help="Folder of the store.")]
+def path_argument(metavar: str, help: str) -> Any:  # noqa: A002 - as typer names it
+    """Return what makes a parameter a path of the command line."""
+    return typer.Argument(parser=parse_path, metavar=metavar, help=help)
+
+
+StoreFolder: TypeAlias = Annotated[Path, path_argument("PATH", "Folder of the store.")]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Step: TypeAlias = Annotated[
     int | None, typer.Option(help="The newest checkpoint of this step (default: the newest of all).")
@@ -160,12 +129,26 @@ def size(nbytes: int) -> str:
     """Return a number of bytes for people, in units of 1000 bytes."""
     if nbytes < 1000:
         return f"{nbytes} B"
-    amount = nbytes / 1000
-    for unit in ("kB", "MB", "GB"):
-        if amount < 1000:
-            return f"{amount:.1f} {unit}"
-        amount /= 1000
-    return f"{amount:.1f} TB"
+    power = next((power for power in (1, 2, 3) if nbytes < 1000 ** (power + 1)), 4)
+    return f"{nbytes / 1000**power:.1f} {' kMGT'[power]}B"
+
+
+def binary_size(nbytes: int) -> str:
+    """Return a number of bytes in the largest unit of 1024 that it is a whole number of."""
+    power = next((power for power in (3, 2, 1) if nbytes and not nbytes % 1024**power), 0)
+    return f"{nbytes >> 10 * power} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
+def parse_size(text: str) -> int:
+    """Return a size in bytes: "1073741824", "1GiB" and "1.5 GB" (units of 1000 bytes)."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is no size; say it like 500MB, 1.5GiB or 1073741824")
+    number, unit, binary = match.groups()
+    nbytes = float(number) * (1024 if binary else 1000) ** " kMGT".index(unit.replace("K", "k") or " ")
+    if not 1 <= nbytes < 1 << 63:
+        raise typer.BadParameter("a size is at least 1 byte, and less than 8 EiB")
+    return int(nbytes)
 
 
 def duration(seconds: float) -> str:
@@ -190,12 +173,13 @@ def captured_at(info: CheckpointInfo, *, iso: bool = False) -> str | None:
 
 def as_json(info: CheckpointInfo) -> dict[str, Any]:
     """Return a checkpoint as every ``--json`` shows it."""
-    facts = {name: getattr(info, name) for name in ("step", "counter", "nbytes", "time")}
-    return facts | {
-        "created": captured_at(info, iso=True),
-        "pinned": info.pinned,
-        "metadata": dict(info.metadata),
-    }
+    facts = pick(info, "step", "counter", "nbytes", "time")
+    return facts | {"created": captured_at(info, iso=True), "pinned": info.pinned, "metadata": dict(info.metadata)}
+
+
+def pick(thing: object, *names: str, **renamed: str) -> dict[str, Any]:
+    """Return attributes of a thing for JSON, and ``renamed`` ones under other names."""
+    return {name: getattr(thing, attribute) for name, attribute in (*zip(names, names, strict=True), *renamed.items())}
 
 
 def json_value(value: object) -> str | int | float | bool | None:
@@ -221,14 +205,15 @@ def _strict(value: Any) -> Any:
 # -- on the terminal
 
 
-def terminal(*, stderr: bool = False, width: int | None = None) -> Console:
+def terminal(*, stderr: bool = False, markup: bool = False) -> Console:
     """Return stdout, or stderr. Names and reasons come from files: they are no markup."""
-    return Console(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)
+    width = None if stderr or sys.stdout.isatty() else 200
+    return Console(stderr=stderr, width=width, markup=markup, emoji=False, highlight=False)
 
 
 def show(text: Iterable[str | Table]) -> None:
     """Print lines and tables on stdout. Nothing is cut off: a table too wide for the terminal becomes lines."""
-    screen = terminal(width=None if sys.stdout.isatty() else 200)
+    screen = terminal()
     for part in text:
         if isinstance(part, str):
             screen.print(part, soft_wrap=True)
@@ -240,22 +225,16 @@ def table(*headings: str, right: int = 0) -> Table:
     """Return a table; the first ``right`` columns hold numbers, the last one folds."""
     made = Table(box=SIMPLE, pad_edge=False)
     for number, heading in enumerate(headings):
-        last = number == len(headings) - 1
-        made.add_column(
-            heading,
-            justify="right" if number < right else "left",
-            no_wrap=not last,
-            overflow="fold" if last else "ellipsis",
-        )
+        justify: Literal["left", "right"] = "right" if number < right else "left"
+        made.add_column(heading, justify=justify, no_wrap=True, overflow="ellipsis")
+    made.columns[-1].no_wrap, made.columns[-1].overflow = False, "fold"
     return made
 
 
 def _show_table(screen: Console, rows: Table) -> None:
     columns = [[str(column.header), *map(str, column.cells)] for column in rows.columns]
-    least = sum(
-        max(map(cell_len, texts if column.no_wrap else _words(texts)), default=0) + 3  # padding, and a line
-        for column, texts in zip(rows.columns, columns, strict=True)
-    )
+    words = [word[:_LONG_WORD] for text in columns[-1] for word in text.split()]  # what the last one folds
+    least = sum(max(map(cell_len, texts), default=0) + 3 for texts in (*columns[:-1], words))  # padding, and a line
     if least <= screen.width:
         screen.print(rows)
         return
@@ -265,11 +244,6 @@ def _show_table(screen: Console, rows: Table) -> None:
         screen.print(", ".join(facts))
 
 
-def _words(texts: Iterable[str]) -> Iterator[str]:
-    """What stands on a line of its own at least; very long words are folded."""
-    return (word[:_LONG_WORD] for text in texts for word in text.split())
-
-
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
     """Yield a function that takes bytes done and bytes in all, and shows them on stderr where that is a terminal."""
@@ -277,8 +251,7 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
 
     screen = terminal(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(
-        *columns, TimeRemainingColumn(), console=screen, transient=True, disable=not screen.is_terminal
-    ) as bar:
+    hidden = not screen.is_terminal
+    with Progress(*columns, TimeRemainingColumn(), console=screen, transient=True, disable=hidden) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

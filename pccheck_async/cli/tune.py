@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -17,38 +16,23 @@ from pccheck_async.cli.output import (
     NOTHING,
     Json,
     Report,
+    binary_size,
     complain,
     duration,
     nothing_in,
     parse_path,
+    parse_size,
+    path_argument,
     reporting,
     size,
     table,
     terminal,
 )
 
-__all__ = ["parse_size", "tune"]
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i)?B?", re.ASCII)
-
-
-def parse_size(text: str) -> int:
-    """Return a size in bytes: "1073741824", "1GiB" and "1.5 GB" (units of 1000 bytes)."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise typer.BadParameter(f"{text!r} is no size; say it like 500MB, 1.5GiB or 1073741824")
-    number, unit, binary = match.groups()
-    nbytes = float(number) * (1024 if binary else 1000) ** " kMGT".index(unit.replace("K", "k") or " ")
-    if not 1 <= nbytes < 1 << 63:
-        raise typer.BadParameter("a size is at least 1 byte, and less than 8 EiB")
-    return int(nbytes)
-
 
 @reporting
 def tune(
-    path: Annotated[
-        Path, typer.Argument(parser=parse_path, metavar="PATH", help="Folder of the store, or where it will be.")
-    ],
+    path: Annotated[Path, path_argument("PATH", "Folder of the store, or where it will be.")],
     nbytes: Annotated[
         int | None,
         typer.Option(
@@ -115,29 +99,29 @@ def tune(
 def _tuned(tuning: pccheck.Tuning, path: Path, given: Path, written: Path) -> Iterator[str | Table]:
     headings = ("in flight", "writers", "chunk", "durable after", "rate", "capture", "runs")
     measured = table(*headings, "", right=len(headings))
-    settings = tuning.settings
-    chosen = settings["max_in_flight"], settings["writers"], settings["chunk_bytes"]
+    settings: dict[str, Any] = {**tuning.settings}
     for row in tuning.measurements:
         point = row.point
+        chosen = all(settings[name] == getattr(point, name) for name in ("max_in_flight", "writers", "chunk_bytes"))
         measured.add_row(
             str(point.max_in_flight),
             str(point.writers),
-            _binary(point.chunk_bytes),
+            binary_size(point.chunk_bytes),
             duration(row.seconds),
             f"{size(int(row.bandwidth))}/s",
             f"{size(int(row.capture_bandwidth))}/s",
             str(row.repetitions),
-            "chosen" if (point.max_in_flight, point.writers, point.chunk_bytes) == chosen else "",
+            "chosen" if chosen else "",
         )
     yield measured
     reasons = table("setting", "value", "why")
-    for name, value in (
-        ("max_in_flight", str(settings["max_in_flight"])),
-        ("writers", str(settings["writers"])),
-        ("chunk_bytes", _binary(settings["chunk_bytes"])),
-        ("host_memory", _binary(settings["host_memory"])),
+    for name, words in (
+        ("max_in_flight", str),
+        ("writers", str),
+        ("chunk_bytes", binary_size),
+        ("host_memory", binary_size),
     ):
-        reasons.add_row(name, value, tuning.reasons[name])
+        reasons.add_row(name, words(settings[name]), tuning.reasons[name])
     yield reasons
     sample = "" if tuning.sample_nbytes >= tuning.nbytes else f", measured with at most {size(tuning.sample_nbytes)}"
     yield f"Checkpoints of {size(tuning.nbytes)}{sample}, one durable every {duration(tuning.checkpoint_seconds)}."
@@ -151,15 +135,6 @@ def _tuned(tuning: pccheck.Tuning, path: Path, given: Path, written: Path) -> It
     yield f"{noise}Measured in {tuning.seconds:.0f} s."
     call = f"read_tuning({str(given)!r})"
     yield f"Written to {written}; use it as CheckpointEngine({str(path)!r}, **{call})."
-
-
-def _binary(nbytes: int) -> str:
-    """In the largest unit of 1024 that it is a whole number of."""
-    units = ["B", "KiB", "MiB", "GiB"]
-    while nbytes and nbytes % 1024 == 0 and len(units) > 1:
-        nbytes //= 1024
-        del units[0]
-    return f"{nbytes} {units[0]}"
 
 
 def _steps(count: int | None) -> str:

@@ -164,7 +164,7 @@ def watch(
         if json:
             _dump(view)
         else:
-            screen = terminal(width=None if sys.stdout.isatty() else 160)
+            screen = terminal()
             screen.print(panel(view, screen.width))
         return _status(view)
     with suppress(KeyboardInterrupt):

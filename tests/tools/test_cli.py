@@ -23,9 +23,8 @@ from typer.testing import CliRunner
 import pccheck_async
 from pccheck_async import SyncCheckpointEngine, read_tuning
 from pccheck_async.cli import app
-from pccheck_async.cli.compare import compare_losses, draw, read_losses
-from pccheck_async.cli.output import dump, size
-from pccheck_async.cli.tune import parse_size
+from pccheck_async.cli.demo import compare_losses, draw, read_losses
+from pccheck_async.cli.output import dump, parse_size, size
 
 runner = CliRunner()
 

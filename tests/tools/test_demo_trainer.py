@@ -11,7 +11,7 @@ import torch
 
 from pccheck_async import list_checkpoints, load_sync
 from pccheck_async.cli import demo_trainer as gpt
-from pccheck_async.cli.compare import read_losses
+from pccheck_async.cli.demo import read_losses
 from tests.support.state_strategies import difference
 
 TINY = ("--layers=1", "--width=32", "--heads=2", "--context=32", "--batch=4", "--threads=1", "--device=cpu")

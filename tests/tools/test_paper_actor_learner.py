@@ -15,7 +15,7 @@ import torch
 from examples.paper import actor_learner as learner
 from examples.paper import cart_pole as pole
 from pccheck_async import list_checkpoints, load_sync
-from pccheck_async.cli.compare import read_losses
+from pccheck_async.cli.demo import read_losses
 from tests.support.state_strategies import difference
 
 UPDATES, INTERVAL = 24, 4

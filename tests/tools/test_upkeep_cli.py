@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from pccheck_async import CheckpointInfo, SyncCheckpointEngine, describe_checkpoint, list_checkpoints
 from pccheck_async.cli import app
 from pccheck_async.cli.output import as_json, captured_at, json_value, printable
-from pccheck_async.cli.reading import Place, parse_place
+from pccheck_async.cli.stores import Place, parse_place
 
 EVIL = "e\x1b[31mv[red]i\nl\u202e\udc80"
 runner = CliRunner()

@@ -1,0 +1,526 @@
+"""The commands on stores, and on the files that checkpoints are exported to and imported from."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from io import BytesIO, TextIOWrapper
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.tree import Tree
+
+import pccheck_async as pccheck
+from pccheck_async.cli.output import (
+    DIFFERENT,
+    FAILED,
+    NOTHING,
+    Json,
+    Report,
+    Step,
+    StoreFolder,
+    as_json,
+    captured_at,
+    complain,
+    json_value,
+    nothing_in,
+    parse_path,
+    path_argument,
+    pick,
+    printable,
+    progress_bar,
+    reporting,
+    size,
+    table,
+)
+from pccheck_async.errors import NoCheckpointError
+
+if TYPE_CHECKING:
+    from pccheck_async.state import StoredLeaf
+
+_LONGEST_LINE = 1 << 14
+_MOST_LEAVES = 8
+_MOST_CHANGES = 20
+_PLACE = re.compile(r"(.*)@(-?\d{1,20})", re.ASCII | re.DOTALL)
+
+
+def _steps(infos: Iterable[pccheck.CheckpointInfo]) -> str:
+    return ", ".join(str(info.step) for info in infos)
+
+
+@reporting
+def ls(path: StoreFolder, json: Json = False) -> Report:
+    """List the committed checkpoints of a store, newest first. Safe while a trainer writes to it.
+
+    Exit status: 0 at least one checkpoint is listed, 1 the store cannot be read, 2 wrong usage, 3 there is no committed
+    checkpoint in this folder.
+    """
+    infos = pccheck.list_checkpoints(path)
+    if not infos:
+        complain(f"no committed checkpoint: {nothing_in(path)}")
+        return Report([], (), NOTHING)
+    rows = table("step", "counter", "size", "captured (UTC)", "", "metadata", right=3)
+    for info in infos:
+        # In JSON's notation no string reaches the terminal as a control sequence.
+        metadata = ", ".join(
+            f"{jsonlib.dumps(key)[1:-1]}={f'{value:.6g}' if isinstance(value, float) else jsonlib.dumps(value)}"
+            for key, value in info.metadata.items()
+        )
+        rows.add_row(*_columns(info), captured_at(info), "pinned" if info.pinned else "", metadata)
+    return Report([as_json(info) for info in infos], [rows])
+
+
+def _columns(info: pccheck.CheckpointInfo) -> tuple[str, str, str]:
+    return str(info.step), str(info.counter), size(info.nbytes)
+
+
+# -- show
+
+
+@reporting
+def show(path: StoreFolder, step: Step = None, json: Json = False) -> Report:
+    """Show the tree of a checkpoint: leaves with dtype, shape and size, aliases, plain values, chunks, the manifest.
+
+    Reads no tensor and writes nothing. Safe while a trainer writes to the store.
+
+    Exit status: 0 shown, 1 it cannot be read, 2 wrong usage, 3 there is no such checkpoint.
+    """
+    description = pccheck.describe_checkpoint(path, step=step)
+    document = {
+        **as_json(description.info),
+        **pick(description, "store_id", "block_bytes", "slot", "slot_nbytes"),
+        "manifest": pick(description, offset="manifest_offset", nbytes="manifest_nbytes"),
+        "chunks": [
+            pick(chunk, "offset", "nbytes") | {"crc32": f"{chunk.checksum:08x}"} for chunk in description.chunks
+        ],
+        **pick(description, "array_nbytes", "aliases", containers="branches"),
+        "leaves": [_leaf_as_json(leaf) for leaf in description.leaves] if json else [],
+    }
+    return Report(document, _described(description))
+
+
+def _leaf_as_json(leaf: StoredLeaf) -> dict[str, Any]:
+    facts = pick(leaf, "path", "kind")
+    if leaf.entry is None:
+        value = leaf.value()
+        known = value is None or type(value) in (bool, int, float, str)
+        return facts | {"value": value if known else leaf.text(1 << 16)}
+    facts |= pick(leaf.entry, "dtype", "shape", "stride") | pick(leaf, "nbytes") | pick(leaf.entry, "requires_grad")
+    return facts | {"payload": leaf.extent or None, "alias_of": leaf.alias_of}
+
+
+def _described(description: pccheck.Description) -> Iterator[str]:
+    branches: dict[tuple[str, ...], Tree] = {(): Tree(f"step {description.info.step}")}
+
+    def branch(names: tuple[str, ...]) -> Tree:
+        if names not in branches:
+            kind = description.branches.get(".".join(names), "dict")
+            label = printable(names[-1]) + ("" if kind == "dict" else f"  ({kind})")
+            branches[names] = branch(names[:-1]).add(label)
+        return branches[names]
+
+    for leaf in description.leaves:
+        if not leaf.is_metadata:
+            branch(leaf.names[:-1]).add(_leaf(leaf))
+    drawn = TextIOWrapper(BytesIO(), sys.stdout.encoding, errors="backslashreplace")  # of ASCII where that is all
+    # As wide as it takes: no line is cut off at the end of the terminal's.
+    wide = Console(file=drawn, width=_LONGEST_LINE, color_system=None, markup=False, emoji=False, highlight=False)
+    wide.print(branches[()])
+    drawn.seek(0)
+    yield from (line.rstrip() for line in drawn)
+    info, chunks = description.info, description.chunks
+    arrays = sum(leaf.entry is not None for leaf in description.leaves)
+    values = sum(leaf.entry is None and not leaf.is_metadata for leaf in description.leaves)
+    yield (
+        f"{arrays} tensors and arrays of {size(description.array_nbytes)}, {description.aliases} of them aliases; "
+        f"{values} plain values."
+    )
+    yield (
+        f"Stored: {size(info.nbytes)} in {len(chunks)} chunks of at most "
+        f"{size(max((chunk.nbytes for chunk in chunks), default=0))}, at the beginning of {description.slot} "
+        f"({size(description.slot_nbytes)}); the manifest at byte {description.manifest_offset}, "
+        f"{size(description.manifest_nbytes)}."
+    )
+    metadata = ", ".join(f"{key}={json_value(value)!r}" for key, value in info.metadata.items())
+    yield f"Counter {info.counter}, captured {captured_at(info)} UTC{', pinned' if info.pinned else ''}." + (
+        f" Metadata: {printable(metadata)}." if metadata else ""
+    )
+
+
+def _leaf(leaf: StoredLeaf) -> str:
+    name = printable(leaf.names[-1])
+    if leaf.entry is None:
+        return f"{name} = {printable(leaf.text())}"
+    kind = "" if leaf.entry.kind == "tensor" else f" {leaf.entry.kind}"
+    grad = " requires grad" if leaf.entry.requires_grad else ""
+    alias = f"  = {printable(leaf.alias_of)}, stored once" if leaf.alias_of is not None else ""
+    return f"{name}  {leaf.entry.dtype} {list(leaf.entry.shape)}{kind}{grad}  {size(leaf.nbytes)}{alias}"
+
+
+# -- verify
+
+
+@reporting
+def verify(
+    path: StoreFolder,
+    step: Step = None,
+    every: Annotated[bool, typer.Option("--all", help="Check all committed checkpoints.")] = False,
+    json: Json = False,
+) -> Report:
+    """Check every checksum: all copies of the commit records, the manifest, and every chunk. Names what is damaged.
+
+    Writes nothing. Safe while a trainer writes to the store.
+
+    Exit status: 0 every byte is what was written, 1 the store cannot be read, 2 wrong usage, 3 there is no such
+    checkpoint, 4 something is damaged.
+    """
+    if every and step is not None:
+        raise typer.BadParameter("--all and --step exclude each other")
+    with progress_bar("verifying") as progress:
+        verification = pccheck.verify_checkpoints(path, step=step, every=every, progress=progress)
+    document = {
+        "whole": verification.whole,
+        "records": [pick(copy, "offset", "generation", "state", copy="name") for copy in verification.records],
+        "checkpoints": [
+            as_json(each.info)
+            | pick(each, "slot", "chunks", checked_nbytes="nbytes")
+            | {"whole": not each.damage, "damage": [asdict(damage) for damage in each.damage]}
+            for each in verification.checkpoints
+        ],
+        **pick(verification, "nbytes", "seconds", "direct"),
+    }
+    return Report(document, _verified(verification), 0 if verification.whole else DIFFERENT)
+
+
+def _verified(verification: pccheck.Verification) -> Iterator[str | Table]:
+    rows = table("step", "counter", "size", "chunks", "captured (UTC)", "slot", "", right=4)
+    for each in verification.checkpoints:
+        verdict = f"{len(each.damage)} damaged" if each.damage else "whole"
+        rows.add_row(*_columns(each.info), str(each.chunks), captured_at(each.info), each.slot, verdict)
+    yield rows
+    for damage in (damage for each in verification.checkpoints for damage in each.damage):
+        leaves = ", ".join(printable(path) for path in damage.leaves[:_MOST_LEAVES])
+        more = len(damage.leaves) - _MOST_LEAVES
+        holds = f"; it holds {leaves}{f' and {more} more (--json names all)' if more > 0 else ''}" if leaves else ""
+        where = f"bytes {damage.offset} to {damage.offset + damage.nbytes}"
+        yield f"{damage.file}: {damage.what} ({where}): {printable(damage.reason)}{holds}"
+    for copy in verification.records:
+        if copy.state == "damaged":
+            yield (
+                f"commit: copy {copy.name} of a record, at byte {copy.offset}, is damaged, or was cut short by a power "
+                "failure; the next two commits write it anew"
+            )
+        elif copy.state == "older":
+            yield f"commit: copy {copy.name} was not written when the other copy was: a kill in between (harmless)"
+    rate = f", {size(int(verification.nbytes / verification.seconds))}/s" if verification.seconds > 0 else ""
+    cached = "" if verification.direct else " through the page cache"
+    verdict = "Every checksum holds." if verification.whole else "DAMAGED."
+    yield f"{size(verification.nbytes)} read in {verification.seconds:.2f} s{rate}{cached}. {verdict}"
+
+
+# -- diff
+
+
+class Place(NamedTuple):
+    """A checkpoint by its store and step; no folder for the store of the other one, no step for the newest."""
+
+    path: Path | None
+    step: int | None
+
+
+def parse_place(text: str) -> Place:
+    """Return the store and the step of ``PATH``, ``PATH@STEP`` or ``@STEP``; a folder of that very name is a path."""
+    match = _PLACE.fullmatch(text)
+    if match is None or Path(text).is_dir():
+        return Place(parse_path(text), None)
+    return Place(parse_path(match[1]) if match[1] else None, int(match[2]))
+
+
+@reporting
+def diff(
+    one: Annotated[str, typer.Argument(metavar="PATH[@STEP]", help="The first checkpoint.")],
+    other: Annotated[str, typer.Argument(metavar="PATH[@STEP]", help="The second one; @STEP: in the same store.")],
+    json: Json = False,
+) -> Report:
+    """Compare two checkpoints leaf by leaf: which differ, in how many elements, and by how much. NaN equals NaN.
+
+    Verifies what it reads and writes nothing. Safe while a trainer writes to the store, which may need a slot more.
+
+    Exit status: 0 all leaves are equal in every bit, 1 one cannot be read, 2 wrong usage, 3 there is no such
+    checkpoint, 4 they differ.
+    """
+    first, second = parse_place(one), parse_place(other)
+    if first.path is None:
+        raise typer.BadParameter(f"{one!r} names no folder: the first place is PATH or PATH@STEP")
+    with progress_bar("comparing") as progress:
+        comparison = pccheck.compare_checkpoints(
+            first.path, second.path, step=first.step, other_step=second.step, progress=progress
+        )
+    document = {
+        "equal": not comparison.differences,
+        "one": as_json(comparison.one),
+        "other": as_json(comparison.other),
+        **pick(comparison, "leaves", compared_nbytes="nbytes"),
+        "differences": [_difference_as_json(each) for each in comparison.differences],
+    }
+    return Report(document, _compared(comparison), DIFFERENT if comparison.differences else 0)
+
+
+def _difference_as_json(each: pccheck.LeafDifference) -> dict[str, Any]:
+    facts = pick(each, "path", "change", "one", "other")
+    if each.difference is not None:
+        facts |= pick(each.difference, elements="total", bits_differ="bits", values_differ="values")
+        facts |= pick(each.difference, nan_on_one_side="nans", max_absolute="most_absolute")
+        facts |= pick(each.difference, max_relative="most_relative")
+    return facts
+
+
+def _compared(comparison: pccheck.Comparison) -> Iterator[str | Table]:
+    if comparison.differences:
+        rows = table("differ", "of", "max abs", "max rel", "what", "leaf", right=4)
+        for each in comparison.differences:
+            rows.add_row(*_difference(each))
+        yield rows
+    yield (
+        f"One: step {comparison.one.step}, counter {comparison.one.counter}. Other: step {comparison.other.step}, "
+        f"counter {comparison.other.counter}. {size(comparison.nbytes)} of tensors compared."
+    )
+    same = comparison.leaves - sum(each.change != "container" for each in comparison.differences)
+    which = f"{same} of {comparison.leaves}" if comparison.differences else f"All {comparison.leaves}"
+    yield f"{which} leaves are equal in every bit."
+
+
+def _difference(each: pccheck.LeafDifference) -> tuple[str, ...]:
+    path, both = printable(each.path) or "(the state)", f"{each.one} -> {each.other}"
+    elements = each.difference
+    if elements is None or not elements.bits:
+        in_both = bool(each.one and each.other)
+        change = f"{each.change}: {both}" if in_both else each.change
+        return "", "", "", "", printable(change), path if in_both else printable(f"{path}  {each.one or each.other}")
+    nans = f", {elements.nans} NaN on one side" if elements.nans else ""
+    bits_only = elements.values is not None and elements.values < elements.bits
+    only = f", {elements.bits - (elements.values or 0)} in bits only" if bits_only else ""
+    what = f"{each.change}{f': {both}' if each.change != 'elements' else ''}{nans}{only}"
+    largest = ("" if value is None else f"{value:.4g}" for value in (elements.most_absolute, elements.most_relative))
+    return str(elements.bits), str(elements.total), *largest, printable(what), path
+
+
+# -- what writes
+
+
+@reporting
+def copy(
+    source: Annotated[Path, path_argument("SOURCE", "Store that has the checkpoint.")],
+    target: Annotated[Path, path_argument("TARGET", "Store that gets it; made where there is none.")],
+    step: Step = None,
+    pin: Annotated[
+        bool | None, typer.Option("--pin/--no-pin", help="Pin the copy, or do not (default: as in SOURCE).")
+    ] = None,
+    json: Json = False,
+) -> Report:
+    """Copy a checkpoint into another store, verified on the way; it becomes the newest one there, others stay.
+
+    A trainer may write to SOURCE meanwhile, not to TARGET.
+
+    Exit status: 0 the copy is durable, 1 it failed and nothing was committed, 2 wrong usage, 3 there is no such
+    checkpoint.
+    """
+    start = time.perf_counter()
+    with progress_bar("copying") as progress:
+        info = pccheck.copy_checkpoint(source, target, step=step, pinned=pin, progress=progress)
+    seconds = time.perf_counter() - start
+    lines = [
+        f"Step {info.step} ({size(info.nbytes)}) copied and verified in {seconds:.2f} s; it is the newest checkpoint "
+        f"in {target}, counter {info.counter}{', pinned' if info.pinned else ''}."
+    ]
+    if later := [other for other in pccheck.list_checkpoints(target)[1:] if other.step > info.step]:
+        lines.append(f"Older there now: step {_steps(later)}. A trainer resumes from step {info.step}.")
+    return Report(as_json(info), lines)
+
+
+@reporting
+def rm(
+    path: StoreFolder,
+    steps: Annotated[list[int], typer.Argument(help="Steps to remove, pinned or not.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also where no checkpoint is left then.")] = False,
+    json: Json = False,
+) -> Report | int:
+    """Remove checkpoints, all of these steps or none, in one commit, and free their space. No trainer has PATH open.
+
+    Exit status: 0 removed, 1 nothing was removed, 2 wrong usage, 3 there is no checkpoint of one of the steps.
+    """
+    if not (infos := pccheck.list_checkpoints(path)):
+        raise NoCheckpointError(nothing_in(path))
+    if missing := sorted(set(steps) - {info.step for info in infos}):
+        raise NoCheckpointError(f"{path} holds no checkpoint of step {', '.join(map(str, missing))}")
+    doomed = [info for info in infos if info.step in steps]
+    what = ", ".join(f"{info.step}{' (pinned)' if info.pinned else ''}" for info in doomed)
+    nbytes = size(sum(info.nbytes for info in doomed))
+    if not yes and not typer.confirm(f"Remove step {what} ({nbytes}) from {path}?", err=True):
+        complain("nothing was removed")
+        return FAILED
+    removal = pccheck.remove_checkpoints(path, steps, force=force)
+    return Report(
+        {"removed": [as_json(info) for info in removal.removed], "freed_nbytes": removal.freed_nbytes},
+        [f"Removed step {_steps(removal.removed)}; {size(removal.freed_nbytes)} freed."],
+    )
+
+
+StepNumber = Annotated[int, typer.Argument(help="Step of the checkpoint.")]
+
+
+@reporting
+def pin(path: StoreFolder, step: StepNumber, json: Json = False) -> Report:
+    """Keep the newest checkpoint of a step whatever a trainer's rules say. No trainer has PATH open.
+
+    Exit status: 0 pinned, 1 it failed, 2 wrong usage, 3 there is no such checkpoint.
+    """
+    return _set_pin(path, step, True, "is kept whatever a trainer's rules say")
+
+
+@reporting
+def unpin(path: StoreFolder, step: StepNumber, json: Json = False) -> Report:
+    """Leave a pinned checkpoint to a trainer's rules again. No trainer has PATH open.
+
+    Exit status: 0 unpinned, 1 it failed, 2 wrong usage, 3 there is no such checkpoint.
+    """
+    return _set_pin(path, step, False, "goes with a trainer's next commit unless a rule keeps it")
+
+
+def _set_pin(path: Path, step: int, pinned: bool, fate: str) -> Report:
+    info = pccheck.pin_checkpoint(path, step, pinned=pinned)
+    return Report(as_json(info), [f"Step {info.step} (counter {info.counter}) {fate}."])
+
+
+# -- recover
+
+
+@reporting
+def recover(
+    path: StoreFolder,
+    write: Annotated[
+        bool, typer.Option("--write", help="Write a new commit record, and store.json where it is lost.")
+    ] = False,
+    search: Annotated[
+        bool, typer.Option("--search", help="Search the slots also where a commit record is valid.")
+    ] = False,
+    slots: Annotated[
+        list[int] | None, typer.Option("--slot", help="Name only the checkpoint in this slot; may be repeated.")
+    ] = None,
+    json: Json = False,
+) -> Report:
+    """Find what can be salvaged where the commit records or store.json are lost: checkpoints of which every byte holds.
+
+    Writes nothing unless told to. Never changes a slot, and keeps the files that it replaces under other names.
+
+    Exit status: 0 the store is in order, or written, 1 it failed, 2 wrong usage, 3 nothing whole was found, 4 there is
+    something to write.
+    """
+    with progress_bar("searching") as progress:
+        recovery = pccheck.recover_store(path, write=write, search=search, slots=slots or None, progress=progress)
+    document = {
+        **pick(recovery, "needed", "identity", "record", "written", "kept"),
+        "slots": [
+            pick(one, "chunks", "whole", "note", slot="file")
+            | {
+                "checkpoint": as_json(one.info) if one.info else None,
+                "damaged_chunks": [pick(damage, "offset", "nbytes", "reason") for damage in one.damage],
+            }
+            for one in recovery.found
+        ],
+        "names": [as_json(info) for info in recovery.named],
+    }
+    status = 0 if recovery.written or not recovery.needed else NOTHING
+    if status and (recovery.named or recovery.record == "valid"):
+        status = DIFFERENT
+    return Report(document, _recovered(recovery, path), status)
+
+
+def _recovered(recovery: pccheck.Recovery, path: Path) -> Iterator[str | Table]:
+    if recovery.found:
+        rows = table("slot", "step", "counter", "size", "captured (UTC)", "whole", "note", right=4)
+        for one in recovery.found:
+            facts = (*_columns(one.info), captured_at(one.info)) if one.info else [""] * 4
+            rows.add_row(one.file, *facts, "yes" if one.whole else "no", one.note)
+        yield rows
+    yield f"store.json is {recovery.identity}, the commit records are {recovery.record}."
+    steps = _steps(recovery.named)
+    if recovery.written:
+        kept = f"; what was there is {', '.join(recovery.kept)} now" if recovery.kept else ""
+        yield f"Written: {', '.join(recovery.written)}{kept}."
+        names = f"The store names step {steps}, newest first" if recovery.named else "The store names no checkpoint"
+        yield f"{names}. `pccheck verify {path}` checks them."
+    elif not recovery.needed:
+        yield "Nothing is missing: a trainer can open this store."
+    elif recovery.named:
+        yield f"Nothing was written. With --write the store names step {steps}, newest first."
+    elif recovery.record == "valid":
+        yield "Nothing was written. With --write the store is there again; it names no checkpoint."
+    else:
+        yield "No slot holds a whole checkpoint. Nothing was written."
+
+
+# -- export and import
+
+
+@reporting
+def export(
+    path: StoreFolder,
+    out: Annotated[Path, path_argument("OUT", "The new file, or folder (dcp).")],
+    to: Annotated[Literal["safetensors", "torch", "dcp"], typer.Option(help="The format.")],
+    step: Step = None,
+    keys: Annotated[
+        list[str] | None, typer.Option(help="Paths or globs of what to export, such as 'model.*'; may be repeated.")
+    ] = None,
+    root: Annotated[str | None, typer.Option(help="The part that becomes the whole, such as 'model'.")] = None,
+    json: Json = False,
+) -> Report:
+    """Write a checkpoint, or a part of it, as a file that others read without this package.
+
+    Exit status: 0 exported, 1 it failed or the format cannot express something, 2 wrong usage, 3 there is no such
+    checkpoint.
+    """
+    exported = pccheck.export_checkpoint(path, out, to=to, step=step, keys=keys or None, root=root)
+    document = {
+        "checkpoint": as_json(exported.info),
+        "path": str(exported.path),
+        **pick(exported, "nbytes", "tensors", "values"),
+        "changed": [printable(line) for line in exported.changed],
+    }
+    return Report(document, _exported(exported))
+
+
+def _exported(exported: pccheck.Exported) -> Iterator[str]:
+    counted = f"{exported.tensors} tensors and {exported.values} plain values"
+    yield f"step {exported.info.step}: {counted}, {size(exported.nbytes)}, in {exported.path}"
+    for line in exported.changed[:_MOST_CHANGES]:
+        complain(f"changed: {line}")
+    if len(exported.changed) > _MOST_CHANGES:
+        complain(f"changed: {len(exported.changed) - _MOST_CHANGES} more")
+
+
+@reporting
+def import_(
+    file: Annotated[Path, path_argument("FILE", "A file of torch.save or of safetensors.")],
+    path: Annotated[Path, path_argument("PATH", "Folder of the store; nobody else may write to it.")],
+    source: Annotated[Literal["torch", "safetensors"], typer.Option("--from", help="The format.")],
+    step: Annotated[
+        int | None, typer.Option(help="The step of the new checkpoint (default: what the file says, or a count).")
+    ] = None,
+    root: Annotated[str | None, typer.Option(help="Put it below this name, such as 'model'.")] = None,
+    json: Json = False,
+) -> Report:
+    """Save what a file holds as the newest checkpoint of a store. Runs no code from the file.
+
+    Exit status: 0 imported, 1 it failed, 2 wrong usage.
+    """
+    info = pccheck.import_checkpoint(file, path, source=source, step=step, root=root)
+    return Report(as_json(info), [f"{file}: step {info.step}, {size(info.nbytes)}, the newest checkpoint in {path}"])
