@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -36,8 +36,6 @@ from pccheck_async.cli.output import (
 if TYPE_CHECKING:
     from pccheck_async.medium.status_file import Committed, InFlight, Published, Status
 
-__all__ = ["View", "Watch", "line", "panel", "watch"]
-
 _MOST_COMMITTED = 8
 _WIDE = 75
 _VERY_WIDE = 100
@@ -64,6 +62,11 @@ class View:
     before: Status | None
 
     @property
+    def status(self) -> Status | None:
+        """What an engine said last."""
+        return None if self.published is None else self.published.status
+
+    @property
     def state(self) -> str:
         """One of "running", "silent" (running and not publishing), "closed" (seen to run before), "died" and "none"."""
         if self.published is None:
@@ -75,38 +78,34 @@ class View:
     @property
     def age(self) -> float:
         """Seconds since the engine published."""
-        return 0.0 if self.published is None else max(0.0, time.time() - self.published.status.time)
+        return 0.0 if self.status is None else max(0.0, time.time() - self.status.time)
 
     def rate(self, stage: str) -> float | None:
         """Bytes per second of a stage since the earlier status."""
-        now, before = self._pair()
-        if now is None or before is None:
+        now, before = self.status, self.before
+        if now is None or before is None or before.time >= now.time:
             return None
         return (now.stage_bytes.get(stage, 0) - before.stage_bytes.get(stage, 0)) / (now.time - before.time)
 
     @property
     def stall_share(self) -> float | None:
         """Share of the time since the earlier status in which training waited; of all the time without one."""
-        now, before = self._pair()
+        now, before = self.status, self.before
         if now is None:
             return None
-        if before is None:
-            return now.stall_seconds / (now.time - now.started) if now.time > now.started else None
-        return (now.stall_seconds - before.stall_seconds) / (now.time - before.time)
+        since, stalled = now.started, 0.0
+        if before is not None and before.time < now.time:
+            since, stalled = before.time, before.stall_seconds
+        return (now.stall_seconds - stalled) / (now.time - since) if now.time > since else None
 
     @property
     def facts(self) -> tuple[object, ...]:
         """What is worth another line; clocks, rates and shares change with every look."""
-        status = None if self.published is None else self.published.status
-        committed = [(each.counter, each.pinned) for each in self.committed]
+        status, committed = self.status, [(each.counter, each.pinned) for each in self.committed]
         if status is None:
             return self.state, committed
         in_flight = [(each.counter, each.phase) for each in status.in_flight]
         return self.state, committed, status.pid, status.step, status.counts, in_flight, status.failure
-
-    def _pair(self) -> tuple[Status | None, Status | None]:
-        now = None if self.published is None else self.published.status
-        return now, self.before if now is not None and self.before is not None and self.before.time < now.time else None
 
 
 class Watch:
@@ -170,7 +169,12 @@ def watch(
     with suppress(KeyboardInterrupt):
         if json or not sys.stdout.isatty() or terminal().is_dumb_terminal:
             return _show_changes(watching, interval, json=json)
-        _show_live(watching, interval)
+        from rich.live import Live
+
+        with Live(console=terminal(), auto_refresh=False) as live:
+            while True:
+                live.update(panel(watching.look(), live.console.width), refresh=True)
+                time.sleep(interval)
     return 0
 
 
@@ -189,15 +193,6 @@ def _show_changes(watching: Watch, interval: float, *, json: bool) -> int:
         time.sleep(interval)
 
 
-def _show_live(watching: Watch, interval: float) -> None:
-    from rich.live import Live
-
-    with Live(console=terminal(), auto_refresh=False) as live:
-        while True:
-            live.update(panel(watching.look(), live.console.width), refresh=True)
-            time.sleep(interval)
-
-
 def _status(view: View) -> int:
     """Return the exit status for what was seen last; say why where there is nothing."""
     if view.state in ("running", "silent", "closed"):
@@ -209,14 +204,13 @@ def _status(view: View) -> int:
 
 
 def _dump(view: View) -> None:
-    status = None if view.published is None else msgspec.to_builtins(view.published.status)
-    document: dict[str, Any] = {
+    document = {
         "state": view.state,
-        "age_seconds": None if status is None else view.age,
+        "age_seconds": None if view.status is None else view.age,
         "write_bytes_per_second": view.rate("write"),
         "stall_share": view.stall_share,
-        "committed": [msgspec.to_builtins(each) for each in view.committed],
-        "status": status,
+        "committed": msgspec.to_builtins(view.committed),
+        "status": msgspec.to_builtins(view.status),
     }
     dump(document, one_line=True)
 
@@ -225,17 +219,16 @@ def line(view: View) -> str:
     """Return what there is to see as one line."""
     clock = time.strftime("%H:%M:%S")
     newest = f"durable: step {view.committed[0].step}" if view.committed else "nothing durable"
-    if view.published is None:
+    if (status := view.status) is None:
         if view.before is not None:
             return f"{clock} the engine of process {view.before.pid} was closed; {newest}"
         return f"{clock} no engine has published anything here; {newest}"
-    status = view.published.status
+    in_flight = [f"{each.step} {_phase(each)}" for each in status.in_flight]
     if view.state == "died":
-        left = ", ".join(f"step {each.step} {_phase(each)}" for each in status.in_flight) or "nothing"
+        left = ", ".join(f"step {each}" for each in in_flight) or "nothing"
         return f"{clock} the engine of process {status.pid} died; in flight was {left}; {newest}"
     parts = [] if status.step is None else [f"step {status.step}"]
-    parts.append(newest)
-    parts.append("in flight: " + (", ".join(f"{each.step} {_phase(each)}" for each in status.in_flight) or "nothing"))
+    parts += [newest, f"in flight: {', '.join(in_flight) or 'nothing'}"]
     if (rate := view.rate("write")) is not None:
         parts.append(f"writes {size(round(rate))}/s")
     if (share := view.stall_share) is not None:
@@ -252,11 +245,10 @@ def line(view: View) -> str:
 def panel(view: View, width: int) -> RenderableType:
     """Return what there is to see as a panel of so many columns."""
     parts: list[RenderableType] = [_headline(view)]
-    if view.published is not None:
-        status = view.published.status
-        if status.in_flight:
-            parts.append(_in_flight_table(status.in_flight, width))
-        parts.append(_facts(view, status))
+    if view.status is not None:
+        if view.status.in_flight:
+            parts.append(_in_flight_table(view.status.in_flight, width))
+        parts.append(_facts(view, view.status))
     if view.committed:
         durable = table("durable", "size", "age", "", right=3)
         for each in view.committed:
@@ -270,21 +262,17 @@ def panel(view: View, width: int) -> RenderableType:
 
 def _headline(view: View) -> Text:
     headline = Text(str(view.path), style="bold")
-    if view.published is None:
-        if view.before is not None:
-            who = f"process {view.before.pid} on {printable(view.before.host)}"
-            return headline.append(f"  the engine of {who} was closed", style="green")
+    if (status := view.status or view.before) is None:
         return headline.append("  no engine has published anything here", style="yellow")
-    status = view.published.status
-    who = f"process {status.pid} on {printable(status.host)}"
-    match view.state:
-        case "running":
-            headline.append(f"  {who}, open for {duration(status.time - status.started)}", style="green")
-        case "silent":
-            headline.append(f"  {who}: silent for {duration(view.age)}", style="yellow")
-        case _:
-            headline.append(f"  {who} died {duration(view.age)} ago; what was last known:", style="red")
-    if status.failure:
+    who, age = f"process {status.pid} on {printable(status.host)}", duration(view.age)
+    said, style = {
+        "closed": (f"the engine of {who} was closed", "green"),
+        "running": (f"{who}, open for {duration(status.time - status.started)}", "green"),
+        "silent": (f"{who}: silent for {age}", "yellow"),
+        "died": (f"{who} died {age} ago; what was last known:", "red"),
+    }[view.state]
+    headline.append(f"  {said}", style=style)
+    if status.failure and view.state != "closed":
         headline.append(f"\ntakes no more commits: {printable(status.failure)}", style="red")
     return headline
 
@@ -303,30 +291,26 @@ def _in_flight_table(in_flight: Sequence[InFlight], width: int) -> Table:
 
 
 def _facts(view: View, status: Status) -> Table:
-    facts: dict[str, str] = {}
-    counts = ", ".join(f"{count} {printable(name)}" for name, count in status.counts.items() if count)
-    facts["checkpoints"] = f"{counts or 'none yet'}; {size(status.durable_bytes)} durable"
-    if status.save_seconds is not None:
-        facts["durable after"] = f"{duration(status.save_seconds)} on average"
-    rates = {stage: rate for stage in ("capture", "write") if (rate := view.rate(stage)) is not None}
-    if rates:
-        facts["rates"] = ", ".join(f"{stage} {size(round(rate))}/s" for stage, rate in rates.items())
-    share = view.stall_share
-    facts["stall"] = duration(status.stall_seconds) + ("" if share is None else f" in all, now {share:.2%}")
-    if status.step is not None:
-        took = f", {duration(status.step_seconds)} a step" if status.step_seconds is not None else ""
-        facts["training"] = f"step {status.step}{took}"
-    facts["next"] = f"{_next(status) or 'not known'} ({printable(status.reason)})"
-    facts["staging"] = (
-        f"{size(status.pool_in_use_bytes)} in use, {size(status.pool_bytes)} ever, {size(status.host_memory)} at most"
-    )
-    facts["slots"] = f"{status.slots}, {size(status.slot_bytes)}"
-    facts["I/O"] = printable(status.io)
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column(overflow="fold")
-    for name, fact in facts.items():
-        rows.add_row(name, fact)
+    counts = ", ".join(f"{count} {printable(name)}" for name, count in status.counts.items() if count)
+    rows.add_row("checkpoints", f"{counts or 'none yet'}; {size(status.durable_bytes)} durable")
+    if status.save_seconds is not None:
+        rows.add_row("durable after", f"{duration(status.save_seconds)} on average")
+    rates = {stage: rate for stage in ("capture", "write") if (rate := view.rate(stage)) is not None}
+    if rates:
+        rows.add_row("rates", ", ".join(f"{stage} {size(round(rate))}/s" for stage, rate in rates.items()))
+    share = view.stall_share
+    rows.add_row("stall", duration(status.stall_seconds) + ("" if share is None else f" in all, now {share:.2%}"))
+    if status.step is not None:
+        took = f", {duration(status.step_seconds)} a step" if status.step_seconds is not None else ""
+        rows.add_row("training", f"step {status.step}{took}")
+    rows.add_row("next", f"{_next(status) or 'not known'} ({printable(status.reason)})")
+    used, ever, most = map(size, (status.pool_in_use_bytes, status.pool_bytes, status.host_memory))
+    rows.add_row("staging", f"{used} in use, {ever} ever, {most} at most")
+    rows.add_row("slots", f"{status.slots}, {size(status.slot_bytes)}")
+    rows.add_row("I/O", printable(status.io))
     return rows
 
 
