@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -22,7 +24,7 @@ from pccheck_async.medium.open_medium import IO, Session
 from pccheck_async.state import StoredLeaf, list_leaves
 from pccheck_async.store import VerifiedChunks
 from pccheck_async.transfer import first_failure
-from pccheck_async.upkeep.reading import Held, Progress, hold, make_pool, open_reader, run_with_session
+from pccheck_async.upkeep.reading import Held, Progress, hold, make_pool, run_with_session
 
 __all__ = ["Comparison", "Difference", "LeafDifference", "compare_checkpoints", "compare_elements"]
 
@@ -30,6 +32,11 @@ _PIECE_BYTES = 8 << 20
 _WIDTHS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 Change = Literal["added", "removed", "kind", "dtype", "shape", "elements", "value", "container"]
+_FORM: dict[Change, Callable[[TensorEntry], object]] = {
+    "kind": attrgetter("kind", "requires_grad"),
+    "dtype": attrgetter("dtype"),
+    "shape": attrgetter("shape"),
+}
 
 
 @dataclass(slots=True)
@@ -123,146 +130,143 @@ def compare_checkpoints(
         CorruptStoreError: bytes that had to be compared are damaged.
         ReadError: the device failed.
     """
-    steps = check_step(step), check_step(other_step)
-    paths = path, path if other is None else other
+    step, other_step = check_step(step), check_step(other_step)
+    second_path = path if other is None else other
 
-    async def with_both(first: Session, second: Session) -> Comparison:
-        async with AsyncExitStack() as stack:
-            helds = []
-            for session, where, wanted in zip((first, second), paths, steps, strict=True):
-                reader = await open_reader(session, where)
-                helds.append(await stack.enter_async_context(hold(reader, where, wanted)))
-            comparing = _Comparing(first, helds, progress)
-            differences = await comparing.run()
-            return Comparison(
-                helds[0].entry.info, helds[1].entry.info, comparing.leaves, comparing.done, tuple(differences)
-            )
+    async def work(session: Session) -> Comparison:
+        async with hold(session, path, step) as one:
 
-    async def work(first: Session) -> Comparison:
-        return await with_session(paths[1], io, lambda second: with_both(first, second), EngineConfig())
+            async def with_both(second: Session) -> Comparison:
+                async with hold(second, second_path, other_step) as two:
+                    comparing = _Comparing(session, _Side(one), _Side(two), progress)
+                    differences = tuple(await comparing.run())
+                    return Comparison(one.entry.info, two.entry.info, comparing.leaves, comparing.done, differences)
 
-    return run_with_session(paths[0], io, work)
+            return await with_session(second_path, io, with_both, EngineConfig())
+
+    return run_with_session(path, io, work)
+
+
+class _Side:
+    """One of the two checkpoints."""
+
+    def __init__(self, held: Held) -> None:
+        self._step = held.entry.step
+        self._listing = list_leaves(held.manifest)
+        self._payload = VerifiedChunks(held.reader.session, held.file, held.manifest, make_pool(held.manifest))
+        self.branches = self._listing.branches
+        self.leaves = {leaf.path: leaf for leaf in self._listing.leaves}
+
+    async def read(self, low: int, high: int) -> memoryview:
+        """Return a range of the payload, which stays as it is until the next call."""
+        whole = bytearray()
+        try:
+            async with aclosing(self._payload.pieces([(low, high)])) as pieces:
+                async for piece in pieces:
+                    if len(piece) == high - low:
+                        return piece  # as it lies in the chunk, which stays in memory
+                    whole += piece
+        except DamagedError as error:
+            leaves = self._listing.within(low, high)
+            raise DamagedError(
+                f"{error}; it holds {', '.join(leaves[:5])}{', ...' if len(leaves) > 5 else ''} of step "
+                f"{self._step}; `pccheck verify` names all damage"
+            ) from None
+        return memoryview(whole)
 
 
 class _Comparing:
-    def __init__(self, session: Session, helds: Sequence[Held], progress: Progress) -> None:
-        self._session = session
-        self._helds = helds
-        self._listings = listings = [list_leaves(held.manifest) for held in helds]
-        self._payloads = [
-            VerifiedChunks(held.reader.session, held.file, held.manifest, make_pool(held.manifest)) for held in helds
-        ]
+    def __init__(self, session: Session, one: _Side, other: _Side, progress: Progress) -> None:
+        self._call = session.operations.call
+        self._one = one
+        self._other = other
         self._progress = progress
         self._compared: dict[tuple[TensorEntry, TensorEntry], Difference] = {}
-        self._ones, self._others = ({leaf.path: leaf for leaf in listing.leaves} for listing in listings)
-        self._total = sum(
-            leaf.nbytes
-            for path, leaf in self._ones.items()
-            if (match := self._others.get(path)) and leaf.entry and match.entry and _same_form(leaf.entry, match.entry)
-        )
-        self.leaves = len(self._ones.keys() | self._others.keys())
+        pairs = [(leaf.entry, other.leaves[path].entry) for path, leaf in one.leaves.items() if path in other.leaves]
+        self._total = sum(_nbytes(a) for a, b in pairs if a and b and _same_form(a, b))
+        self.leaves = len(one.leaves.keys() | other.leaves.keys())
         self.done = 0
 
     async def run(self) -> list[LeafDifference]:
-        differences = list(self._containers())
-        for path, one in self._ones.items():
-            other = self._others.get(path)
+        ones, others = self._one.branches, self._other.branches
+        changed = [path for path, kind in ones.items() if others.get(path, kind) != kind]
+        differences = [LeafDifference(path, "container", ones[path], others[path]) for path in changed]
+        for path, one in self._one.leaves.items():
+            other = self._other.leaves.get(path)
             if other is None:
                 differences.append(LeafDifference(path, "removed", _words(one), ""))
             elif (difference := await self._pair(path, one, other)) is not None:
                 differences.append(difference)
-        added = [leaf for path, leaf in self._others.items() if path not in self._ones]
+        added = [leaf for path, leaf in self._other.leaves.items() if path not in self._one.leaves]
         return differences + [LeafDifference(leaf.path, "added", "", _words(leaf)) for leaf in added]
 
-    def _containers(self) -> Iterator[LeafDifference]:
-        ones, others = (listing.branches for listing in self._listings)
-        for path, one in ones.items():
-            if path in others and others[path] != one:
-                yield LeafDifference(path, "container", one, others[path])
-
     async def _pair(self, path: str, one: StoredLeaf, other: StoredLeaf) -> LeafDifference | None:
-        if one.entry is None or other.entry is None:
-            if one.entry is None and other.entry is None and one.same_value(other):
-                return None
-            change: Change = "value" if one.entry is other.entry else "kind"
-            return LeafDifference(path, change, _words(one), _words(other))
         a, b = one.entry, other.entry
-        if (a.kind, a.requires_grad) != (b.kind, b.requires_grad):
-            change = "kind"
-        elif a.dtype != b.dtype:
-            change = "dtype"
-        elif a.shape != b.shape:
-            change = "shape"
+        change: Change
+        difference = None
+        if a is None or b is None:
+            if a is b and one.same_value(other):
+                return None
+            change = "value" if a is b else "kind"
         else:
-            change = "elements"
-        difference = await self._elements(one, other) if _same_form(a, b) else None
-        if change == "elements" and (difference is None or not difference.bits):
-            return None
+            change = next((name for name, fact in _FORM.items() if fact(a) != fact(b)), "elements")
+            if _same_form(a, b):
+                difference = await self._elements(a, b, one.extent, other.extent)
+            if change == "elements" and (difference is None or not difference.bits):
+                return None
         return LeafDifference(path, change, _words(one), _words(other), difference)
 
-    async def _elements(self, one: StoredLeaf, other: StoredLeaf) -> Difference:
-        assert one.entry is not None and other.entry is not None  # noqa: PT018
-        known = self._compared.get((one.entry, other.entry))
+    async def _elements(
+        self, one: TensorEntry, other: TensorEntry, here: tuple[int, int] | None, there: tuple[int, int] | None
+    ) -> Difference:
+        known = self._compared.get((one, other))
         if known is None:
             known = Difference()
-            if one.extent is not None and other.extent is not None:
-                await self._compare(one.entry, other.entry, one.extent, other.extent, known)
-            self._compared[one.entry, other.entry] = known
-        self.done += one.nbytes
+            if here is not None and there is not None:
+                await self._compare(one, other, here, there, known)
+            self._compared[one, other] = known
+        self.done += _nbytes(one)
         self._progress(self.done, self._total)
         return known
 
     async def _compare(
         self, one: TensorEntry, other: TensorEntry, here: tuple[int, int], there: tuple[int, int], into: Difference
     ) -> None:
-        call = self._session.operations.call
         nbytes = here[1] - here[0]
         alike = _strides(one) == _strides(other) and there[1] - there[0] == nbytes
-        if alike and nbytes == one.itemsize * np.prod(one.shape, dtype=np.int64):
+        if alike and nbytes == _nbytes(one):
             # Every byte is an element's, and the same one's in both: in the order of memory.
             size = _PIECE_BYTES // one.itemsize * one.itemsize or one.itemsize
             for start in range(0, nbytes, size):
                 stop = min(start + size, nbytes)
                 a, b = await self._read((here[0] + start, here[0] + stop), (there[0] + start, there[0] + stop))
-                await call(compare_elements, one, a, b, into)
+                await self._call(compare_elements, one, a, b, into)
                 self._progress(self.done + start, self._total)
             return
         a, b = await self._read(here, there)
-        a, b = await call(_in_order, one, a), await call(_in_order, other, b)
-        await call(compare_elements, one, a, b, into)
+        a, b = await self._call(_in_order, one, a), await self._call(_in_order, other, b)
+        await self._call(compare_elements, one, a, b, into)
 
     async def _read(self, here: tuple[int, int], there: tuple[int, int]) -> tuple[memoryview, memoryview]:
-        """Read a range of the payload of each, at the same time; the bytes stay as they are until the next call."""
+        """Read a range of the payload of each, at the same time."""
         try:
             async with asyncio.TaskGroup() as group:
-                one = group.create_task(self._range(0, *here))
-                other = group.create_task(self._range(1, *there))
+                one = group.create_task(self._one.read(*here))
+                other = group.create_task(self._other.read(*there))
         except BaseExceptionGroup as errors:
             failure = first_failure(errors)
             raise failure from failure.__cause__
         return one.result(), other.result()
-
-    async def _range(self, number: int, low: int, high: int) -> memoryview:
-        whole = bytearray()
-        try:
-            async with aclosing(self._payloads[number].pieces([(low, high)])) as pieces:
-                async for piece in pieces:
-                    if len(piece) == high - low:
-                        return piece  # as it lies in the chunk, which stays in memory
-                    whole += piece
-        except DamagedError as error:
-            leaves = self._listings[number].within(low, high)
-            raise DamagedError(
-                f"{error}; it holds {', '.join(leaves[:5])}{', ...' if len(leaves) > 5 else ''} of step "
-                f"{self._helds[number].entry.step}; `pccheck verify` names all damage"
-            ) from None
-        return memoryview(whole)
 
 
 def _same_form(one: TensorEntry, other: TensorEntry) -> bool:
     """Whether two arrays can be compared element by element."""
     same_library = (one.kind == "ndarray") is (other.kind == "ndarray")
     return same_library and one.dtype == other.dtype and one.shape == other.shape
+
+
+def _nbytes(entry: TensorEntry) -> int:
+    return entry.itemsize * math.prod(entry.shape)
 
 
 def _strides(entry: TensorEntry) -> tuple[int, ...]:

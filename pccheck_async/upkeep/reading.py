@@ -1,4 +1,4 @@
-"""What looking after stores shares: opening one, holding a checkpoint, and checking the chunks of its payload.
+"""Opening a store, holding a checkpoint and describing it, and checking the chunks of its payload.
 
 A checkpoint that is held has its slot locked shared, so that no writer reuses that meanwhile.
 """
@@ -15,27 +15,17 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from pccheck_async.api import with_session
 from pccheck_async.engine import EngineConfig, OneLoop
 from pccheck_async.errors import DamagedError, NoCheckpointError, ReadError
-from pccheck_async.format import Entry, Record, crc32
+from pccheck_async.format import CheckpointInfo, Entry, Record, check_step, crc32
 from pccheck_async.format.manifest import ChunkEntry, Manifest
+from pccheck_async.format.record import slot_name
 from pccheck_async.medium import File
 from pccheck_async.medium.open_medium import IO, Session
+from pccheck_async.state import StoredLeaf, list_leaves
 from pccheck_async.store import StoreReader, choose, no_store, read_manifest
 from pccheck_async.transfer import BufferPool, available_memory, first_failure
 
-__all__ = [
-    "LOCK_SECONDS",
-    "Held",
-    "Progress",
-    "Run",
-    "check_chunks",
-    "hold",
-    "hold_slot",
-    "make_pool",
-    "no_checkpoint",
-    "open_reader",
-    "run_with_session",
-    "runs",
-]
+__all__ = ["LOCK_SECONDS", "Description", "Held", "Progress", "Run", "check_chunks", "describe_checkpoint", "hold"]
+__all__ += ["hold_slot", "make_pool", "no_checkpoint", "open_reader", "run_with_session", "runs"]
 
 T = TypeVar("T")
 
@@ -58,14 +48,7 @@ def no_checkpoint(path: str | os.PathLike[str], step: int | None) -> NoCheckpoin
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A committed checkpoint, held for reading.
-
-    Attributes:
-        reader: Its store.
-        entry: What the record says of it.
-        file: Its slot.
-        manifest: What it holds.
-    """
+    """A committed checkpoint, held for reading: its store, what the record says of it, its slot, and what it holds."""
 
     reader: StoreReader
     entry: Entry
@@ -82,7 +65,7 @@ async def open_reader(session: Session, path: str | os.PathLike[str]) -> StoreRe
 
 
 @asynccontextmanager
-async def hold(reader: StoreReader, path: str | os.PathLike[str], step: int | None) -> AsyncIterator[Held]:
+async def hold(session: Session, path: str | os.PathLike[str], step: int | None) -> AsyncIterator[Held]:
     """Hold the newest checkpoint, or the newest of ``step``, until the context is left.
 
     Raises:
@@ -91,13 +74,14 @@ async def hold(reader: StoreReader, path: str | os.PathLike[str], step: int | No
         CorruptStoreError: this version does not understand it.
         ReadError: the device failed.
     """
+    reader = await open_reader(session, path)
     async with hold_slot(reader, lambda record: choose(record.entries, step)) as held:
         if held is None:
             raise no_checkpoint(path, step)
         entry, file = held
         if not isinstance(file, File):
             raise file
-        manifest = await read_manifest(reader.session.medium, file, entry, reader.identity.block_bytes)
+        manifest = await read_manifest(session.medium, file, entry, reader.identity.block_bytes)
         yield Held(reader, entry, file, manifest)
 
 
@@ -114,6 +98,74 @@ async def hold_slot(
             await reader.session.medium.close(held[1])
 
 
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A committed checkpoint and where it lies. Sizes and offsets in bytes.
+
+    Attributes:
+        info: What the commit record says of it.
+        leaves: Its tensors, arrays and plain values, in the order of the state.
+        branches: Types of its containers by their paths, the root's empty.
+        slot: The file that holds it.
+        slot_nbytes: Size of that file.
+        chunks: Pieces of the payload as they were written, each with its checksum.
+        manifest_offset: Where in the slot the manifest begins, behind the payload.
+        manifest_nbytes: Its length.
+        store_id: Of the store.
+        block_bytes: Of the store: what offsets and lengths are multiples of.
+    """
+
+    info: CheckpointInfo
+    leaves: tuple[StoredLeaf, ...]
+    branches: dict[str, str]
+    slot: str
+    slot_nbytes: int
+    chunks: tuple[ChunkEntry, ...]
+    manifest_offset: int
+    manifest_nbytes: int
+    store_id: str
+    block_bytes: int
+
+    @property
+    def array_nbytes(self) -> int:
+        """Bytes of all tensors and arrays, each counted for itself."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    @property
+    def aliases(self) -> int:
+        """Leaves that share bytes with an earlier one: those are stored once."""
+        return sum(leaf.alias_of is not None for leaf in self.leaves)
+
+
+def describe_checkpoint(path: str | os.PathLike[str], *, step: int | None = None, io: IO = "auto") -> Description:
+    """Describe the newest checkpoint, or the newest of ``step``. Reads its manifest and no tensor.
+
+    Raises:
+        NoCheckpointError: there is none.
+        CorruptStoreError: no record is valid, or the manifest is damaged.
+        ReadError: the device failed.
+    """
+    step = check_step(step)
+
+    async def work(session: Session) -> Description:
+        async with hold(session, path, step) as held:
+            listing = list_leaves(held.manifest)
+            return Description(
+                info=held.entry.info,
+                leaves=tuple(listing.leaves),
+                branches=listing.branches,
+                slot=slot_name(held.entry.slot),
+                slot_nbytes=held.file.nbytes,
+                chunks=held.manifest.chunks,
+                manifest_offset=held.entry.manifest_offset,
+                manifest_nbytes=held.entry.manifest_nbytes,
+                store_id=held.reader.identity.store_id,
+                block_bytes=held.reader.identity.block_bytes,
+            )
+
+    return run_with_session(path, io, work, small=True)
+
+
 # -- chunks
 
 _RUN_BYTES = 16 << 20
@@ -125,31 +177,22 @@ Progress: TypeAlias = Callable[[int, int], None]
 
 
 class Run(NamedTuple):
-    """Chunks that are read in one piece: small ones one by one would keep no disk busy."""
+    """Chunks that are read in one piece (small ones one by one would keep no disk busy), and where in the payload."""
 
     first: int
     chunks: Sequence[ChunkEntry]
-
-    @property
-    def offset(self) -> int:
-        """Of its first byte in the payload."""
-        return self.chunks[0].offset
-
-    @property
-    def nbytes(self) -> int:
-        """Of all its chunks."""
-        return self.chunks[-1].offset + self.chunks[-1].nbytes - self.offset
+    offset: int
+    nbytes: int
 
 
 def runs(chunks: Sequence[ChunkEntry], most: int) -> Iterator[Run]:
     """Group chunks that lie back to back into runs of at most ``most`` bytes; a larger chunk is a run of its own."""
     first = 0
-    for index, chunk in enumerate(chunks):
-        if index > first and chunk.offset + chunk.nbytes - chunks[first].offset > most:
-            yield Run(first, chunks[first:index])
+    for index, chunk in enumerate(chunks, 1):
+        start, end = chunks[first].offset, chunk.offset + chunk.nbytes
+        if index == len(chunks) or chunks[index].offset + chunks[index].nbytes - start > most:
+            yield Run(first, chunks[first:index], start, end - start)
             first = index
-    if first < len(chunks):
-        yield Run(first, chunks[first:])
 
 
 def make_pool(manifest: Manifest) -> BufferPool:
@@ -168,8 +211,7 @@ def make_pool(manifest: Manifest) -> BufferPool:
 async def check_chunks(
     session: Session,
     file: File,
-    chunks: Sequence[ChunkEntry],
-    pool: BufferPool,
+    manifest: Manifest,
     *,
     damaged: Callable[[int, str], None],
     checked: Callable[[Run, memoryview], Awaitable[None]] | None = None,
@@ -180,8 +222,7 @@ async def check_chunks(
     Args:
         session: Moves the bytes.
         file: The slot.
-        chunks: Back to back.
-        pool: Buffers, each of which holds the largest chunk.
+        manifest: Names the chunks.
         damaged: Called with the number of every chunk that is not what was written, and why.
         checked: Awaited with every run none of whose chunks is damaged, and its bytes.
         read: Called with the bytes of every run that was read.
@@ -196,7 +237,7 @@ async def check_chunks(
         except ReadError as error:
             if len(run.chunks) > 1:
                 for index, chunk in enumerate(run.chunks, run.first):  # which of them it is
-                    await check(Run(index, [chunk]), buffer)
+                    await check(Run(index, [chunk], chunk.offset, chunk.nbytes), buffer)
                 return
             damaged(run.first, f"it cannot be read: {error.strerror or error}")
         else:
@@ -213,15 +254,18 @@ async def check_chunks(
                 await checked(run, view)
         read(run.nbytes)
 
+    pool = make_pool(manifest)
     try:
         async with asyncio.TaskGroup() as group:
-            for run in runs(chunks, pool.buffer_bytes):
+            for run in runs(manifest.chunks, pool.buffer_bytes):
                 lease = await pool.lease()
                 # The lease outlives the task, also one that is cancelled before it ran at all.
                 group.create_task(check(run, lease.view)).add_done_callback(lambda _, lease=lease: lease.release())  # type: ignore[misc]
     except BaseExceptionGroup as errors:
         failure = first_failure(errors)
         raise failure from failure.__cause__
+    finally:
+        pool.close()
 
 
 def _checksums(run: Run, view: memoryview) -> list[int]:

@@ -18,15 +18,7 @@ from pccheck_async.medium.open_medium import IO, Session
 from pccheck_async.state import Listing, list_leaves
 from pccheck_async.store import StoreReader, choose, read_manifest
 from pccheck_async.transfer import aligned_buffer
-from pccheck_async.upkeep.reading import (
-    Progress,
-    check_chunks,
-    hold_slot,
-    make_pool,
-    no_checkpoint,
-    open_reader,
-    run_with_session,
-)
+from pccheck_async.upkeep.reading import Progress, check_chunks, hold_slot, no_checkpoint, open_reader, run_with_session
 
 __all__ = ["CheckedCheckpoint", "Damage", "RecordCopy", "Verification", "check_payload", "examine_records"]
 __all__ += ["verify_checkpoints"]
@@ -118,9 +110,7 @@ class Verification:
     @property
     def whole(self) -> bool:
         """Whether every byte is what was written."""
-        return not any(copy.state == "damaged" for copy in self.records) and not any(
-            checkpoint.damage for checkpoint in self.checkpoints
-        )
+        return not (any(copy.state == "damaged" for copy in self.records) or any(c.damage for c in self.checkpoints))
 
 
 def verify_checkpoints(
@@ -165,15 +155,15 @@ def verify_checkpoints(
     return run_with_session(path, io, work)
 
 
+@dataclass(slots=True)
 class _Count:
-    def __init__(self, progress: Progress, total: int) -> None:
-        self._progress = progress
-        self._total = total
-        self.done = 0
+    progress: Progress
+    total: int
+    done: int = 0
 
     def add(self, nbytes: int) -> None:
         self.done += nbytes
-        self._progress(min(self.done, self._total), self._total)
+        self.progress(min(self.done, self.total), self.total)
 
 
 def examine_records(commit: memoryview, store_id: bytes) -> tuple[RecordCopy, ...]:
@@ -232,22 +222,19 @@ async def _check(
                 raise NoCheckpointError("the store holds no such checkpoint any more")
             return None
         chosen, file = held
-        name = slot_name(chosen.slot)
+        info, name, offset, nbytes = chosen.info, slot_name(chosen.slot), chosen.manifest_offset, chosen.manifest_nbytes
         if not isinstance(file, File):
             why = str(file) if isinstance(file, ReadError) else "there is no such file"
-            missing = Damage(name, "slot", 0, chosen.manifest_offset + chosen.manifest_nbytes, why)
-            return CheckedCheckpoint(chosen.info, name, 0, 0, (missing,))
+            return CheckedCheckpoint(info, name, 0, 0, (Damage(name, "slot", 0, offset + nbytes, why),))
+        count.add(nbytes)
         try:
             manifest = await read_manifest(reader.session.medium, file, chosen, reader.identity.block_bytes)
             listing = list_leaves(manifest)
         except (DamagedError, ReadError) as error:
-            damage = Damage(name, "manifest", chosen.manifest_offset, chosen.manifest_nbytes, str(error))
-            count.add(chosen.manifest_nbytes)
-            return CheckedCheckpoint(chosen.info, name, 0, chosen.manifest_nbytes, (damage,))
-        count.add(chosen.manifest_nbytes)
+            damage = Damage(name, "manifest", offset, nbytes, str(error))
+            return CheckedCheckpoint(info, name, 0, nbytes, (damage,))
         damages = await check_payload(reader.session, file, manifest, listing, count.add)
-        nbytes = manifest.payload_nbytes + chosen.manifest_nbytes
-        return CheckedCheckpoint(chosen.info, name, len(manifest.chunks), nbytes, damages)
+        return CheckedCheckpoint(info, name, len(manifest.chunks), manifest.payload_nbytes + nbytes, damages)
 
 
 async def check_payload(
@@ -261,9 +248,5 @@ async def check_payload(
         leaves = tuple(listing.within(chunk.offset, chunk.offset + chunk.nbytes))
         damages[index] = Damage(file.name, f"chunk {index}", chunk.offset, chunk.nbytes, reason, leaves)
 
-    pool = make_pool(manifest)
-    try:
-        await check_chunks(session, file, manifest.chunks, pool, damaged=damaged, read=read)
-    finally:
-        pool.close()
+    await check_chunks(session, file, manifest, damaged=damaged, read=read)
     return tuple(damages[index] for index in sorted(damages))
