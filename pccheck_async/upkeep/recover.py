@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Literal
 
 from pccheck_async.errors import (
@@ -36,7 +37,7 @@ from pccheck_async.format.record import (
 from pccheck_async.medium import Medium
 from pccheck_async.medium.open_medium import IO, Session
 from pccheck_async.store import lock_commit, no_store, read_commit, stored_identity, unread_record
-from pccheck_async.transfer import PAGE_BYTES, aligned_buffer
+from pccheck_async.transfer import PAGE_BYTES
 from pccheck_async.upkeep.reading import LOCK_SECONDS, Progress, run_with_session
 from pccheck_async.upkeep.salvage import FoundCheckpoint, arrange, search_slot
 
@@ -112,71 +113,80 @@ def recover_store(
         CorruptStoreError: a newer version of this package made the store.
         ReadError, WriteError: the device failed.
     """
+    name = os.fspath(path)
 
     async def work(session: Session) -> Recovery:
-        return await _recover(session, path, write, search, slots, progress)
+        medium = session.medium
+        alone = write and COMMIT_NAME not in await medium.names()  # no trainer opens it so
+        opening = partial(medium.open, COMMIT_NAME, writable=True)  # its lock is held until the session ends
+        if write and not alone and await lock_commit(medium, opening, LOCK_SECONDS) is None:
+            raise StoreLockedError(f"another process has {name} open for writing: close it first")
+        names = await medium.names()  # only now: whoever held the lock may have made slots
+        numbers = [number for each in names if (number := slot_number(each)) is not None]
+        if not numbers and COMMIT_NAME not in names:
+            raise no_store(session, path, "no store, nor parts of one")
+        facts = await medium.prepare(create=False)
+        identity_state, identity = await _identity(medium)
+        commit = await read_commit(medium)
+        record, store_id = (None, None) if commit is None else _record(*commit, identity)
+        record_state: FileState = "valid" if record else "missing" if commit is None else "damaged"
+        found: list[FoundCheckpoint] = []
+        if record is None or search:
+            for number in numbers:
+                block_bytes = identity.block_bytes if identity else MIN_BLOCK
+                found.append(await _search(session, number, block_bytes, progress, keep=write, alone=alone))
+            if write and any(one.note == _BUSY for one in found):
+                raise StoreLockedError(f"another process writes to a slot of {name}: nothing was written")
+            if alone and COMMIT_NAME in await medium.names():
+                raise StoreLockedError(f"another process recovered {name} meanwhile: nothing was written")
+            if slots is not None:
+                unasked = [replace(one, entry=None, note=one.note or "not asked for") for one in found]
+                found = [one if one.slot in slots else other for one, other in zip(found, unasked, strict=True)]
+            entries, notes = arrange(found)
+            found = [replace(one, note=notes.get(one.slot, one.note)) for one in found]
+        else:
+            entries = list(record.entries)
+        recovery = Recovery(identity_state, record_state, tuple(found), tuple(entry.info for entry in entries))
+        if not write:
+            return recovery
+        if not recovery.needed and not search:
+            raise StoreError(f"{name} is in order: nothing was written (`pccheck verify` checks its checkpoints)")
+        if found and not entries:
+            raise NoCheckpointError(f"no slot of {name} holds a whole checkpoint: nothing was written")
+        if identity is None:
+            block = _block(max(facts.block_bytes, PAGE_BYTES), entries)
+            store_id = store_id or secrets.token_hex(16)
+            identity = Identity(format=FORMAT_VERSION, store_id=store_id, checksum=checksum.NAME, block_bytes=block)
+        files: dict[str, bytes] = {}
+        if record is None or search:
+            files[COMMIT_NAME] = _commit_file(identity, entries)
+        if identity_state != "valid":  # it comes last, and names the store whose records are there by then
+            files[IDENTITY_NAME] = encode_identity(identity)
+        return replace(recovery, written=tuple(files), kept=await _replace_files(medium, names, files))
 
     return run_with_session(path, io, work)
 
 
-async def _recover(
-    session: Session,
-    path: str | os.PathLike[str],
-    write: bool,
-    search: bool,
-    slots: Collection[int] | None,
-    progress: Progress,
-) -> Recovery:
-    writer = session.medium
-    alone = write and COMMIT_NAME not in await writer.names()  # no trainer opens it so
-    opening = partial(writer.open, COMMIT_NAME, writable=True)  # its lock is held until the session ends
-    if write and not alone and await lock_commit(writer, opening, LOCK_SECONDS) is None:
-        raise StoreLockedError(f"another process has {os.fspath(path)} open for writing: close it first")
-    names = await writer.names()  # only now: whoever held the lock may have made slots
-    numbers = [number for name in names if (number := slot_number(name)) is not None]
-    if not numbers and COMMIT_NAME not in names:
-        raise no_store(session, path, "no store, nor parts of one")
-    facts = await writer.prepare(create=False)
-    identity_state, identity = await _identity(writer)
-    commit = await read_commit(writer)
-    record, store_id = (None, None) if commit is None else _record(*commit, identity)
-    record_state: FileState = "valid" if record else "missing" if commit is None else "damaged"
-    found: list[FoundCheckpoint] = []
-    if record is None or search:
-        for number in numbers:
-            block_bytes = identity.block_bytes if identity else MIN_BLOCK
-            found.append(await _search(session, number, block_bytes, progress, keep=write, alone=alone))
-        if write and any(one.note == _BUSY for one in found):
-            raise StoreLockedError(f"another process writes to a slot of {os.fspath(path)}: nothing was written")
-        if alone and COMMIT_NAME in await writer.names():
-            raise StoreLockedError(f"another process recovered {os.fspath(path)} meanwhile: nothing was written")
-        if slots is not None:
-            unasked = [replace(one, entry=None, note=one.note or "not asked for") for one in found]
-            found = [one if one.slot in slots else other for one, other in zip(found, unasked, strict=True)]
-        entries, notes = arrange(found)
-        found = [replace(one, note=notes.get(one.slot, one.note)) for one in found]
-    else:
-        entries = list(record.entries)
-    recovery = Recovery(identity_state, record_state, tuple(found), tuple(entry.info for entry in entries), (), ())
-    if not write:
-        return recovery
-    if not recovery.needed and not search:
-        raise StoreError(
-            f"{os.fspath(path)} is in order: nothing was written (`pccheck verify` checks its checkpoints)"
-        )
-    if found and not entries:
-        raise NoCheckpointError(f"no slot of {os.fspath(path)} holds a whole checkpoint: nothing was written")
-    if identity is None:
-        block = _block(max(facts.block_bytes, PAGE_BYTES), entries)
-        identity = Identity(
-            format=FORMAT_VERSION, store_id=store_id or secrets.token_hex(16), checksum=checksum.NAME, block_bytes=block
-        )
-    writing = _Writing(writer, names)
-    if record is None or search:
-        await writing.commit(identity, entries)
-    if identity_state != "valid":
-        await writing.identity(identity)
-    return replace(recovery, written=tuple(writing.written), kept=tuple(writing.kept))
+def _commit_file(identity: Identity, entries: Sequence[Entry]) -> bytes:
+    """Return a commit file both of whose records name ``entries``: four copies of it."""
+    image = bytearray(COMMIT_NBYTES)
+    for generation in (0, 1):
+        data = encode_record(Record(generation, tuple(entries)), identity.id_bytes, identity.block_bytes)
+        for offset in region_offsets(generation):
+            image[offset : offset + len(data)] = data
+    return bytes(image)
+
+
+async def _replace_files(medium: Medium, names: Collection[str], files: Mapping[str, bytes]) -> tuple[str, ...]:
+    """Write files; of those that had such ``names``, return under which names they stay."""
+    kept = []
+    for name, data in files.items():
+        aside = ""
+        if name in names:
+            aside = next(other for number in count() if (other := f"{name}.damaged-{number}") not in names)
+            kept.append(aside)
+        await medium.replace(name, data, keep_as=aside)
+    return tuple(kept)
 
 
 async def _identity(writer: Medium) -> tuple[FileState, Identity | None]:
@@ -213,18 +223,17 @@ async def _search(
 
     With ``alone`` also against others that recover: without a commit file its lock cannot keep them out.
     """
-    name = slot_name(number)
     try:
-        file = await session.medium.open(name, writable=alone)  # flock over NFS asks for that
+        file = await session.medium.open(slot_name(number), writable=alone)  # flock over NFS asks for that
     except (CorruptStoreError, OSError) as error:
         if is_exhausted(error) or is_forbidden(error):
             raise  # what it holds may be whole, and would not be named
-        return FoundCheckpoint(number, name, None, 0, (), None, str(error))
+        return FoundCheckpoint(number, note=str(error))
     try:
         if not await session.medium.lock(file, shared=not alone):
             keep = False
-            return FoundCheckpoint(number, name, None, 0, (), None, _BUSY)
-        return await search_slot(session, file, block_bytes, progress)
+            return FoundCheckpoint(number, note=_BUSY)
+        return await search_slot(session, number, file, block_bytes, progress)
     finally:
         if not keep:
             await session.medium.close(file)
@@ -235,42 +244,3 @@ def _block(block: int, entries: Sequence[Entry]) -> int:
     while block > MIN_BLOCK and any(entry.manifest_offset % block for entry in entries):
         block //= 2
     return block
-
-
-class _Writing:
-    """Replaces files of a store; what they replace stays under another name.
-
-    Attributes:
-        written: Names of the new files.
-        kept: Names that the old ones have now.
-    """
-
-    def __init__(self, writer: Medium, names: Sequence[str]) -> None:
-        self._writer = writer
-        self._names = set(names)
-        self.written: list[str] = []
-        self.kept: list[str] = []
-
-    async def commit(self, identity: Identity, entries: Sequence[Entry]) -> None:
-        """Write a commit file both of whose records name ``entries``: four copies of it."""
-        image = aligned_buffer(COMMIT_NBYTES)
-        for generation in (0, 1):
-            data = encode_record(Record(generation, tuple(entries)), identity.id_bytes, identity.block_bytes)
-            for offset in region_offsets(generation):
-                image[offset : offset + len(data)] = data
-        await self._replace(COMMIT_NAME, bytes(image))
-
-    async def identity(self, identity: Identity) -> None:
-        """Write ``store.json``; it comes last, and names the store whose records are there by then."""
-        await self._replace(IDENTITY_NAME, encode_identity(identity))
-
-    async def _replace(self, name: str, data: bytes) -> None:
-        aside = ""
-        if name in self._names:
-            number = 0
-            while (aside := f"{name}.damaged-{number}") in self._names:
-                number += 1
-            self._names.add(aside)
-        await self._writer.replace(name, data, keep_as=aside)
-        self.kept += [aside] * bool(aside)
-        self.written.append(name)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from pccheck_async.errors import CorruptStoreError, ReadError, UnsupportedStateError
 from pccheck_async.format import CheckpointInfo, Entry, check_metadata, crc32
 from pccheck_async.format.manifest import MIN_BLOCK, VERSION, Manifest, decode, encode
-from pccheck_async.format.record import MOST_ENTRIES, slot_number
+from pccheck_async.format.record import MOST_ENTRIES, slot_name
 from pccheck_async.medium import File, read_around
 from pccheck_async.medium.open_medium import Session
 from pccheck_async.state import Listing, list_leaves
@@ -19,8 +19,7 @@ from pccheck_async.transfer import PAGE_BYTES, aligned_buffer
 from pccheck_async.upkeep.reading import Progress
 from pccheck_async.upkeep.verify import Damage, check_payload
 
-__all__ = ["SIGNATURE", "FoundCheckpoint", "MalformedError", "arrange", "find_signatures", "manifest_at"]
-__all__ += ["object_length", "search_slot"]
+__all__ = ["SIGNATURE", "FoundCheckpoint", "arrange", "find_signatures", "manifest_at", "object_length", "search_slot"]
 
 _WINDOW_BYTES = 16 << 20
 _FIRST_LOOK_BYTES = 1 << 20
@@ -42,7 +41,6 @@ class FoundCheckpoint:
 
     Attributes:
         slot: Its number.
-        file: Its name.
         info: What the manifest says; None where there is none.
         chunks: Pieces of its payload.
         damage: Those that are not what the manifest says: another checkpoint was written over it, or bytes rotted.
@@ -51,12 +49,16 @@ class FoundCheckpoint:
     """
 
     slot: int
-    file: str
-    info: CheckpointInfo | None
-    chunks: int
-    damage: tuple[Damage, ...]
-    entry: Entry | None
-    note: str
+    info: CheckpointInfo | None = None
+    chunks: int = 0
+    damage: tuple[Damage, ...] = ()
+    entry: Entry | None = None
+    note: str = ""
+
+    @property
+    def file(self) -> str:
+        """Name of the slot."""
+        return slot_name(self.slot)
 
     @property
     def whole(self) -> bool:
@@ -64,7 +66,9 @@ class FoundCheckpoint:
         return self.entry is not None
 
 
-async def search_slot(session: Session, file: File, block_bytes: int, progress: Progress) -> FoundCheckpoint:
+async def search_slot(
+    session: Session, number: int, file: File, block_bytes: int, progress: Progress
+) -> FoundCheckpoint:
     """Look for a whole checkpoint in a slot, from its end.
 
     What matters is the manifest with the highest offset whose whole payload, from the beginning of the slot up to it at
@@ -72,25 +76,105 @@ async def search_slot(session: Session, file: File, block_bytes: int, progress: 
     that; a manifest inside the payload of a whole checkpoint is part of somebody's tensors. Without a whole one, the
     one with the latest time is described, and what is damaged of it.
     """
-    best: FoundCheckpoint | None = None
-    tried = 0
-    looks = _Looks(_MOST_LOOKS * file.nbytes + _FEW_BYTES)
-    async for offset in _signatures(session, file, block_bytes, progress):
+    search = _Search(session, number, file, progress, _MOST_LOOKS * file.nbytes + _FEW_BYTES)
+    best, tried = FoundCheckpoint(number, note="no manifest"), 0
+    async for offset in search.offsets(block_bytes):
         try:
-            candidate = await _read_candidate(session, file, offset, looks)
+            candidate = await search.candidate(offset)
         except (CorruptStoreError, ReadError):
-            if looks.left <= 0:
+            if search.left <= 0:
                 break
             continue
         tried += 1
         if tried > _MOST_CANDIDATES:
             break
-        examined = await _examine(session, file, candidate, progress)
+        examined = await search.examine(candidate)
         if examined.whole:
             return examined
-        if best is None or best.info is None or (examined.info and examined.info.time > best.info.time):
+        if best.info is None or (examined.info and examined.info.time > best.info.time):
             best = examined
-    return best or FoundCheckpoint(_number(file), file.name, None, 0, (), None, "no manifest")
+    return best
+
+
+class _Candidate(NamedTuple):
+    offset: int
+    nbytes: int
+    checksum: int
+    manifest: Manifest
+    listing: Listing
+
+
+@dataclass(slots=True)
+class _Search:
+    """One slot; ``left`` bytes may still be read in search of manifests."""
+
+    session: Session
+    number: int
+    file: File
+    progress: Progress
+    left: int
+
+    async def offsets(self, step: int) -> AsyncIterator[int]:
+        """Yield the offsets at which a manifest may begin, the last one first."""
+        buffer, nbytes = aligned_buffer(_WINDOW_BYTES), self.file.nbytes
+        for start in range((nbytes - 1) // _WINDOW_BYTES * _WINDOW_BYTES, -1, -_WINDOW_BYTES):
+            got, _ = await read_around(self.session.medium, self.file, start, buffer)
+            for offset in await self.session.operations.call(find_signatures, buffer[: got // step * step], step):
+                yield start + offset
+            self.progress(nbytes - start, nbytes)
+
+    async def candidate(self, offset: int) -> _Candidate:
+        """Read the manifest at ``offset``, whose length nothing tells. Raises CorruptStoreError where there is none."""
+        base = offset // _BASE * _BASE
+        most = min(self.file.nbytes - base, _MOST_MANIFEST_NBYTES)
+        size = _FIRST_LOOK_BYTES
+        while True:
+            buffer = aligned_buffer(size)
+            got, lost = await read_around(self.session.medium, self.file, base, buffer)
+            self.left -= got
+            data = buffer[offset - base : got]
+            decoded = await self.session.operations.call(manifest_at, data, offset)
+            if decoded is not None:
+                manifest, length = decoded
+                if end := next((at for at in lost if offset - base - PAGE_BYTES < at < offset - base + length), None):
+                    raise CorruptStoreError(f"no manifest: its bytes from {base + end} on cannot be read")
+                return _Candidate(offset, length, crc32(data[:length]), manifest, list_leaves(manifest))
+            if size >= most or self.left <= 0:
+                raise CorruptStoreError("no manifest: it does not end inside the slot")
+            size = min(4 * size, -(-most // _BASE) * _BASE)
+
+    async def examine(self, candidate: _Candidate) -> FoundCheckpoint:
+        """Verify the payload."""
+        manifest, done = candidate.manifest, 0
+
+        def read(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            self.progress(done, manifest.payload_nbytes)
+
+        damage = await check_payload(self.session, self.file, manifest, candidate.listing, read)
+        try:
+            metadata = check_metadata(manifest.metadata)
+        except UnsupportedStateError:
+            metadata = {}  # larger than a record takes: no engine wrote it
+        entry = Entry(
+            counter=manifest.counter,
+            step=manifest.step,
+            time=manifest.time,
+            nbytes=manifest.payload_nbytes,
+            slot=self.number,
+            manifest_offset=candidate.offset,
+            manifest_nbytes=candidate.nbytes,
+            manifest_checksum=candidate.checksum,
+            pinned=False,
+            metadata=dict(metadata),
+        )
+        note = "" if manifest.counter >= 0 else "no engine counts like this"
+        if damage:
+            note = f"{len(damage)} of {len(manifest.chunks)} chunks damaged or overwritten"
+        return FoundCheckpoint(
+            self.number, entry.info, len(manifest.chunks), damage, entry=None if note else entry, note=note
+        )
 
 
 def arrange(found: Sequence[FoundCheckpoint]) -> tuple[list[Entry], dict[int, str]]:
@@ -99,7 +183,8 @@ def arrange(found: Sequence[FoundCheckpoint]) -> tuple[list[Entry], dict[int, st
     Counters order them, as in every record. Of two with one counter the later one counts: the other was written before
     a crash, never committed, and its counter given again.
     """
-    whole = sorted((one.entry for one in found if one.entry is not None), key=_rank, reverse=True)
+    whole = [one.entry for one in found if one.entry is not None]
+    whole.sort(key=lambda entry: (entry.counter, entry.time), reverse=True)
     kept: list[Entry] = []
     notes: dict[int, str] = {}
     for entry in whole:
@@ -112,95 +197,6 @@ def arrange(found: Sequence[FoundCheckpoint]) -> tuple[list[Entry], dict[int, st
                 notes[kept[-1].slot] = f"captured before counter {entry.counter}: copied here, or never committed"
             kept.append(entry)
     return kept, notes
-
-
-def _rank(entry: Entry) -> tuple[int, float]:
-    return entry.counter, entry.time
-
-
-async def _signatures(session: Session, file: File, step: int, progress: Progress) -> AsyncIterator[int]:
-    """Yield the offsets at which a manifest may begin, the last one first."""
-    buffer = aligned_buffer(_WINDOW_BYTES)
-    for start in range((file.nbytes - 1) // _WINDOW_BYTES * _WINDOW_BYTES, -1, -_WINDOW_BYTES):
-        got, _ = await read_around(session.medium, file, start, buffer)
-        for offset in await session.operations.call(find_signatures, buffer[: got // step * step], step):
-            yield start + offset
-        progress(file.nbytes - start, file.nbytes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    offset: int
-    nbytes: int
-    checksum: int
-    manifest: Manifest
-    listing: Listing
-
-
-@dataclass(slots=True)
-class _Looks:
-    """Bytes that may still be read in search of manifests."""
-
-    left: int
-
-
-async def _read_candidate(session: Session, file: File, offset: int, looks: _Looks) -> _Candidate:
-    """Read the manifest at ``offset``, whose length nothing tells. Raises CorruptStoreError where there is none."""
-    base = offset // _BASE * _BASE
-    most = min(file.nbytes - base, _MOST_MANIFEST_NBYTES)
-    size = _FIRST_LOOK_BYTES
-    while True:
-        buffer = aligned_buffer(size)
-        got, lost = await read_around(session.medium, file, base, buffer)
-        looks.left -= got
-        data = buffer[offset - base : got]
-        decoded = await session.operations.call(manifest_at, data, offset)
-        if decoded is not None:
-            manifest, length = decoded
-            if end := next((at for at in lost if offset - base - PAGE_BYTES < at < offset - base + length), None):
-                raise CorruptStoreError(f"no manifest: its bytes from {base + end} on cannot be read")
-            return _Candidate(offset, length, crc32(data[:length]), manifest, list_leaves(manifest))
-        if size >= most or looks.left <= 0:
-            raise CorruptStoreError("no manifest: it does not end inside the slot")
-        size = min(4 * size, -(-most // _BASE) * _BASE)
-
-
-async def _examine(session: Session, file: File, candidate: _Candidate, progress: Progress) -> FoundCheckpoint:
-    manifest, done = candidate.manifest, 0
-
-    def read(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        progress(done, manifest.payload_nbytes)
-
-    damage = await check_payload(session, file, manifest, candidate.listing, read)
-    try:
-        metadata = check_metadata(manifest.metadata)
-    except UnsupportedStateError:
-        metadata = {}  # larger than a record takes: no engine wrote it
-    entry = Entry(
-        counter=manifest.counter,
-        step=manifest.step,
-        time=manifest.time,
-        nbytes=manifest.payload_nbytes,
-        slot=_number(file),
-        manifest_offset=candidate.offset,
-        manifest_nbytes=candidate.nbytes,
-        manifest_checksum=candidate.checksum,
-        pinned=False,
-        metadata=dict(metadata),
-    )
-    note = "" if manifest.counter >= 0 else "no engine counts like this"
-    if damage:
-        note = f"{len(damage)} of {len(manifest.chunks)} chunks damaged or overwritten"
-    chunks = len(manifest.chunks)
-    return FoundCheckpoint(_number(file), file.name, entry.info, chunks, damage, None if note else entry, note)
-
-
-def _number(file: File) -> int:
-    number = slot_number(file.name)
-    assert number is not None
-    return number
 
 
 # -- manifests in bytes that no record points to: pure decisions
@@ -217,14 +213,19 @@ _FIXED: Final = {
     **dict.fromkeys((0xCB, 0xCF, 0xD3), 8),
 }
 """Bytes that follow the first one of a MessagePack object of fixed length."""
-_SIZED: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-"""Bytes and strings: so many bytes of length come first."""
-_COUNTED: Final = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
-"""Arrays and maps: so many bytes of count come first, and each item takes so many objects."""
-
-
-class MalformedError(ValueError):
-    """Bytes that are no MessagePack."""
+_COUNTED: Final = {
+    0xC4: (1, 1, 0),
+    0xC5: (2, 1, 0),
+    0xC6: (4, 1, 0),
+    0xD9: (1, 1, 0),
+    0xDA: (2, 1, 0),
+    0xDB: (4, 1, 0),
+    0xDC: (2, 0, 1),
+    0xDD: (4, 0, 1),
+    0xDE: (2, 0, 2),
+    0xDF: (4, 0, 2),
+}
+"""Bytes, strings, arrays and maps: so many bytes of count come first; each item takes so many bytes, and objects."""
 
 
 def find_signatures(data: memoryview, step: int = MIN_BLOCK) -> list[int]:
@@ -237,7 +238,7 @@ def find_signatures(data: memoryview, step: int = MIN_BLOCK) -> list[int]:
 def object_length(data: bytes | memoryview) -> int | None:
     """Return the length of the MessagePack object that ``data`` begins with; None where it goes on behind the end.
 
-    Raises MalformedError where it is none.
+    Raises CorruptStoreError where it is none.
     """
     at, left, end = 0, 1, len(data)
     while left:
@@ -248,27 +249,21 @@ def object_length(data: bytes | memoryview) -> int | None:
         left -= 1
         if first <= 0x7F or first >= 0xE0:
             continue
-        if first <= 0x8F:
-            left += 2 * (first & 0x0F)
-        elif first <= 0x9F:
-            left += first & 0x0F
+        if first <= 0x9F:
+            left += (first & 0x0F) * (2 if first <= 0x8F else 1)
         elif first <= 0xBF:
             at += first & 0x1F
         elif first in _FIXED:
             at += _FIXED[first]
-        elif first in _SIZED:
-            width = _SIZED[first]
-            if at + width > end:
-                return None
-            at += width + int.from_bytes(data[at : at + width], "big")
         elif first in _COUNTED:
-            width, each = _COUNTED[first]
+            width, each_bytes, each_objects = _COUNTED[first]
             if at + width > end:
                 return None
-            left += each * int.from_bytes(data[at : at + width], "big")
-            at += width
+            count = int.from_bytes(data[at : at + width], "big")
+            at += width + each_bytes * count
+            left += each_objects * count
         else:
-            raise MalformedError(f"{first:#x} begins no object of a manifest")
+            raise CorruptStoreError(f"no manifest: {first:#x} begins no object of one")
         if at > end:
             return None
     return at
@@ -284,11 +279,7 @@ def manifest_at(data: bytes | memoryview, offset: int) -> tuple[Manifest, int] |
     Raises:
         CorruptStoreError: no manifest begins here, or none that this place can have: the payload lies before it.
     """
-    try:
-        length = object_length(data)
-    except MalformedError as error:
-        raise CorruptStoreError(f"no manifest: {error}") from None
-    if length is None:
+    if (length := object_length(data)) is None:
         return None
     manifest = decode(data[:length])
     if manifest.payload_nbytes > offset:

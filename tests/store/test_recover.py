@@ -435,7 +435,7 @@ def test_a_slot_inside_a_tensor_is_somebodys_tensor(tmp_path: Path) -> None:
 
 def found(slot: int, counter: int, time: float) -> FoundCheckpoint:
     entry = Entry(counter, counter * 10, time, 4096, slot, 4096, 100, 7, False, {})
-    return FoundCheckpoint(slot, f"slot-{slot:03d}", entry.info, 1, (), entry, "")
+    return FoundCheckpoint(slot, entry.info, 1, (), entry)
 
 
 def test_the_order_of_what_was_found() -> None:
@@ -452,7 +452,7 @@ def test_the_order_of_what_was_found() -> None:
     assert [entry.counter for entry in entries] == list(range(69, 5, -1))
     assert set(notes) == set(range(6))
     broken = msgspec.structs.replace(found(0, 1, 1.0).entry or entries[0], time=float("nan"))
-    assert len(arrange([FoundCheckpoint(0, "slot-000", broken.info, 1, (), broken, ""), found(1, 2, 2.0)])[0]) == 2
+    assert len(arrange([FoundCheckpoint(0, broken.info, 1, (), broken), found(1, 2, 2.0)])[0]) == 2
 
 
 @pytest.mark.slow
