@@ -111,11 +111,14 @@ class _Planner(DefaultSavePlanner):
     def __init__(self, connection: Connection) -> None:
         super().__init__()
         self._connection = connection
-        self._stored: dict[int, StoredTensor] = {}  # by the identity of what stands for it
-        self._stand_ins: list[torch.Tensor] = []
+        self._stored: dict[int, tuple[torch.Tensor, StoredTensor]] = {}  # by the identity of what stands for it
 
     def tree(self, node: Node, path: str, selection: Selection, *, pickled: bool = False) -> Any:
         """Return the state with stand-ins for its arrays; what is ``pickled`` is so together with what contains it."""
+
+        def inside(node: Node) -> list[Any]:
+            return [self.tree(c, paths.child(path, name), selection, pickled=pickled) for name, c in below(node)]
+
         node = opened(node)
         match node:
             case ArrayNode():
@@ -123,15 +126,11 @@ class _Planner(DefaultSavePlanner):
                 return _Lazy(stored) if pickled or stored.kind == "ndarray" else self._stand_in(stored)
             case DictNode() | OrderedDictNode() | CounterNode():
                 if not node.values and not pickled:
-                    selection.changed.append(
-                        f"{path or 'the state'} (an empty {type(node).__name__[:-4].lower()}, left out)"
-                    )
-                inside = [
-                    self.tree(child, paths.child(path, name), selection, pickled=pickled) for name, child in below(node)
-                ]
-                return dict(zip(mapping_keys(node), inside, strict=True))
+                    kind = type(node).__name__[:-4].lower()
+                    selection.changed.append(f"{path or 'the state'} (an empty {kind}, left out)")
+                return dict(zip(mapping_keys(node), inside(node), strict=True))
             case ListNode():
-                return [self.tree(c, paths.child(path, name), selection, pickled=pickled) for name, c in below(node)]
+                return inside(node)
             case _:
                 stand_ins = {
                     leaf.index: _Lazy(self._stored_tensor(leaf, name, selection, pickled=True))
@@ -154,8 +153,7 @@ class _Planner(DefaultSavePlanner):
             tensor = torch.nn.Parameter(tensor, stored.requires_grad)
         else:
             tensor.requires_grad_(stored.requires_grad)
-        self._stored[id(tensor)] = stored
-        self._stand_ins.append(tensor)
+        self._stored[id(tensor)] = tensor, stored
         return tensor
 
     def create_local_plan(self) -> SavePlan:
@@ -179,18 +177,16 @@ class _Planner(DefaultSavePlanner):
             offsets = torch.Size([start, *[0] * (len(data.size) - 1)])
             sizes = torch.Size([min(count, data.size[0] - start), *data.size[1:]])
             part = dataclasses.replace(data, chunk=ChunkStorageMetadata(offsets, sizes))
-            index = MetadataIndex(item.index.fqn, offsets)
-            divided.append(WriteItem(index, WriteItemType.SHARD, tensor_data=part))
+            divided.append(WriteItem(MetadataIndex(item.index.fqn, offsets), WriteItemType.SHARD, tensor_data=part))
         return divided
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         """Read what is written next."""
-        stored = self._stored.get(id(self.state_dict.get(write_item.index.fqn)))
-        if stored is None:
+        found = self._stored.get(id(self.state_dict.get(write_item.index.fqn)))
+        if found is None:
             return super().resolve_data(write_item)
-        data = write_item.tensor_data
-        assert data is not None
-        if write_item.type is WriteItemType.TENSOR:
+        stored, data = found[1], write_item.tensor_data
+        if write_item.type is WriteItemType.TENSOR or data is None:
             return stored.read().detach()
         start = data.chunk.offsets[0]
         return stored[start : start + data.chunk.sizes[0]]

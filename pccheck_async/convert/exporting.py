@@ -18,8 +18,6 @@ from pccheck_async.medium.open_medium import IO
 
 __all__ = ["Exported", "export_checkpoint"]
 
-_HOST_MEMORY = 64 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class Exported:
@@ -50,7 +48,7 @@ def export_checkpoint(
     step: int | None = None,
     keys: Sequence[str] | None = None,
     root: str | None = None,
-    host_memory: int = _HOST_MEMORY,
+    host_memory: int = 64 << 20,
     io: IO = "auto",
 ) -> Exported:
     """Write a checkpoint, or a part of it, as a file or folder of another format. Works beside a writer.

@@ -26,8 +26,6 @@ from pccheck_async.state import arrange, flatten, rebuild
 
 __all__ = ["import_checkpoint", "read_torch"]
 
-_HOST_MEMORY = 128 << 20
-
 
 def import_checkpoint(
     file: str | os.PathLike[str],
@@ -37,7 +35,7 @@ def import_checkpoint(
     step: int | None = None,
     root: str | None = None,
     metadata: Metadata | None = None,
-    host_memory: int = _HOST_MEMORY,
+    host_memory: int = 128 << 20,
     io: IO = "auto",
 ) -> CheckpointInfo:
     """Save what a file holds as the newest checkpoint of a store. Checkpoints that are there stay.
@@ -76,10 +74,7 @@ def import_checkpoint(
     if source not in ("torch", "safetensors"):
         raise ValueError(f"source is 'torch' or 'safetensors', not {source!r}")
     _check_what_it_is(name, source)
-    if source == "torch":
-        held, known, facts = read_torch(name), None, None
-    else:
-        held, known, facts = _read_safetensors(name)
+    held, known, facts = (read_torch(name), None, None) if source == "torch" else _read_safetensors(name)
     state = held if root is None else {root: held}
     if not isinstance(state, Mapping):
         raise UnsupportedStateError(

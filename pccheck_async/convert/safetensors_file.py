@@ -76,13 +76,19 @@ async def write(selection: Selection, connection: Connection, path: Path) -> Non
     for name, entry in arrays.items():
         if trouble := refusal(entry, "safetensors"):
             selection.refused.append(f"{name} {trouble}")
-        if not name.isascii() and not _encodable(name):
+        if name.encode(errors="ignore").decode() != name:
             selection.refused.append(f"{name!r} (a name with half a surrogate pair)")
     if "__metadata__" in arrays:
         selection.refused.append("__metadata__ (a name that the format uses itself)")
     selection.check("safetensors")
+
     # Wide ones first, so that all are aligned; within a width in the order of the payload, which is read forwards.
-    order = sorted(arrays.items(), key=lambda item: (-item[1].itemsize, _position(selection, item[1])))
+    def position(item: tuple[str, TensorEntry]) -> tuple[int, int]:
+        entry = item[1]
+        start = 0 if entry.storage is None else selection.manifest.storages[entry.storage].offset + entry.offset
+        return -entry.itemsize, start
+
+    order = sorted(arrays.items(), key=position)
     names = _names(list(arrays))
     header = _header(selection, connection, names, order)
     async with new_file(path) as file:
@@ -92,23 +98,11 @@ async def write(selection: Selection, connection: Connection, path: Path) -> Non
                 await file.write(piece)
 
 
-def _position(selection: Selection, entry: TensorEntry) -> int:
-    return 0 if entry.storage is None else selection.manifest.storages[entry.storage].offset + entry.offset
-
-
 def _names(leaf_paths: list[str]) -> dict[str, str]:
     """Paths without their escapes, except where two would be one."""
     counts = Counter(map(paths.plain, leaf_paths))
     names = {path: path if counts[paths.plain(path)] > 1 else paths.plain(path) for path in leaf_paths}
     return names if len(set(names.values())) == len(names) else {path: path for path in leaf_paths}
-
-
-def _encodable(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _header(
@@ -125,9 +119,8 @@ def _header(
     encoded = json.dumps(header, ensure_ascii=True, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     if len(encoded) > _MOST_HEADER:
-        selection.refused.append(
-            f"the header ({len(encoded)} bytes of names and plain values; {_MOST_HEADER} are allowed)"
-        )
+        why = f"{len(encoded)} bytes of names and plain values; {_MOST_HEADER} are allowed"
+        selection.refused.append(f"the header ({why})")
         selection.check("safetensors")
     return encoded
 
@@ -151,11 +144,8 @@ def _metadata(selection: Selection, connection: Connection, names: dict[str, str
     info = connection.entry.info
     structure = StoredStructure(1, info.step, dict(info.metadata), _renumbered(selection.node, renumbered), arrays)
     values = {path: node for path, node in selection.leaves.items() if _in_json(node)}
-    return {
-        "format": "pt",
-        _VALUES: json.dumps(values),
-        STATE: base64.b64encode(msgspec.msgpack.encode(structure)).decode(),
-    }
+    encoded = base64.b64encode(msgspec.msgpack.encode(structure)).decode()
+    return {"format": "pt", _VALUES: json.dumps(values), STATE: encoded}
 
 
 def _in_json(node: Node) -> bool:
@@ -180,11 +170,8 @@ async def _pieces(connection: Connection, entries: list[TensorEntry]) -> AsyncGe
     """Yield the bytes of arrays one after the other, those that lie so read forwards in one go."""
     storages = connection.manifest.storages
     waiting: list[tuple[int, int]] = []
-    for entry in [*entries, None]:
-        if entry is not None and entry.storage is None:
-            continue
-        if entry is not None and contiguous(entry):
-            assert entry.storage is not None
+    for entry in [*(entry for entry in entries if entry.storage is not None), None]:
+        if entry is not None and entry.storage is not None and contiguous(entry):
             low, high = entry.extent
             start = storages[entry.storage].offset
             waiting.append((start + low, start + high))

@@ -134,25 +134,23 @@ def native(node: Node, path: str, selection: Selection) -> Node:
             return type(node)(keys, values)
         case SetNode():
             return SetNode([_key(item, path, selection) for item in node.items])
-        case FrozenSetNode():
-            selection.refused.append(f"{path} (a frozenset)")
-            return None
-        case NumpyDtypeNode():
-            selection.refused.append(f"{path} (a dtype of numpy)")
-            return None
         case NumpyScalarNode():
             return native(_scalar(node, path, selection), path, selection)
+        case FrozenSetNode():
+            trouble = "a frozenset"
+        case NumpyDtypeNode():
+            trouble = "a dtype of numpy"
         case BytesNode() if not node.data:
-            selection.refused.append(f"{path} (bytes, but none; it takes a pickle that is not allowed)")
-            return None
+            trouble = "bytes, but none; it takes a pickle that is not allowed"
         case BigIntNode() if len(node.data) > _MOST_INT_BYTES:
-            selection.refused.append(f"{path} (an int of {len(node.data)} bytes)")
-            return None
+            trouble = f"an int of {len(node.data)} bytes"
         case _ if below(node):
             items = [native(child, paths.child(path, name), selection) for name, child in below(node)]
             return structs.replace(node, items=items)  # type: ignore[type-var]
         case _:
             return node
+    selection.refused.append(f"{path} ({trouble})")
+    return None
 
 
 def _key(node: Node, path: str, selection: Selection) -> Node:
@@ -208,8 +206,7 @@ def refusal(entry: TensorEntry, to: Format) -> str:
     trouble = _TROUBLES[to](entry)
     if not trouble:
         return ""
-    others = [other for other, find in _TROUBLES.items() if not find(entry)]
-    if others:
+    if others := [other for other, find in _TROUBLES.items() if not find(entry)]:
         return f"({trouble}), which {' and '.join(others)} can hold"
     return (
         f"({trouble}), which no format can hold; `pccheck copy` can, or save x.view(torch.uint8) and the dtype's name"

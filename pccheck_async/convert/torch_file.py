@@ -10,7 +10,7 @@ import io
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,6 @@ from pccheck_async.store import VerifiedChunks
 __all__ = ["Archive", "write"]
 
 _FOLDER: Final = "archive/"
-_VERSION: Final = b"3\n"
 _PROTOCOL: Final = 2
 _ALIGNMENT: Final = 64
 """Of the bytes of a record in the file, as torch aligns them: so that they can be mapped."""
@@ -52,14 +51,14 @@ async def write(selection: Selection, chunks: VerifiedChunks, path: Path) -> Non
             selection.changed.append(f"{name} (a numpy array, as a tensor)")
     selection.check("a file of torch.save that is read with weights_only=True")
     storages = _storages(selection)
-    archive = Archive()
     async with new_file(path) as file:
-        await archive.record(file, "data.pkl", _pickled(node, selection, storages))
-        await archive.record(file, "byteorder", sys.byteorder.encode())
+        archive = Archive(file)
+        await archive.record("data.pkl", _pickled(node, selection, storages))
+        await archive.record("byteorder", sys.byteorder.encode())
         for storage in storages.values():
-            await archive.stream(file, f"data/{storage.key}", storage.nbytes, storage.pieces(chunks))
-        await archive.record(file, "version", _VERSION)
-        await archive.end(file)
+            await archive.stream(f"data/{storage.key}", storage.nbytes, storage.pieces(chunks))
+        await archive.record("version", b"3\n")
+        await archive.end()
 
 
 @dataclass(slots=True, eq=False)
@@ -75,21 +74,14 @@ class _Storage:
 
     async def pieces(self, chunks: VerifiedChunks) -> AsyncGenerator[memoryview | bytes, None]:
         """Yield them, in pieces that stay as they are until the next."""
-        end = self.base
-        for low, high in self.ranges:
-            for zeros in _zeros(low - end):
-                yield zeros
+        end, behind = self.base, self.base + self.nbytes
+        for low, high in (*self.ranges, (behind, behind)):
+            for start in range(end, low, 1 << 20):
+                yield bytes(min(1 << 20, low - start))
             async with aclosing(chunks.pieces([(self.offset + low, self.offset + high)])) as pieces:
                 async for piece in pieces:
                     yield piece
             end = high
-        for zeros in _zeros(self.base + self.nbytes - end):
-            yield zeros
-
-
-def _zeros(nbytes: int) -> Iterator[bytes]:
-    for start in range(0, nbytes, 1 << 20):
-        yield bytes(min(1 << 20, nbytes - start))
 
 
 def _storages(selection: Selection) -> dict[int, _Storage]:
@@ -122,33 +114,28 @@ def _storages(selection: Selection) -> dict[int, _Storage]:
 class _StorageName:
     """Stands for a storage in the pickle."""
 
-    type: Any
-    key: str
-    items: int
+    persistent_id: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _View:
-    """Stands for a tensor in the pickle."""
+    """Stands for a tensor in the pickle: what makes it, and of which arguments."""
 
-    make: Any
-    arguments: tuple[Any, ...]
+    reduced: tuple[Any, tuple[Any, ...]]
 
 
 class _Pickler(Pickler):
     def persistent_id(self, obj: Any) -> Any:
-        if isinstance(obj, _StorageName):
-            return ("storage", obj.type, obj.key, "cpu", obj.items)
-        return None
+        return obj.persistent_id if isinstance(obj, _StorageName) else None
 
     def reducer_override(self, obj: Any) -> Any:
-        return (obj.make, obj.arguments) if isinstance(obj, _View) else NotImplemented
+        return obj.reduced if isinstance(obj, _View) else NotImplemented
 
 
 def _pickled(node: Node, selection: Selection, storages: dict[int, _Storage]) -> bytes:
     tensors = selection.manifest.tensors
     empty = iter(range(len(storages), len(storages) + len(tensors)))
-    names = {index: {} for index in storages}  # type: ignore[var-annotated]
+    names: dict[tuple[str, Any], _StorageName] = {}
 
     def view(index: int) -> _View:
         entry = tensors[index]
@@ -158,41 +145,43 @@ def _pickled(node: Node, selection: Selection, storages: dict[int, _Storage]) ->
         if storage is not None and storage.dtype is None:
             make, kind = torch._utils._rebuild_tensor_v3, torch.UntypedStorage
         size = 1 if kind is torch.UntypedStorage else dtype.itemsize
-        offset = 0
         if storage is None:
-            storage = _Storage(str(next(empty)), 0, 0, 0, [], dtype)
+            storage = _Storage(str(next(empty)), 0, entry.offset, 0, [], dtype)
             storages[-int(storage.key) - 1] = storage
-            name = _StorageName(kind, storage.key, 0)
-        else:
-            assert entry.storage is not None
-            offset = (entry.offset - storage.base) // dtype.itemsize
-            fresh = _StorageName(kind, storage.key, storage.nbytes // size)
-            name = names[entry.storage].setdefault(kind, fresh)
+        fresh = _StorageName(("storage", kind, storage.key, "cpu", storage.nbytes // size))
+        name = names.setdefault((storage.key, kind), fresh)
+        offset = (entry.offset - storage.base) // dtype.itemsize
         own = entry.requires_grad and entry.kind == "tensor"
         arguments: tuple[Any, ...] = (name, offset, entry.shape, entry.stride, own, OrderedDict())
         if make is torch._utils._rebuild_tensor_v3:
             arguments += (dtype,)
-        plain = _View(make, arguments)
+        plain = _View((make, arguments))
         if entry.kind != "parameter":
             return plain
-        return _View(torch._utils._rebuild_parameter, (plain, entry.requires_grad, OrderedDict()))
+        return _View((torch._utils._rebuild_parameter, (plain, entry.requires_grad, OrderedDict())))
 
     buffer = io.BytesIO()
     _Pickler(buffer, _PROTOCOL).dump(rebuild(node, view))
     return buffer.getvalue()
 
 
-class _Pipe:
-    """What the archive has written and the file has not: zipfile writes forward only to what cannot seek."""
+class Archive:
+    """A zip archive of stored records, aligned as torch wants them.
 
-    def __init__(self) -> None:
-        self.waiting: list[Any] = []
+    zipfile writes into this object, and forward only, since it cannot seek; the file gets it after every piece.
+    """
+
+    def __init__(self, file: Sink) -> None:
+        self._file = file
+        self._waiting: list[Any] = []
         self._written = 0
+        forward: Any = self
+        self._zip = zipfile.ZipFile(forward, "w", zipfile.ZIP_STORED)
 
     def write(self, data: Any, /) -> int:
-        """Take bytes, which stay as they are until they are drained."""
+        """Take bytes, which stay as they are until the file has them."""
         nbytes = memoryview(data).nbytes
-        self.waiting.append(data)
+        self._waiting.append(data)
         self._written += nbytes
         return nbytes
 
@@ -201,48 +190,35 @@ class _Pipe:
         return self._written
 
     def flush(self) -> None:
-        """Do nothing: :meth:`drain` does."""
+        """Do nothing: the file is written to after every piece."""
 
-    def close(self) -> None:
-        """Do nothing: the file is closed by its owner."""
-
-    async def drain(self, file: Sink) -> None:
-        """Give everything to the file."""
-        waiting, self.waiting = self.waiting, []
-        for data in waiting:
-            await file.write(data)
-
-
-class Archive:
-    """A zip archive of stored records, aligned as torch wants them."""
-
-    def __init__(self) -> None:
-        self._pipe = _Pipe()
-        file: Any = self._pipe  # cannot be read, nor sought
-        self._zip = zipfile.ZipFile(file, "w", zipfile.ZIP_STORED)
-
-    async def record(self, file: Sink, name: str, data: bytes) -> None:
+    async def record(self, name: str, data: bytes) -> None:
         """Write a small record."""
-        await self.stream(file, name, len(data), _once(data))
 
-    async def stream(self, file: Sink, name: str, nbytes: int, pieces: AsyncGenerator[Any, None]) -> None:
+        async def once() -> AsyncGenerator[bytes, None]:
+            yield data
+
+        await self.stream(name, len(data), once())
+
+    async def stream(self, name: str, nbytes: int, pieces: AsyncGenerator[Any, None]) -> None:
         """Write a record of ``nbytes``."""
         info = zipfile.ZipInfo(_FOLDER + name)  # the date of all is 1980: equal states make equal files
         info.file_size, info.CRC = nbytes, 0  # the sum follows behind the bytes
         large = nbytes * 1.05 > zipfile.ZIP64_LIMIT  # as zipfile itself decides
-        padding = -(self._pipe.tell() + len(info.FileHeader(zip64=large)) + 4) % _ALIGNMENT
+        padding = -(self._written + len(info.FileHeader(zip64=large)) + 4) % _ALIGNMENT
         info.extra = _EXTRA.to_bytes(2, "little") + padding.to_bytes(2, "little") + b"Z" * padding
         async with aclosing(pieces):
             with self._zip.open(info, "w") as entry:
                 async for piece in pieces:
                     entry.write(piece)
-                    await self._pipe.drain(file)
+                    await self._drain()
 
-    async def end(self, file: Sink) -> None:
+    async def end(self) -> None:
         """Write the directory of the records."""
         self._zip.close()
-        await self._pipe.drain(file)
+        await self._drain()
 
-
-async def _once(data: bytes) -> AsyncGenerator[bytes, None]:
-    yield data
+    async def _drain(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for data in waiting:
+            await self._file.write(data)

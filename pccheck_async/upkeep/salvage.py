@@ -214,17 +214,9 @@ _FIXED: Final = {
 }
 """Bytes that follow the first one of a MessagePack object of fixed length."""
 _COUNTED: Final = {
-    0xC4: (1, 1, 0),
-    0xC5: (2, 1, 0),
-    0xC6: (4, 1, 0),
-    0xD9: (1, 1, 0),
-    0xDA: (2, 1, 0),
-    0xDB: (4, 1, 0),
-    0xDC: (2, 0, 1),
-    0xDD: (4, 0, 1),
-    0xDE: (2, 0, 2),
-    0xDF: (4, 0, 2),
-}
+    0xC4: (1, 1, 0), 0xC5: (2, 1, 0), 0xC6: (4, 1, 0), 0xD9: (1, 1, 0), 0xDA: (2, 1, 0), 0xDB: (4, 1, 0),
+    0xDC: (2, 0, 1), 0xDD: (4, 0, 1), 0xDE: (2, 0, 2), 0xDF: (4, 0, 2),
+}  # fmt: skip
 """Bytes, strings, arrays and maps: so many bytes of count come first; each item takes so many bytes, and objects."""
 
 

@@ -722,10 +722,10 @@ def test_a_torch_file_that_cannot_be_written_ends_what_is_read_ahead(tmp_path: P
 
     async def work(connection: Connection) -> set[Any]:
         before = asyncio.all_tasks()
-        archive = torch_file.Archive()
+        archive = torch_file.Archive(Full(None))
         pieces = connection.chunks.pieces([(0, 4 * CHUNK)])
         with suppress(OSError):
-            await archive.stream(Full(None), "data/0", 4 * CHUNK, pieces)
+            await archive.stream("data/0", 4 * CHUNK, pieces)
         return asyncio.all_tasks() - before
 
     connection = Connection(tmp_path / "s", None, torch.device("cpu"), 1 << 20, "auto")
