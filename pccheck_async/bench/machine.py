@@ -17,18 +17,7 @@ __all__ = ["Place", "busy_seconds", "evict", "survey"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A machine and a filesystem.
-
-    Attributes:
-        machine: Processor architecture, cores that the process may use, and the model where the kernel tells.
-        memory_bytes: Memory that was available to the process at that time.
-        kernel: Release of the kernel.
-        device: Name of the accelerator, "cpu" where there is none.
-        filesystem: Type of the filesystem ("ext4").
-        direct: Whether it takes direct I/O, and its alignment in bytes.
-        python: Version of Python.
-        torch: Version of torch.
-    """
+    """A machine with the memory that was available then, and a filesystem: whether it takes direct I/O, and how."""
 
     machine: str
     memory_bytes: int

@@ -32,11 +32,7 @@ class UnknownMethodError(ValueError):
 
 
 class Method(abc.ABC):
-    """A way of saving that keeps its newest checkpoint in a folder of its own.
-
-    Args:
-        folder: Does not exist yet.
-    """
+    """A way of saving that keeps its newest checkpoint in a folder of its own, which does not exist yet."""
 
     name: ClassVar[str]
     package: ClassVar[str] = ""

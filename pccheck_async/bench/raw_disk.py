@@ -84,13 +84,8 @@ def between(paths: Sequence[Path], seconds: Sequence[float], *, written: bool) -
     """Return the limit that holds between each two rounds: the disk was measured before and after it.
 
     The limit is the mean of two rounds on the same file, one before and one after, where both exist: the slots of an
-    engine take turns and are not equally fast.
-
-    Args:
-        paths: The file of each round.
-        seconds: What each round took.
-        written: The save between two rounds wrote the file of the round before it; a load (False) read that of the
-            round after it.
+    engine take turns and are not equally fast. A save between two rounds has ``written`` the file of the round before
+    it; a load read that of the round after it.
     """
 
     def beside(after: int) -> Iterator[float]:

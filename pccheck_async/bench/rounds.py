@@ -77,13 +77,9 @@ class Outcome:
 
 @dataclass(slots=True)
 class Comparison:
-    """What was measured.
+    """What was measured with a state of ``nbytes``: an outcome for each method, ``pccheck`` first.
 
     Attributes:
-        place: The machine and the filesystem.
-        nbytes: Bytes of the state.
-        rounds: Saves of each method.
-        outcomes: One for each method, ``pccheck`` first.
         raw: Seconds in which the disk itself takes the same bytes, for every round; empty without direct I/O.
         raw_way: How it was fastest.
     """
@@ -106,12 +102,7 @@ def compare(
 ) -> Comparison:
     """Measure methods by turns in a new folder inside ``folder``, which is removed at the end, however it ends.
 
-    Args:
-        kinds: The methods.
-        folder: On the filesystem that is measured.
-        nbytes: Of the state, at least 64 KiB; rounded down to whole float32 elements.
-        rounds: How often each method saves and loads.
-        progress: Is told what is being measured.
+    The state has ``nbytes``, at least 64 KiB, rounded down to whole float32 elements.
 
     Raises:
         NoRoomError: The checkpoints of all methods do not fit on the disk, or their copies into memory.

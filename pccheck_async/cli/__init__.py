@@ -18,7 +18,7 @@ import typer
 
 from pccheck_async.cli import stores
 from pccheck_async.cli.bench import bench
-from pccheck_async.cli.output import complain, flow_help
+from pccheck_async.cli.output import complain, flow_help, reporting
 from pccheck_async.cli.tune import tune
 from pccheck_async.cli.watch import watch
 from pccheck_async.telemetry import fill_standard_files
@@ -51,6 +51,7 @@ def options(
     """Options of the command itself."""
 
 
+@reporting
 def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 60,
     interval: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")] = 10,
@@ -61,7 +62,7 @@ def demo(
     plot: Annotated[Path | None, typer.Option(help="Draw the loss curves into this file (needs matplotlib).")] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Do not delete the stores and loss files at the end.")] = False,
     device: Annotated[str, typer.Option(help="Where to train: cpu, cuda or auto.")] = "cpu",
-) -> None:
+) -> int:
     """Train a small GPT three times: uninterrupted, killed in the middle of a save, and resumed; compare every bit.
 
     Exit status: 0 all losses and the whole final state are equal in every bit, 1 they are not or a run failed, 2 wrong
@@ -74,9 +75,7 @@ def demo(
             f"--crash-at {crash_at} must lie after the first checkpoint (--interval {interval}) and not after the last "
             f"step (--steps {steps}): the killed run needs an older checkpoint to go back to"
         )
-    raise typer.Exit(
-        run(steps=steps, interval=interval, crash_at=crash_at, within=store, plot=plot, keep=keep, device=device)
-    )
+    return run(steps=steps, interval=interval, crash_at=crash_at, within=store, plot=plot, keep=keep, device=device)
 
 
 for command in (

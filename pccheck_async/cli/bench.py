@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pccheck_async.cli.output import FAILED, complain, parse_size, path_argument, size, terminal
+from pccheck_async.cli.output import (
+    FAILED,
+    complain,
+    no_file,
+    no_plot,
+    parse_size,
+    path_argument,
+    reporting,
+    size,
+    terminal,
+)
 
 _USAGE, _INTERRUPTED = 2, 130
 _SIZE_HELP = "Size of the state, such as 500MB (default: 1GiB)."
 
 
+@reporting
 def bench(
     folder: Annotated[Path, path_argument("FOLDER", "On the disk to measure; left as it was.")],
     nbytes: Annotated[int | None, typer.Option("--size", parser=parse_size, metavar="SIZE", help=_SIZE_HELP)] = None,
@@ -28,7 +38,7 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="How often each method saves and loads.")] = 5,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write every sample to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a bar chart (needs matplotlib).")] = None,
-) -> None:
+) -> int:
     """Compare ways of saving on the disk under FOLDER: how long the call takes, and how long until it is durable.
 
     Methods take turns in a new random order every round; before each save every tensor changes, and after it the
@@ -39,19 +49,23 @@ def bench(
     Exit status: 0 all measured, 1 a method failed, a checkpoint did not load as it was saved, or disk or memory do not
     suffice, 2 wrong usage, 130 interrupted.
     """
-    names = [name.strip() for text in against or [] for name in text.split(",") if name.strip()]
-    raise typer.Exit(_run(folder, nbytes or 1 << 30, names, rounds, json, plot))
-
-
-def _run(folder: Path, nbytes: int, names: list[str], rounds: int, json: Path | None, plot: Path | None) -> int:
     from pccheck_async import bench
 
+    names = [name.strip() for text in against or [] for name in text.split(",") if name.strip()]
+    nbytes = nbytes or 1 << 30
     try:
         kinds = bench.find_methods(names)
     except bench.UnknownMethodError as error:
         complain(str(error))
         return _USAGE
-    if problem := _wrong(folder, nbytes, bench.LEAST_BYTES, json, plot):
+    problem = no_file("--json", json) or no_plot(plot)  # before anything is written
+    if not folder.is_dir():
+        problem = f"there is no folder {folder}"
+    elif nbytes < bench.LEAST_BYTES:
+        problem = f"--size is at least {bench.LEAST_BYTES} bytes, not {nbytes}"
+    elif plot is not None and plot.suffix not in (".png", ".pdf", ".svg"):
+        problem = problem or f"--plot: {plot} is not named .png, .pdf or .svg"
+    if problem:
         complain(problem)
         return _USAGE
     stderr = terminal(stderr=True)
@@ -87,21 +101,3 @@ def _run(folder: Path, nbytes: int, names: list[str], rounds: int, json: Path | 
     for outcome in failed:
         complain(f"{outcome.method} failed: {outcome.problem}")
     return FAILED if failed else 0
-
-
-def _wrong(folder: Path, nbytes: int, least: int, json: Path | None, plot: Path | None) -> str | None:
-    """Return what is wrong with the command line, before anything is written."""
-    if not folder.is_dir():
-        return f"there is no folder {folder}"
-    if nbytes < least:
-        return f"--size is at least {least} bytes, not {nbytes}"
-    for option, file in (("--json", json), ("--plot", plot)):
-        if file is not None and file.is_dir():
-            return f"{option}: {file} is a folder"
-        if file is not None and not file.resolve().parent.is_dir():
-            return f"{option}: there is no folder {file.resolve().parent}"
-    if plot is not None and plot.suffix not in (".png", ".pdf", ".svg"):
-        return f"--plot: {plot} is not named .png, .pdf or .svg"
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        return "--plot needs matplotlib: pip install matplotlib"
-    return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import signal
 import struct
@@ -10,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -20,18 +19,14 @@ from rich.console import Console
 from rich.table import Table
 
 from pccheck_async import CheckpointError, CheckpointInfo, compare_checkpoints, list_checkpoints
-from pccheck_async.cli.output import complain, printable, size, terminal
+from pccheck_async.cli.output import complain, no_plot, printable, size, terminal
 
 KILL_ATTEMPTS = 3
 POLL_SECONDS = 0.2
 
 
 class RunFailedError(Exception):
-    """A training run did not end as it should; the last lines that it printed."""
-
-    def __init__(self, message: str, last_lines: Sequence[str] = ()) -> None:
-        super().__init__(message)
-        self.last_lines = last_lines
+    """A training run did not end as it should: why, and the last lines that it printed."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +55,8 @@ def run(
     *, steps: int, interval: int, crash_at: int, within: Path | None, plot: Path | None, keep: bool, device: str
 ) -> int:
     """Run the demonstration and return the exit status."""
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        complain("--plot needs matplotlib: pip install matplotlib")
-        return 2
-    if plot is not None and not plot.resolve().parent.is_dir():
-        complain(f"--plot: there is no folder {plot.resolve().parent}")
+    if problem := no_plot(plot):
+        complain(problem)
         return 2
     console = terminal(markup=True)
     try:
@@ -79,8 +71,9 @@ def run(
     try:
         equal = _demonstrate(console, folder, options, steps, crash_at, plot)
     except RunFailedError as error:
-        complain(str(error))
-        for line in error.last_lines:
+        why, *last_lines = error.args
+        complain(why)
+        for line in last_lines:
             print(f"  {printable(line)}", file=sys.stderr)
     except (CheckpointError, OSError) as error:
         complain(error)
@@ -174,7 +167,7 @@ def _train(run: Run, options: list[str], expected_status: int, console: Console)
     if process.returncode != expected_status:
         raise RunFailedError(
             f"the {run.name} run ended with status {process.returncode}, expected {expected_status}; its last words:",
-            run.log.read_text(errors="replace").splitlines()[-15:],
+            *run.log.read_text(errors="replace").splitlines()[-15:],
         )
 
 

@@ -5,6 +5,7 @@ Importing this imports no torch: ``pccheck --help`` must be quick.
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import json as jsonlib
 import math
@@ -99,6 +100,22 @@ Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON instea
 Step: TypeAlias = Annotated[
     int | None, typer.Option(help="The newest checkpoint of this step (default: the newest of all).")
 ]
+
+
+def no_file(option: str, file: Path | None) -> str | None:
+    """Return why an option's file cannot be written."""
+    if file is not None and file.is_dir():
+        return f"{option}: {file} is a folder"
+    if file is not None and not file.resolve().parent.is_dir():
+        return f"{option}: there is no folder {file.resolve().parent}"
+    return None
+
+
+def no_plot(plot: Path | None) -> str | None:
+    """Return why nothing can be drawn into a file."""
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        return "--plot needs matplotlib: pip install matplotlib"
+    return no_file("--plot", plot)
 
 
 def complain(problem: str | Exception) -> None:

@@ -46,14 +46,10 @@ _SILENT_SECONDS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What there is to see at one moment.
+    """What there is to see at one moment; durable checkpoints newest first.
 
-    Attributes:
-        path: Folder of the store.
-        published: What an engine published, None where there is nothing.
-        committed: Durable checkpoints, newest first.
-        before: An earlier status of the same engine, to take rates from; None at first. Where nothing is published any
-            more, the last one.
+    ``before`` is an earlier status of the same engine, to take rates from; where nothing is published any more, the
+    last one.
     """
 
     path: Path

@@ -41,12 +41,9 @@ _MOST_INT_BYTES: Final = 255
 
 @dataclass(slots=True)
 class Selection:
-    """A part of a checkpoint.
+    """A part of a checkpoint, and its leaves by their paths in it.
 
     Attributes:
-        manifest: Of the checkpoint.
-        node: The part.
-        leaves: Its leaves by their paths in it.
         refused: What the format cannot express, with the reason: nothing is exported then.
         changed: What comes out as something else, with what that is.
     """
@@ -74,15 +71,9 @@ class Selection:
 
 
 def select_part(manifest: Manifest, keys: Sequence[str] | None, root: str | None) -> Selection:
-    """Choose what to export.
+    """Choose what to export: what globs over leaf paths select, or all, of the part ``root``.
 
-    Args:
-        manifest: Of the checkpoint.
-        keys: Globs over leaf paths, None for all.
-        root: Path of the part that becomes the whole, None for the state itself.
-
-    Raises:
-        StateMismatchError: One of ``keys`` selects nothing, or there is no container ``root``.
+    Raises StateMismatchError where one of ``keys`` selects nothing, or there is no container ``root``.
     """
     node = manifest.skeleton if keys is None else select(manifest.skeleton, keys)
     for spelled in (str, paths.plain):  # as paths are written; where there is none, without their escapes
@@ -220,10 +211,7 @@ def torch_name(entry: TensorEntry) -> str | None:
 
 @cache
 def pickled(dtype: torch.dtype) -> tuple[Any, Any]:
-    """How this torch pickles a tensor of a dtype: the function that makes it again, and its storage's type.
-
-    Raises KeyError where it does not.
-    """
+    """How this torch pickles tensors of a dtype: what makes them again, and their storage's type. Raises KeyError."""
     empty = torch.empty(0, dtype=dtypes.carrier(dtype)).view(dtype)
     function, (storage, *_) = empty.__reduce_ex__(_PICKLE_PROTOCOL)  # type: ignore[no-untyped-call]
     if isinstance(storage, torch.UntypedStorage):

@@ -40,8 +40,7 @@ _EXTRA: Final = 0x4246
 async def write(selection: Selection, chunks: VerifiedChunks, path: Path) -> None:
     """Write the selection; memory is bounded by a few chunks, and by the values that are not arrays.
 
-    Raises:
-        UnsupportedStateError: ``torch.load(weights_only=True)`` could not read something; lists all of that.
+    Raises UnsupportedStateError (lists what ``torch.load(weights_only=True)`` could not read).
     """
     node = native(selection.node, "", selection)
     for name, entry in selection.arrays.items():

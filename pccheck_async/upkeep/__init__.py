@@ -10,20 +10,6 @@ from pccheck_async.upkeep.reading import Description, describe_checkpoint
 from pccheck_async.upkeep.recover import Recovery, recover_store
 from pccheck_async.upkeep.verify import CheckedCheckpoint, Damage, Verification, verify_checkpoints
 
-__all__ = [
-    "CheckedCheckpoint",
-    "Comparison",
-    "Damage",
-    "Description",
-    "LeafDifference",
-    "Recovery",
-    "Removal",
-    "Verification",
-    "compare_checkpoints",
-    "copy_checkpoint",
-    "describe_checkpoint",
-    "pin_checkpoint",
-    "recover_store",
-    "remove_checkpoints",
-    "verify_checkpoints",
-]
+__all__ = ["CheckedCheckpoint", "Comparison", "Damage", "Description", "LeafDifference", "Recovery", "Removal"]
+__all__ += ["Verification", "compare_checkpoints", "copy_checkpoint", "describe_checkpoint", "pin_checkpoint"]
+__all__ += ["recover_store", "remove_checkpoints", "verify_checkpoints"]

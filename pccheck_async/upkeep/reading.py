@@ -68,11 +68,7 @@ async def open_reader(session: Session, path: str | os.PathLike[str]) -> StoreRe
 async def hold(session: Session, path: str | os.PathLike[str], step: int | None) -> AsyncIterator[Held]:
     """Hold the newest checkpoint, or the newest of ``step``, until the context is left.
 
-    Raises:
-        NoCheckpointError: there is none.
-        DamagedError: its slot is missing, or its manifest damaged.
-        CorruptStoreError: this version does not understand it.
-        ReadError: the device failed.
+    Raises NoCheckpointError, DamagedError (slot or manifest), CorruptStoreError, ReadError.
     """
     reader = await open_reader(session, path)
     async with hold_slot(reader, lambda record: choose(record.entries, step)) as held:

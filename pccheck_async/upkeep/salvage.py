@@ -228,10 +228,7 @@ def find_signatures(data: memoryview, step: int = MIN_BLOCK) -> list[int]:
 
 
 def object_length(data: bytes | memoryview) -> int | None:
-    """Return the length of the MessagePack object that ``data`` begins with; None where it goes on behind the end.
-
-    Raises CorruptStoreError where it is none.
-    """
+    """Return the length of a MessagePack object; None where it ends behind ``data``. Raises CorruptStoreError."""
     at, left, end = 0, 1, len(data)
     while left:
         if at >= end:
@@ -262,14 +259,9 @@ def object_length(data: bytes | memoryview) -> int | None:
 
 
 def manifest_at(data: bytes | memoryview, offset: int) -> tuple[Manifest, int] | None:
-    """Return the manifest that ``data`` begins with and its length; None where more bytes are needed to tell.
+    """Return the manifest that bytes of a slot begin with and its length; None where more are needed to tell.
 
-    Args:
-        data: Bytes of a slot.
-        offset: Where in the slot they lie.
-
-    Raises:
-        CorruptStoreError: no manifest begins here, or none that this place can have: the payload lies before it.
+    Raises CorruptStoreError where there is none, or none that this ``offset`` can have: the payload lies before it.
     """
     if (length := object_length(data)) is None:
         return None
