@@ -13,8 +13,7 @@ from pccheck_async.errors import ClosedError, CorruptStoreError, StoreFullError,
 from pccheck_async.medium import MOST_SMALL_BYTES, File, MediumFacts, MediumStatistics, StepwiseMedium
 from pccheck_async.telemetry import StageClock
 from pccheck_async.testing.disk import CrashDisk
-from pccheck_async.testing.power_loss import Image
-from pccheck_async.testing.snapshot import Change, FolderChange, Written
+from pccheck_async.testing.power_loss import Change, FolderChange, Image, Written
 from pccheck_async.transfer import uninterrupted
 
 __all__ = ["CrashWriter", "ImageWriter"]

@@ -10,8 +10,18 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pccheck_async.testing.power_loss import Image, closed, tear
-from pccheck_async.testing.snapshot import Change, FileState, FolderChange, Resized, Snapshot, Written, replay
+from pccheck_async.testing.power_loss import (
+    Change,
+    FileState,
+    FolderChange,
+    Image,
+    Resized,
+    Snapshot,
+    Written,
+    closed,
+    replay,
+    tear,
+)
 
 __all__ = ["CrashDisk"]
 
@@ -43,6 +53,9 @@ class CrashDisk:
         block_bytes: Alignment of offsets and lengths that transfers must keep.
         capacity: Bytes that files may have in all, None for no limit.
         observer: Called at every operation boundary.
+
+    Attributes:
+        acknowledged: Counter of the newest checkpoint promised to be durable.
     """
 
     def __init__(
@@ -55,9 +68,8 @@ class CrashDisk:
         self.block_bytes = block_bytes
         self.capacity = capacity
         self.observer = observer
-        self.boundaries = 0
+        self.acknowledged: int | None = None
         self._guard = threading.RLock()
-        self._acknowledged: int | None = None
         self._inodes: dict[int, _Inode] = {}
         self._names: dict[str, int] = {}
         self._durable_names: dict[str, int] = {}
@@ -88,7 +100,7 @@ class CrashDisk:
                 so many further operations. 0: at once.
         """
         disk = cls(block_bytes=snapshot.block_bytes)
-        disk._acknowledged = snapshot.acknowledged
+        disk.acknowledged = snapshot.acknowledged
         disk._durable_names = dict(snapshot.names)
         for entry in snapshot.pending:
             disk._pending.append(dataclasses.replace(entry, completed=True))
@@ -109,22 +121,17 @@ class CrashDisk:
         disk._patience = lingering
         return disk
 
-    @property
-    def acknowledged(self) -> int | None:
-        """Counter of the newest checkpoint promised to be durable."""
-        return self._acknowledged
-
     def acknowledge(self, counter: int) -> None:
         """Note that checkpoint ``counter`` was reported as durable: from now on no crash may lose it."""
         with self._guard:
-            self._acknowledged = max(counter, self._acknowledged or counter)
+            self.acknowledged = max(counter, self.acknowledged or counter)
 
     def snapshot(self, boundary: str = "") -> Snapshot:
         """Return the disk as it is now; cheap, since contents are shared."""
         with self._guard:
             return Snapshot(
                 boundary,
-                self._acknowledged,
+                self.acknowledged,
                 self.block_bytes,
                 {number: FileState(i.durable, tuple(i.unflushed)) for number, i in self._inodes.items()},
                 dict(self._durable_names),
@@ -263,7 +270,6 @@ class CrashDisk:
         """Note that an operation was submitted or completed, and show the disk to the observer."""
         with self._guard:
             self._pass_time()
-            self.boundaries += 1
             if self.observer is not None:
                 self.observer(self.snapshot(description))
 
