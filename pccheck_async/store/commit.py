@@ -175,7 +175,7 @@ def publish(state: CommitState, record: Record) -> None:
     """Note that ``record`` is durable: it is the newest one, and slots that it does not name are free (I3)."""
     state.committed.publish(record)
     state.commits += 1
-    state.slots.table.committed([entry.slot for entry in record.entries])
+    state.slots.table.note_committed([entry.slot for entry in record.entries])
 
 
 async def take_over(state: CommitState) -> None:

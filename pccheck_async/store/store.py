@@ -102,7 +102,7 @@ class Store(CommitState):
             if entry in self.committed.record.superseded and entry not in known and len(known) < MOST_ENTRIES:
                 self.committed.adopt(entry)
                 kept = (*self.committed.record.entries, *self.committed.adopted)
-                self.slots.table.committed([one.slot for one in kept])
+                self.slots.table.note_committed([one.slot for one in kept])
 
     async def reserve(self, nbytes: int) -> SlotLease:
         """Lease a slot of at least ``nbytes`` for one checkpoint, creating or enlarging one where needed.
