@@ -34,7 +34,7 @@ from pccheck_async.store.reading import (
 )
 from pccheck_async.store.retention import Best, KeepAll, Retention, SpaceNeeded, make_best
 from pccheck_async.store.slots import SlotLease
-from pccheck_async.store.store import DroppedMeanwhileError, Store, StoreStatistics, open_store
+from pccheck_async.store.store import DroppedMeanwhileError, ReadLease, Store, StoreStatistics, open_store
 from pccheck_async.store.store_reader import StoreReader, no_store, why_no_store
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "DroppedMeanwhileError",
     "Fallback",
     "KeepAll",
+    "ReadLease",
     "Retention",
     "SlotLease",
     "SpaceNeeded",

@@ -183,7 +183,6 @@ class SlotLease:
 
     slot: int
     file: File
-    nbytes: int
 
 
 async def open_slots(medium: Medium, record: Record, *, in_flight: int, kept: int, latch: Latch) -> Slots:
@@ -236,7 +235,7 @@ class Slots:
             await self._reserve_all(nbytes)
         slot = await self._find_slot(nbytes)
         self.table.lease(slot)
-        return SlotLease(slot, self._files[slot], nbytes)
+        return SlotLease(slot, self._files[slot])
 
     async def release(self, lease: SlotLease) -> None:
         """Unlock a slot that no record will name and give it back, once nothing writes to it any more."""

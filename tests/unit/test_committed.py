@@ -5,7 +5,7 @@ from __future__ import annotations
 from pccheck_async.format import Entry, Record
 from pccheck_async.format.record import region_offsets
 from pccheck_async.store import Retention
-from pccheck_async.store.committed import Committed
+from pccheck_async.store.retention import Committed
 
 
 def entry(counter: int, slot: int) -> Entry:
