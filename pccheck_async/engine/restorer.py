@@ -91,7 +91,7 @@ class Restorer:
                 continue  # newer ones were committed
             except (DamagedError, ReadError) as error:
                 if isinstance(error, DamagedError) and not superseded:  # else it may be read the next time
-                    self._post(self._store.committed.mark_damaged, entry.counter)
+                    self._post(self._store.committed.damaged.add, entry.counter)
                 fallback.pass_over(entry, superseded, error, lambda: self._choose(step, fallback.unreadable))
             except StateMismatchError as error:
                 if begun:

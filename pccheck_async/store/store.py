@@ -95,7 +95,7 @@ class Store(CommitState):
         async with self.lock:
             known = self.committed.entries
             if entry in self.committed.record.superseded and entry not in known and len(known) < MOST_ENTRIES:
-                self.committed.adopt(entry)
+                self.committed.adopted += (entry,)
                 kept = (*self.committed.record.entries, *self.committed.adopted)
                 self.slots.table.note_committed([one.slot for one in kept])
 
