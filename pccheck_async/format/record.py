@@ -180,10 +180,9 @@ def decode_identity(data: bytes) -> Identity:
 
 
 def check_metadata(metadata: Mapping[str, object]) -> dict[str, str | int | float | bool | None]:
-    """Return user metadata (names to plain values or numpy scalars, at most 512 bytes encoded) as plain values.
+    """Return user metadata (names to plain values or numpy scalars) as plain values.
 
-    Raises:
-        UnsupportedStateError: Some value is of another type, or all together are too large.
+    Raises UnsupportedStateError: some value is of another type, or all together exceed 512 bytes encoded.
     """
     try:
         if not isinstance(metadata, Mapping):
@@ -267,13 +266,10 @@ def entries_before(commit: bytes | bytearray | memoryview, store_id: bytes, newe
 
 
 def rebuild_identity(commit: bytes | bytearray | memoryview) -> tuple[Identity, Record] | None:
-    """Return the content of a lost ``store.json`` and the newest record, as far as the commit file holds them.
+    """Return the content of a lost ``store.json`` and the newest record; None where no record is valid.
 
     No record has the block size, but every offset in the store is a multiple of it. The largest block size for which
     that is so is returned: a multiple of the true one, to which whatever is written is then aligned, too.
-
-    Returns:
-        None where no record is valid.
     """
     by_store: dict[bytes, list[Record]] = {}
     for region in _regions(commit):

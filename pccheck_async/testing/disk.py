@@ -7,7 +7,7 @@ import errno
 import os
 import random
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from pccheck_async.testing.power_loss import (
@@ -102,8 +102,7 @@ class CrashDisk:
         disk = cls(block_bytes=snapshot.block_bytes)
         disk.acknowledged = snapshot.acknowledged
         disk._durable_names = dict(snapshot.names)
-        for entry in snapshot.pending:
-            disk._pending.append(dataclasses.replace(entry, completed=True))
+        disk._pending = [dataclasses.replace(entry, completed=True) for entry in snapshot.pending]
         disk._names = dict(snapshot.names)
         for entry in disk._pending:
             entry.apply(disk._names)
@@ -194,9 +193,8 @@ class CrashDisk:
     def complete_change(self, entry: FolderChange) -> None:
         """Complete a change of the folder: from now on ``sync_names`` covers it."""
         with self._guard:
-            index = _index(self._pending, entry)
-            if index is not None:
-                self._pending[index] = dataclasses.replace(entry, completed=True)
+            done = dataclasses.replace(entry, completed=True)
+            self._pending = [done if each is entry else each for each in self._pending]
 
     def submit_write(self, inode: int, offset: int, data: bytes) -> Written:
         """Start a write: half of it lands at once, the rest with :meth:`complete_write`."""
@@ -214,9 +212,7 @@ class CrashDisk:
             half = len(data) // 2
             landed = dataclasses.replace(submitted, data=submitted.data[:half] + data[half:], completed=True)
             landed.apply(file.volatile)
-            index = _index(file.unflushed, submitted)
-            if index is not None:
-                file.unflushed[index] = landed
+            file.unflushed = [landed if each is submitted else each for each in file.unflushed]
 
     def submit_flush(self, inode: int) -> list[Change]:
         """Start a flush and return what it covers: the changes that are complete now."""
@@ -280,7 +276,3 @@ class CrashDisk:
             for inode, change in ghosts:
                 self.complete_write(inode.number, change, change.data)
                 inode.locks.pop(change, None)
-
-
-def _index(entries: Sequence[object], wanted: object) -> int | None:
-    return next((index for index, entry in enumerate(entries) if entry is wanted), None)

@@ -139,11 +139,12 @@ class Snapshot:
 
 
 def replay(durable: bytes, changes: Iterable[Change]) -> bytes:
-    """Return ``durable`` after ``changes`` landed in their order."""
-    content = bytearray(durable)
-    for change in changes:
+    """Return ``durable`` after ``changes`` landed in their order: the same object where there are none."""
+    landing = list(changes)
+    content = bytearray(durable if landing else b"")
+    for change in landing:
         change.apply(content)
-    return bytes(content)
+    return bytes(content) if landing else durable
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,14 +190,13 @@ def power_loss_images(
         rng: Source of the draws; None for a fixed one.
     """
     rng = rng or random.Random(0)
-    units = _Units(snapshot)
     tried: set[tuple[int, ...]] = set()
     seen: set[bytes] = set()
-    for fates in itertools.islice(_choices(units.count, limit, rng), _ATTEMPTS * limit):
+    for fates in itertools.islice(_choices(snapshot.undecided, limit, rng), _ATTEMPTS * limit):
         if fates in tried and _TORN not in fates:
             continue
         tried.add(fates)
-        image = units.image(fates, sector, rng)
+        image = _image(snapshot, fates, sector, rng)
         if image.digest not in seen:
             seen.add(image.digest)
             yield image
@@ -220,18 +220,15 @@ def tear(change: Change, sector: int, rng: random.Random) -> list[Change]:
     return list(_joined(landed))
 
 
-def _joined(parts: Iterable[Written]) -> Iterator[Written]:
+def _joined(parts: Iterable[Written]) -> list[Written]:
     """Join what is adjacent, so that few changes remain to choose subsets of."""
-    last: Written | None = None
+    joined: list[Written] = []
+    end = -1
     for part in parts:
-        if last is not None and last.offset + len(last.data) == part.offset:
-            last = dataclasses.replace(last, data=last.data + part.data)
-            continue
-        if last is not None:
-            yield last
-        last = part
-    if last is not None:
-        yield last
+        last = joined.pop() if part.offset == end else None
+        joined.append(dataclasses.replace(last, data=last.data + part.data) if last else part)
+        end = part.offset + len(part.data)
+    return joined
 
 
 def closed(pending: Sequence[FolderChange], chosen: Iterable[int]) -> list[FolderChange]:
@@ -253,30 +250,21 @@ _ATTEMPTS = 3
 """Draws for each image asked for; where few images exist, most draws repeat one."""
 
 
-class _Units:
-    """The changes of a snapshot that a power failure decides on, files' before the folder's."""
-
-    def __init__(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
-        self._changes = [(inode, c) for inode in snapshot.reachable() for c in snapshot.files[inode].unflushed]
-        self.count = snapshot.undecided
-
-    def image(self, fates: Sequence[int], sector: int, rng: random.Random) -> Image:
-        survived: dict[int, list[Change]] = {}
-        for (inode, change), fate in zip(self._changes, fates, strict=False):
-            if fate == _TORN:
-                survived.setdefault(inode, []).extend(tear(change, sector, rng))
-            elif fate == _WHOLE:
-                survived.setdefault(inode, []).append(change)
-        names = dict(self._snapshot.names)
-        folder_fates = fates[len(self._changes) :]
-        for entry in closed(self._snapshot.pending, (i for i, fate in enumerate(folder_fates) if fate != _LOST)):
-            entry.apply(names)
-        return Image.of({name: self._content(inode, survived.get(inode, ())) for name, inode in names.items()})
-
-    def _content(self, inode: int, survived: Sequence[Change]) -> bytes:
-        durable = self._snapshot.files[inode].durable
-        return replay(durable, survived) if survived else durable
+def _image(snapshot: Snapshot, fates: Sequence[int], sector: int, rng: random.Random) -> Image:
+    """Return the image after these fates of the changes of a snapshot, files' before the folder's."""
+    changes = [(inode, change) for inode in snapshot.reachable() for change in snapshot.files[inode].unflushed]
+    survived: dict[int, list[Change]] = {}
+    for (inode, change), fate in zip(changes, fates, strict=False):
+        if fate == _TORN:
+            survived.setdefault(inode, []).extend(tear(change, sector, rng))
+        elif fate == _WHOLE:
+            survived.setdefault(inode, []).append(change)
+    names = dict(snapshot.names)
+    folder_fates = fates[len(changes) :]
+    for entry in closed(snapshot.pending, (i for i, fate in enumerate(folder_fates) if fate != _LOST)):
+        entry.apply(names)
+    files = {name: (snapshot.files[inode].durable, survived.get(inode, ())) for name, inode in names.items()}
+    return Image.of({name: replay(durable, changed) for name, (durable, changed) in files.items()})
 
 
 def _choices(count: int, limit: int, rng: random.Random) -> Iterator[tuple[int, ...]]:
