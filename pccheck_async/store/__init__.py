@@ -2,8 +2,7 @@
 
 It may import medium and what is below; it knows no engine, no loop and no trainer. While an engine runs, only this room
 decides what a commit record names and asks the store's medium to flush; ``upkeep.recover`` rewrites a store that nobody
-has open. :class:`Store` is a store opened for writing, :class:`StoreReader` one that is read, also beside a running
-writer of another process.
+has open. :class:`Store` writes, :class:`StoreReader` reads, also beside a running writer of another process.
 
 Invariants, as comments name them:
 

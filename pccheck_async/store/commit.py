@@ -30,20 +30,7 @@ keeps other commits waiting until all of it is written: about a millisecond for 
 
 @dataclass(slots=True, eq=False)
 class CommitState:
-    """What commits read and change.
-
-    Attributes:
-        medium: The store's files.
-        file: The file of the records, locked against other writers.
-        committed: What the newest durable record names.
-        slots: Slots, and who uses them.
-        latch: Ends the commits after an error.
-        repairs: What :func:`take_over` writes (:meth:`CommitFile.repairs`).
-        took_over: Whether it did.
-        lock: Held by one commit at a time, from its decision to the freeing of the slots that it replaced.
-        commits: Records written.
-        superseded: Checkpoints that newer ones replaced before they were committed.
-    """
+    """What commits read and change."""
 
     medium: Medium
     file: CommitFile
@@ -51,10 +38,14 @@ class CommitState:
     slots: Slots
     latch: Latch
     repairs: Part | None = None
+    """What :func:`take_over` writes (:meth:`CommitFile.repairs`)."""
     took_over: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by one commit at a time, from its decision to the freeing of the slots that it replaced."""
     commits: int = 0
+    """Records written."""
     superseded: int = 0
+    """Checkpoints that newer ones replaced before they were committed."""
 
 
 async def commit(
@@ -128,12 +119,7 @@ def decide(state: CommitState, entry: Entry) -> Record | None:
 
 
 async def make_data_durable(state: CommitState, lease: SlotLease, rest: Sequence[Piece]) -> None:
-    """Write what of a checkpoint is not written yet and flush its slot. No record names it yet.
-
-    Raises:
-        WriteError, StoreFullError: a write failed, and nothing else (I11).
-        StoreFailedError: the flush failed; no further commits.
-    """
+    """Write what of a checkpoint is not written yet and flush its slot. Raises what :func:`commit` does."""
     try:
         await state.medium.make_durable([(lease.file, rest)], state.latch.set)
     except OSError as error:
@@ -146,9 +132,7 @@ async def write_record(state: CommitState, record: Record, data: Sequence[Part] 
 
     Cancellation: comes too late: a record that may or may not be durable would latch the store.
 
-    Raises:
-        WriteError, StoreFullError: a write of ``data`` failed, and nothing else.
-        StoreFailedError: anything else failed; no further commits.
+    Raises what :func:`commit` does; WriteError and StoreFullError only where a write of ``data`` failed.
     """
     try:
         await state.medium.make_durable([*data, state.file.part(record)], state.latch.set, final=True)

@@ -48,10 +48,8 @@ class Fallback:
     """The way past checkpoints that cannot be read, to the newest one that can.
 
     Superseded checkpoints come last, and only where all of one is whole; but before them, what a device failed to read
-    is tried once more: a failure that passes must not cost a checkpoint that is kept.
-
-    Args:
-        step: The step that was asked for: then damage raises, and nothing else is read.
+    is tried once more: a failure that passes must not cost a checkpoint that is kept. Where a ``step`` was asked for,
+    damage raises, and nothing else is read.
 
     Attributes:
         unreadable: Counters of those that were tried in vain.
@@ -73,10 +71,8 @@ class Fallback:
     ) -> None:
         """Note why ``entry`` cannot be read, and warn where the next older one is read instead.
 
-        ``older`` returns what is to be read next and is not ``unreadable``, and whether that was superseded.
-
-        Raises:
-            DamagedError, ReadError: nothing is left to try, or the error says nothing of the checkpoint.
+        ``older`` returns what is to be read next and is not ``unreadable``, and whether that was superseded. Raises
+        the error where nothing is left to try, or where it says nothing of the checkpoint.
         """
         if is_exhausted(error):
             raise error
@@ -243,11 +239,8 @@ _KEPT = 4
 class VerifiedChunks:
     """Bytes of a payload by their place. Memory is bounded by the pool; one call at a time works.
 
-    Args:
-        session: Reads.
-        file: The slot, locked for as long as this is used.
-        manifest: What it holds.
-        pool: Staging buffers; another one as large where the chunks do not fit into them.
+    The slot ``file`` stays locked for as long as this is used. Another pool is used where chunks do not fit into
+    ``pool``'s buffers.
     """
 
     def __init__(self, session: Session, file: File, manifest: Manifest, pool: BufferPool) -> None:
@@ -263,9 +256,7 @@ class VerifiedChunks:
     async def fill(self, targets: Targets) -> None:
         """Fill ``targets`` in host memory: from few chunks one by one, from many as :func:`read_payload` does.
 
-        Raises:
-            CorruptStoreError: a checksum does not hold.
-            ReadError: the device failed.
+        Raises DamagedError, ReadError.
         """
         chunks = self._manifest.chunks
         near = _chunks_between(chunks, *targets.span)
@@ -284,11 +275,7 @@ class VerifiedChunks:
     async def pieces(self, ranges: Iterable[tuple[int, int]]) -> AsyncGenerator[memoryview, None]:
         """Yield the bytes of ranges (first byte, the one after the last); each piece stays as it is until the next.
 
-        The next chunk is read meanwhile. Close the iterator where it is not used up.
-
-        Raises:
-            CorruptStoreError: a checksum does not hold; what was yielded before did.
-            ReadError: the device failed.
+        The next chunk is read meanwhile. Close the iterator where it is not used up. Raises DamagedError, ReadError.
         """
         chunks = self._manifest.chunks
         wanted = [

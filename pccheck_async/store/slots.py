@@ -50,6 +50,7 @@ class SlotTable:
         kept: Checkpoints for which there is always room; pinned ones and the like come on top (I10).
 
     Attributes:
+        sizes: Slots that exist: number to bytes.
         leased: Slots being written.
     """
 
@@ -66,7 +67,7 @@ class SlotTable:
         self.leased: set[int] = set()
         self._in_flight = in_flight
         self._kept = kept
-        self._sizes = dict(sizes)
+        self.sizes = dict(sizes)
         self._committed = set(committed)
         self._before = set(before)
         self._read: Counter[int] = Counter()
@@ -81,16 +82,11 @@ class SlotTable:
     @property
     def count(self) -> int:
         """Slots that exist."""
-        return len(self._sizes)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all slots together."""
-        return sum(self._sizes.values())
+        return len(self.sizes)
 
     def free(self) -> list[int]:
         """Slots that nothing uses, smallest number first."""
-        return sorted(self._sizes.keys() - self._committed - self.leased - self._read.keys())
+        return sorted(self.sizes.keys() - self._committed - self.leased - self._read.keys())
 
     def decide(self, nbytes: int, passed_over: Collection[int] = ()) -> Decision:
         """Choose a slot for a checkpoint of ``nbytes``, without the free slots ``passed_over`` (readers hold them).
@@ -99,7 +95,7 @@ class SlotTable:
         of this engine that reads a slot which is committed no more costs that slot.
         """
         free = [slot for slot in self.free() if slot not in passed_over]
-        fitting = [slot for slot in free if self._sizes[slot] >= nbytes]
+        fitting = [slot for slot in free if self.sizes[slot] >= nbytes]
         if fitting:
             return Decision(min(fitting, key=self._rank))
         if free and self.count >= self.most:
@@ -110,7 +106,7 @@ class SlotTable:
 
     def _rank(self, slot: int) -> tuple[bool, int, int]:
         """Return what is smaller for a slot to give up first: what was superseded may be needed once more."""
-        return slot in self._before, self._sizes[slot], slot
+        return slot in self._before, self.sizes[slot], slot
 
     def missing(self) -> list[int]:
         """Numbers of the slots to create so that every checkpoint in flight finds one."""
@@ -119,21 +115,21 @@ class SlotTable:
     def _fresh(self, number: int = 1) -> list[int]:
         """Numbers that no slot has; none is given twice as long as there are any that never were."""
         beyond = range(self._next, MOST_SLOT + 1)
-        taken = self._sizes.keys() | self._committed | self._unusable
+        taken = self.sizes.keys() | self._committed | self._unusable
         gaps = (slot for slot in count() if slot not in taken)
         return list(islice(chain(beyond, gaps), number))
 
     def created(self, slot: int, nbytes: int) -> None:
         """Note a new slot of ``nbytes``; it is free."""
-        if slot in self._sizes:
+        if slot in self.sizes:
             raise ValueError(f"slot {slot} exists")
-        self._sizes[slot] = nbytes
+        self.sizes[slot] = nbytes
         self._next = max(self._next, slot + 1)
 
     def removed(self, slot: int) -> None:
         """Note that a free slot's file is gone."""
         self._check_free(slot)
-        del self._sizes[slot]
+        del self.sizes[slot]
 
     def lease(self, slot: int) -> None:
         """Give a free slot to a checkpoint."""
@@ -158,7 +154,7 @@ class SlotTable:
 
     def start_reading(self, slot: int) -> None:
         """Keep a slot from being reused until :meth:`stop_reading`, whatever is committed meanwhile."""
-        if slot not in self._sizes or slot in self.leased:
+        if slot not in self.sizes or slot in self.leased:
             raise ValueError(f"slot {slot} is being written, or gone")
         self._read[slot] += 1
 
@@ -304,13 +300,16 @@ class Slots:
 
     async def _find_slot(self, nbytes: int) -> int:
         passed_over: set[int] = set()
+        waiting = False
         while True:
             slot, create, old = self.table.decide(nbytes, passed_over)
             if slot is None:
-                self.reader_waits += 1
-                text = "a checkpoint waits for %d reader(s) of this store to finish"
-                write(logging.WARNING, "readers", text, len(passed_over))
-                await self._wait_for_readers(passed_over)
+                if not waiting:
+                    waiting = True
+                    self.reader_waits += 1
+                    text = "a checkpoint waits for %d reader(s) of this store to finish"
+                    write(logging.WARNING, "readers", text, len(passed_over))
+                await asyncio.sleep(_POLL_SECONDS)
                 passed_over.clear()
                 continue
             # Locked by a reader, or by the last requests of a killed predecessor: never wait for those.
@@ -333,17 +332,6 @@ class Slots:
             return False
         return True
 
-    async def _wait_for_readers(self, slots: set[int]) -> None:
-        while True:
-            await asyncio.sleep(_POLL_SECONDS)
-            free = set(self.table.free())
-            if free - slots:
-                return
-            for slot in slots & free:
-                if await self._medium.lock(self._files[slot]):
-                    await self._medium.unlock(self._files[slot])
-                    return
-
     async def _create_slot(self, number: int, nbytes: int) -> None:
         file = await self._medium.reserve(slot_name(number), nbytes)
         # Crash: a record may name this slot later, and its name must be there then. Its size is flushed with its bytes.
@@ -354,8 +342,10 @@ class Slots:
     async def _remove_slot(self, number: int) -> None:
         """Remove a free slot's file; a crash may bring it back, and then it is free again: no record names it."""
         self.table.removed(number)  # before anything is awaited: a restore might begin to read it
-        await uninterrupted(self._remove_file(self._files.pop(number)))
+        file = self._files.pop(number)
 
-    async def _remove_file(self, file: File) -> None:
-        await self._medium.close(file)
-        await self._medium.remove(file.name)
+        async def remove() -> None:
+            await self._medium.close(file)
+            await self._medium.remove(file.name)
+
+        await uninterrupted(remove())

@@ -22,23 +22,19 @@ __all__ = ["DroppedMeanwhileError", "ReadLease", "Store", "StoreStatistics", "op
 
 @dataclass(frozen=True, slots=True)
 class StoreStatistics:
-    """What the store holds and did.
-
-    Attributes:
-        slots: Slot files.
-        slot_bytes: Their bytes.
-        generation: Of the newest record.
-        commits: Records written.
-        superseded: Checkpoints that newer ones made pointless.
-        reader_waits: Times that a checkpoint waited for other processes' readers.
-    """
+    """What the store holds and did."""
 
     slots: int
+    """Slot files."""
     slot_bytes: int
     generation: int
+    """Of the newest record."""
     commits: int
+    """Records written."""
     superseded: int
+    """Checkpoints that newer ones made pointless."""
     reader_waits: int
+    """Times that a checkpoint waited for other processes' readers."""
 
 
 async def open_store(
@@ -46,12 +42,7 @@ async def open_store(
 ) -> Store:
     """Lock the store, create it where there is none, and recover: the newest valid record decides.
 
-    Args:
-        medium: The folder's files.
-        path: The folder, for messages.
-        retention: Which checkpoints are kept.
-        max_in_flight: Checkpoints written at a time.
-        lock_timeout: Seconds to wait for another writer.
+    ``path`` is for messages; ``lock_timeout`` are the seconds to wait for another writer.
 
     Durability: opening an existing store writes nothing.
 
@@ -160,7 +151,7 @@ class Store(CommitState):
         """Return slots and commits so far."""
         return StoreStatistics(
             slots=self.slots.table.count,
-            slot_bytes=self.slots.table.nbytes,
+            slot_bytes=sum(self.slots.table.sizes.values()),
             generation=self.committed.record.generation,
             commits=self.commits,
             superseded=self.superseded,

@@ -57,17 +57,12 @@ def why_no_store(path: str | os.PathLike[str], what: str = "no store") -> str:
 
 @dataclass(slots=True)
 class StoreReader:
-    """An open store, read-only.
-
-    Attributes:
-        session: Moves the bytes.
-        identity: What ``store.json`` says.
-        commit: The file of the records.
-    """
+    """An open store, read-only."""
 
     session: Session
     identity: Identity
     commit: File
+    """The file of the records."""
 
     @classmethod
     async def open(cls, session: Session) -> StoreReader | None:
