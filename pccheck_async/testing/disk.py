@@ -145,7 +145,6 @@ class CrashDisk:
     # What follows is for the writer. An inode is named by its number. Raises OSError, as system calls do.
 
     def names(self) -> list[str]:
-        """Names of the files, sorted."""
         with self._guard:
             return sorted(self._names)
 
@@ -157,7 +156,6 @@ class CrashDisk:
             return self._names[name]
 
     def size(self, inode: int) -> int:
-        """Return the size in bytes that processes see."""
         with self._guard:
             return len(self._inodes[inode].volatile)
 
@@ -258,7 +256,6 @@ class CrashDisk:
             return True
 
     def unlock(self, inode: int, holder: Holder) -> None:
-        """Give the lock of ``holder`` back, if it has one."""
         with self._guard:
             self._inodes[inode].locks.pop(holder, None)
 

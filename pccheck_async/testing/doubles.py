@@ -26,22 +26,14 @@ CHANGES = frozenset(("flush", "remove", "replace", "reserve", "sync_names", "wri
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One call of a medium's method.
-
-    Attributes:
-        kind: The method's name.
-        name: The file it is about, empty for the folder.
-        nbytes: Bytes transferred, 0 for all but reads and writes.
-    """
+    """One call of a medium's method."""
 
     kind: str
+    """The method's name."""
     name: str = ""
+    """The file it is about, empty for the folder."""
     nbytes: int = 0
-
-    @property
-    def changes(self) -> bool:
-        """Whether it changes storage: such calls fail with WriteError, others with ReadError."""
-        return self.kind in CHANGES
+    """Bytes transferred."""
 
 
 class WrappingWriter(StepwiseMedium):
@@ -174,7 +166,7 @@ class FailingWriter(WrappingWriter):
 
     def _failure(self, access: Access) -> OSError:
         error = OSError(self._error, os.strerror(self._error))
-        if not access.changes:
+        if access.kind not in CHANGES:
             return read_error(error, access.name)
         if self._error in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return StoreFullError(error.errno, error.strerror, access.name)
@@ -233,8 +225,14 @@ class StuckWriter(WrappingWriter):
                 raise TimeoutError(f"{len(self._waiting)} operations hang after {timeout} s, expected {count}")
 
     async def perform(self, access: Access, call: Callable[[], Awaitable[T]]) -> T:
-        gate = self._gate(access)
-        if gate is None:
+        with self._changed:
+            stuck = access.kind in self._kinds and self._passing <= 0
+            self._passing -= access.kind in self._kinds
+            if stuck:
+                gate = asyncio.get_running_loop().create_future()
+                self._waiting[gate] = access
+                self._changed.notify_all()
+        if not stuck:
             return await call()
 
         async def hang() -> T:
@@ -242,18 +240,6 @@ class StuckWriter(WrappingWriter):
             return await call()
 
         return await uninterrupted(hang())
-
-    def _gate(self, access: Access) -> asyncio.Future[None] | None:
-        with self._changed:
-            if access.kind not in self._kinds:
-                return None
-            if self._passing > 0:
-                self._passing -= 1
-                return None
-            gate = asyncio.get_running_loop().create_future()
-            self._waiting[gate] = access
-            self._changed.notify_all()
-            return gate
 
 
 def _release_one(future: asyncio.Future[None]) -> None:

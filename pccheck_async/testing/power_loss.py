@@ -28,19 +28,14 @@ __all__ = ["Image", "Snapshot", "power_loss_images"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Written:
-    """Bytes written to a file and not flushed.
-
-    Attributes:
-        offset: Where, in bytes.
-        data: What.
-        extends: Whether the write was meant to grow the file. Others are cut off at a size that did not become durable.
-        completed: False while the write is in flight: no flush covers it, and a process death may tear it.
-    """
+    """Bytes written to a file and not flushed."""
 
     offset: int
     data: bytes
     extends: bool = False
+    """Whether the write was meant to grow the file. Others are cut off at a size that did not become durable."""
     completed: bool = False
+    """False while the write is in flight: no flush covers it, and a process death may tear it."""
 
     def apply(self, content: bytearray) -> None:
         if self.extends and self.offset > len(content):
@@ -73,19 +68,15 @@ Change = Written | Resized
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FolderChange:
-    """One atomic change of the folder: a name is given to a new file, moved to a file's new name, or removed.
-
-    Attributes:
-        name: The name given, or the one that is gone.
-        inode: The new file, None where a name is moved or removed.
-        to: The name it moves to, replacing what had that; empty where it is removed.
-        completed: False while the change is in flight: no ``sync_names`` covers it.
-    """
+    """One atomic change of the folder: a name is given to a new file, moved to a file's new name, or removed."""
 
     name: str
     inode: int | None = None
+    """The new file, None where a name is moved or removed."""
     to: str = ""
+    """The name it moves to, replacing what had that; empty where it is removed."""
     completed: bool = False
+    """False while the change is in flight: no ``sync_names`` covers it."""
 
     @property
     def touches(self) -> frozenset[str]:
@@ -149,19 +140,14 @@ def replay(durable: bytes, changes: Iterable[Change]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """The files found in the folder after the power came back.
-
-    Attributes:
-        files: Contents by name.
-        digest: Hash of names and contents, to count distinct images with.
-    """
+    """The files found in the folder after the power came back: contents by name."""
 
     files: Mapping[str, bytes]
     digest: bytes
+    """Hash of names and contents, to count distinct images with."""
 
     @classmethod
     def of(cls, files: Mapping[str, bytes]) -> Image:
-        """Make an image of files by name."""
         digest = hashlib.blake2b(digest_size=16)
         for name in sorted(files):
             digest.update(f"{name}\0".encode() + _digest(files[name]))
