@@ -16,6 +16,7 @@ from pccheck_async.state import Restoration, match
 from pccheck_async.store import (
     DroppedMeanwhileError,
     Fallback,
+    ReadLease,
     Store,
     choose,
     pool_for,
@@ -90,7 +91,7 @@ class Restorer:
                 continue  # newer ones were committed
             except (DamagedError, ReadError) as error:
                 if isinstance(error, DamagedError) and not superseded:  # else it may be read the next time
-                    self._post(self._store.committed.mark_damaged, entry.counter)
+                    self._post(self._store.committed.damaged.add, entry.counter)
                 fallback.pass_over(entry, superseded, error, lambda: self._choose(step, fallback.unreadable))
             except StateMismatchError as error:
                 if begun:
@@ -132,7 +133,7 @@ class Restorer:
         superseded: bool,
     ) -> Handoff:
         """Restore one checkpoint; to ``begun`` go the paths of live arrays that it may fill before it fails."""
-        lease = self._store.reading(entry, superseded=superseded)
+        lease = ReadLease(self._store, entry, superseded)
         try:
             file = yield lease.acquire()
             manifest: Manifest = yield read_manifest(self._writer, file, entry, self._store.block_bytes)

@@ -1,8 +1,7 @@
 """The one checksum of the format: CRC-32 (IEEE 802.3, reflected, as in zlib, gzip and PNG).
 
-Every Python has it (``zlib.crc32``), so a store can be verified where the extension was not compiled; carry-less
-multiplication (x86-64) and CRC instructions (arm64) compute it faster than memory delivers. CRC-32 detects every burst
-error of up to 32 bits, and misses one random corruption in 2**32.
+Every Python has it, so a store can be verified where the extension was not compiled; the extension computes it faster
+than memory delivers. CRC-32 detects every burst error of up to 32 bits, and misses one random corruption in 2**32.
 """
 
 from __future__ import annotations

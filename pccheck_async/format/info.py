@@ -58,7 +58,7 @@ class Restored(CheckpointInfo):
         cls, info: CheckpointInfo, missing: tuple[str, ...], unexpected: tuple[str, ...], filled: int = 0
     ) -> Restored:
         """Return ``info`` with the differences."""
-        facts = {name.name: getattr(info, name.name) for name in fields(CheckpointInfo)}
+        facts = {fact.name: getattr(info, fact.name) for fact in fields(CheckpointInfo)}
         return cls(**facts, missing=missing, unexpected=unexpected, filled=filled)
 
     def __eq__(self, other: object) -> bool:
@@ -83,12 +83,7 @@ def new_step(step: object) -> int:
 
 
 def whole_step(step: object) -> int:
-    """Return a user's step as an int.
-
-    Raises:
-        TypeError: It is not an integer, Python's or numpy's.
-        ValueError: It has more than 64 bits.
-    """
+    """Return a user's step as an int. Raises TypeError for what is no integer, ValueError for more than 64 bits."""
     try:
         number = operator.index(step)  # type: ignore[arg-type]
     except TypeError:

@@ -1,14 +1,9 @@
-"""The manifest of one checkpoint: MessagePack that describes a payload, and how to make a state of it.
+"""The manifest of one checkpoint: a MessagePack map from the names of :class:`Manifest`'s fields.
 
-It follows the payload in the slot (:mod:`pccheck_async.format.record`). It is a MessagePack map from the names of
-:class:`Manifest`'s fields; the entries in it are arrays of the fields of :class:`TensorEntry`, :class:`StorageEntry`
-and :class:`ChunkEntry` in their order; the skeleton is described in :mod:`pccheck_async.format.skeleton`.
-
-Only :func:`decode` makes a manifest of bytes, and it raises unless every range lies inside the payload, no view reaches
-outside its storage, and every array is named once. Code that allocates and copies by a manifest needs no checks of its
-own, and never allocates more than the payload holds. Reading a manifest takes time in proportion to its length at most:
-nesting (:data:`~pccheck_async.format.skeleton.MAX_DEPTH`) and keys of equal hash
-(:data:`~pccheck_async.format.keys.MOST_ALIKE`) are bounded.
+The entries in it are arrays of the fields of :class:`TensorEntry`, :class:`StorageEntry` and :class:`ChunkEntry` in
+their order. Only :func:`decode` makes a manifest of bytes, and it raises unless every range lies inside the payload, no
+view reaches outside its storage, and every array is named once: who allocates and copies by a manifest needs no checks
+of its own. Reading one takes time in proportion to its length at most: nesting and keys of equal hash are bounded.
 """
 
 from __future__ import annotations
@@ -131,8 +126,8 @@ def encode(manifest: Manifest) -> bytes:
 class ManifestEncoder:
     """Encodes manifests like :func:`encode`, and reuses the bytes of parts that are the same objects as the last time.
 
-    A checkpoint's manifest is encoded twice, first for its length, and its tables are the same objects in every save
-    while the structure of the state stays the same. For one thread.
+    A manifest is encoded twice, first for its length; its tables are the same while the state's structure is. For one
+    thread.
     """
 
     def __init__(self) -> None:
@@ -145,14 +140,8 @@ class ManifestEncoder:
 
     def encode(self, manifest: Manifest) -> bytes:
         """Return the manifest as msgpack. Raises UnsupportedStateError (see :func:`encode`)."""
-        return encode(
-            structs.replace(
-                manifest,
-                skeleton=self._kept("skeleton", manifest.skeleton),
-                tensors=self._kept("tensors", manifest.tensors),
-                storages=self._kept("storages", manifest.storages),
-            )
-        )
+        large = {name: self._kept(name, getattr(manifest, name)) for name in ("skeleton", "tensors", "storages")}
+        return encode(structs.replace(manifest, **large))
 
     def _kept(self, name: str, value: object) -> msgspec.Raw:
         last = self._last.get(name)

@@ -35,7 +35,8 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 
 import msgspec
 
@@ -106,17 +107,13 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Record(msgspec.Struct, frozen=True):
-    """A validated commit record.
-
-    Attributes:
-        generation: Number of the record.
-        entries: The committed checkpoints, newest first.
-        before: The entries of the record before this one, newest first; not part of this record's bytes.
-    """
+    """A validated commit record."""
 
     generation: int
     entries: tuple[Entry, ...]
+    """The committed checkpoints, newest first."""
     before: tuple[Entry, ...] = ()
+    """The entries of the record before this one, newest first; not part of this record's bytes."""
 
     @property
     def superseded(self) -> tuple[Entry, ...]:
@@ -180,10 +177,9 @@ def decode_identity(data: bytes) -> Identity:
 
 
 def check_metadata(metadata: Mapping[str, object]) -> dict[str, str | int | float | bool | None]:
-    """Return user metadata (names to plain values or numpy scalars, at most 512 bytes encoded) as plain values.
+    """Return user metadata (names to plain values or numpy scalars) as plain values.
 
-    Raises:
-        UnsupportedStateError: Some value is of another type, or all together are too large.
+    Raises UnsupportedStateError: some value is of another type, or all together exceed 512 bytes encoded.
     """
     try:
         if not isinstance(metadata, Mapping):
@@ -255,25 +251,26 @@ def decode_record(region: bytes | bytearray | memoryview, store_id: bytes) -> Re
 
 def newest_record(commit: bytes | bytearray | memoryview, store_id: bytes) -> Record | None:
     """Return the valid record of the highest generation in a commit file, None where there is none."""
-    records = (decode_record(region, store_id) for region in _regions(commit))
-    return max(filter(None, records), key=_generation, default=None)
+    return _newest(_regions(commit), store_id)
 
 
 def entries_before(commit: bytes | bytearray | memoryview, store_id: bytes, newest: Record) -> tuple[Entry, ...]:
     """Return the entries of the record before the newest, from the regions of the other parity; none without one."""
     regions = (commit[start : start + REGION_NBYTES] for start in region_offsets(newest.generation + 1))
-    others = filter(None, (decode_record(region, store_id) for region in regions))
-    return max(others, key=_generation, default=Record(0, ())).entries
+    before = _newest(regions, store_id)
+    return before.entries if before else ()
+
+
+def _newest(regions: Iterable[bytes | bytearray | memoryview], store_id: bytes) -> Record | None:
+    records = (decode_record(region, store_id) for region in regions)
+    return max(filter(None, records), key=_generation, default=None)
 
 
 def rebuild_identity(commit: bytes | bytearray | memoryview) -> tuple[Identity, Record] | None:
-    """Return the content of a lost ``store.json`` and the newest record, as far as the commit file holds them.
+    """Return the content of a lost ``store.json`` and the newest record; None where no record is valid.
 
     No record has the block size, but every offset in the store is a multiple of it. The largest block size for which
     that is so is returned: a multiple of the true one, to which whatever is written is then aligned, too.
-
-    Returns:
-        None where no record is valid.
     """
     by_store: dict[bytes, list[Record]] = {}
     for region in _regions(commit):
@@ -307,18 +304,14 @@ def _generation(record: Record) -> int:
 
 def _sane(record: Record) -> bool:
     """Return whether a writer may have counted up to these numbers, and ``datetime`` can express these times."""
-    above = _LARGEST + 1
-    slots: set[int] = set()
-    for entry in record.entries:
-        sizes = (entry.counter, entry.nbytes, entry.slot, entry.manifest_offset, entry.manifest_nbytes)
-        if (
-            min(sizes) < 0
-            or entry.counter >= above
-            or entry.slot > MOST_SLOT
-            or entry.slot in slots
-            or not _TIMES[0] <= entry.time <= _TIMES[1]
-        ):
-            return False
-        above = entry.counter
-        slots.add(entry.slot)
-    return len(slots) <= MOST_ENTRIES and record.generation <= _LARGEST
+    entries = record.entries
+    counters = [_LARGEST + 1, *(entry.counter for entry in entries)]
+    return (
+        len({entry.slot for entry in entries}) == len(entries) <= MOST_ENTRIES
+        and record.generation <= _LARGEST
+        and all(above > counter for above, counter in pairwise(counters))
+        and all(
+            min(one.counter, one.nbytes, one.slot, one.manifest_offset, one.manifest_nbytes) >= 0 for one in entries
+        )
+        and all(one.slot <= MOST_SLOT and _TIMES[0] <= one.time <= _TIMES[1] for one in entries)
+    )

@@ -2,20 +2,23 @@
 
 None, bool, int (64 bits), float and str are MessagePack's own; a value of any other type is a MessagePack array that
 begins with the type's tag (``["tuple", [1, 2]]``). Floats keep all their bits, NaN payloads included.
-
-The nodes are data only. :mod:`pccheck_async.state.values` and ``state.save.flatten`` make them of live values,
-:mod:`pccheck_async.state.restore.tree` makes values of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from types import NoneType
 from typing import Final, TypeAlias
 
 import msgspec
 
 MAX_DEPTH: Final = 100
 """Levels of nesting a state may have; far below what would exhaust Python's or msgpack's stack."""
+MOST_ALIKE: Final = 256
+"""Keys of one mapping that may have the same hash. Python compares each of them with all others, so a file made of such
+keys would take time by the square of its size. Honest mappings have few: tuples of -1 and -2, which hash alike, would
+need nine items each to exceed it; only ints that differ by multiples of 2**61 - 1 exceed it easily."""
 
 
 class _Struct(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -167,3 +170,14 @@ def children(node: Node) -> Iterator[Node]:
             yield from node.metadata
     elif isinstance(node, StatefulNode):
         yield node.child
+
+
+_SPREAD: Final = frozenset((NoneType, bool, int, float, str, BytesNode, SurrogateStrNode))
+"""Nodes of values of which nobody can choose more than :data:`MOST_ALIKE` with the same hash."""
+
+
+def too_alike(nodes: Sequence[Node], values: Sequence[Hashable]) -> bool:
+    """Return whether more than :data:`MOST_ALIKE` of the different keys ``values``, with these nodes, hash alike."""
+    if len(nodes) <= MOST_ALIKE or _SPREAD.issuperset(map(type, nodes)):
+        return False
+    return max(Counter(map(hash, values)).values()) > MOST_ALIKE

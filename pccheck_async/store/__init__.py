@@ -2,8 +2,7 @@
 
 It may import medium and what is below; it knows no engine, no loop and no trainer. While an engine runs, only this room
 decides what a commit record names and asks the store's medium to flush; ``upkeep.recover`` rewrites a store that nobody
-has open. :class:`Store` is a store opened for writing, :class:`StoreReader` one that is read, also beside a running
-writer of another process.
+has open. :class:`Store` writes, :class:`StoreReader` reads, also beside a running writer of another process.
 
 Invariants, as comments name them:
 
@@ -34,7 +33,7 @@ from pccheck_async.store.reading import (
 )
 from pccheck_async.store.retention import Best, KeepAll, Retention, SpaceNeeded, make_best
 from pccheck_async.store.slots import SlotLease
-from pccheck_async.store.store import DroppedMeanwhileError, Store, StoreStatistics, open_store
+from pccheck_async.store.store import DroppedMeanwhileError, ReadLease, Store, StoreStatistics, open_store
 from pccheck_async.store.store_reader import StoreReader, no_store, why_no_store
 
 __all__ = [
@@ -42,6 +41,7 @@ __all__ = [
     "DroppedMeanwhileError",
     "Fallback",
     "KeepAll",
+    "ReadLease",
     "Retention",
     "SlotLease",
     "SpaceNeeded",

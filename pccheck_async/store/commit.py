@@ -15,21 +15,13 @@ from functools import partial
 from pccheck_async.format import Entry, Record
 from pccheck_async.medium import Medium, Part, Piece
 from pccheck_async.store.commit_file import CommitFile
-from pccheck_async.store.committed import Committed
 from pccheck_async.store.latch import Latch
+from pccheck_async.store.retention import Committed
 from pccheck_async.store.slots import SlotLease, Slots
 from pccheck_async.transfer import aligned_buffer, uninterrupted
 
-__all__ = [
-    "CommitState",
-    "commit",
-    "decide",
-    "make_data_durable",
-    "publish",
-    "release_slot",
-    "take_over",
-    "write_record",
-]
+__all__ = ["CommitState", "commit", "decide", "make_data_durable", "publish", "release_slot", "take_over"]
+__all__ += ["write_record"]
 
 _CHAIN_NBYTES = 2 << 20
 """Most bytes that are written in one chain with their record. A chain saves two wake-ups of a 0.7 ms save (15 %) and
@@ -38,20 +30,7 @@ keeps other commits waiting until all of it is written: about a millisecond for 
 
 @dataclass(slots=True, eq=False)
 class CommitState:
-    """What commits read and change.
-
-    Attributes:
-        medium: The store's files.
-        file: The file of the records, locked against other writers.
-        committed: What the newest durable record names.
-        slots: Slots, and who uses them.
-        latch: Ends the commits after an error.
-        repairs: What :func:`take_over` writes (:meth:`CommitFile.repairs`).
-        took_over: Whether it did.
-        lock: Held by one commit at a time, from its decision to the freeing of the slots that it replaced.
-        commits: Records written.
-        superseded: Checkpoints that newer ones replaced before they were committed.
-    """
+    """What commits read and change."""
 
     medium: Medium
     file: CommitFile
@@ -59,10 +38,14 @@ class CommitState:
     slots: Slots
     latch: Latch
     repairs: Part | None = None
+    """What :func:`take_over` writes (:meth:`CommitFile.repairs`)."""
     took_over: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by one commit at a time, from its decision to the freeing of the slots that it replaced."""
     commits: int = 0
+    """Records written."""
     superseded: int = 0
+    """Checkpoints that newer ones replaced before they were committed."""
 
 
 async def commit(
@@ -76,12 +59,10 @@ async def commit(
 ) -> bool:
     """Commit a checkpoint; False where it is superseded (I6).
 
-    The lease is given back or becomes the record's; where the store takes no more commits it may stay taken, since a
-    restart may find a record that names it.
-
     Args:
         state: Of the store.
-        lease: Its slot; nothing writes to it any more.
+        lease: Its slot, to which nothing writes any more; given back, or the record's. Where the store takes no more
+            commits it may stay taken, since a restart may find a record that names it.
         entry: What the record says of it.
         rest: What of it is not written yet.
         written: Called when all of it is durable in its slot; what it raises ends the checkpoint, unless ``chain``.
@@ -95,7 +76,8 @@ async def commit(
         WriteError, StoreFullError: a write to the slot failed, and nothing else (I11).
         StoreFailedError: a flush or the record failed, now or before; no further commits (I11).
     """
-    chain = chain and _is_small(rest) and state.medium.chains and not state.lock.locked()
+    small = rest and sum([len(data) for _, data in rest]) <= _CHAIN_NBYTES
+    chain = bool(chain and small and state.medium.chains and not state.lock.locked())
     deciding = False
     try:
         if not chain:
@@ -130,22 +112,14 @@ async def commit(
 
 
 def decide(state: CommitState, entry: Entry) -> Record | None:
-    """Return the record that commits ``entry``, None where newer checkpoints superseded it.
-
-    What it says depends on what is committed, the rules and the entry alone.
-    """
+    """Return the record that commits ``entry``, None where newer checkpoints superseded it."""
     kept = state.committed.retain(entry)
     state.committed.warn_of(entry, kept)
     return state.committed.record_naming(kept.entries) if entry in kept.entries else None
 
 
 async def make_data_durable(state: CommitState, lease: SlotLease, rest: Sequence[Piece]) -> None:
-    """Write what of a checkpoint is not written yet and flush its slot. No record names it yet.
-
-    Raises:
-        WriteError, StoreFullError: a write failed, and nothing else (I11).
-        StoreFailedError: the flush failed; no further commits.
-    """
+    """Write what of a checkpoint is not written yet and flush its slot. Raises what :func:`commit` does."""
     try:
         await state.medium.make_durable([(lease.file, rest)], state.latch.set)
     except OSError as error:
@@ -158,9 +132,7 @@ async def write_record(state: CommitState, record: Record, data: Sequence[Part] 
 
     Cancellation: comes too late: a record that may or may not be durable would latch the store.
 
-    Raises:
-        WriteError, StoreFullError: a write of ``data`` failed, and nothing else.
-        StoreFailedError: anything else failed; no further commits.
+    Raises what :func:`commit` does; WriteError and StoreFullError only where a write of ``data`` failed.
     """
     try:
         await state.medium.make_durable([*data, state.file.part(record)], state.latch.set, final=True)
@@ -175,34 +147,28 @@ def publish(state: CommitState, record: Record) -> None:
     """Note that ``record`` is durable: it is the newest one, and slots that it does not name are free (I3)."""
     state.committed.publish(record)
     state.commits += 1
-    state.slots.table.committed([entry.slot for entry in record.entries])
+    state.slots.table.note_committed([entry.slot for entry in record.entries])
 
 
 async def take_over(state: CommitState) -> None:
     """Make sure that any later crash falls back to the record found at opening, before anything is written (I12).
 
-    Does nothing once that is done. Called under the lock of the slots.
-
-    Flush what a dead predecessor wrote and did not flush. Crash: a record that was only in the device's cache names the
-    slots this writer keeps; if the power fails after new data went into the slots it freed, the older record comes back
-    and names overwritten slots.
-
-    Erase the remains of a torn record. Crash: its first sectors and the last sectors of this writer's record, torn in
-    turn, may together be the predecessor's whole record, of the same generation, which names overwritten slots.
-
-    Write one copy of the record once more, where that flush may have found nothing to do: a page cache shows what no
-    disk has after a predecessor's flush failed, and to some filesystems a file is clean that this process did not
-    write. Crash: the older record comes back here, too.
-
-    Raises:
-        StoreFailedError: one of these failed; no commits.
+    Does nothing once that is done. Called under the lock of the slots. Raises StoreFailedError: no commits.
     """
     if state.took_over:
         return
+    # Flush what a dead predecessor wrote and did not flush. Crash: a record that was only in the device's cache names
+    # the slots this writer keeps; if the power fails after new data went into the slots it freed, the older record
+    # comes back and names overwritten slots.
     await state.latch.flush(partial(state.medium.make_durable, [(state.file.file, ())]))
     await state.latch.flush(state.medium.sync_names)
     if state.repairs is not None:
-        await state.latch.flush(partial(state.medium.make_durable, [state.repairs], state.latch.set))
+        # Erase the remains of a torn record. Crash: its first sectors and the last sectors of this writer's record,
+        # torn in turn, may together be the predecessor's whole record, of the same generation, which names overwritten
+        # slots. And write one copy of the record once more, where that flush may have found nothing to do: a page cache
+        # shows what no disk has after a predecessor's flush failed, and to some filesystems a file is clean that this
+        # process did not write. Crash: the older record comes back here, too.
+        await state.latch.flush(partial(state.medium.make_durable, [state.repairs]))
         state.repairs = None
     state.took_over = True
 
@@ -210,28 +176,20 @@ async def take_over(state: CommitState) -> None:
 async def release_slot(state: CommitState, lease: SlotLease, manifest_offset: int | None = None) -> None:
     """Free the slot of a checkpoint that will not be committed, once nothing writes to it any more.
 
-    Args:
-        state: See there.
-        lease: The slot.
-        manifest_offset: Where its manifest may be by now. It is overwritten: else recovering a store that lost its
-            records would mistake a torn capture for a checkpoint.
+    What lies at ``manifest_offset`` is overwritten, where its manifest may be by now: else recovering a store that lost
+    its records would mistake a torn capture for a checkpoint.
 
     Cancellation: raised when the slot is free.
     """
-    await uninterrupted(_release(state, lease, manifest_offset))
 
+    async def release() -> None:
+        try:
+            if manifest_offset is not None:
+                # Flushed, as the manifest may have been; where the device fails here too, no more can be done.
+                zeros = aligned_buffer(state.file.identity.block_bytes)
+                with suppress(OSError):
+                    await state.medium.make_durable([(lease.file, [(manifest_offset, zeros)])], state.latch.set)
+        finally:
+            await state.slots.release(lease)
 
-async def _release(state: CommitState, lease: SlotLease, manifest_offset: int | None) -> None:
-    try:
-        if manifest_offset is not None:
-            # Flushed, as the manifest may have been; where the device fails here too, no more can be done.
-            zeros = aligned_buffer(state.file.identity.block_bytes)
-            with suppress(OSError):
-                await state.medium.make_durable([(lease.file, [(manifest_offset, zeros)])], state.latch.set)
-    finally:
-        await state.slots.release(lease)
-
-
-def _is_small(rest: Sequence[Piece]) -> bool:
-    """Whether all of a checkpoint is to be written still, and is worth no operation of its own."""
-    return bool(rest) and sum([len(data) for _, data in rest]) <= _CHAIN_NBYTES
+    await uninterrupted(release())

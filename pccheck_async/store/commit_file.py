@@ -9,6 +9,8 @@ import os
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -36,17 +38,8 @@ from pccheck_async.medium.status_file import read_status
 from pccheck_async.telemetry import write
 from pccheck_async.transfer import PAGE_BYTES, aligned_buffer
 
-__all__ = [
-    "CommitFile",
-    "lock_commit",
-    "open_commit",
-    "read_commit",
-    "read_identity",
-    "read_record",
-    "read_records",
-    "stored_identity",
-    "unread_record",
-]
+__all__ = ["CommitFile", "lock_commit", "open_commit", "read_commit", "read_identity", "read_record"]
+__all__ += ["stored_identity", "unread_record"]
 
 
 async def stored_identity(medium: Medium) -> Identity | None:
@@ -101,12 +94,11 @@ def unread_record(commit: memoryview, lost: Mapping[int, ReadError], store_id: b
     return None
 
 
-async def read_records(medium: Medium, commit: File, identity: Identity) -> memoryview:
+async def _read_records(medium: Medium, commit: File, identity: Identity) -> memoryview:
     """Return the bytes of the commit file; a copy that cannot be read is not valid.
 
-    Raises:
-        ReadError: the device failed where both copies of a record are, which may be the newest: what the other one
-            names may be written over.
+    Raises ReadError where neither copy of a record can be read: it may be the newest, and what the other one names may
+    be written over.
     """
     view = aligned_buffer(COMMIT_NBYTES)
     got, lost = await read_around(medium, commit, 0, view)
@@ -122,14 +114,12 @@ async def read_records(medium: Medium, commit: File, identity: Identity) -> memo
 async def read_record(medium: Medium, commit: File, identity: Identity) -> Record:
     """Return the newest valid record, and with it what the one before it names.
 
-    A store is created with a first, empty record, and a crash while one record is written never touches the other: so
-    a store without any valid record was damaged.
-
     Raises:
-        CorruptStoreError: neither record has a valid copy.
-        ReadError: see :func:`read_records`.
+        CorruptStoreError: neither record has a valid copy. A store is created with a first, empty record, and a crash
+            while one record is written never touches the other: so it was damaged.
+        ReadError: the device failed where both copies of a record are, which may be the newest.
     """
-    view = await read_records(medium, commit, identity)
+    view = await _read_records(medium, commit, identity)
     record = newest_record(view, identity.id_bytes)
     if record is None:
         raise CorruptStoreError(
@@ -142,8 +132,11 @@ async def read_record(medium: Medium, commit: File, identity: Identity) -> Recor
 _POLL_SECONDS = 0.01
 """Locks of other processes can only be polled: ``flock`` does not report when a lock becomes free."""
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
+_ELSEWHERE = "use another folder (reading with load or list_checkpoints works meanwhile)"
+_ADVICE = "see what is left with `pccheck recover`, or use an empty folder"
 
 
+@dataclass(slots=True, eq=False)
 class CommitFile:
     """Where the records of a store go, locked as long as it is open. Made by :func:`open_commit`.
 
@@ -153,20 +146,16 @@ class CommitFile:
         is_new: Whether this process made it, and flushed what is in it.
     """
 
-    def __init__(self, file: File, identity: Identity, *, is_new: bool) -> None:
-        self.file = file
-        self.identity = identity
-        self.is_new = is_new
-        self._id_bytes = identity.id_bytes
-        self._buffer = aligned_buffer(REGION_NBYTES)
+    file: File
+    identity: Identity
+    is_new: bool
+    _buffer: memoryview = field(default_factory=partial(aligned_buffer, REGION_NBYTES))
 
     def part(self, record: Record) -> Part:
         """Return what is written for a record; good until the next call."""
-        data = encode_record(record, self._id_bytes, self.identity.block_bytes)
+        view = _encoded(record, self.identity, self._buffer)
         # Two copies on separate blocks: one damaged block does not cost the record. Both only ever touch this
         # generation's parity, so the record before it stays whole, whichever of these writes happen.
-        view = self._buffer[: len(data)]
-        view[:] = data
         return self.file, [(offset, view) for offset in region_offsets(record.generation)]
 
     async def repairs(self, medium: Medium, record: Record) -> Part:
@@ -177,7 +166,7 @@ class CommitFile:
         may find nothing to flush in a file that only a dead process wrote. The copy that is not written stays as it is;
         so the one that is written is the one that is not this record, or cannot be read, if there is one.
         """
-        view = await read_records(medium, self.file, self.identity)
+        view = await _read_records(medium, self.file, self.identity)
 
         def record_at(start: int) -> Record | None:
             return decode_record(view[start : start + REGION_NBYTES], self.identity.id_bytes)
@@ -186,13 +175,18 @@ class CommitFile:
         for start in region_offsets(record.generation + 1):
             if record_at(start) is None and bytes(view[start : start + REGION_NBYTES]).strip(b"\0"):
                 pieces.append((start, aligned_buffer(REGION_NBYTES)))
-        data = encode_record(record, self.identity.id_bytes, self.identity.block_bytes)
-        copy = aligned_buffer(len(data))
-        copy[:] = data
         first, second = region_offsets(record.generation)
         held = record_at(first)
-        pieces.append((second if held and held.generation == record.generation else first, copy))
+        place = second if held and held.generation == record.generation else first
+        pieces.append((place, _encoded(record, self.identity, aligned_buffer(REGION_NBYTES))))
         return self.file, pieces
+
+
+def _encoded(record: Record, identity: Identity, buffer: memoryview) -> memoryview:
+    """Return one copy of a record, at the beginning of a buffer."""
+    data = encode_record(record, identity.id_bytes, identity.block_bytes)
+    buffer[: len(data)] = data
+    return buffer[: len(data)]
 
 
 async def open_commit(medium: Medium, path: str | os.PathLike[str], lock_timeout: float) -> CommitFile:
@@ -208,9 +202,12 @@ async def open_commit(medium: Medium, path: str | os.PathLike[str], lock_timeout
     facts = await medium.prepare(create=True)
     file = await lock_commit(medium, lambda: _open(medium), lock_timeout, lambda: _refuse_own(path))
     if file is None:
+        holder = ""  # probably
+        with suppress(OSError):
+            if (published := read_status(path)) is not None and published.alive:
+                holder = f" (process {published.status.pid} on {published.status.host!r})"
         raise StoreLockedError(
-            f"another writer has held {os.fspath(path)} for {lock_timeout} s{_holder(path)}: close it first, or use "
-            "another folder (reading with load or list_checkpoints works meanwhile)"
+            f"another writer has held {os.fspath(path)} for {lock_timeout} s{holder}: close it first, or {_ELSEWHERE}"
         )
     # Read only now, when no one else can change it any more, not even a dying writer's last request.
     found = await read_identity(medium)
@@ -218,21 +215,12 @@ async def open_commit(medium: Medium, path: str | os.PathLike[str], lock_timeout
     return CommitFile(file, identity, is_new=found is None)
 
 
-def _holder(path: str | os.PathLike[str]) -> str:
-    """Return the process that probably holds the store, for an error message."""
-    with suppress(OSError):
-        if (published := read_status(path)) is not None and published.alive:
-            return f" (process {published.status.pid} on {published.status.host!r})"
-    return ""
-
-
 def _refuse_own(path: str | os.PathLike[str]) -> None:
     """Raise StoreLockedError where an engine of this process has the store open: it does not die, and may never end."""
     if made_at := made_here(path):
         raise StoreLockedError(
             f"an engine of this process has {os.fspath(path)} open, made at {made_at}: close it first (where no name "
-            "leads to it any more, as after a cell of a notebook ran again, restart the process), or use another "
-            "folder (reading with load or list_checkpoints works meanwhile)"
+            f"leads to it any more, as after a cell of a notebook ran again, restart the process), or {_ELSEWHERE}"
         )
 
 
@@ -274,36 +262,23 @@ async def _in_place(medium: Medium, file: File) -> bool:
 
 async def _open(medium: Medium) -> File:
     try:
-        return await _open_or_create(medium)
+        with suppress(FileNotFoundError):
+            return await medium.open(COMMIT_NAME, writable=True)
+        # A new commit file would overwrite what is left of a store that lost its own.
+        parts = [name for name in await medium.names() if name == IDENTITY_NAME or slot_number(name) is not None]
+        if parts and COMMIT_NAME not in await medium.names():  # once more: another writer may be making the store
+            raise CorruptStoreError(f"{COMMIT_NAME!r} is missing beside {max(parts)}: {_ADVICE}")
+        try:
+            return await medium.reserve(COMMIT_NAME, COMMIT_NBYTES)
+        except WriteError as error:
+            if error.errno != errno.EEXIST:
+                raise
+            return await medium.open(COMMIT_NAME, writable=True)  # another writer was faster; the lock decides
     except WriteError as error:
         if error.errno not in _REFUSED:
             raise
         text = f"the store's files cannot be written ({error.strerror}); use a folder that this process may write"
         raise WriteError(error.errno, text, error.filename) from error
-
-
-async def _open_or_create(medium: Medium) -> File:
-    try:
-        return await medium.open(COMMIT_NAME, writable=True)
-    except FileNotFoundError:
-        await _refuse_remains(medium)
-    try:
-        return await medium.reserve(COMMIT_NAME, COMMIT_NBYTES)
-    except WriteError as error:
-        if error.errno != errno.EEXIST:
-            raise
-        # Another writer was faster; the lock decides.
-        return await medium.open(COMMIT_NAME, writable=True)
-
-
-async def _refuse_remains(medium: Medium) -> None:
-    """Raise CorruptStoreError where parts of a store lie that lost its commit file: a new one would overwrite them."""
-    parts = [name for name in await medium.names() if name == IDENTITY_NAME or slot_number(name) is not None]
-    if parts and COMMIT_NAME not in await medium.names():  # looked for again: another writer may be making the store
-        raise CorruptStoreError(
-            f"{COMMIT_NAME!r} is missing beside {max(parts)}: "
-            "see what is left with `pccheck recover`, or use an empty folder"
-        )
 
 
 async def _create(medium: Medium, file: File, block_bytes: int) -> Identity:
@@ -313,22 +288,16 @@ async def _create(medium: Medium, file: File, block_bytes: int) -> Identity:
     view = aligned_buffer(COMMIT_NBYTES)
     if names_checkpoints(bytes(view[: await medium.read(file, 0, view)])):
         raise CorruptStoreError(
-            f"{IDENTITY_NAME} is missing beside a {COMMIT_NAME!r} file that names checkpoints: "
-            "see what is left with `pccheck recover`, or use an empty folder"
+            f"{IDENTITY_NAME} is missing beside a {COMMIT_NAME!r} file that names checkpoints: {_ADVICE}"
         )
     if any(slot_number(name) is not None for name in await medium.names()):  # made only after both
-        raise CorruptStoreError(
-            f"{IDENTITY_NAME} is missing, {COMMIT_NAME!r} is empty, and there are slots: "
-            "see what is left with `pccheck recover`, or use an empty folder"
-        )
+        raise CorruptStoreError(f"{IDENTITY_NAME} is missing, {COMMIT_NAME!r} is empty, and there are slots: {_ADVICE}")
     identity = Identity(
         format=FORMAT_VERSION, store_id=secrets.token_hex(16), checksum=checksum.NAME, block_bytes=block_bytes
     )
-    first = encode_record(Record(0, ()), identity.id_bytes, block_bytes).ljust(COMMIT_NBYTES, b"\0")
-    second_copy = region_offsets(0)[1]
-    image = bytearray(first)
-    image[second_copy : second_copy + REGION_NBYTES] = first[:REGION_NBYTES]
-    view[:] = image
+    view = aligned_buffer(COMMIT_NBYTES)
+    for offset in region_offsets(0):
+        _encoded(Record(0, ()), identity, view[offset:])
     await medium.make_durable([(file, [(0, view)])])  # crash: store.json without a first record behind it
     await medium.sync_names()  # crash: store.json without a commit file beside it
     # Crash: checkpoints acknowledged in a folder that is no store. So it is durable, as a whole, when this returns.

@@ -1,7 +1,6 @@
 """Reading a committed checkpoint: which one, its manifest, and its chunks, every checksum verified on the way.
 
-Chunks are read concurrently into staging buffers, so memory is bounded by the pool whatever the size of the
-checkpoint; bytes reach their tensors only after their chunk's checksum held.
+Memory is bounded by the pool of staging buffers; bytes reach their tensors only after their chunk's checksum held.
 """
 
 from __future__ import annotations
@@ -28,18 +27,8 @@ from pccheck_async.transfer import BufferLease, BufferPool, Segments, address_of
 from pccheck_async.transfer.copying import CopyBackend, HostCopy
 from pccheck_async.transfer.plan import scatter_segments
 
-__all__ = [
-    "Fallback",
-    "VerifiedChunks",
-    "choose",
-    "chunks_between",
-    "pool_for",
-    "read_chunk",
-    "read_manifest",
-    "read_payload",
-    "verify_payload",
-    "warn_damaged",
-]
+__all__ = ["Fallback", "VerifiedChunks", "choose", "pool_for", "read_manifest", "read_payload", "verify_payload"]
+__all__ += ["warn_damaged"]
 
 
 def choose(
@@ -59,10 +48,8 @@ class Fallback:
     """The way past checkpoints that cannot be read, to the newest one that can.
 
     Superseded checkpoints come last, and only where all of one is whole; but before them, what a device failed to read
-    is tried once more: a failure that passes must not cost a checkpoint that is kept.
-
-    Args:
-        step: The step that was asked for: then damage raises, and nothing else is read.
+    is tried once more: a failure that passes must not cost a checkpoint that is kept. Where a ``step`` was asked for,
+    damage raises, and nothing else is read.
 
     Attributes:
         unreadable: Counters of those that were tried in vain.
@@ -84,10 +71,8 @@ class Fallback:
     ) -> None:
         """Note why ``entry`` cannot be read, and warn where the next older one is read instead.
 
-        ``older`` returns what is to be read next and is not ``unreadable``, and whether that was superseded.
-
-        Raises:
-            DamagedError, ReadError: nothing is left to try, or the error says nothing of the checkpoint.
+        ``older`` returns what is to be read next and is not ``unreadable``, and whether that was superseded. Raises
+        the error where nothing is left to try, or where it says nothing of the checkpoint.
         """
         if is_exhausted(error):
             raise error
@@ -109,9 +94,7 @@ class Fallback:
 def pool_for(manifest: Manifest, pool: BufferPool) -> BufferPool:
     """Return a pool whose buffers hold this checkpoint's chunks: ``pool``, or one as large where chunks are larger."""
     largest = max((chunk.nbytes for chunk in manifest.chunks), default=0)
-    if largest <= pool.buffer_bytes:
-        return pool
-    return BufferPool(max(pool.nbytes, largest), largest)
+    return pool if largest <= pool.buffer_bytes else BufferPool(max(pool.nbytes, largest), largest)
 
 
 def warn_damaged(entry: Entry, older: Entry, error: Exception) -> None:
@@ -157,9 +140,8 @@ async def read_manifest(medium: Medium, file: File, entry: Entry, block_bytes: i
     return manifest
 
 
-def chunks_between(manifest: Manifest, low: int, high: int) -> range:
+def _chunks_between(chunks: Sequence[ChunkEntry], low: int, high: int) -> range:
     """Return the indices of the chunks that hold any of the payload's bytes from ``low`` to before ``high``."""
-    chunks = manifest.chunks
     first = bisect_right(chunks, low, key=lambda chunk: chunk.offset) - 1
     return range(max(0, first), bisect_left(chunks, high, key=lambda chunk: chunk.offset)) if low < high else range(0)
 
@@ -197,12 +179,12 @@ async def read_payload(
         turns.release()
 
     async def read(index: int, chunk: ChunkEntry, segments: Segments, buffer: memoryview) -> None:
-        await read_chunk(medium, backend, file, index, chunk, segments, buffer, targets)
+        await _read_chunk(medium, backend, file, index, chunk, segments, buffer, targets)
         advance(chunk.nbytes)
 
     try:
         async with asyncio.TaskGroup() as group:
-            near = chunks_between(manifest, *targets.span)
+            near = _chunks_between(manifest.chunks, *targets.span)
             for index, chunk in enumerate(manifest.chunks):
                 segments = scatter_segments(chunk.offset, chunk.nbytes, targets) if index in near else Segments()
                 if not segments and not every:
@@ -225,7 +207,7 @@ async def verify_payload(
     await read_payload(medium, backend, pool, file, manifest, Targets(), every=True)
 
 
-async def read_chunk(
+async def _read_chunk(
     medium: Medium,
     backend: CopyBackend,
     file: File,
@@ -235,12 +217,7 @@ async def read_chunk(
     buffer: memoryview,
     keepalive: Any,
 ) -> None:
-    """Read a chunk into a staging buffer, verify it, and only then copy segments of it to their places.
-
-    Raises:
-        DamagedError: the checksum does not hold, or the file ends too early.
-        ReadError: the device failed.
-    """
+    """Read a chunk into a staging buffer, verify it, and only then copy segments of it to their places."""
     view = buffer[: chunk.nbytes]
     try:
         if await medium.read(file, chunk.offset, view) != chunk.nbytes:
@@ -262,11 +239,8 @@ _KEPT = 4
 class VerifiedChunks:
     """Bytes of a payload by their place. Memory is bounded by the pool; one call at a time works.
 
-    Args:
-        session: Reads.
-        file: The slot, locked for as long as this is used.
-        manifest: What it holds.
-        pool: Staging buffers; another one as large where the chunks do not fit into them.
+    The slot ``file`` stays locked for as long as this is used. Another pool is used where chunks do not fit into
+    ``pool``'s buffers.
     """
 
     def __init__(self, session: Session, file: File, manifest: Manifest, pool: BufferPool) -> None:
@@ -282,41 +256,32 @@ class VerifiedChunks:
     async def fill(self, targets: Targets) -> None:
         """Fill ``targets`` in host memory: from few chunks one by one, from many as :func:`read_payload` does.
 
-        Raises:
-            CorruptStoreError: a checksum does not hold.
-            ReadError: the device failed.
+        Raises DamagedError, ReadError.
         """
-        touched = [
-            index
-            for index in chunks_between(self._manifest, *targets.span)
-            if len(targets.segments(self._manifest.chunks[index].offset, self._manifest.chunks[index].nbytes)[0])
-        ]
+        chunks = self._manifest.chunks
+        near = _chunks_between(chunks, *targets.span)
+        rows_of = {index: targets.segments(chunks[index].offset, chunks[index].nbytes)[0] for index in near}
+        touched = {index: rows for index, rows in rows_of.items() if len(rows)}
         async with self._turn:
             if len(touched) > self._most:
                 self._drop(0)  # the whole pool is for the chunks to come
                 await read_payload(self._medium, self._backend, self._pool, self._file, self._manifest, targets)
                 return
-            for index in touched:
-                view = await self._get(index)
-                base = address_of(view)
-                rows, _ = targets.segments(self._manifest.chunks[index].offset, view.nbytes)
+            for index, rows in touched.items():
+                base = address_of(await self._get(index))
                 for address, offset, length in rows.tolist():
                     ctypes.memmove(address, base + offset, length)
 
     async def pieces(self, ranges: Iterable[tuple[int, int]]) -> AsyncGenerator[memoryview, None]:
         """Yield the bytes of ranges (first byte, the one after the last); each piece stays as it is until the next.
 
-        The next chunk is read meanwhile. Close the iterator where it is not used up.
-
-        Raises:
-            CorruptStoreError: a checksum does not hold; what was yielded before did.
-            ReadError: the device failed.
+        The next chunk is read meanwhile. Close the iterator where it is not used up. Raises DamagedError, ReadError.
         """
         chunks = self._manifest.chunks
         wanted = [
             (index, max(low, chunks[index].offset), min(high, chunks[index].offset + chunks[index].nbytes))
             for low, high in ranges
-            for index in chunks_between(self._manifest, low, high)
+            for index in _chunks_between(chunks, low, high)
         ]
         ahead: asyncio.Task[memoryview] | None = None
         try:
@@ -345,7 +310,7 @@ class VerifiedChunks:
         self._drop(self._most - 1)
         lease = await self._pool.lease()
         try:
-            await read_chunk(self._medium, self._backend, self._file, index, chunk, Segments(), lease.view, None)
+            await _read_chunk(self._medium, self._backend, self._file, index, chunk, Segments(), lease.view, None)
         except BaseException:
             lease.release()
             raise

@@ -1,20 +1,22 @@
-"""Which checkpoints a record keeps (invariant I6), and the space that takes."""
+"""Which checkpoints a record keeps (invariant I6), what the next one names, and the space that takes."""
 
 from __future__ import annotations
 
 import errno
+import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
 from pccheck_async.errors import NoCheckpointError, StoreFullError
-from pccheck_async.format import Entry
+from pccheck_async.format import Entry, Record
 from pccheck_async.format.record import MOST_ENTRIES
+from pccheck_async.telemetry import write
 
-__all__ = ["Best", "KeepAll", "Kept", "Retention", "SpaceNeeded", "make_best"]
+__all__ = ["Best", "Committed", "KeepAll", "Kept", "Retention", "SpaceNeeded", "make_best"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,25 +38,22 @@ class Best:
         value = entry.metadata.get(self.metric)
         return None if isinstance(value, bool) or not isinstance(value, int | float) else value
 
-    def rank(self, entry: Entry) -> float | None:
-        """Return a number that is smaller for a better checkpoint, None where it has no such number or that is NaN."""
-        value = self.number(entry)
-        if value is None or math.isnan(value):
-            return None
-        return value if self.mode == "min" else -value
+    def among(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Return the best of ``entries``, which are newest first; those whose number is NaN are never kept for it."""
+        numbered = [(number, entry) for entry in entries if (number := self.number(entry)) is not None]
+        ranked = sorted(
+            [one for one in numbered if not math.isnan(one[0])], key=lambda one: one[0], reverse=self.mode == "max"
+        )
+        return [entry for _, entry in ranked[: self.count]]
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """What becomes of the committed checkpoints.
-
-    Attributes:
-        entries: Those kept, newest first.
-        crowded_out: Those that ``keep_every`` keeps and that are dropped because a record has no room for all of them.
-    """
+class Kept(NamedTuple):
+    """What becomes of the committed checkpoints."""
 
     entries: list[Entry]
+    """Those kept, newest first."""
     crowded_out: list[Entry]
+    """Those that ``keep_every`` keeps and that are dropped because a record has no room for all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,16 +94,13 @@ class Retention:
 
         With ``keep_last=1`` alone this is PCcheck's rule (section 3.2: a checkpoint commits only over an older one).
 
-        Args:
-            committed: What the newest record names.
-            new: The checkpoint to commit.
-            damaged: Counters of checkpoints known to be damaged; these are dropped.
+        ``damaged`` are the counters of checkpoints known to be damaged; these are dropped.
         """
         candidates = sorted([entry for entry in (*committed, new) if entry.counter not in damaged], key=_by_counter)
         kept = {entry.counter for entry in candidates[: self.keep_last]}
         kept.update([entry.counter for entry in candidates if entry.pinned])
         if self.keep_best is not None:
-            kept.update([entry.counter for entry in self._best(candidates, self.keep_best)])
+            kept.update([entry.counter for entry in self.keep_best.among(candidates)])
         crowded_out: list[Entry] = []
         if self.keep_every is not None:
             periodic = [entry for entry in self._periodic(candidates, self.keep_every) if entry.counter not in kept]
@@ -143,11 +139,6 @@ class Retention:
         """Return those of the committed checkpoints that the rules do not keep."""
         kept = self.retain(entries[1:], entries[0]).entries if entries else []
         return [entry for entry in entries if entry not in kept]
-
-    @staticmethod
-    def _best(entries: Iterable[Entry], best: Best) -> list[Entry]:
-        ranked = [(rank, -entry.counter, entry) for entry in entries if (rank := best.rank(entry)) is not None]
-        return [entry for *_, entry in sorted(ranked, key=lambda one: one[:2])[: best.count]]
 
     @staticmethod
     def _periodic(entries: Iterable[Entry], steps: int) -> list[Entry]:
@@ -211,6 +202,76 @@ class SpaceNeeded:
         if self.keep_every is not None:
             text += f", and {self.slot_bytes} bytes more with every multiple of {self.keep_every} steps"
         return f"{text}; {self.available_bytes} bytes are available"
+
+
+@dataclass(slots=True, eq=False)
+class Committed:
+    """What the newest record of a store names, and what the next one will.
+
+    Attributes:
+        record: The newest durable one.
+        retention: Which checkpoints are kept.
+        adopted: Superseded ones that were fallen back to: the next record may name them, and must not be written where
+            the only one is that does.
+        damaged: Counters of those whose bytes are not what was written: the next record leaves them out.
+    """
+
+    record: Record
+    retention: Retention
+    adopted: tuple[Entry, ...] = ()
+    damaged: set[int] = field(default_factory=set)
+    _without_metric: bool = False
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Committed and adopted checkpoints, newest first, those known to be damaged left out."""
+        known = sorted((*self.record.entries, *self.adopted), key=lambda entry: -entry.counter)
+        return tuple(entry for entry in known if entry.counter not in self.damaged)
+
+    @property
+    def largest_counter(self) -> int:
+        """The largest counter that was ever committed and is still known, -1 for none."""
+        return max((entry.counter for entry in self.record.entries), default=-1)
+
+    def record_naming(self, entries: Iterable[Entry]) -> Record:
+        """Return the record that comes next where it names ``entries``. Changes nothing.
+
+        It goes where the one before the newest is. Where that alone names what was adopted, a crash must not tear it:
+        then it goes where the newest is, of which nothing newer was whole.
+        """
+        named, before = tuple(entries), self.record
+        if self.adopted:
+            return Record(before.generation + 2, named, before.before)
+        return Record(before.generation + 1, named, before.entries)
+
+    def publish(self, record: Record) -> None:
+        """Note that ``record`` is durable."""
+        self.record = record
+        self.adopted = ()
+        self.damaged.intersection_update(entry.counter for entry in record.entries)
+
+    def check_rules(self) -> None:
+        """Log which checkpoints no rule keeps: the next commit drops them. Raises StoreFullError (``check_room``)."""
+        self.retention.check_room(self.record.entries)
+        dropped = [entry.step for entry in self.retention.dropped(self.record.entries)]
+        if dropped:
+            text = "the next checkpoint drops those of steps %s: no rule of this engine keeps them"
+            write(logging.WARNING, "dropping", text, dropped)
+
+    def retain(self, new: Entry) -> Kept:
+        """Return what the next record names; ``new`` is not among it where it is superseded (I6). Changes nothing."""
+        return self.retention.retain((*self.record.entries, *self.adopted), new, self.damaged)
+
+    def warn_of(self, new: Entry, kept: Kept) -> None:
+        """Log which checkpoints are dropped for want of room, and, once, that ``keep_best`` cannot rank ``new``."""
+        for entry in kept.crowded_out:
+            text = "the checkpoint of step %d is dropped although keep_every keeps it: a record names %d"
+            write(logging.WARNING, "crowded_out", text, entry.step, MOST_ENTRIES)
+        best = self.retention.keep_best
+        if best is not None and not self._without_metric and best.number(new) is None:
+            self._without_metric = True
+            text = "keep_best ignores checkpoints without a number %r in their metadata; that of step %d is %s"
+            write(logging.WARNING, "no_metric", text, best.metric, new.step, new.metadata or "empty")
 
 
 def make_best(best: object) -> Best:

@@ -2,7 +2,7 @@
 
 A slot is *leased* to the checkpoint that is being written into it, *committed* while the newest durable record names
 it, *read* while a restore of this engine reads it, and free otherwise. Only a free slot may be written (I1); a
-committed slot becomes free only once the record without it is durable (:meth:`SlotTable.committed`, I3).
+committed slot becomes free only once the record without it is durable (:meth:`SlotTable.note_committed`, I3).
 :class:`SlotTable` decides without I/O; :class:`Slots` creates, locks, leases and removes the files.
 """
 
@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, count, islice
 from typing import NamedTuple
 
@@ -28,17 +28,14 @@ __all__ = ["Decision", "SlotLease", "SlotTable", "Slots", "open_slots"]
 
 
 class Decision(NamedTuple):
-    """Where a checkpoint goes.
-
-    Attributes:
-        slot: Write into this one; None: every slot is in use, and no more may be made.
-        create: It does not exist yet.
-        remove: A free slot that is too small, to be removed first.
-    """
+    """Where a checkpoint goes."""
 
     slot: int | None
+    """None: every slot is in use, and no more may be made."""
     create: bool = False
+    """It does not exist yet."""
     remove: int | None = None
+    """A free slot that is too small, to be removed first."""
 
 
 class SlotTable:
@@ -48,8 +45,13 @@ class SlotTable:
         sizes: Slots found on storage: number to bytes.
         committed: Slots that the newest durable record names.
         unusable: Slots whose files cannot be opened: no new slot gets one of their numbers.
+        before: Slots that the record before it names.
         in_flight: Most checkpoints that are written at a time.
         kept: Checkpoints for which there is always room; pinned ones and the like come on top (I10).
+
+    Attributes:
+        sizes: Slots that exist: number to bytes.
+        leased: Slots being written.
     """
 
     def __init__(
@@ -57,19 +59,20 @@ class SlotTable:
         sizes: Mapping[int, int],
         committed: Collection[int],
         unusable: Collection[int] = (),
+        before: Collection[int] = (),
         *,
         in_flight: int,
         kept: int,
     ) -> None:
+        self.leased: set[int] = set()
         self._in_flight = in_flight
         self._kept = kept
-        self._sizes = dict(sizes)
+        self.sizes = dict(sizes)
         self._committed = set(committed)
-        self._before: set[int] = set()
-        self._leased: set[int] = set()
+        self._before = set(before)
         self._read: Counter[int] = Counter()
         self._unusable = frozenset(unusable)
-        self._next = max([*self._sizes, *self._committed, *self._unusable], default=-1) + 1
+        self._next = max([*sizes, *committed, *before, *unusable], default=-1) + 1
 
     @property
     def most(self) -> int:
@@ -79,29 +82,11 @@ class SlotTable:
     @property
     def count(self) -> int:
         """Slots that exist."""
-        return len(self._sizes)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all slots together."""
-        return sum(self._sizes.values())
-
-    @property
-    def leased(self) -> frozenset[int]:
-        """Slots being written."""
-        return frozenset(self._leased)
-
-    def size(self, slot: int) -> int:
-        """Bytes of a slot."""
-        return self._sizes[slot]
+        return len(self.sizes)
 
     def free(self) -> list[int]:
         """Slots that nothing uses, smallest number first."""
-        return sorted(self._sizes.keys() - self._committed - self._leased - self._read.keys())
-
-    def is_free(self, slot: int) -> bool:
-        """Whether nothing uses it."""
-        return slot in self._sizes and not (slot in self._committed or slot in self._leased or slot in self._read)
+        return sorted(self.sizes.keys() - self._committed - self.leased - self._read.keys())
 
     def decide(self, nbytes: int, passed_over: Collection[int] = ()) -> Decision:
         """Choose a slot for a checkpoint of ``nbytes``, without the free slots ``passed_over`` (readers hold them).
@@ -110,20 +95,18 @@ class SlotTable:
         of this engine that reads a slot which is committed no more costs that slot.
         """
         free = [slot for slot in self.free() if slot not in passed_over]
-        fitting = [slot for slot in free if self._sizes[slot] >= nbytes]
+        fitting = [slot for slot in free if self.sizes[slot] >= nbytes]
         if fitting:
             return Decision(min(fitting, key=self._rank))
         if free and self.count >= self.most:
             return Decision(self._fresh()[0], create=True, remove=min(free, key=self._rank))
         # A restore of this engine may need the buffers that a waiting checkpoint holds: never wait for one.
         extra = len(self._read.keys() - self._committed) + (1 if passed_over else 0)
-        if self.count < self.most + extra:
-            return Decision(self._fresh()[0], create=True)
-        return Decision(None)
+        return Decision(self._fresh()[0], create=True) if self.count < self.most + extra else Decision(None)
 
     def _rank(self, slot: int) -> tuple[bool, int, int]:
         """Return what is smaller for a slot to give up first: what was superseded may be needed once more."""
-        return slot in self._before, self._sizes[slot], slot
+        return slot in self._before, self.sizes[slot], slot
 
     def missing(self) -> list[int]:
         """Numbers of the slots to create so that every checkpoint in flight finds one."""
@@ -132,44 +115,46 @@ class SlotTable:
     def _fresh(self, number: int = 1) -> list[int]:
         """Numbers that no slot has; none is given twice as long as there are any that never were."""
         beyond = range(self._next, MOST_SLOT + 1)
-        taken = self._sizes.keys() | self._committed | self._unusable
+        taken = self.sizes.keys() | self._committed | self._unusable
         gaps = (slot for slot in count() if slot not in taken)
         return list(islice(chain(beyond, gaps), number))
 
     def created(self, slot: int, nbytes: int) -> None:
         """Note a new slot of ``nbytes``; it is free."""
-        if slot in self._sizes:
+        if slot in self.sizes:
             raise ValueError(f"slot {slot} exists")
-        self._sizes[slot] = nbytes
+        self.sizes[slot] = nbytes
         self._next = max(self._next, slot + 1)
 
     def removed(self, slot: int) -> None:
         """Note that a free slot's file is gone."""
-        if slot in self._committed or slot in self._leased or slot in self._read:
-            raise ValueError(f"slot {slot} is in use")
-        del self._sizes[slot]
+        self._check_free(slot)
+        del self.sizes[slot]
 
     def lease(self, slot: int) -> None:
         """Give a free slot to a checkpoint."""
-        if slot not in self._sizes or slot in self._committed or slot in self._leased or slot in self._read:
+        self._check_free(slot)
+        self.leased.add(slot)
+
+    def _check_free(self, slot: int) -> None:
+        if slot not in self.free():
             raise ValueError(f"slot {slot} is not free")
-        self._leased.add(slot)
 
     def release(self, slot: int) -> None:
         """Take a slot back from a checkpoint that will not commit; nothing writes to it any more."""
-        self._leased.remove(slot)
+        self.leased.remove(slot)
 
-    def committed(self, slots: Iterable[int]) -> None:
+    def note_committed(self, slots: Iterable[int]) -> None:
         """Note the slots that the record which just became durable names; all others it freed.
 
         Of the free ones, those that the record before it names are written last.
         """
         self._before, self._committed = self._committed, set(slots)
-        self._leased -= self._committed
+        self.leased -= self._committed
 
     def start_reading(self, slot: int) -> None:
         """Keep a slot from being reused until :meth:`stop_reading`, whatever is committed meanwhile."""
-        if slot not in self._sizes or slot in self._leased:
+        if slot not in self.sizes or slot in self.leased:
             raise ValueError(f"slot {slot} is being written, or gone")
         self._read[slot] += 1
 
@@ -181,10 +166,7 @@ class SlotTable:
 
     def surplus(self) -> list[int]:
         """Free slots beyond ``most`` (after a reader's extra slot, or when fewer are kept), to be removed."""
-        extra = self.count - self.most
-        if extra <= 0:
-            return []
-        return sorted(self.free(), key=self._rank)[:extra]
+        return sorted(self.free(), key=self._rank)[: max(0, self.count - self.most)]
 
 
 _POLL_SECONDS = 0.01
@@ -197,18 +179,12 @@ class SlotLease:
 
     slot: int
     file: File
-    nbytes: int
 
 
 async def open_slots(medium: Medium, record: Record, *, in_flight: int, kept: int, latch: Latch) -> Slots:
     """Open the slots that a folder has; a slot that cannot be opened is left alone: what it holds is lost.
 
-    Args:
-        medium: The folder's files.
-        record: The newest one.
-        in_flight: Most checkpoints that are written at a time.
-        kept: Checkpoints for which there is always room.
-        latch: Set where the name of a new slot cannot be made durable.
+    ``record`` is the newest one; ``in_flight`` and ``kept`` are those of :class:`SlotTable`.
     """
     files: dict[int, File] = {}
     unusable: dict[int, Exception] = {}
@@ -226,11 +202,11 @@ async def open_slots(medium: Medium, record: Record, *, in_flight: int, kept: in
     sizes = {number: file.nbytes for number, file in files.items()}
     named = [entry.slot for entry in record.entries]
     before = [entry.slot for entry in record.before]
-    table = SlotTable(sizes, [*before, *named], unusable, in_flight=in_flight, kept=kept)
-    table.committed(named)
-    return Slots(medium, files, unusable, table, latch)
+    table = SlotTable(sizes, named, unusable, before, in_flight=in_flight, kept=kept)
+    return Slots(table, medium, latch, files, unusable)
 
 
+@dataclass(slots=True, eq=False)
 class Slots:
     """Leases slots to checkpoints, against other processes too. Made by :func:`open_slots`.
 
@@ -240,17 +216,14 @@ class Slots:
         reader_waits: Times that a checkpoint waited for other processes' readers.
     """
 
-    def __init__(
-        self, medium: Medium, files: dict[int, File], unusable: Mapping[int, Exception], table: SlotTable, latch: Latch
-    ) -> None:
-        self.lock = asyncio.Lock()
-        self.reader_waits = 0
-        self._medium = medium
-        self._files = files
-        self._unusable = unusable
-        self.table = table
-        self._latch = latch
-        self._reserved = False
+    table: SlotTable
+    _medium: Medium
+    _latch: Latch
+    _files: dict[int, File]
+    _unusable: Mapping[int, Exception]
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    reader_waits: int = 0
+    _reserved: bool = False
 
     async def lease(self, nbytes: int) -> SlotLease:
         """Lease a slot of at least ``nbytes``, whole blocks. Called under :attr:`lock`. Raises StoreFullError."""
@@ -258,7 +231,7 @@ class Slots:
             await self._reserve_all(nbytes)
         slot = await self._find_slot(nbytes)
         self.table.lease(slot)
-        return SlotLease(slot, self._files[slot], nbytes)
+        return SlotLease(slot, self._files[slot])
 
     async def release(self, lease: SlotLease) -> None:
         """Unlock a slot that no record will name and give it back, once nothing writes to it any more."""
@@ -268,7 +241,7 @@ class Slots:
             self.table.release(lease.slot)
 
     def start_reading(self, slot: int) -> File:
-        """Keep a slot from being reused until :meth:`stop_reading`.
+        """Keep a slot from being reused until :meth:`SlotTable.stop_reading`.
 
         Raises:
             DamagedError: it is missing, or no file.
@@ -327,13 +300,16 @@ class Slots:
 
     async def _find_slot(self, nbytes: int) -> int:
         passed_over: set[int] = set()
+        waiting = False
         while True:
             slot, create, old = self.table.decide(nbytes, passed_over)
             if slot is None:
-                self.reader_waits += 1
-                text = "a checkpoint waits for %d reader(s) of this store to finish"
-                write(logging.WARNING, "readers", text, len(passed_over))
-                await self._wait_for_readers(passed_over)
+                if not waiting:
+                    waiting = True
+                    self.reader_waits += 1
+                    text = "a checkpoint waits for %d reader(s) of this store to finish"
+                    write(logging.WARNING, "readers", text, len(passed_over))
+                await asyncio.sleep(_POLL_SECONDS)
                 passed_over.clear()
                 continue
             # Locked by a reader, or by the last requests of a killed predecessor: never wait for those.
@@ -351,21 +327,10 @@ class Slots:
         """Lock a free slot; False where a reader holds it: of another process, or of this one by now."""
         if not await self._medium.lock(self._files[slot]):
             return False
-        if self.table.is_free(slot):
-            return True
-        await self._medium.unlock(self._files[slot])
-        return False
-
-    async def _wait_for_readers(self, slots: set[int]) -> None:
-        while True:
-            await asyncio.sleep(_POLL_SECONDS)
-            free = set(self.table.free())
-            if free - slots:
-                return
-            for slot in slots & free:
-                if await self._medium.lock(self._files[slot]):
-                    await self._medium.unlock(self._files[slot])
-                    return
+        if slot not in self.table.free():
+            await self._medium.unlock(self._files[slot])
+            return False
+        return True
 
     async def _create_slot(self, number: int, nbytes: int) -> None:
         file = await self._medium.reserve(slot_name(number), nbytes)
@@ -377,8 +342,10 @@ class Slots:
     async def _remove_slot(self, number: int) -> None:
         """Remove a free slot's file; a crash may bring it back, and then it is free again: no record names it."""
         self.table.removed(number)  # before anything is awaited: a restore might begin to read it
-        await uninterrupted(self._remove_file(self._files.pop(number)))
+        file = self._files.pop(number)
 
-    async def _remove_file(self, file: File) -> None:
-        await self._medium.close(file)
-        await self._medium.remove(file.name)
+        async def remove() -> None:
+            await self._medium.close(file)
+            await self._medium.remove(file.name)
+
+        await uninterrupted(remove())

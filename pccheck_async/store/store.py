@@ -1,8 +1,4 @@
-"""One store opened for writing: its slots, its commits, and what reads from it meanwhile.
-
-While it is open, only this room decides what is durable and asks the medium to flush:
-:mod:`pccheck_async.store.commit`.
-"""
+"""One store opened for writing: its slots, its commits, and what reads from it meanwhile."""
 
 from __future__ import annotations
 
@@ -16,10 +12,9 @@ from pccheck_async.format.record import MOST_ENTRIES
 from pccheck_async.medium import File, Medium
 from pccheck_async.store.commit import CommitState, commit, publish, release_slot, take_over, write_record
 from pccheck_async.store.commit_file import open_commit, read_record
-from pccheck_async.store.committed import Committed
 from pccheck_async.store.latch import Latch
-from pccheck_async.store.retention import Retention
-from pccheck_async.store.slots import SlotLease, Slots, open_slots
+from pccheck_async.store.retention import Committed, Retention
+from pccheck_async.store.slots import SlotLease, open_slots
 from pccheck_async.transfer import uninterrupted
 
 __all__ = ["DroppedMeanwhileError", "ReadLease", "Store", "StoreStatistics", "open_store"]
@@ -27,23 +22,19 @@ __all__ = ["DroppedMeanwhileError", "ReadLease", "Store", "StoreStatistics", "op
 
 @dataclass(frozen=True, slots=True)
 class StoreStatistics:
-    """What the store holds and did.
-
-    Attributes:
-        slots: Slot files.
-        slot_bytes: Their bytes.
-        generation: Of the newest record.
-        commits: Records written.
-        superseded: Checkpoints that newer ones made pointless.
-        reader_waits: Times that a checkpoint waited for other processes' readers.
-    """
+    """What the store holds and did."""
 
     slots: int
+    """Slot files."""
     slot_bytes: int
     generation: int
+    """Of the newest record."""
     commits: int
+    """Records written."""
     superseded: int
+    """Checkpoints that newer ones made pointless."""
     reader_waits: int
+    """Times that a checkpoint waited for other processes' readers."""
 
 
 async def open_store(
@@ -51,12 +42,7 @@ async def open_store(
 ) -> Store:
     """Lock the store, create it where there is none, and recover: the newest valid record decides.
 
-    Args:
-        medium: The folder's files.
-        path: The folder, for messages.
-        retention: Which checkpoints are kept.
-        max_in_flight: Checkpoints written at a time.
-        lock_timeout: Seconds to wait for another writer.
+    ``path`` is for messages; ``lock_timeout`` are the seconds to wait for another writer.
 
     Durability: opening an existing store writes nothing.
 
@@ -100,9 +86,9 @@ class Store(CommitState):
         async with self.lock:
             known = self.committed.entries
             if entry in self.committed.record.superseded and entry not in known and len(known) < MOST_ENTRIES:
-                self.committed.adopt(entry)
+                self.committed.adopted += (entry,)
                 kept = (*self.committed.record.entries, *self.committed.adopted)
-                self.slots.table.committed([one.slot for one in kept])
+                self.slots.table.note_committed([one.slot for one in kept])
 
     async def reserve(self, nbytes: int) -> SlotLease:
         """Lease a slot of at least ``nbytes`` for one checkpoint, creating or enlarging one where needed.
@@ -124,15 +110,16 @@ class Store(CommitState):
     async def amend(self, change: Callable[[tuple[Entry, ...]], Iterable[Entry]]) -> None:
         """Change the entries of committed checkpoints, or drop some, in one record.
 
-        Args:
-            change: Called under the commit lock with the entries, newest first; returns the entries wanted. What it
-                raises is raised.
+        ``change`` is called under the commit lock with the entries, newest first, and returns those wanted. Raises what
+        it raises, and StoreFailedError: a flush or the record failed, now or before.
 
         Durability: when this returns the change survives power loss.
-
-        Raises:
-            StoreFailedError: a flush or the record failed, now or before.
         """
+
+        async def replace_record(record: Record) -> None:
+            await write_record(self, record)
+            publish(self, record)
+
         async with self.lock:
             self.latch.check()
             entries = tuple(change(self.committed.entries))
@@ -144,11 +131,7 @@ class Store(CommitState):
                     await take_over(self)
             if entries == self.committed.record.entries:
                 return
-            await uninterrupted(self._replace_record(self.committed.record_naming(entries)))
-
-    async def _replace_record(self, record: Record) -> None:
-        await write_record(self, record)
-        publish(self, record)
+            await uninterrupted(replace_record(self.committed.record_naming(entries)))
 
     async def pin(self, step: int, pinned: bool) -> Entry:
         """Keep the newest checkpoint of ``step`` whatever the rules say, or leave all of that step to them.
@@ -164,20 +147,11 @@ class Store(CommitState):
         await self.amend(change)
         return next(entry for entry in changed if entry.step == step)
 
-    def reading(self, entry: Entry, *, superseded: bool = False) -> ReadLease:
-        """Return what keeps a checkpoint's slot from being reused while it is read.
-
-        Args:
-            entry: Which one the newest record names, or, with ``superseded``, has superseded.
-            superseded: See above.
-        """
-        return ReadLease(self.committed, self.slots, entry, superseded)
-
     def statistics(self) -> StoreStatistics:
         """Return slots and commits so far."""
         return StoreStatistics(
             slots=self.slots.table.count,
-            slot_bytes=self.slots.table.nbytes,
+            slot_bytes=sum(self.slots.table.sizes.values()),
             generation=self.committed.record.generation,
             commits=self.commits,
             superseded=self.superseded,
@@ -189,15 +163,18 @@ class DroppedMeanwhileError(NoCheckpointError):
     """The checkpoint to restore was superseded before its slot could be held."""
 
 
+@dataclass(slots=True, eq=False)
 class ReadLease:
-    """Holds a slot while it is read. Released once, also where its acquirer was cancelled and never got the file."""
+    """Keeps the slot of a checkpoint of ``store`` from being reused while it is read.
 
-    def __init__(self, committed: Committed, slots: Slots, entry: Entry, superseded: bool) -> None:
-        self._committed = committed
-        self._slots = slots
-        self._entry = entry
-        self._superseded = superseded
-        self._held = False
+    Released once, also where its acquirer was cancelled and never got the file. The newest record names ``entry``, or
+    has superseded it (``superseded``).
+    """
+
+    store: Store
+    entry: Entry
+    superseded: bool
+    _held: bool = False
 
     async def acquire(self) -> File:
         """Hold the slot and return its file. Runs on the engine's loop, as :meth:`release` does.
@@ -207,11 +184,11 @@ class ReadLease:
             DamagedError: its slot is missing, no file, or, where it was superseded, being written over.
             ReadError: the file of its slot could not be opened.
         """
-        entry, record = self._entry, self._committed.record
-        if entry in record.entries or entry in self._committed.adopted:
-            file = self._slots.start_reading(entry.slot)
-        elif self._superseded and entry in record.superseded:
-            file = await self._slots.start_reading_free(entry.slot)
+        entry, committed, slots = self.entry, self.store.committed, self.store.slots
+        if entry in committed.record.entries or entry in committed.adopted:
+            file = slots.start_reading(entry.slot)
+        elif self.superseded and entry in committed.record.superseded:
+            file = await slots.start_reading_free(entry.slot)
         else:
             raise DroppedMeanwhileError(f"checkpoint {entry.counter} (step {entry.step}) is not kept any more")
         self._held = True
@@ -221,4 +198,4 @@ class ReadLease:
         """Let the slot go, where it is held."""
         held, self._held = self._held, False
         if held:
-            self._slots.table.stop_reading(self._entry.slot)
+            self.store.slots.table.stop_reading(self.entry.slot)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
@@ -38,44 +39,30 @@ def no_store(session: Session, path: str | os.PathLike[str], what: str = "no sto
 
 def why_no_store(path: str | os.PathLike[str], what: str = "no store") -> str:
     """Say why there is no store: whether the path is wrong, nothing was saved there, or it lost its identity."""
-    text = f"{os.fspath(path)} holds {what}"
     if not os.path.lexists(path):
         return f"{os.fspath(path)} does not exist, so it holds {what}; check the path"
     if not os.path.isdir(path):
         return f"{os.fspath(path)} is no folder, so it holds {what}; give the folder that the engine saved into"
-    parts, stores = _inside(path)
-    if parts:
+    text, found = f"{os.fspath(path)} holds {what}", []
+    with suppress(OSError), os.scandir(path) as entries:
+        found = list(islice(entries, 1000))
+    if any(each.name == COMMIT_NAME or slot_number(each.name) is not None for each in found):
         return (
             f"{text}, but parts of one without {IDENTITY_NAME}: `pccheck recover {os.fspath(path)}` says what is left"
         )
-    return f"{text}; there are stores in it: {', '.join(stores)}" if stores else text
-
-
-def _inside(path: str | os.PathLike[str]) -> tuple[bool, list[str]]:
-    """Whether there are files of a store in a folder, and the names of a few folders in it that are stores."""
-    try:
-        with os.scandir(path) as entries:
-            found = list(islice(entries, 1000))
-    except OSError:
-        return False, []
-    stores = [each.name for each in found if os.path.exists(os.path.join(each.path, IDENTITY_NAME))]
-    parts = any(each.name == COMMIT_NAME or slot_number(each.name) is not None for each in found)
-    return parts, [*sorted(stores)[:5], *(["..."] if len(stores) > 5 else [])]
+    stores = sorted(each.name for each in found if os.path.exists(os.path.join(each.path, IDENTITY_NAME)))
+    few = ", ".join(stores[:5]) + (", ..." if len(stores) > 5 else "")
+    return f"{text}; there are stores in it: {few}" if stores else text
 
 
 @dataclass(slots=True)
 class StoreReader:
-    """An open store, read-only.
-
-    Attributes:
-        session: Moves the bytes.
-        identity: What ``store.json`` says.
-        commit: The file of the records.
-    """
+    """An open store, read-only."""
 
     session: Session
     identity: Identity
     commit: File
+    """The file of the records."""
 
     @classmethod
     async def open(cls, session: Session) -> StoreReader | None:
@@ -120,7 +107,9 @@ class StoreReader:
                 if is_exhausted(error):
                     raise
                 if _names(await self.record(), entry, superseded):
-                    return entry, error if isinstance(error, ReadError) else _damaged(entry, error)
+                    missing = f"{slot_name(entry.slot)}, which the newest record names, is missing"
+                    why = missing if isinstance(error, FileNotFoundError) else str(error)
+                    return entry, error if isinstance(error, ReadError) else DamagedError(why)
             else:
                 locked = await medium.lock(file, shared=True)
                 if locked and _names(await self.record(), entry, superseded):
@@ -171,9 +160,8 @@ class StoreReader:
         while True:
             locked = await self.lock(pick)
             if locked is None:
-                raise NoCheckpointError(
-                    f"{os.fspath(path)} holds no checkpoint" + ("" if step is None else f" of step {step}")
-                )
+                of_step = "" if step is None else f" of step {step}"
+                raise NoCheckpointError(f"{os.fspath(path)} holds no checkpoint{of_step}")
             entry, file = locked
             superseded, used = entry in record.superseded, False
             try:
@@ -181,7 +169,9 @@ class StoreReader:
                     raise file
                 manifest = await read_manifest(self.session.medium, file, entry, self.identity.block_bytes)
                 if superseded:
-                    await self._verify(file, manifest)
+                    largest = max((chunk.nbytes for chunk in manifest.chunks), default=MIN_BLOCK)
+                    pool, backend = BufferPool(2 * largest, largest), HostCopy(self.session.operations)
+                    await verify_payload(self.session.medium, backend, pool, file, manifest)
                 result = await use(entry, file, manifest)
                 if superseded and fallback.failure is not None:
                     warn_damaged(fallback.failure[0], entry, fallback.failure[1])
@@ -195,17 +185,6 @@ class StoreReader:
             finally:
                 if isinstance(file, File) and not (used and keep):
                     await self.session.medium.close(file)
-
-    async def _verify(self, file: File, manifest: Manifest) -> None:
-        session = self.session
-        largest = max((chunk.nbytes for chunk in manifest.chunks), default=MIN_BLOCK)
-        pool = BufferPool(2 * largest, largest)
-        await verify_payload(session.medium, HostCopy(session.operations), pool, file, manifest)
-
-
-def _damaged(entry: Entry, error: Exception) -> DamagedError:
-    missing = f"{slot_name(entry.slot)}, which the newest record names, is missing"
-    return DamagedError(missing if isinstance(error, FileNotFoundError) else str(error))
 
 
 def _names(record: Record, entry: Entry, superseded: bool) -> bool:

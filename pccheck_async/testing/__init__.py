@@ -20,15 +20,11 @@ may do to a training job's checkpoints, for instance::
 :data:`MEDIUM_CHECKS` are what a medium of your own has to pass.
 """
 
-from pccheck_async.testing.countdown import FailingWriter
 from pccheck_async.testing.crash import CrashWriter, ImageWriter
 from pccheck_async.testing.disk import CrashDisk
+from pccheck_async.testing.doubles import CHANGES, Access, FailingWriter, StuckWriter, ThrottledWriter, WrappingWriter
 from pccheck_async.testing.medium_conformance import MEDIUM_CHECKS
-from pccheck_async.testing.power_loss import Image, power_loss_images
-from pccheck_async.testing.snapshot import Snapshot
-from pccheck_async.testing.stuck import StuckWriter
-from pccheck_async.testing.throttled import ThrottledWriter
-from pccheck_async.testing.wrapping import CHANGES, Access, WrappingWriter
+from pccheck_async.testing.power_loss import Image, Snapshot, power_loss_images
 
 __all__ = [
     "CHANGES",

@@ -13,8 +13,7 @@ from pccheck_async.errors import ClosedError, CorruptStoreError, StoreFullError,
 from pccheck_async.medium import MOST_SMALL_BYTES, File, MediumFacts, MediumStatistics, StepwiseMedium
 from pccheck_async.telemetry import StageClock
 from pccheck_async.testing.disk import CrashDisk
-from pccheck_async.testing.power_loss import Image
-from pccheck_async.testing.snapshot import Change, FolderChange, Written
+from pccheck_async.testing.power_loss import Change, FolderChange, Image, Written
 from pccheck_async.transfer import uninterrupted
 
 __all__ = ["CrashWriter", "ImageWriter"]
@@ -88,8 +87,8 @@ class CrashWriter(StepwiseMedium):
         await self._change(f"remove {name}", name, FolderChange(name))
 
     async def _change(self, what: str, name: str, entry: FolderChange) -> None:
-        disk = self.disk
-        await self._perform(what, name, _nothing, lambda _: disk.change_folder(entry), disk.complete_change)
+        change, complete = self.disk.change_folder, self.disk.complete_change
+        await self._perform(what, name, lambda _: None, lambda _: change(entry), complete)
 
     async def sync_names(self) -> None:
         with self._clock.timed("flush"):
@@ -101,7 +100,7 @@ class CrashWriter(StepwiseMedium):
             return self._keep(name, created[0], writable=True)
 
         file: File = await self._perform(
-            f"reserve {name}", name, _nothing, lambda _: self.disk.create(name, nbytes), keep
+            f"reserve {name}", name, lambda _: None, lambda _: self.disk.create(name, nbytes), keep
         )
         return file
 
@@ -219,6 +218,3 @@ class ImageWriter(CrashWriter):
 
     def __init__(self, image: Image, *, block_bytes: int = 4096) -> None:
         super().__init__(CrashDisk.from_image(image, block_bytes=block_bytes), turns=0, read_only=True)
-
-
-def _nothing(_: None) -> None: ...

@@ -7,11 +7,21 @@ import errno
 import os
 import random
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from pccheck_async.testing.power_loss import Image, closed, tear
-from pccheck_async.testing.snapshot import Change, FileState, FolderChange, Resized, Snapshot, Written, replay
+from pccheck_async.testing.power_loss import (
+    Change,
+    FileState,
+    FolderChange,
+    Image,
+    Resized,
+    Snapshot,
+    Written,
+    closed,
+    replay,
+    tear,
+)
 
 __all__ = ["CrashDisk"]
 
@@ -43,6 +53,9 @@ class CrashDisk:
         block_bytes: Alignment of offsets and lengths that transfers must keep.
         capacity: Bytes that files may have in all, None for no limit.
         observer: Called at every operation boundary.
+
+    Attributes:
+        acknowledged: Counter of the newest checkpoint promised to be durable.
     """
 
     def __init__(
@@ -55,9 +68,8 @@ class CrashDisk:
         self.block_bytes = block_bytes
         self.capacity = capacity
         self.observer = observer
-        self.boundaries = 0
+        self.acknowledged: int | None = None
         self._guard = threading.RLock()
-        self._acknowledged: int | None = None
         self._inodes: dict[int, _Inode] = {}
         self._names: dict[str, int] = {}
         self._durable_names: dict[str, int] = {}
@@ -88,10 +100,9 @@ class CrashDisk:
                 so many further operations. 0: at once.
         """
         disk = cls(block_bytes=snapshot.block_bytes)
-        disk._acknowledged = snapshot.acknowledged
+        disk.acknowledged = snapshot.acknowledged
         disk._durable_names = dict(snapshot.names)
-        for entry in snapshot.pending:
-            disk._pending.append(dataclasses.replace(entry, completed=True))
+        disk._pending = [dataclasses.replace(entry, completed=True) for entry in snapshot.pending]
         disk._names = dict(snapshot.names)
         for entry in disk._pending:
             entry.apply(disk._names)
@@ -109,22 +120,17 @@ class CrashDisk:
         disk._patience = lingering
         return disk
 
-    @property
-    def acknowledged(self) -> int | None:
-        """Counter of the newest checkpoint promised to be durable."""
-        return self._acknowledged
-
     def acknowledge(self, counter: int) -> None:
         """Note that checkpoint ``counter`` was reported as durable: from now on no crash may lose it."""
         with self._guard:
-            self._acknowledged = max(counter, self._acknowledged or counter)
+            self.acknowledged = max(counter, self.acknowledged or counter)
 
     def snapshot(self, boundary: str = "") -> Snapshot:
         """Return the disk as it is now; cheap, since contents are shared."""
         with self._guard:
             return Snapshot(
                 boundary,
-                self._acknowledged,
+                self.acknowledged,
                 self.block_bytes,
                 {number: FileState(i.durable, tuple(i.unflushed)) for number, i in self._inodes.items()},
                 dict(self._durable_names),
@@ -139,7 +145,6 @@ class CrashDisk:
     # What follows is for the writer. An inode is named by its number. Raises OSError, as system calls do.
 
     def names(self) -> list[str]:
-        """Names of the files, sorted."""
         with self._guard:
             return sorted(self._names)
 
@@ -151,7 +156,6 @@ class CrashDisk:
             return self._names[name]
 
     def size(self, inode: int) -> int:
-        """Return the size in bytes that processes see."""
         with self._guard:
             return len(self._inodes[inode].volatile)
 
@@ -187,9 +191,8 @@ class CrashDisk:
     def complete_change(self, entry: FolderChange) -> None:
         """Complete a change of the folder: from now on ``sync_names`` covers it."""
         with self._guard:
-            index = _index(self._pending, entry)
-            if index is not None:
-                self._pending[index] = dataclasses.replace(entry, completed=True)
+            done = dataclasses.replace(entry, completed=True)
+            self._pending = [done if each is entry else each for each in self._pending]
 
     def submit_write(self, inode: int, offset: int, data: bytes) -> Written:
         """Start a write: half of it lands at once, the rest with :meth:`complete_write`."""
@@ -207,9 +210,7 @@ class CrashDisk:
             half = len(data) // 2
             landed = dataclasses.replace(submitted, data=submitted.data[:half] + data[half:], completed=True)
             landed.apply(file.volatile)
-            index = _index(file.unflushed, submitted)
-            if index is not None:
-                file.unflushed[index] = landed
+            file.unflushed = [landed if each is submitted else each for each in file.unflushed]
 
     def submit_flush(self, inode: int) -> list[Change]:
         """Start a flush and return what it covers: the changes that are complete now."""
@@ -255,7 +256,6 @@ class CrashDisk:
             return True
 
     def unlock(self, inode: int, holder: Holder) -> None:
-        """Give the lock of ``holder`` back, if it has one."""
         with self._guard:
             self._inodes[inode].locks.pop(holder, None)
 
@@ -263,7 +263,6 @@ class CrashDisk:
         """Note that an operation was submitted or completed, and show the disk to the observer."""
         with self._guard:
             self._pass_time()
-            self.boundaries += 1
             if self.observer is not None:
                 self.observer(self.snapshot(description))
 
@@ -274,7 +273,3 @@ class CrashDisk:
             for inode, change in ghosts:
                 self.complete_write(inode.number, change, change.data)
                 inode.locks.pop(change, None)
-
-
-def _index(entries: Sequence[object], wanted: object) -> int | None:
-    return next((index for index, entry in enumerate(entries) if entry is wanted), None)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -28,6 +29,7 @@ __all__ = ["MEDIUM_CHECKS"]
 
 Make = Callable[[], Awaitable[Medium]]
 """Returns a new medium on the same, at first empty, place: as another process would open it."""
+Check = Callable[[Make], Coroutine[Any, Any, None]]
 
 
 def _require(holds: object, promise: str) -> None:
@@ -44,11 +46,6 @@ async def _error(call: Coroutine[Any, Any, object], *kinds: type[BaseException])
     raise AssertionError(f"{call} raises one of {[kind.__name__ for kind in kinds]}")
 
 
-async def _prepared(make: Make, *, create: bool = True) -> tuple[Medium, int]:
-    medium = await make()
-    return medium, (await medium.prepare(create=create)).block_bytes
-
-
 def _block(nbytes: int, text: bytes) -> memoryview:
     block = aligned_buffer(nbytes)
     block[: len(text)] = text
@@ -62,16 +59,6 @@ async def _begins(medium: Medium, file: File, offset: int, nbytes: int) -> bytes
     return bytes(into).split(b"\0")[0]
 
 
-async def it_says_what_it_asks_for(make: Make) -> None:
-    """Alignments are powers of two, and there is a reason."""
-    medium = await make()
-    facts = await medium.prepare(create=True)
-    for number in (facts.block_bytes, facts.memory_alignment):
-        _require(number > 0 and number & (number - 1) == 0, "alignments are powers of two")
-    _require(facts.why, "facts say why direct I/O is used or not")
-    await medium.close()
-
-
 async def nothing_is_found_where_nothing_is(make: Make) -> None:
     """Looking makes nothing."""
     medium = await make()
@@ -82,9 +69,37 @@ async def nothing_is_found_where_nothing_is(make: Make) -> None:
     await medium.close()
 
 
-async def a_reserved_file_holds_zeros(make: Make) -> None:
+_checks: list[Check] = [nothing_is_found_where_nothing_is]
+
+
+def _check(promise: Callable[[Medium, Medium, int], Awaitable[None]]) -> Check:
+    """Give a check two processes' views of one place, and the block size there; note it."""
+
+    @functools.wraps(promise)
+    async def check(make: Make) -> None:
+        medium = await make()
+        block_bytes = (await medium.prepare(create=True)).block_bytes
+        other = await make()
+        await promise(medium, other, block_bytes)
+        await medium.close()
+        await other.close()
+
+    _checks.append(check)
+    return check
+
+
+@_check
+async def it_says_what_it_asks_for(medium: Medium, other: Medium, block: int) -> None:
+    """Alignments are powers of two, and there is a reason."""
+    facts = await medium.prepare(create=True)
+    for number in (facts.block_bytes, facts.memory_alignment):
+        _require(number > 0 and number & (number - 1) == 0, "alignments are powers of two")
+    _require(facts.why, "facts say why direct I/O is used or not")
+
+
+@_check
+async def a_reserved_file_holds_zeros(medium: Medium, other: Medium, block: int) -> None:
     """It has its size and its name at once, and is never made twice."""
-    medium, block = await _prepared(make)
     file = await medium.reserve("slot-000", 3 * block)
     _require((file.name, file.nbytes) == ("slot-000", 3 * block), "a file knows its name and size")
     into = _block(4 * block, b"?" * 4 * block)
@@ -94,27 +109,22 @@ async def a_reserved_file_holds_zeros(make: Make) -> None:
     _require(await medium.names() == ["slot-000"], "names has it")
     error = await _error(medium.reserve("slot-000", block), WriteError)
     _require(isinstance(error, WriteError) and error.errno == errno.EEXIST, "reserve makes nothing twice")
-    await medium.close()
 
 
-async def others_see_what_is_written(make: Make) -> None:
+@_check
+async def others_see_what_is_written(medium: Medium, other: Medium, block: int) -> None:
     """Bytes go where they belong, and nowhere else, and other processes see them."""
-    medium, block = await _prepared(make)
-    other = await make()
     file = await medium.reserve("slot-000", 3 * block)
     await medium.write(file, block, _block(block, b"middle"))
     seen = await other.open("slot-000", writable=False)
     texts = [await _begins(other, seen, at * block, block) for at in range(3)]
     _require(texts == [b"", b"middle", b""], "others see what was written, where it was written")
     _require(seen.nbytes == 3 * block, "writing inside a file does not change its size")
-    await medium.close()
-    await other.close()
 
 
-async def names_come_and_go(make: Make) -> None:
+@_check
+async def names_come_and_go(medium: Medium, other: Medium, block: int) -> None:
     """What is removed is gone for all; an open file can still be read."""
-    medium, block = await _prepared(make)
-    other = await make()
     for name in ("slot-001", "slot-000"):
         file = await medium.reserve(name, block)
     await medium.write(file, 0, _block(block, b"kept"))
@@ -124,27 +134,21 @@ async def names_come_and_go(make: Make) -> None:
     _require(await other.names() == ["slot-001"], "a removed name is gone")
     _require(await _begins(medium, file, 0, block) == b"kept", "an open file stays readable when its name is gone")
     await _error(medium.remove("slot-000"), WriteError)
-    await medium.close()
-    await other.close()
 
 
-async def a_file_is_told_from_its_successor(make: Make) -> None:
+@_check
+async def a_file_is_told_from_its_successor(medium: Medium, other: Medium, block: int) -> None:
     """Two openings of one file have one identity; a new file of its name has another."""
-    medium, block = await _prepared(make)
-    other = await make()
     file = await medium.reserve("commit", block)
     _require((await other.open("commit", writable=False)).identity == file.identity, "one file has one identity")
     await medium.remove("commit")
     again = await medium.reserve("commit", block)
     _require(again.identity != file.identity, "a new file has another identity while the old one is open")
-    await medium.close()
-    await other.close()
 
 
-async def a_small_file_is_replaced_as_a_whole(make: Make) -> None:
+@_check
+async def a_small_file_is_replaced_as_a_whole(medium: Medium, other: Medium, block: int) -> None:
     """The new bytes are all of it, and the old file is kept where that is asked for."""
-    medium, block = await _prepared(make)
-    other = await make()
     for data in (b"first and long", b"second"):
         await medium.replace("small", data)
         _require(await other.read_small("small") == data, "replace leaves the new bytes and nothing else")
@@ -153,14 +157,11 @@ async def a_small_file_is_replaced_as_a_whole(make: Make) -> None:
     _require(await other.names() == ["kept", "small"], "replace leaves nothing else behind")
     await medium.reserve("large", (2 << 20) // block * block)
     await _error(other.read_small("large"), CorruptStoreError)
-    await medium.close()
-    await other.close()
 
 
-async def locks_exclude_others(make: Make) -> None:
+@_check
+async def locks_exclude_others(medium: Medium, other: Medium, block: int) -> None:
     """Exclusive against all, shared against exclusive; they end with unlock, close, and the medium."""
-    medium, block = await _prepared(make)
-    other = await make()
     mine = await medium.reserve("slot-000", block)
     theirs = await other.open("slot-000", writable=False)
     _require(await medium.lock(mine), "a free file is locked")
@@ -178,10 +179,9 @@ async def locks_exclude_others(make: Make) -> None:
     other.abandon()
 
 
-async def parts_become_durable_in_order(make: Make) -> None:
+@_check
+async def parts_become_durable_in_order(medium: Medium, other: Medium, block: int) -> None:
     """All pieces of all files are written; every file but the last is unlocked on the way."""
-    medium, block = await _prepared(make)
-    other = await make()
     files = [await medium.reserve(name, 2 * block) for name in ("slot-000", "commit")]
     others = [await other.open(file.name, writable=False) for file in files]
     for file in files:
@@ -194,13 +194,11 @@ async def parts_become_durable_in_order(make: Make) -> None:
     _require(texts == [b"one", b"two", b"", b"two"], "all pieces are written")
     locks = [await other.lock(file, shared=True) for file in others]
     _require(locks == [True, False], "every file but the last is unlocked")
-    await medium.close()
-    await other.close()
 
 
-async def what_is_unknown_after_a_failure_is_told(make: Make) -> None:
+@_check
+async def what_is_unknown_after_a_failure_is_told(medium: Medium, other: Medium, block: int) -> None:
     """A failed write to the first file is no more than that; after a flush it is unknown what is durable."""
-    medium, block = await _prepared(make)
     file, _ = [await medium.reserve(name, block) for name in ("slot-000", "slot-001")]
     unwritable = await medium.open("slot-001", writable=False)
     piece = 0, _block(block, b"text")
@@ -211,12 +209,11 @@ async def what_is_unknown_after_a_failure_is_told(make: Make) -> None:
     error = await _error(medium.make_durable([(file, [piece]), (unwritable, [piece])], unsure.append), WriteError)
     _require(unsure == [error], "a failure after a flush is told as unsure, before it is raised")
     _require(await _begins(medium, file, 0, block) == b"text", "what comes before a failure happens")
-    await medium.close()
 
 
-async def what_has_begun_ends_though_it_is_cancelled(make: Make) -> None:
+@_check
+async def what_has_begun_ends_though_it_is_cancelled(medium: Medium, other: Medium, block: int) -> None:
     """Nothing is running any more when a cancelled call returns, and all of it was done."""
-    medium, block = await _prepared(make)
     file = await medium.reserve("slot-000", 2 * block)
     for final in (False, True):
         offset = block * final
@@ -227,12 +224,11 @@ async def what_has_begun_ends_though_it_is_cancelled(make: Make) -> None:
         await asyncio.wait((task,))
         _require(task.cancelled() is not final, "cancellation is raised at the end, and comes too late where final")
         _require(await _begins(medium, file, offset, block) == b"cancelled", "all of it is done when it returns")
-    await medium.close()
 
 
-async def transfers_are_counted(make: Make) -> None:
+@_check
+async def transfers_are_counted(medium: Medium, other: Medium, block: int) -> None:
     """By kind, with their bytes."""
-    medium, block = await _prepared(make)
     file = await medium.reserve("slot-000", 2 * block)
     await medium.write(file, 0, _block(block, b"one"))
     await medium.make_durable([(file, [(block, _block(block, b"two"))])])
@@ -241,12 +237,11 @@ async def transfers_are_counted(make: Make) -> None:
     _require((seen.write.count, seen.write.nbytes) == (2, 2 * block), "writes are counted, in make_durable too")
     _require((seen.read.count, seen.flush.count) == (1, 1), "reads and flushes are counted")
     _require(seen.engine and seen.why, "statistics name the backend")
-    await medium.close()
 
 
-async def what_is_closed_takes_nothing_more(make: Make) -> None:
+@_check
+async def what_is_closed_takes_nothing_more(medium: Medium, other: Medium, block: int) -> None:
     """Closing twice is fine, and using what was closed is an error."""
-    medium, block = await _prepared(make)
     first, second = [await medium.reserve(name, block) for name in ("slot-000", "slot-001")]
     await medium.close(first)
     await medium.close(first)
@@ -258,19 +253,5 @@ async def what_is_closed_takes_nothing_more(make: Make) -> None:
     await _error(medium.open("slot-001", writable=False), CheckpointError, OSError)
 
 
-MEDIUM_CHECKS: tuple[Callable[[Make], Coroutine[Any, Any, None]], ...] = (
-    it_says_what_it_asks_for,
-    nothing_is_found_where_nothing_is,
-    a_reserved_file_holds_zeros,
-    others_see_what_is_written,
-    names_come_and_go,
-    a_file_is_told_from_its_successor,
-    a_small_file_is_replaced_as_a_whole,
-    locks_exclude_others,
-    parts_become_durable_in_order,
-    what_is_unknown_after_a_failure_is_told,
-    what_has_begun_ends_though_it_is_cancelled,
-    transfers_are_counted,
-    what_is_closed_takes_nothing_more,
-)
+MEDIUM_CHECKS = tuple(_checks)
 """All of them. Each wants a place of its own, and may leave files there."""

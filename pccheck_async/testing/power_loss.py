@@ -1,4 +1,4 @@
-"""Every folder that may be found after the power failed at one instant.
+"""What a ``CrashDisk`` held at one instant, and every folder that may be found after the power failed then.
 
 What the model lets a power failure do, on purpose more than any one filesystem does:
 
@@ -23,26 +23,131 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pccheck_async.testing.snapshot import Change, FolderChange, Resized, Snapshot, Written, replay
+__all__ = ["Image", "Snapshot", "power_loss_images"]
 
-__all__ = ["Image", "closed", "power_loss_images", "tear"]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Written:
+    """Bytes written to a file and not flushed."""
+
+    offset: int
+    data: bytes
+    extends: bool = False
+    """Whether the write was meant to grow the file. Others are cut off at a size that did not become durable."""
+    completed: bool = False
+    """False while the write is in flight: no flush covers it, and a process death may tear it."""
+
+    def apply(self, content: bytearray) -> None:
+        if self.extends and self.offset > len(content):
+            content.extend(bytes(self.offset - len(content)))
+        length = len(self.data) if self.extends else max(0, min(len(self.data), len(content) - self.offset))
+        content[self.offset : self.offset + length] = self.data[:length]
+
+    def sectors(self, sector: int) -> Iterator[Written]:
+        """Split at the multiples of ``sector``: the pieces that a device writes atomically."""
+        position = 0
+        while position < len(self.data):
+            end = min(position + sector - (self.offset + position) % sector, len(self.data))
+            yield Written(self.offset + position, self.data[position:end], self.extends, self.completed)
+            position = end
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Resized:
+    """The size of a new file that is not durable."""
+
+    nbytes: int
+    completed: bool = False
+
+    def apply(self, content: bytearray) -> None:
+        content.extend(bytes(self.nbytes - len(content)))
+
+
+Change = Written | Resized
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FolderChange:
+    """One atomic change of the folder: a name is given to a new file, moved to a file's new name, or removed."""
+
+    name: str
+    inode: int | None = None
+    """The new file, None where a name is moved or removed."""
+    to: str = ""
+    """The name it moves to, replacing what had that; empty where it is removed."""
+    completed: bool = False
+    """False while the change is in flight: no ``sync_names`` covers it."""
+
+    @property
+    def touches(self) -> frozenset[str]:
+        """The names that this change reads or writes."""
+        return frozenset((self.name, self.to or self.name))
+
+    def apply(self, names: dict[str, int]) -> None:
+        if self.inode is not None:
+            names[self.name] = self.inode
+        elif (inode := names.pop(self.name, None)) is not None and self.to:
+            names[self.to] = inode
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """One file: its durable bytes, then the changes that no flush covers, oldest first."""
+
+    durable: bytes = b""
+    unflushed: tuple[Change, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The disk at one operation boundary. Immutable and cheap: it shares all bytes with the disk it was taken from.
+
+    Attributes:
+        boundary: The operation that was just submitted or completed, for messages.
+        acknowledged: Counter of the newest checkpoint promised to be durable, None before the first promise.
+        block_bytes: Alignment the disk asks for.
+        files: Contents by inode number.
+        names: Durable names and the inodes they stand for.
+        pending: Changes of the folder not yet durable, oldest first.
+    """
+
+    boundary: str
+    acknowledged: int | None
+    block_bytes: int
+    files: Mapping[int, FileState]
+    names: Mapping[str, int]
+    pending: tuple[FolderChange, ...]
+
+    def reachable(self) -> list[int]:
+        """Inodes that some durable image may contain."""
+        linked = {change.inode for change in self.pending if change.inode is not None}
+        return sorted(linked.union(self.names.values()))
+
+    @property
+    def undecided(self) -> int:
+        """Changes that a power failure decides on: a number n allows up to 2 ** n images, torn writes not counted."""
+        return len(self.pending) + sum(len(self.files[inode].unflushed) for inode in self.reachable())
+
+
+def replay(durable: bytes, changes: Iterable[Change]) -> bytes:
+    """Return ``durable`` after ``changes`` landed in their order: the same object where there are none."""
+    landing = list(changes)
+    content = bytearray(durable if landing else b"")
+    for change in landing:
+        change.apply(content)
+    return bytes(content) if landing else durable
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """The files found in the folder after the power came back.
-
-    Attributes:
-        files: Contents by name.
-        digest: Hash of names and contents, to count distinct images with.
-    """
+    """The files found in the folder after the power came back: contents by name."""
 
     files: Mapping[str, bytes]
     digest: bytes
+    """Hash of names and contents, to count distinct images with."""
 
     @classmethod
     def of(cls, files: Mapping[str, bytes]) -> Image:
-        """Make an image of files by name."""
         digest = hashlib.blake2b(digest_size=16)
         for name in sorted(files):
             digest.update(f"{name}\0".encode() + _digest(files[name]))
@@ -71,14 +176,13 @@ def power_loss_images(
         rng: Source of the draws; None for a fixed one.
     """
     rng = rng or random.Random(0)
-    units = _Units(snapshot)
     tried: set[tuple[int, ...]] = set()
     seen: set[bytes] = set()
-    for fates in itertools.islice(_choices(units.count, limit, rng), _ATTEMPTS * limit):
+    for fates in itertools.islice(_choices(snapshot.undecided, limit, rng), _ATTEMPTS * limit):
         if fates in tried and _TORN not in fates:
             continue
         tried.add(fates)
-        image = units.image(fates, sector, rng)
+        image = _image(snapshot, fates, sector, rng)
         if image.digest not in seen:
             seen.add(image.digest)
             yield image
@@ -102,18 +206,15 @@ def tear(change: Change, sector: int, rng: random.Random) -> list[Change]:
     return list(_joined(landed))
 
 
-def _joined(parts: Iterable[Written]) -> Iterator[Written]:
+def _joined(parts: Iterable[Written]) -> list[Written]:
     """Join what is adjacent, so that few changes remain to choose subsets of."""
-    last: Written | None = None
+    joined: list[Written] = []
+    end = -1
     for part in parts:
-        if last is not None and last.offset + len(last.data) == part.offset:
-            last = dataclasses.replace(last, data=last.data + part.data)
-            continue
-        if last is not None:
-            yield last
-        last = part
-    if last is not None:
-        yield last
+        last = joined.pop() if part.offset == end else None
+        joined.append(dataclasses.replace(last, data=last.data + part.data) if last else part)
+        end = part.offset + len(part.data)
+    return joined
 
 
 def closed(pending: Sequence[FolderChange], chosen: Iterable[int]) -> list[FolderChange]:
@@ -135,30 +236,21 @@ _ATTEMPTS = 3
 """Draws for each image asked for; where few images exist, most draws repeat one."""
 
 
-class _Units:
-    """The changes of a snapshot that a power failure decides on, files' before the folder's."""
-
-    def __init__(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
-        self._changes = [(inode, c) for inode in snapshot.reachable() for c in snapshot.files[inode].unflushed]
-        self.count = snapshot.undecided
-
-    def image(self, fates: Sequence[int], sector: int, rng: random.Random) -> Image:
-        survived: dict[int, list[Change]] = {}
-        for (inode, change), fate in zip(self._changes, fates, strict=False):
-            if fate == _TORN:
-                survived.setdefault(inode, []).extend(tear(change, sector, rng))
-            elif fate == _WHOLE:
-                survived.setdefault(inode, []).append(change)
-        names = dict(self._snapshot.names)
-        folder_fates = fates[len(self._changes) :]
-        for entry in closed(self._snapshot.pending, (i for i, fate in enumerate(folder_fates) if fate != _LOST)):
-            entry.apply(names)
-        return Image.of({name: self._content(inode, survived.get(inode, ())) for name, inode in names.items()})
-
-    def _content(self, inode: int, survived: Sequence[Change]) -> bytes:
-        durable = self._snapshot.files[inode].durable
-        return replay(durable, survived) if survived else durable
+def _image(snapshot: Snapshot, fates: Sequence[int], sector: int, rng: random.Random) -> Image:
+    """Return the image after these fates of the changes of a snapshot, files' before the folder's."""
+    changes = [(inode, change) for inode in snapshot.reachable() for change in snapshot.files[inode].unflushed]
+    survived: dict[int, list[Change]] = {}
+    for (inode, change), fate in zip(changes, fates, strict=False):
+        if fate == _TORN:
+            survived.setdefault(inode, []).extend(tear(change, sector, rng))
+        elif fate == _WHOLE:
+            survived.setdefault(inode, []).append(change)
+    names = dict(snapshot.names)
+    folder_fates = fates[len(changes) :]
+    for entry in closed(snapshot.pending, (i for i, fate in enumerate(folder_fates) if fate != _LOST)):
+        entry.apply(names)
+    files = {name: (snapshot.files[inode].durable, survived.get(inode, ())) for name, inode in names.items()}
+    return Image.of({name: replay(durable, changed) for name, (durable, changed) in files.items()})
 
 
 def _choices(count: int, limit: int, rng: random.Random) -> Iterator[tuple[int, ...]]:

@@ -40,11 +40,6 @@ class Probe:
         return self.core.assembly.store
 
     @property
-    def commit_lock(self) -> asyncio.Lock:
-        """Held while one checkpoint commits."""
-        return self.store.lock
-
-    @property
     def scheduler(self) -> Scheduler:
         """Runs checkpoints."""
         return self.core.assembly.scheduler
@@ -63,11 +58,6 @@ class Probe:
     def inline_captures(self) -> InlineCaptures:
         """Captures small states inside ``checkpoint()``."""
         return self.core.assembly.inline_captures
-
-    @property
-    def free_inline_buffers(self) -> int:
-        """Buffers of inline captures that are free to be used again."""
-        return len(self.inline_captures.free)
 
     @property
     def operations(self) -> Operations:

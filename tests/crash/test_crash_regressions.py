@@ -78,7 +78,7 @@ def test_a_rule_that_is_forgotten(kind: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_slot_freed_before_the_record_is_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
     async def free_first(state: CommitState, record: Record, data: Sequence[Part] = ()) -> None:
-        state.slots.table.committed(entry.slot for entry in record.entries)
+        state.slots.table.note_committed(entry.slot for entry in record.entries)
         await write_record(state, record, data)
 
     monkeypatch.setattr(steps, "write_record", free_first)

@@ -340,7 +340,7 @@ def test_what_is_skipped_after_it_was_read_gives_its_buffer_back(tmp_path: Path,
         def load_state_dict(self, state: dict[str, int]) -> None: ...
 
     engine.checkpoint({"x": torch.ones(3)}, step=0).result(60)
-    free = probe(engine).free_inline_buffers
+    free = len(probe(engine).inline_captures.free)
     stuck.writer.hold("flush")
     if closing:
         stuck.writer.release()
@@ -348,7 +348,7 @@ def test_what_is_skipped_after_it_was_read_gives_its_buffer_back(tmp_path: Path,
         assert engine.checkpoint({"busy": Busy(), "x": torch.ones(3)}, step=2).skipped
     stuck.writer.release()
     engine.close()
-    assert probe(engine).free_inline_buffers == free
+    assert len(probe(engine).inline_captures.free) == free
 
 
 def test_an_engine_that_is_closed_twice_at_the_same_time(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from pccheck_async import (
 )
 from pccheck_async.format import Record
 from pccheck_async.format import record as layout_of
-from pccheck_async.format.keys import MOST_ALIKE
 from pccheck_async.format.record import MOST_SLOT, slot_name, slot_number
 from pccheck_async.format.skeleton import (
+    MOST_ALIKE,
     BigIntNode,
     CounterNode,
     DictNode,

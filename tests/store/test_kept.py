@@ -46,8 +46,8 @@ from pccheck_async.testing import (
     WrappingWriter,
     power_loss_images,
 )
+from pccheck_async.testing.power_loss import Change, Written
 from pccheck_async.testing.probe import probe
-from pccheck_async.testing.snapshot import Change, Written
 from pccheck_async.transfer import aligned_buffer
 from tests.engine.test_failures import flip, save, slot_of, state_of
 from tests.engine.test_inline_capture_engine import small, stuck_engine
@@ -581,7 +581,7 @@ def test_a_pin_waits_for_the_record_of_a_checkpoint() -> None:
     writer.wait_stuck()  # its record
     pinning = threading.Thread(target=engine.pin, args=(0,))
     pinning.start()
-    lock = probe(engine).commit_lock
+    lock = probe(engine).store.lock
     waits = threading.Event()
     while not lock._waiters and len(writer.stuck) < 2:
         waits.wait(0.001)

@@ -136,7 +136,7 @@ def test_one_that_closing_gave_up_while_another_was_committed(tmp_path: Path) ->
     device.writer.wait_stuck(2)
     device.writer.release(hold_on=True)
     device.writer.wait_stuck()  # one's record
-    lock: Any = probe(engine).commit_lock
+    lock: Any = probe(engine).store.lock
     waits = threading.Event()
     while not lock._waiters:  # the other
         waits.wait(0.001)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pccheck_async.format import Entry, Record
 from pccheck_async.format.record import region_offsets
 from pccheck_async.store import Retention
-from pccheck_async.store.committed import Committed
+from pccheck_async.store.retention import Committed
 
 
 def entry(counter: int, slot: int) -> Entry:
@@ -17,8 +17,8 @@ def test_records_take_turns_but_for_the_one_that_alone_names_what_was_adopted() 
     damaged, older = entry(4, 0), entry(3, 1)
     committed = Committed(Record(9, (damaged,), (older,)), Retention(keep_last=2))
     assert region_offsets(committed.record_naming([damaged]).generation) != region_offsets(9)
-    committed.mark_damaged(4)
-    committed.adopt(older)
+    committed.damaged.add(4)
+    committed.adopted += (older,)
     assert committed.entries == (older,)
     new = entry(5, 2)
     assert committed.retain(new).entries == [new, older]

@@ -33,7 +33,7 @@ FLOORS = (
 """From the ground up. A room may import what is below it; ``""`` is the package itself, what ``import`` gives users."""
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 OPEN = {
-    "format.checksum", "format.dtypes", "format.keys", "format.manifest", "format.record", "format.skeleton",
+    "format.checksum", "format.dtypes", "format.manifest", "format.record", "format.skeleton",
     "medium.files", "medium.filesystem", "medium.folder", "medium.fork_lock", "medium.open_medium",
     "medium.status_file",
     "state.paths", "state.restore.tree",

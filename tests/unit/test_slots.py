@@ -23,23 +23,23 @@ def test_the_smallest_fitting_slot_is_reused() -> None:
 def test_what_was_superseded_last_is_written_over_last() -> None:
     """It takes the newest one's place where that is damaged."""
     table = SlotTable({0: 100, 1: 100, 2: 200}, (), in_flight=2, kept=1)
-    table.committed([1])
-    table.committed([0])
+    table.note_committed([1])
+    table.note_committed([0])
     assert table.decide(100) == Decision(2)
     assert table.decide(100, passed_over=[2]) == Decision(1)
     assert table.decide(300) == Decision(3, create=True, remove=2)
-    table.committed([2])
+    table.note_committed([2])
     assert table.decide(100) == Decision(1)
 
 
 def test_what_was_superseded_last_is_removed_last() -> None:
     """A slot beyond those needed is left where a reader held one."""
     table = SlotTable({0: 100, 1: 100, 2: 100}, (), in_flight=1, kept=1)
-    table.committed([0])
-    table.committed([1])
+    table.note_committed([0])
+    table.note_committed([1])
     assert table.surplus() == [2]
-    table.committed([2])
-    table.committed([1])
+    table.note_committed([2])
+    table.note_committed([1])
     assert table.surplus() == [0]
 
 
@@ -54,7 +54,7 @@ def test_committed_leased_and_read_slots_are_never_chosen() -> None:
     table.lease(1)
     assert table.decide(100) == Decision(2)
     table.lease(2)
-    table.committed([2])
+    table.note_committed([2])
     assert table.free() == []  # 0 is read, 1 leased, 2 committed
     table.stop_reading(0)
     assert table.free() == [0]
@@ -100,6 +100,7 @@ class Slots(RuleBasedStateMachine):
         super().__init__()
         self.in_flight, self.keep_last = 3, 2
         self.table = SlotTable({}, (), in_flight=self.in_flight, kept=self.keep_last)
+        self.sizes: dict[int, int] = {}
         self.committed: list[int] = []
         self.leased: set[int] = set()
         self.read: set[int] = set()
@@ -114,7 +115,8 @@ class Slots(RuleBasedStateMachine):
             self.table.removed(decision.remove)
         if decision.create:
             self.table.created(decision.slot, nbytes)
-        assert self.table.size(decision.slot) >= nbytes
+            self.sizes[decision.slot] = nbytes
+        assert self.sizes[decision.slot] >= nbytes
         self.table.lease(decision.slot)
         assert decision.slot not in self.leased
         self.leased.add(decision.slot)
@@ -129,7 +131,7 @@ class Slots(RuleBasedStateMachine):
     def commit(self, slot: int) -> None:
         self.leased.discard(slot)
         self.committed = [slot, *self.committed][: self.keep_last]
-        self.table.committed(self.committed)
+        self.table.note_committed(self.committed)
         for surplus in self.table.surplus():
             assert surplus not in {*self.committed, *self.leased, *self.read}
             self.table.removed(surplus)

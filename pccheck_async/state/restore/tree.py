@@ -8,9 +8,9 @@ from typing import Any
 
 from pccheck_async.errors import CorruptStoreError, StateMismatchError
 from pccheck_async.format import skeleton as nodes
-from pccheck_async.format.keys import MOST_ALIKE, too_alike
 from pccheck_async.format.skeleton import (
     MAX_DEPTH,
+    MOST_ALIKE,
     ArrayNode,
     DictNode,
     ListNode,
@@ -18,6 +18,7 @@ from pccheck_async.format.skeleton import (
     Node,
     StatefulNode,
     TupleNode,
+    too_alike,
 )
 from pccheck_async.state import paths, values
 

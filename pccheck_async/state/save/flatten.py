@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 
 from pccheck_async.errors import UnsupportedStateError
-from pccheck_async.format.keys import MOST_ALIKE, too_alike
 from pccheck_async.format.skeleton import (
     MAX_DEPTH,
+    MOST_ALIKE,
     ArrayNode,
     CounterNode,
     DictNode,
@@ -25,6 +25,7 @@ from pccheck_async.format.skeleton import (
     SetNode,
     StatefulNode,
     TupleNode,
+    too_alike,
 )
 from pccheck_async.state import paths, values
 from pccheck_async.state.cache.tree_cache import (

@@ -1,0 +1,307 @@
+"""Doubles in front of another medium: one operation fails, hangs until it is released, or is slow."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import heapq
+import os
+import threading
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from pccheck_async.errors import StoreFullError, read_error, write_error
+from pccheck_async.medium import File, Medium, MediumFacts, MediumStatistics, StepwiseMedium
+from pccheck_async.transfer import uninterrupted
+
+__all__ = ["CHANGES", "Access", "FailingWriter", "StuckWriter", "ThrottledWriter", "WrappingWriter"]
+
+T = TypeVar("T")
+
+CHANGES = frozenset(("flush", "remove", "replace", "reserve", "sync_names", "write"))
+"""The kinds of access that change what is on storage, or make it durable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One call of a medium's method."""
+
+    kind: str
+    """The method's name."""
+    name: str = ""
+    """The file it is about, empty for the folder."""
+    nbytes: int = 0
+    """Bytes transferred."""
+
+
+class WrappingWriter(StepwiseMedium):
+    """Hands every call to ``inner``, :meth:`make_durable` in single steps.
+
+    Override :meth:`perform` to treat all calls alike, or a method to change that one.
+
+    ::
+
+        class SlowFlush(WrappingWriter):
+            async def flush(self, file: File) -> None:
+                await asyncio.sleep(0.1)
+                await super().flush(file)
+
+        CheckpointEngine(path, io=SlowFlush(CrashWriter(CrashDisk())))
+    """
+
+    def __init__(self, inner: Medium) -> None:
+        self.inner = inner
+
+    async def perform(self, access: Access, call: Callable[[], Awaitable[T]]) -> T:
+        """Let ``call`` happen; every method but ``close``, ``abandon`` and ``statistics`` comes through here."""
+        return await call()
+
+    async def prepare(self, *, create: bool) -> MediumFacts:
+        return await self.perform(Access("prepare"), lambda: self.inner.prepare(create=create))
+
+    async def names(self) -> list[str]:
+        return await self.perform(Access("names"), self.inner.names)
+
+    async def read_small(self, name: str) -> bytes | None:
+        return await self.perform(Access("read_small", name), lambda: self.inner.read_small(name))
+
+    async def replace(self, name: str, data: bytes, *, keep_as: str = "") -> None:
+        call = partial(self.inner.replace, name, data, keep_as=keep_as)
+        await self.perform(Access("replace", name, len(data)), call)
+
+    async def remove(self, name: str) -> None:
+        await self.perform(Access("remove", name), lambda: self.inner.remove(name))
+
+    async def sync_names(self) -> None:
+        await self.perform(Access("sync_names"), self.inner.sync_names)
+
+    async def reserve(self, name: str, nbytes: int) -> File:
+        return await self.perform(Access("reserve", name), lambda: self.inner.reserve(name, nbytes))
+
+    async def open(self, name: str, *, writable: bool) -> File:
+        return await self.perform(Access("open", name), lambda: self.inner.open(name, writable=writable))
+
+    async def lock(self, file: File, *, shared: bool = False) -> bool:
+        return await self.perform(Access("lock", file.name), lambda: self.inner.lock(file, shared=shared))
+
+    async def unlock(self, file: File) -> None:
+        await self.perform(Access("unlock", file.name), lambda: self.inner.unlock(file))
+
+    async def write(self, file: File, offset: int, data: memoryview) -> None:
+        await self.perform(Access("write", file.name, len(data)), lambda: self.inner.write(file, offset, data))
+
+    async def read(self, file: File, offset: int, into: memoryview) -> int:
+        return await self.perform(Access("read", file.name, len(into)), lambda: self.inner.read(file, offset, into))
+
+    async def flush(self, file: File) -> None:
+        await self.perform(Access("flush", file.name), lambda: self.inner.make_durable([(file, ())]))
+
+    async def close(self, file: File | None = None) -> None:
+        await self.inner.close(file)
+
+    def abandon(self) -> None:
+        self.inner.abandon()
+
+    def statistics(self) -> MediumStatistics:
+        return self.inner.statistics()
+
+
+class FailingWriter(WrappingWriter):
+    """Fails the operation number ``fail_at``; nothing of that operation happens.
+
+    Run once with ``fail_at=None`` to learn how many operations there are, then once for each::
+
+        counting = FailingWriter(CrashWriter(CrashDisk()), fail_at=None)
+        ...
+        for k in range(1, counting.operations + 1):
+            writer = FailingWriter(CrashWriter(CrashDisk()), fail_at=k, error=errno.ENOSPC)
+            ...
+
+    Args:
+        inner: The writer that performs what does not fail.
+        fail_at: Number of the operation that fails, counted from 1; None for none. May be set anew.
+        error: ``errno`` of the failure, mapped to the error that the real writer raises.
+        kinds: Names of the methods that count (default: all that change storage or make it durable).
+        stays: Whether all later operations of these kinds fail too, as on a device that is gone.
+
+    Attributes:
+        operations: Number of operations of ``kinds`` so far, failed ones included.
+        failed: The operations that failed, in order.
+    """
+
+    def __init__(
+        self,
+        inner: Medium,
+        *,
+        fail_at: int | None,
+        error: int = errno.EIO,
+        kinds: Collection[str] = CHANGES,
+        stays: bool = False,
+    ) -> None:
+        super().__init__(inner)
+        self.fail_at = fail_at
+        self._error = error
+        self._kinds = frozenset(kinds)
+        self._stays = stays
+        self._guard = threading.Lock()
+        self.operations = 0
+        self.failed: list[Access] = []
+
+    def fail_next(self, after: int = 0) -> None:
+        """Fail the next operation, or the one that comes after so many more."""
+        with self._guard:
+            self.fail_at = self.operations + 1 + after
+
+    async def perform(self, access: Access, call: Callable[[], Awaitable[T]]) -> T:
+        if access.kind in self._kinds:
+            with self._guard:
+                self.operations += 1
+                past = -1 if self.fail_at is None else self.operations - self.fail_at
+            if past == 0 or (self._stays and past > 0):
+                self.failed.append(access)
+                raise self._failure(access)
+        return await call()
+
+    def _failure(self, access: Access) -> OSError:
+        error = OSError(self._error, os.strerror(self._error))
+        if access.kind not in CHANGES:
+            return read_error(error, access.name)
+        if self._error in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return StoreFullError(error.errno, error.strerror, access.name)
+        return write_error(error, access.name)
+
+
+class StuckWriter(WrappingWriter):
+    """Holds chosen operations back until :meth:`release`, then performs them, cancelled or not.
+
+    The engine runs on a thread of its own, so everything here may be called from any thread::
+
+        writer = StuckWriter(Files(...), kinds=("flush",))
+        pending = await engine.checkpoint(state, step=1)
+        await asyncio.to_thread(writer.wait_stuck)   # the flush hangs in the "device"
+        ...
+        writer.release()
+
+    Args:
+        inner: The writer that performs what was released.
+        kinds: Names of the methods that hang (default: all that change storage or make it durable).
+        after: Operations of these kinds that pass before the first one hangs.
+    """
+
+    def __init__(self, inner: Medium, *, kinds: Collection[str] = CHANGES, after: int = 0) -> None:
+        super().__init__(inner)
+        self._changed = threading.Condition()
+        self._kinds = frozenset(kinds)
+        self._passing = after
+        self._waiting: dict[asyncio.Future[None], Access] = {}
+
+    @property
+    def stuck(self) -> list[Access]:
+        """The operations that hang now, oldest first."""
+        with self._changed:
+            return list(self._waiting.values())
+
+    def hold(self, *kinds: str, after: int = 0) -> None:
+        """Let operations of these kinds hang from now on, instead of those named before."""
+        with self._changed:
+            self._kinds = frozenset(kinds)
+            self._passing = after
+
+    def release(self, *, hold_on: bool = False) -> None:
+        """Release what hangs; later operations pass too, unless ``hold_on``."""
+        with self._changed:
+            if not hold_on:
+                self._kinds = frozenset()
+            waiting, self._waiting = self._waiting, {}
+        for future in waiting:
+            future.get_loop().call_soon_threadsafe(_release_one, future)
+
+    def wait_stuck(self, count: int = 1, timeout: float | None = 30.0) -> None:
+        """Block until ``count`` operations hang. Raises TimeoutError after ``timeout`` seconds."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._waiting) >= count, timeout):
+                raise TimeoutError(f"{len(self._waiting)} operations hang after {timeout} s, expected {count}")
+
+    async def perform(self, access: Access, call: Callable[[], Awaitable[T]]) -> T:
+        with self._changed:
+            stuck = access.kind in self._kinds and self._passing <= 0
+            self._passing -= access.kind in self._kinds
+            if stuck:
+                gate = asyncio.get_running_loop().create_future()
+                self._waiting[gate] = access
+                self._changed.notify_all()
+        if not stuck:
+            return await call()
+
+        async def hang() -> T:
+            await gate
+            return await call()
+
+        return await uninterrupted(hang())
+
+
+def _release_one(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+class ThrottledWriter(WrappingWriter):
+    """Caps reads and writes per file and in all, as cloud disks do: several streams reach what one alone does not.
+
+    Transfers queue for the caps in the order in which they are submitted and end no earlier than a device of that
+    bandwidth would end them. For use on one event loop.
+
+    Args:
+        inner: The writer that performs the transfers.
+        per_stream: Bytes per second of any one file, None for no cap.
+        total: Bytes per second of all files together, None for no cap.
+        per_request: Bytes per second of any one transfer, None for no cap.
+        requests: How many transfers the device works on at a time, where each of them is capped.
+    """
+
+    def __init__(
+        self,
+        inner: Medium,
+        *,
+        per_stream: float | None = None,
+        total: float | None = None,
+        per_request: float | None = None,
+        requests: int = 1,
+    ) -> None:
+        super().__init__(inner)
+        self._per_stream = per_stream
+        self._total = total
+        self._per_request = per_request
+        self._lanes = [0.0] * requests
+        """When each of the transfers that are worked on at a time ends; a heap."""
+        self._free_at: dict[str | None, float] = {}
+        """When each file, and the device (None), has done what was submitted to it: loop time in seconds."""
+
+    async def perform(self, access: Access, call: Callable[[], Awaitable[T]]) -> T:
+        if access.kind not in ("read", "write"):
+            return await call()
+        end = max(
+            self._reserve(access.name, access.nbytes, self._per_stream),
+            self._reserve(None, access.nbytes, self._total),
+            self._reserve_lane(access.nbytes),
+        )
+
+        async def transfer() -> T:
+            result = await call()
+            await asyncio.sleep(end - asyncio.get_running_loop().time())
+            return result
+
+        return await uninterrupted(transfer())
+
+    def _reserve(self, stream: str | None, nbytes: int, bandwidth: float | None) -> float:
+        start = max(asyncio.get_running_loop().time(), self._free_at.get(stream, 0.0))
+        self._free_at[stream] = start + (nbytes / bandwidth if bandwidth else 0.0)
+        return self._free_at[stream]
+
+    def _reserve_lane(self, nbytes: int) -> float:
+        start = max(asyncio.get_running_loop().time(), self._lanes[0])
+        end = start + (nbytes / self._per_request if self._per_request else 0.0)
+        heapq.heapreplace(self._lanes, end)
+        return end
