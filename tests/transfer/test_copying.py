@@ -44,8 +44,7 @@ from pccheck_async.transfer.copying.runtime import MOVE_SOURCE, TorchRuntime
 from pccheck_async.transfer.copying.snapshot import Account, DeviceMemory, DeviceMode, Pace, decide, spare
 from pccheck_async.transfer.operations import Operations
 from pccheck_async.transfer.operations.python import PythonOperations, gather
-from pccheck_async.transfer.plan import Planner
-from pccheck_async.transfer.segments import Table
+from pccheck_async.transfer.plan import Planner, Table
 from tests.conftest import BACKENDS, need
 from tests.support.played_cuda import Library, played, using
 from tests.support.pretend_device import PretendDevice, PretendStream, keep_on

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from pccheck_async.state import Sources
 from pccheck_async.transfer.copying.devices import Fenced
-from pccheck_async.transfer.segments import Segments
+from pccheck_async.transfer.plan import Segments
 
 __all__ = ["CopyBackend", "CopyStatistics"]
 

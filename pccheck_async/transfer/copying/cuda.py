@@ -47,7 +47,7 @@ from pccheck_async.transfer.copying.snapshot import DeviceMode, Pace, decide, sp
 from pccheck_async.transfer.memory import address_of
 from pccheck_async.transfer.operations.base import Operations
 from pccheck_async.transfer.operations.worker_threads import WorkerThreads
-from pccheck_async.transfer.segments import Segments, Table
+from pccheck_async.transfer.plan import Segments, Table
 from pccheck_async.transfer.uninterrupted import uninterrupted
 
 __all__ = ["CudaCopy"]

@@ -20,7 +20,7 @@ from pccheck_async.transfer.copying.devices import Block
 from pccheck_async.transfer.copying.lanes import Memory, joined
 from pccheck_async.transfer.copying.runtime import Runtime, TorchRuntime, relax
 from pccheck_async.transfer.copying.snapshot import DeviceMemory
-from pccheck_async.transfer.segments import Table
+from pccheck_async.transfer.plan import Table
 
 __all__ = ["CudaDevice", "CudaStream", "choose_runtime", "load"]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from pccheck_async.transfer.copying.snapshot import DeviceMemory
-from pccheck_async.transfer.segments import Table
+from pccheck_async.transfer.plan import Table
 
 __all__ = ["Block", "Device", "Event", "Fence", "Fenced", "Stream"]
 

@@ -11,7 +11,7 @@ from pccheck_async.state import Sources
 from pccheck_async.transfer.copying.base import CopyStatistics
 from pccheck_async.transfer.copying.devices import Fenced
 from pccheck_async.transfer.operations.base import Operations
-from pccheck_async.transfer.segments import PackedPiece, Segments
+from pccheck_async.transfer.plan import PackedPiece, Segments
 
 __all__ = ["HostCopy"]
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from pccheck_async.telemetry import write
 from pccheck_async.transfer.copying.devices import Block, Device, Event, Stream
 from pccheck_async.transfer.copying.snapshot import Account, Pace
-from pccheck_async.transfer.segments import Table
+from pccheck_async.transfer.plan import Table
 
 __all__ = [
     "Copier",
