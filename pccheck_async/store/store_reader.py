@@ -19,7 +19,7 @@ from pccheck_async.medium.open_medium import Session
 from pccheck_async.store.commit_file import read_identity, read_record
 from pccheck_async.store.reading import Fallback, choose, read_manifest, verify_payload, warn_damaged
 from pccheck_async.transfer import BufferPool
-from pccheck_async.transfer.copying import HostCopy
+from pccheck_async.transfer.copying import CopyBackend
 
 __all__ = ["LOCK_SECONDS", "StoreReader", "no_store", "why_no_store"]
 
@@ -200,7 +200,7 @@ class StoreReader:
         session = self.session
         largest = max((chunk.nbytes for chunk in manifest.chunks), default=MIN_BLOCK)
         pool = BufferPool(2 * largest, largest)
-        await verify_payload(session.medium, HostCopy(session.operations), pool, file, manifest)
+        await verify_payload(session.medium, CopyBackend(session.operations), pool, file, manifest)
 
 
 def _damaged(entry: Entry, error: Exception) -> DamagedError:

@@ -20,13 +20,13 @@ from pccheck_async.format.manifest import VERSION, ChunkEntry, Manifest, Manifes
 from pccheck_async.state.cache import fingerprints
 from pccheck_async.state.save import split
 from pccheck_async.state.sources import RawSource
-from pccheck_async.transfer.copying import HostCopy
+from pccheck_async.transfer.copying import CopyBackend
 from pccheck_async.transfer.operations.python import gather
 from pccheck_async.transfer.plan import Plan, Planner, segments
 from tests.support.changing_state import ChangingState, loads_as
 from tests.support.round_trip import Saved, parts
 
-BACKEND = HostCopy(None)  # type: ignore[arg-type]  # asked about devices only: nothing is copied
+BACKEND = CopyBackend(None)  # type: ignore[arg-type]  # asked about devices only: nothing is copied
 
 
 @dataclass

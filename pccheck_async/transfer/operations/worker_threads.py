@@ -103,7 +103,7 @@ class WorkerThreads:
             # The job's buffers must be free when its awaiter resumes, so that one can be resized or released.
             del function, arguments
             self._report(token, result, error)
-            del result, error
+            del token, result, error
 
     def _report(self, token: Any, result: Any, error: BaseException | None) -> None:
         with self._ready:
