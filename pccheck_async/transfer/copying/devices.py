@@ -79,8 +79,7 @@ class Device(Protocol):
     def hold_up(self, events: Sequence[Any]) -> bool:
         """Let later work of the calling thread's current stream wait for events of streams of this device.
 
-        Returns:
-            False if that cannot be done (the stream is being recorded as a graph).
+        False if that cannot be done (the stream is being recorded as a graph).
         """
 
     def stream(self) -> Stream:
@@ -99,10 +98,8 @@ class Device(Protocol):
 class Fence:
     """The end of a capture's copies from devices, all of which are queued: later device work can wait for it.
 
-    Nobody waits on the host for that. Immutable; may be used by any thread.
-
-    Args:
-        ends: For each stream that copies (or a key that stands for it), its device and an event behind the last copy.
+    Immutable; may be used by any thread. ``ends`` has, for each stream that copies (or a key that stands for it), its
+    device and an event behind the last copy.
     """
 
     def __init__(self, ends: Mapping[Any, tuple[Device, Event]]) -> None:
@@ -115,8 +112,7 @@ class Fence:
     def hold_up(self) -> bool:
         """Let later work on the calling thread's current stream of each device wait for the copies.
 
-        Returns:
-            False if a stream cannot wait: then nothing is read any more only when the capture has ended.
+        False if a stream cannot wait: then nothing is read any more only when the capture has ended.
         """
         events: dict[int, tuple[Device, list[Event]]] = {}
         for device, event in self._ends.values():
