@@ -133,8 +133,7 @@ class Files(Medium):
 
     async def read(self, file: File, offset: int, into: memoryview) -> int:
         with self._errors(file.name, read_error), self._clock.timed("read", len(into)):
-            nbytes = await self._transfer(file, self._operations.read, offset, into)
-        return nbytes
+            return await self._transfer(file, self._operations.read, offset, into)
 
     async def make_durable(self, parts: Sequence[Part], unsure: Unsure = ignore, *, final: bool = False) -> None:
         files, steps = _steps(parts)

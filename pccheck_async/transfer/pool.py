@@ -18,8 +18,7 @@ LARGEST_SLAB = 256 << 20
 class Pinning(Protocol):
     """Locks staging memory before its first use, so that devices can copy from and to it directly.
 
-    Attributes:
-        active: Whether memory is to be pinned; buffers that were leased before are pinned at their next lease.
+    Once it is ``active``, buffers that were leased before are pinned at their next lease.
     """
 
     active: bool
