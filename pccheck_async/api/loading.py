@@ -19,7 +19,7 @@ from pccheck_async.state import allocate
 from pccheck_async.store import StoreReader, no_store, pool_for, read_payload
 from pccheck_async.telemetry import ReadProgress, reading_progress
 from pccheck_async.transfer import BufferPool, available_cores, available_memory
-from pccheck_async.transfer.copying import HostCopy
+from pccheck_async.transfer.copying import CopyBackend
 from pccheck_async.transfer.operations.python import OperationsAtOnce
 
 __all__ = ["list_checkpoints", "load", "load_sync"]
@@ -145,7 +145,7 @@ async def _load(
             config, block_bytes=reader.identity.block_bytes, cores=available_cores(), memory=available_memory()
         )
         pool = BufferPool(decided.host_memory, decided.chunk_bytes)
-        backend = HostCopy(session.operations)
+        backend = CopyBackend(session.operations)
 
         async def read(_: Entry, file: File, manifest: Manifest) -> dict[str, Any]:
             loading = allocate(manifest, keys, torch.device(device))

@@ -21,7 +21,7 @@ from pccheck_async.medium.status_file import Status
 from pccheck_async.store import open_store
 from pccheck_async.telemetry import Reporter, StageClock
 from pccheck_async.transfer import BufferPool, available_cores, available_memory, uninterrupted
-from pccheck_async.transfer.copying import CopyBackend, CudaCopy, make_backend
+from pccheck_async.transfer.copying import CopyBackend, make_backend
 from pccheck_async.transfer.plan import Planner
 
 __all__ = ["Assembly"]
@@ -92,7 +92,7 @@ class Assembly:
                 lock_timeout=config.lock_timeout,
             )
             self.backend = backend = make_backend(session.operations, config.device)
-            pinning = backend.pinning if isinstance(backend, CudaCopy) else None
+            pinning = backend.pinning
             self.decisions = decisions = decide(
                 config, block_bytes=store.block_bytes, cores=cores, memory=memory, cuda=pinning is not None
             )

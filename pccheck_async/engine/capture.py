@@ -62,7 +62,8 @@ class Captures:
         """Read a state on the caller's thread: call every ``state_dict()``, copy plain values, and split the leaves.
 
         Data pointers are resolved here, anew at each save: offloading, FSDP and ``resize_`` move them. Of tensors on
-        CUDA devices, the checkpoint sees what the current streams have queued by now (see :meth:`CopyBackend.admit`).
+        CUDA devices, the checkpoint sees what the current streams have queued by now
+        (see :meth:`CopyBackend.mark_queued_work`).
 
         Args:
             state: The app state.
@@ -90,7 +91,7 @@ class Captures:
                 layout, lazy = self._splitter.split(flat, layout, optimizers, check_bytes=check_bytes, fenced=fenced)
             elif inline is not None and (captured := inline.capture(layout)) is not None:
                 sources.release()
-            return Capture(flat.skeleton, layout, backend, backend.admit(sources.devices), lazy, captured)
+            return Capture(flat.skeleton, layout, backend, backend.mark_queued_work(sources.devices), lazy, captured)
 
     def note_access(self, owner: Any) -> None:
         """Note that code reaches for the memory of a tensor or storage, past torch's counters."""

@@ -144,7 +144,7 @@ class Restorer:
             restoration: Restoration = match(state, manifest, lambda: self._backend.by_address, strict=strict)
             _refuse_parts(entry, restoration, begun)
             begun += restoration.filled
-            admission = self._backend.admit(restoration.targets.devices)
+            admission = self._backend.mark_queued_work(restoration.targets.devices)
             advance = reading_progress(progress, sum(chunk.nbytes for chunk in manifest.chunks))
             with self._clock.timed("restore", manifest.payload_nbytes):
                 yield read_payload(

@@ -17,8 +17,7 @@ from pccheck_async.engine.policy import StepReport
 from pccheck_async.engine.statistics import EngineStatistics
 from pccheck_async.errors import CorruptStoreError
 from pccheck_async.format import CheckpointInfo
-from pccheck_async.medium.folder import open_regular
-from pccheck_async.medium.fork_lock import ForkLock
+from pccheck_async.medium.folder import ForkLock, open_regular
 from pccheck_async.medium.status_file import (
     STATUS_NAME,
     Committed,

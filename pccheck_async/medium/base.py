@@ -40,8 +40,7 @@ class File:
     """An open file of a store. Only its medium looks at ``fd``.
 
     Attributes:
-        name: Its name in the store.
-        nbytes: Size in bytes when it was opened or reserved.
+        nbytes: Size when it was opened or reserved.
         fd: The descriptor, -1 for a medium that has none.
         direct: Whether transfers bypass the page cache.
         identity: Equal for two open files of which both are the same file, whatever its name is by now.
@@ -79,13 +78,8 @@ class MediumFacts:
 class MediumStatistics:
     """Transfers since the medium was made; seconds are summed over concurrent operations.
 
-    Attributes:
-        engine: Name of the I/O backend.
-        direct: Whether transfers bypass the page cache.
-        why: Why direct I/O is (not) used, and why by that backend.
-        write: Writes and their bytes.
-        read: Reads and their bytes.
-        flush: Flushes of files and of names.
+    ``engine`` is the name of the I/O backend; ``direct``: whether transfers bypass the page cache; ``why``: the reasons
+    for both. Flushes are those of files and of names.
     """
 
     engine: str
@@ -184,10 +178,7 @@ class Medium(abc.ABC):
     async def replace(self, name: str, data: bytes, *, keep_as: str = "") -> None:
         """Make ``data`` all of a small file, durably, in one step: a crash leaves the old file or the new one.
 
-        Args:
-            name: Of the file; made where there is none.
-            data: Its bytes.
-            keep_as: The name that the old file gets. In between, a crash may leave no file called ``name``.
+        The old file gets the name ``keep_as``. In between, a crash may then leave no file called ``name``.
         """
 
     @abc.abstractmethod
@@ -245,8 +236,8 @@ async def read_around(medium: Medium, file: File, offset: int, into: memoryview)
     """Do what :meth:`Medium.read` does, and where the device fails, block by block: a bad sector costs one block.
 
     Returns:
-        The bytes read, and by their offsets in ``into`` the blocks that cannot be read, and why. Those hold ones
-        (0xff): neither a record, nor a manifest, nor what was never written looks like that.
+        The bytes read, and by offset in ``into`` the blocks that cannot be read, and why. Those hold ones (0xff):
+        neither a record, nor a manifest, nor what was never written looks like that.
     """
     try:
         return await medium.read(file, offset, into), {}

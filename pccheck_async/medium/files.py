@@ -9,8 +9,9 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TypeVar
 
 from pccheck_async.errors import ClosedError, StoreFullError, folder_error, read_error, write_error
@@ -46,6 +47,13 @@ class Files(Medium):
         _writers.add(self)
         self._clock = StageClock("write", "read", "flush")
 
+    @contextmanager
+    def _errors(self, name: str, mapped: Callable[[OSError, Path], OSError]) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise mapped(error, self._folder.path / name) from error
+
     async def prepare(self, *, create: bool) -> MediumFacts:
         if create:
             await self._make_folder()
@@ -60,7 +68,7 @@ class Files(Medium):
             await self._operations.call(self._folder.hold)
         except OSError as error:
             if error.errno in _NO_SPACE:
-                raise self._mapped(error, "") from error
+                raise _mapped(error, self._folder.path) from error
             raise folder_error(error, self._folder.path) from error
 
     async def names(self) -> list[str]:
@@ -71,77 +79,61 @@ class Files(Medium):
 
     async def _look(self, name: str, function: Callable[..., T], *arguments: object) -> T | None:
         """Return what a function of the folder does, None where there is no such file or folder."""
-        try:
+        with self._errors(name, read_error), suppress(FileNotFoundError, NotADirectoryError):
             return await self._operations.call(function, *arguments)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            raise read_error(error, self._folder.path / name) from error
+        return None
 
     async def replace(self, name: str, data: bytes, *, keep_as: str = "") -> None:
         try:
             with self._clock.timed("flush"):
                 await self._operations.call(self._folder.replace, name, data, keep_as)
         except OSError as error:  # which may be about the new file, that has another name
-            raise self._mapped(error, os.path.basename(error.filename or name)) from error
+            raise _mapped(error, self._folder.path / os.path.basename(error.filename or name)) from error
 
     async def remove(self, name: str) -> None:
-        await self._change(name, self._folder.unlink, name)
+        with self._errors(name, _mapped):
+            await self._operations.call(self._folder.unlink, name)
 
     async def sync_names(self) -> None:
-        with self._clock.timed("flush"):
-            await self._change("", self._folder.sync)
+        with self._errors("", _mapped), self._clock.timed("flush"):
+            await self._operations.call(self._folder.sync)
 
     async def reserve(self, name: str, nbytes: int) -> File:
         reserved = not self._folder.zeros
-        try:
+        with self._errors(name, _mapped):
             file = await self._obtain(name, self._folder.make, os.O_RDWR | self._direct_flag, nbytes)
-        except OSError as error:
-            raise self._mapped(error, name) from error
         if reserved and self._folder.zeros:
             with suppress(Exception):  # a logging handler failed: the caller still needs the file
                 write(logging.INFO, "zeros", "%s: %s", self._folder.path, _ZEROS % self._folder.zeros)
         return file
 
     async def open(self, name: str, *, writable: bool) -> File:
-        path = self._folder.path / name
         flags = (os.O_RDWR if writable else os.O_RDONLY) | self._direct_flag
-        try:
+        with (
+            self._errors(name, write_error if writable else read_error),
+            suppress(FileNotFoundError, NotADirectoryError),
+        ):
             return await self._obtain(name, self._folder.open, flags)
-        except (FileNotFoundError, NotADirectoryError):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path)) from None
-        except OSError as error:
-            raise (write_error if writable else read_error)(error, path) from error
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(self._folder.path / name))
 
     async def lock(self, file: File, *, shared: bool = False) -> bool:
         # Without waiting flock returns at once, so it needs no helper thread.
-        try:
+        with self._errors(file.name, read_error if shared else write_error), suppress(BlockingIOError):
             fcntl.flock(file.fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            raise (read_error if shared else write_error)(error, self._folder.path / file.name) from error
-        return True
+            return True
+        return False
 
     async def unlock(self, file: File) -> None:
-        try:
+        with self._errors(file.name, write_error):
             fcntl.flock(file.fd, fcntl.LOCK_UN)
-        except OSError as error:
-            raise write_error(error, self._folder.path / file.name) from error
 
     async def write(self, file: File, offset: int, data: memoryview) -> None:
-        try:
-            with self._clock.timed("write", len(data)):
-                await self._transfer(file, self._operations.write, offset, data)
-        except OSError as error:
-            raise self._mapped(error, file.name) from error
+        with self._errors(file.name, _mapped), self._clock.timed("write", len(data)):
+            await self._transfer(file, self._operations.write, offset, data)
 
     async def read(self, file: File, offset: int, into: memoryview) -> int:
-        try:
-            with self._clock.timed("read", len(into)):
-                return await self._transfer(file, self._operations.read, offset, into)
-        except OSError as error:
-            raise read_error(error, self._folder.path / file.name) from error
+        with self._errors(file.name, read_error), self._clock.timed("read", len(into)):
+            return await self._transfer(file, self._operations.read, offset, into)
 
     async def make_durable(self, parts: Sequence[Part], unsure: Unsure = ignore, *, final: bool = False) -> None:
         files, steps = _steps(parts)
@@ -157,7 +149,7 @@ class Files(Medium):
             except asyncio.CancelledError:  # too late: it went on to its end
                 cancelled = True
             except OSError as error:  # nothing of it happened
-                failure = self._mapped(error, files[done].name)
+                failure = _mapped(error, self._folder.path / files[done].name)
                 failure.__cause__ = error
                 unknown = _flushes(steps[:done])
                 break
@@ -257,7 +249,7 @@ class Files(Medium):
         number = -ended[-1][0]
         removed = steps[len(ended) - 1][0] == _LINKED
         error = OSError(number, _REMOVED if removed else os.strerror(number))
-        failure = self._mapped(error, files[len(ended) - 1].name)
+        failure = _mapped(error, self._folder.path / files[len(ended) - 1].name)
         failure.__cause__ = error
         return failure
 
@@ -273,17 +265,11 @@ class Files(Medium):
             with suppress(Exception):  # of a handler of the log: it would end a write that goes on
                 write(logging.WARNING, "direct_refused", _BUFFERED, self._folder.path, why)
 
-    async def _change(self, name: str, function: Callable[..., T], *arguments: object) -> T:
-        try:
-            return await self._operations.call(function, *arguments)
-        except OSError as error:
-            raise self._mapped(error, name) from error
 
-    def _mapped(self, error: OSError, name: str) -> OSError:
-        path = self._folder.path / name
-        if error.errno in _NO_SPACE:
-            return StoreFullError(error.errno, f"{error.strerror}; the last checkpoint is untouched", os.fspath(path))
-        return write_error(error, path)
+def _mapped(error: OSError, path: Path) -> OSError:
+    if error.errno in _NO_SPACE:
+        return StoreFullError(error.errno, f"{error.strerror}; the last checkpoint is untouched", os.fspath(path))
+    return write_error(error, path)
 
 
 def _flushes(steps: Sequence[ChainStep]) -> bool:

@@ -21,15 +21,7 @@ except ImportError:  # built without a compiler
         return None
 
 
-__all__ = [
-    "IN_MEMORY",
-    "WEAK_RESERVATION",
-    "direct_alignment",
-    "filesystem_type",
-    "free_bytes",
-    "probe",
-    "slot_bytes",
-]
+__all__ = ["IN_MEMORY", "filesystem_type", "free_bytes", "probe", "slot_bytes"]
 
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 """Newer kernels accept O_DIRECT here, aligned or not, and go through the page cache all the same."""
@@ -103,12 +95,8 @@ def probe(folder: Path, create: bool) -> MediumFacts:
     finally:
         os.close(fd)
     reservation = "; space reserved here may still be missing later" if kind in WEAK_RESERVATION else ""
-    return MediumFacts(
-        block,
-        memory_alignment,
-        direct=True,
-        why=f"O_DIRECT works on this {kind} in blocks of {block} bytes{reservation}",
-    )
+    why = f"O_DIRECT works on this {kind} in blocks of {block} bytes{reservation}"
+    return MediumFacts(block, memory_alignment, direct=True, why=why)
 
 
 def _try_to_read(fd: int, view: memoryview) -> None:

@@ -6,16 +6,16 @@ import errno
 import fcntl
 import os
 import stat
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from pccheck_async.errors import CorruptStoreError
 from pccheck_async.medium.base import MOST_SMALL_BYTES
-from pccheck_async.medium.fork_lock import ForkLock
 from pccheck_async.transfer import map_memory
 
-__all__ = ["Folder", "open_regular"]
+__all__ = ["Folder", "ForkLock", "open_regular"]
 
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _MODE = 0o666  # the user's umask decides
@@ -30,6 +30,38 @@ _KINDS = (
     (stat.S_ISCHR, "device"),
     (stat.S_ISBLK, "device"),
 )
+
+
+class ForkLock:
+    """Held while a file is opened and its descriptor noted.
+
+    A child forked in between would inherit the descriptor, and with it the file's lock, without knowing to close it. A
+    fork waits for the lock, one second at most: opening a file on a stuck disk may never return. Make one per module,
+    not per object: the callbacks that it registers are never unregistered.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._forking = threading.local()
+        os.register_at_fork(before=self._before, after_in_parent=self._in_parent, after_in_child=self._in_child)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def _before(self) -> None:
+        self._forking.holds = self._lock.acquire(timeout=1.0)
+
+    def _in_parent(self) -> None:
+        if self._forking.holds:
+            self._lock.release()
+
+    def _in_child(self) -> None:
+        self._lock = threading.Lock()  # the thread that holds the inherited one does not exist here
+
+
 _opening = ForkLock()
 
 
@@ -39,16 +71,13 @@ class Folder:
     Until :meth:`hold` it is found by its path each time. Every descriptor is known from the moment it is opened: a
     forked child, which would share their locks, lets :meth:`abandon` close all of them.
 
-    Args:
-        path: Absolute from here on: the process may change its own folder.
-
     Attributes:
         path: Where it was.
         zeros: Why space is reserved by writing zeros; empty as long as the filesystem reserves it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path).absolute()
+        self.path = Path(path).absolute()  # the process may change its own folder
         self.zeros = ""
         self._handle: int | None = None
         self._fds: set[int] = set()
@@ -184,11 +213,7 @@ def open_regular(path: str | os.PathLike[str], flags: int, mode: int = 0o666, *,
     Opening a pipe waits for whoever opens its other end, a symbolic link leads into somebody else's file, and a device
     may do anything. None of these is made by this package.
 
-    Args:
-        path: Of the file.
-        flags: As for :func:`os.open`.
-        mode: As for :func:`os.open`.
-        dir_fd: A folder that is open: only the last part of ``path`` is looked up, there.
+    With ``dir_fd``, a folder that is open, only the last part of ``path`` is looked up, there.
 
     Raises:
         CorruptStoreError: it is no regular file.

@@ -25,13 +25,7 @@ _NAMES = ("auto", "threads", "python")
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What moves bytes for one engine or one load.
-
-    Attributes:
-        operations: Performs reads, writes, flushes and copies.
-        medium: Where the store's files are.
-        reason: Why this I/O backend, in one sentence.
-    """
+    """What moves bytes for one engine or one load; ``reason`` says why that I/O backend, in one sentence."""
 
     operations: Operations
     medium: Medium
@@ -70,11 +64,8 @@ async def open_session(path: str | os.PathLike[str], io: IO, *, writers: int, co
         name, why = "threads", "the C extension was built here"
     else:
         name, why = "python", "the C extension was not built here"
-    operations: Operations
-    if name == "python":
-        operations = PythonOperations(io_threads=writers, copy_threads=copiers)
-    else:
-        operations = NativeOperations(io_threads=writers, copy_threads=copiers)
+    backend = PythonOperations if name == "python" else NativeOperations
+    operations: Operations = backend(io_threads=writers, copy_threads=copiers)
     if not isinstance(io, str):
         try:
             medium = io if isinstance(io, Medium) else io(os.fspath(path), operations)

@@ -42,8 +42,6 @@ _MOST_BYTES = 1 << 20
 _TRIES = 20
 _STALE_SECONDS = 10.0
 """Where the filesystem locks nothing, a writer that has not been heard of for so long counts as dead."""
-
-
 _Int = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 """What computing with makes a float: larger ones are forged."""
 
@@ -140,13 +138,9 @@ class Published:
     alive: bool
 
 
-_encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(Status)
-
-
 def encode_status(status: Status) -> bytes:
     """Return the bytes of a status file."""
-    body = _encoder.encode(status)
+    body = msgspec.json.encode(status)
     return b"%b%08x %08x\n%b" % (_MAGIC, len(body), crc32(body), body)
 
 
@@ -158,13 +152,7 @@ def starts_status(head: bytes) -> bool:
 def read_status(path: str | os.PathLike[str]) -> Published | None:
     """Read what the engine of a store published last; None where there is nothing, or nothing that can be understood.
 
-    Takes no lock of the store, and writes nothing.
-
-    Args:
-        path: Folder of the store.
-
-    Raises:
-        OSError: the file cannot be read.
+    Takes no lock of the store, and writes nothing. Raises OSError if the file cannot be read.
     """
     name = Path(path) / STATUS_NAME
     while True:
@@ -197,7 +185,7 @@ def _read(fd: int) -> Status | None:
         body = data[head.end() :][: int(head[1], 16)]
         if len(body) == int(head[1], 16) and crc32(body) == int(head[2], 16):
             try:
-                return _decoder.decode(body)
+                return msgspec.json.decode(body, type=Status)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 return None
         time.sleep(0.001)

@@ -24,7 +24,7 @@ from pccheck_async.medium.open_medium import Session
 from pccheck_async.state import Targets
 from pccheck_async.telemetry import write
 from pccheck_async.transfer import BufferLease, BufferPool, Segments, address_of, aligned_buffer, first_failure
-from pccheck_async.transfer.copying import CopyBackend, HostCopy
+from pccheck_async.transfer.copying import CopyBackend
 from pccheck_async.transfer.plan import scatter_segments
 
 __all__ = ["Fallback", "VerifiedChunks", "choose", "pool_for", "read_manifest", "read_payload", "verify_payload"]
@@ -245,7 +245,7 @@ class VerifiedChunks:
 
     def __init__(self, session: Session, file: File, manifest: Manifest, pool: BufferPool) -> None:
         self._medium = session.medium
-        self._backend = HostCopy(session.operations)
+        self._backend = CopyBackend(session.operations)
         self._file = file
         self._manifest = manifest
         self._pool = pool_for(manifest, pool)

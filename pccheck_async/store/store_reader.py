@@ -20,7 +20,7 @@ from pccheck_async.medium.open_medium import Session
 from pccheck_async.store.commit_file import read_identity, read_record
 from pccheck_async.store.reading import Fallback, choose, read_manifest, verify_payload, warn_damaged
 from pccheck_async.transfer import BufferPool
-from pccheck_async.transfer.copying import HostCopy
+from pccheck_async.transfer.copying import CopyBackend
 
 __all__ = ["LOCK_SECONDS", "StoreReader", "no_store", "why_no_store"]
 
@@ -170,7 +170,7 @@ class StoreReader:
                 manifest = await read_manifest(self.session.medium, file, entry, self.identity.block_bytes)
                 if superseded:
                     largest = max((chunk.nbytes for chunk in manifest.chunks), default=MIN_BLOCK)
-                    pool, backend = BufferPool(2 * largest, largest), HostCopy(self.session.operations)
+                    pool, backend = BufferPool(2 * largest, largest), CopyBackend(self.session.operations)
                     await verify_payload(self.session.medium, backend, pool, file, manifest)
                 result = await use(entry, file, manifest)
                 if superseded and fallback.failure is not None:

@@ -5,11 +5,11 @@ Two rooms inside have doors of their own: ``operations/`` (write, read, flush, c
 telemetry and errors.
 """
 
-from pccheck_async.transfer.limiter import Limiter, LimiterStatistics, Permit
+from pccheck_async.transfer.limiter import Limiter
 from pccheck_async.transfer.machine import available_cores, available_memory
 from pccheck_async.transfer.memory import PAGE_BYTES, address_of, aligned_buffer, contiguous_buffer, map_memory
-from pccheck_async.transfer.pool import BufferLease, BufferPool, Pinning, PoolStatistics
-from pccheck_async.transfer.segments import PackedPiece, Segments
+from pccheck_async.transfer.plan import PackedPiece, Segments
+from pccheck_async.transfer.pool import BufferLease, BufferPool
 from pccheck_async.transfer.uninterrupted import first_failure, to_its_end, uninterrupted
 
 __all__ = [
@@ -17,11 +17,7 @@ __all__ = [
     "BufferLease",
     "BufferPool",
     "Limiter",
-    "LimiterStatistics",
     "PackedPiece",
-    "Permit",
-    "Pinning",
-    "PoolStatistics",
     "Segments",
     "address_of",
     "aligned_buffer",

@@ -7,50 +7,60 @@ the same; addresses are looked up anew for every chunk that is copied.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain, pairwise
+from types import MappingProxyType
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from pccheck_async.format.manifest import ALIGNMENT, MIN_BLOCK, StorageEntry
-from pccheck_async.state import HOST, Layout, PackedSource, Sources, Target, Targets
-from pccheck_async.transfer.segments import PackedPiece, Segments, Table
+from pccheck_async.state import HOST, Layout, PackedSource, Sources, Targets
 
-__all__ = ["Chunk", "Part", "Plan", "Planner", "scatter_segments", "segments"]
+__all__ = ["Chunk", "PackedPiece", "Plan", "Planner", "Segments", "Table", "scatter_segments", "segments"]
 
 _LARGE: Final = 1 << 20
 """Bytes from which a storage starts at a block, so that its chunks are aligned like its pages."""
 
 _Extents: TypeAlias = npt.NDArray[np.int64]
 
+Table: TypeAlias = npt.NDArray[np.uint64]
+"""Rows of (address, offset in the chunk's buffer, length)."""
 
-class Part(NamedTuple):
-    """Bytes of one source in one chunk."""
+PackedPiece: TypeAlias = tuple[PackedSource, int, int, int]
+"""Source, first byte of it, the one after the last, and where in the chunk's buffer they go."""
 
-    source: int
-    source_offset: int
-    buffer_offset: int
-    length: int
+
+class Segments(NamedTuple):
+    """The segments of one chunk; false where there are none.
+
+    Attributes:
+        host: Those in host memory, packed as :meth:`Operations.gather` (in growing order of offset, not overlapping) or
+            :meth:`Operations.scatter` wants them.
+        devices: Those in the memory of CUDA devices, by the device's index; ordered as those of the host.
+        packed: What cannot be copied by address.
+    """
+
+    host: bytes = b""
+    devices: Mapping[int, Table] = MappingProxyType({})
+    packed: Sequence[PackedPiece] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.host or self.devices or self.packed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
     """A piece of the payload: ``nbytes`` at ``offset``, made of parts of sources, zeros between and after them.
 
-    ``table`` has a row per part, in the order of the buffer; :attr:`parts` is the same for people.
+    ``table`` has a row for each part: number of the source, offset in it, offset in the buffer (growing), length.
     """
 
     offset: int
     nbytes: int
     table: npt.NDArray[np.uint64]
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """The parts, in the order of the buffer."""
-        return tuple(Part(*row) for row in self.table.tolist())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,20 +155,13 @@ def segments(chunk: Chunk, sources: Sources) -> Segments:
     return _by_device(raw, None if devices is None else devices[index], packed)
 
 
-def scatter_segments(chunk_offset: int, chunk_nbytes: int, targets: Sequence[Target]) -> Segments:
-    """Return what takes the bytes of a chunk.
-
-    Args:
-        chunk_offset: Where the chunk lies in the payload.
-        chunk_nbytes: Its length.
-        targets: In any order; a :class:`Targets` is searched, another sequence is first made one.
+def scatter_segments(chunk_offset: int, chunk_nbytes: int, targets: Targets) -> Segments:
+    """Return what takes the bytes of a chunk, which lies at ``chunk_offset`` in the payload.
 
     Returns:
-        Segments in any order, which may overlap; none where no target has bytes in the chunk, so that it need not be
-        read.
+        Segments in any order, which may overlap; none if no target has bytes in the chunk: it need not be read.
     """
-    known = targets if isinstance(targets, Targets) else Targets(targets)
-    return _by_device(*known.segments(chunk_offset, chunk_nbytes))
+    return _by_device(*targets.segments(chunk_offset, chunk_nbytes))
 
 
 def _by_device(raw: Table, devices: npt.NDArray[np.int32] | None, packed: Sequence[PackedPiece] = ()) -> Segments:

@@ -18,33 +18,21 @@ LARGEST_SLAB = 256 << 20
 class Pinning(Protocol):
     """Locks staging memory before its first use, so that devices can copy from and to it directly.
 
-    Attributes:
-        active: Whether memory is to be pinned; buffers that were leased before are pinned at their next lease.
+    Once it is ``active``, buffers that were leased before are pinned at their next lease.
     """
 
     active: bool
 
     async def pin(self, view: memoryview) -> None:
         """Pin memory. Cancellation: raised once that has ended."""
-        ...
 
     def unpin_all(self) -> None:
         """Unpin all memory; nothing is copied any more."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
-    """Use of the staging memory.
-
-    Attributes:
-        buffer_bytes: Size of one buffer.
-        buffers: Buffers the pool may have.
-        touched: Buffers that were ever used or pinned, and so occupy physical memory.
-        in_use: Buffers leased now.
-        peak: Most buffers leased at a time.
-        waited: Leases that had to wait for a buffer.
-    """
+    """Use of the staging memory; ``touched`` buffers were ever used or pinned, and so occupy physical memory."""
 
     buffer_bytes: int
     buffers: int
@@ -67,11 +55,8 @@ class BufferLease:
 
     def release(self) -> None:
         """Return the buffer to the pool; nothing reads or writes it any more. Raises RuntimeError the second time."""
-        index, self.index = self.index, -1
-        if index < 0:
-            raise RuntimeError("the buffer was released before")
-        self._pool._free.append(index)
         self._permit.release()
+        self._pool._free.append(self.index)
 
 
 class BufferPool:
@@ -79,10 +64,7 @@ class BufferPool:
 
     The buffer released last is leased first: a state smaller than the pool touches only the memory it needs.
 
-    Args:
-        nbytes: Most staging memory.
-        buffer_bytes: Size of a buffer.
-        pinning: Pins buffers before their first use, several at a time; :meth:`close` unpins them.
+    ``pinning`` pins buffers before their first use, several at a time; :meth:`close` unpins them.
     """
 
     def __init__(self, nbytes: int, buffer_bytes: int, pinning: Pinning | None = None) -> None:
@@ -127,7 +109,7 @@ class BufferPool:
 
     def statistics(self) -> PoolStatistics:
         """Return the current use."""
-        use = self._limiter.statistics()
+        use = self._limiter
         return PoolStatistics(self.buffer_bytes, use.permits, self._touched, use.in_use, use.peak, use.waited)
 
     async def _pin(self, pinning: Pinning, index: int) -> None:

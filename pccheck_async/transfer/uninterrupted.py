@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -19,34 +19,31 @@ async def uninterrupted(step: Awaitable[T]) -> T:
     """
     task = asyncio.ensure_future(step)
     try:
-        return await asyncio.shield(task)
+        await _End(task)
     except asyncio.CancelledError:
-        while not task.done():
-            try:
-                await asyncio.wait((task,))
-            except asyncio.CancelledError:
-                continue
         if not task.cancelled():
             task.exception()  # retrieved: the cancellation is what the caller learns
         raise
+    return task.result()
 
 
-async def to_its_end(step: Coroutine[Any, Any, T]) -> T:
+async def to_its_end(step: Awaitable[T]) -> T:
     """Await ``step`` in a task of its own; return its result, or raise its error.
 
     Cancellation: ignored; the caller has to know the outcome of the step.
     """
-    loop = asyncio.get_running_loop()
-    task = loop.create_task(step)
-    ended = _Ended(loop=loop)
-    task.add_done_callback(ended.set_result)
+    task = asyncio.ensure_future(step)
     with suppress(asyncio.CancelledError):
-        await ended
+        await _End(task)
     return task.result()
 
 
-class _Ended(asyncio.Future[object]):
-    """Cannot be cancelled: asyncio then raises CancelledError in the awaiting task once it is done."""
+class _End(asyncio.Future[object]):
+    """The end of a step. Cannot be cancelled: asyncio raises CancelledError in the awaiting task once it is there."""
+
+    def __init__(self, step: asyncio.Future[Any]) -> None:
+        super().__init__(loop=step.get_loop())
+        step.add_done_callback(self.set_result)
 
     def cancel(self, msg: object = None) -> bool:
         return False

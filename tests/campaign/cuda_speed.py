@@ -92,7 +92,7 @@ class Copies:
         for lease in leases:
             free.put_nowait(lease.view)
         start = time.perf_counter()
-        await self.backend.order_after(self.backend.admit(targets.devices))
+        await self.backend.order_after(self.backend.mark_queued_work(targets.devices))
 
         async def one(offset: int, nbytes: int) -> None:
             view = await free.get()

@@ -40,7 +40,7 @@ from pccheck_async.format.record import (
 )
 from pccheck_async.testing.probe import probe
 from pccheck_async.transfer import PAGE_BYTES
-from pccheck_async.transfer.copying import HostCopy
+from pccheck_async.transfer.copying import CopyBackend
 from tests.conftest import BACKENDS, need
 from tests.engine.test_inline_capture_engine import stuck_engine
 from tests.support.processes import open_files, passes_in_a_forked_child
@@ -513,7 +513,7 @@ def test_waiting_for_captures_waits_for_those_of_other_threads() -> None:
 def test_a_restore_waits_for_captures_of_other_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it restores would tear them."""
 
-    gather = HostCopy.gather
+    gather = CopyBackend.gather
     copying, go_on = threading.Event(), threading.Event()
 
     async def slow(*arguments: Any) -> int:
@@ -525,7 +525,7 @@ def test_a_restore_waits_for_captures_of_other_threads(tmp_path: Path, monkeypat
     with SyncCheckpointEngine(tmp_path, keep_last=2) as engine:
         engine.checkpoint(state, step=0).result(30)
         state["x"].fill_(1.0)
-        monkeypatch.setattr(HostCopy, "gather", slow)
+        monkeypatch.setattr(CopyBackend, "gather", slow)
         saving = threading.Thread(target=engine.checkpoint, args=(state,), kwargs={"step": 1})
         saving.start()
         assert copying.wait(30)

@@ -18,6 +18,7 @@ from pccheck_async.state import Layout, PackedSource, arrange, flatten
 from pccheck_async.transfer.operations import Operations
 from pccheck_async.transfer.plan import Planner
 from tests.conftest import BACKENDS
+from tests.support.round_trip import parts
 
 MOST = 32 << 10
 
@@ -57,7 +58,7 @@ def expected(layout: Layout, nbytes: int) -> bytes:
     """Every source where the plan says, and zeros."""
     found = bytearray(nbytes)
     plan = Planner(1 << 20, 4096).plan(layout)
-    for part in plan.chunks[0].parts:
+    for part in parts(plan.chunks[0]):
         source = layout.sources[part.source]
         low, high = part.source_offset, part.source_offset + part.length
         into = memoryview(found)[part.buffer_offset : part.buffer_offset + part.length]

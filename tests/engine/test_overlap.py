@@ -36,7 +36,7 @@ from pccheck_async.medium.files import Files
 from pccheck_async.testing import FailingWriter
 from pccheck_async.testing.probe import probe
 from pccheck_async.transfer import PAGE_BYTES, uninterrupted
-from pccheck_async.transfer.copying import HostCopy
+from pccheck_async.transfer.copying import CopyBackend
 from pccheck_async.transfer.operations import Operations
 from pccheck_async.transfer.plan import Planner
 from tests.support.devices import Device
@@ -573,7 +573,7 @@ def test_a_capture_that_is_stopped_while_it_begins_reads_nothing_more() -> None:
     async def main() -> None:
         begun = asyncio.Event()
 
-        class Slow(HostCopy):
+        class Slow(CopyBackend):
             async def begin(self, _: Any, sources: Any, fenced: Any = None) -> Any:
                 await begun.wait()
                 return sources
@@ -984,7 +984,7 @@ def test_a_capture_that_is_abandoned_in_the_middle_of_a_copy_is_waited_for(
 ) -> None:
     """The step that was held up may change what the copy reads."""
 
-    gather = HostCopy.gather
+    gather = CopyBackend.gather
     copying, go_on, ended = threading.Event(), threading.Event(), threading.Event()
 
     async def slow(*arguments: Any) -> int:
@@ -1002,7 +1002,7 @@ def test_a_capture_that_is_abandoned_in_the_middle_of_a_copy_is_waited_for(
     model(torch.randn(2, 512)).sum().backward()
     with SyncCheckpointEngine(tmp_path, max_stall=0.05) as engine:
         engine.attach(optimizer)
-        monkeypatch.setattr(HostCopy, "gather", slow)
+        monkeypatch.setattr(CopyBackend, "gather", slow)
         pending = engine.checkpoint({"model": model, "optimizer": optimizer}, step=1, overlap=True)
         assert copying.wait(30)
         threading.Timer(0.5, go_on.set).start()

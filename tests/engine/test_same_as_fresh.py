@@ -20,13 +20,13 @@ from pccheck_async.format.manifest import VERSION, ChunkEntry, Manifest, Manifes
 from pccheck_async.state.cache import fingerprints
 from pccheck_async.state.save import split
 from pccheck_async.state.sources import RawSource
-from pccheck_async.transfer.copying import HostCopy
+from pccheck_async.transfer.copying import CopyBackend
 from pccheck_async.transfer.operations.python import gather
 from pccheck_async.transfer.plan import Plan, Planner, segments
 from tests.support.changing_state import ChangingState, loads_as
-from tests.support.round_trip import Saved
+from tests.support.round_trip import Saved, parts
 
-BACKEND = HostCopy(None)  # type: ignore[arg-type]  # asked about devices only: nothing is copied
+BACKEND = CopyBackend(None)  # type: ignore[arg-type]  # asked about devices only: nothing is copied
 
 
 @dataclass
@@ -134,7 +134,7 @@ def check_left(taken: Taken, state: dict[str, Any], optimizers: list[torch.optim
     flip(free)
     out_of_reach = lazy if sources.owned is None else lazy | sources.owned
     for chunk in taken.plan.chunks:
-        for part in chunk.parts:
+        for part in parts(chunk):
             if out_of_reach[part.source]:
                 place = slice(chunk.offset + part.buffer_offset, chunk.offset + part.buffer_offset + part.length)
                 assert taken.saved.payload[place] == after[place]

@@ -177,12 +177,12 @@ class _Child:
         from pccheck_async.engine import EngineCore
         from pccheck_async.medium.files import Files
         from pccheck_async.store import commit
-        from pccheck_async.transfer.copying import HostCopy
+        from pccheck_async.transfer.copying import CopyBackend
 
         torch.set_num_threads(1)  # the parent's OpenMP threads are not here
         campaign = self.campaign
         for owner, name, phase in (
-            (HostCopy, "gather", "capture"),
+            (CopyBackend, "gather", "capture"),
             (Files, "write", "write"),
             (commit, "make_data_durable", "flush"),
             (commit, "write_record", "record"),

@@ -30,7 +30,7 @@ from pccheck_async.state.sources import RawSource
 from pccheck_async.transfer.copying import CopyBackend, CudaCopy
 from pccheck_async.transfer.copying.snapshot import DeviceMemory, DeviceMode
 from pccheck_async.transfer.operations import Operations
-from pccheck_async.transfer.segments import Table
+from pccheck_async.transfer.plan import Table
 
 _machine = threading.RLock()  # one processor for all devices
 

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pccheck_async.format import crc32
 from pccheck_async.format.manifest import VERSION, ChunkEntry, Manifest, decode, encode
 from pccheck_async.state import Restoration, allocate, arrange, flatten, match
 from pccheck_async.transfer.operations.python import gather, scatter
-from pccheck_async.transfer.plan import Planner, scatter_segments, segments
+from pccheck_async.transfer.plan import Chunk, Planner, scatter_segments, segments
+
+
+class Part(NamedTuple):
+    """Bytes of one source in one chunk."""
+
+    source: int
+    source_offset: int
+    buffer_offset: int
+    length: int
+
+
+def parts(chunk: Chunk) -> tuple[Part, ...]:
+    """What a chunk is made of, in the order of the buffer."""
+    return tuple(Part(*row) for row in chunk.table.tolist())
 
 
 @dataclass(frozen=True)

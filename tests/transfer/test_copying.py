@@ -37,15 +37,14 @@ from pccheck_async.state.sources import RawSource
 from pccheck_async.testing import FailingWriter
 from pccheck_async.transfer import BufferPool, PackedPiece, Segments, address_of, aligned_buffer
 from pccheck_async.transfer import pool as pool_module
-from pccheck_async.transfer.copying import CopyBackend, CudaCopy, HostCopy, lanes, make_backend
+from pccheck_async.transfer.copying import CopyBackend, CudaCopy, lanes, make_backend
 from pccheck_async.transfer.copying.cuda_device import CudaDevice, load
 from pccheck_async.transfer.copying.lanes import Lane, compacted, gaps, joined, merged, moves, split
 from pccheck_async.transfer.copying.runtime import MOVE_SOURCE, TorchRuntime
 from pccheck_async.transfer.copying.snapshot import Account, DeviceMemory, DeviceMode, Pace, decide, spare
 from pccheck_async.transfer.operations import Operations
 from pccheck_async.transfer.operations.python import PythonOperations, gather
-from pccheck_async.transfer.plan import Planner
-from pccheck_async.transfer.segments import Table
+from pccheck_async.transfer.plan import Planner, Table
 from tests.conftest import BACKENDS, need
 from tests.support.played_cuda import Library, played, using
 from tests.support.pretend_device import PretendDevice, PretendStream, keep_on
@@ -164,7 +163,7 @@ def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         places: list[Place] = [Place(), *map(PretendPlace, pretended)]
         backend: CopyBackend
         if kind == "host":
-            backend = HostCopy(operations)
+            backend = CopyBackend(operations)
         elif kind == "pretend":
             backend = CudaCopy(operations, pretended.__getitem__, mode)
         else:
@@ -251,7 +250,7 @@ def test_gather(
     async def test() -> None:
         async with bench(refuse=refuse) as it:
             layout = Layout(it, seed, nbytes, sizes, every=not only)
-            await it.backend.order_after(it.backend.admit(layout.devices))
+            await it.backend.order_after(it.backend.mark_queued_work(layout.devices))
             lease = await it.pool.lease()
             lease.view[:] = b"\xee" * len(lease.view)
             into = lease.view[:nbytes]
@@ -274,7 +273,7 @@ def test_scatter(bench: MakeBench, seed: int, nbytes: int, sizes: tuple[int, ...
             layout = Layout(it, seed, nbytes, sizes)
             for place, owner, _, length in layout.owners:
                 place.write_later(owner, bytes(length))
-            await it.backend.order_after(it.backend.admit(layout.devices))
+            await it.backend.order_after(it.backend.mark_queued_work(layout.devices))
             lease = await it.pool.lease()
             source = lease.view[:nbytes]
             source[:] = layout.expected
@@ -285,7 +284,7 @@ def test_scatter(bench: MakeBench, seed: int, nbytes: int, sizes: tuple[int, ...
             assert all(place.get(owner) != layout.expected[o : o + n] for place, owner, o, n in layout.owners if n > 8)
             for place, owner, _, length in layout.owners:
                 place.write_later(owner, b"z" * length)
-            await it.backend.order_after(it.backend.admit(layout.devices))
+            await it.backend.order_after(it.backend.mark_queued_work(layout.devices))
             await it.backend.scatter(source, crc32(source), table, layout.sources)
             assert all(place.get(owner) == layout.expected[o : o + n] for place, owner, o, n in layout.owners)
             it.check()
@@ -303,7 +302,7 @@ def test_scatter_of_what_is_wanted_twice(bench: MakeBench) -> None:
             owners = [place.put(bytes(length), offset % 16) for offset, length in ranges]
             table = np.array([(address, *one) for (address, _), one in zip(owners, ranges, strict=True)], np.uint64)
             there = Segments(table.tobytes()) if place.device == HOST else Segments(devices={place.device: table})
-            await it.backend.order_after(it.backend.admit(set(there.devices)))
+            await it.backend.order_after(it.backend.mark_queued_work(set(there.devices)))
             await it.backend.scatter(lease.view, crc32(lease.view), there, owners)
             for (_, owner), (offset, length) in zip(owners, ranges, strict=True):
                 assert place.get(owner) == lease.view[offset : offset + length]
@@ -320,7 +319,7 @@ def test_ten_thousand_small_segments(bench: MakeBench) -> None:
             count = np.arange(10_000)
             table = np.stack((address + 64 * count[::-1], 100 * count, np.full(10_000, 60)), axis=1).astype(np.uint64)
             there = Segments(table.tobytes()) if place.device == HOST else Segments(devices={place.device: table})
-            await it.backend.order_after(it.backend.admit(set(there.devices)))
+            await it.backend.order_after(it.backend.mark_queued_work(set(there.devices)))
             into = (await it.pool.lease()).view
             assert await it.backend.gather(there, into, owner) == crc32(into)
             expected = np.zeros(len(into), np.uint8)
@@ -338,7 +337,8 @@ def test_chunks_beside_each_other(bench: MakeBench) -> None:
     async def test() -> None:
         async with bench(buffers=20, buffer_bytes=512 * KIB) as it:
             layouts = [Layout(it, seed, 512 * KIB, (3, 100, 9000, 300_000), every=seed % 2 == 0) for seed in range(20)]
-            await it.backend.order_after(it.backend.admit({device for layout in layouts for device in layout.devices}))
+            devices = {device for layout in layouts for device in layout.devices}
+            await it.backend.order_after(it.backend.mark_queued_work(devices))
             leases = [await it.pool.lease() for _ in layouts]
             async with asyncio.TaskGroup() as group:
                 for lease, layout in zip(leases, layouts, strict=True):
@@ -356,7 +356,7 @@ def test_sees_what_was_queued_before_it(bench: MakeBench) -> None:
             address, owner = place.put(bytes(1000))
             sources = Sources([RawSource(address, 1000, owner, place.device)])
             place.write_later(owner, b"a" * 1000)
-            admission = it.backend.admit(sources.devices - {HOST})
+            admission = it.backend.mark_queued_work(sources.devices - {HOST})
             assert await it.backend.begin(admission, sources) is sources
             table = np.array([(address, 24, 1000)], np.uint64)
             there = Segments(table.tobytes()) if place.device == HOST else Segments(devices={place.device: table})
@@ -378,7 +378,7 @@ def test_cancelled_copies_have_ended(bench: MakeBench, refuse: bool) -> None:
             layout = Layout(it, 5, 1 * MIB, (300_000, 1000))
             for place, owner, _, length in layout.owners:
                 place.write_later(owner, b"z" * length)  # takes a while
-            await it.backend.order_after(it.backend.admit(layout.devices))
+            await it.backend.order_after(it.backend.mark_queued_work(layout.devices))
             lease = await it.pool.lease()
             table = layout.segments._replace(packed=())
             for turns in range(1, 5):
@@ -430,7 +430,7 @@ class Saving:
         self.captured_after: int | None = None
         self.copied = 0
         self.it = it
-        admission = it.backend.admit(sources.devices)
+        admission = it.backend.mark_queued_work(sources.devices)
         self.capture = Capture(None, self.layout, it.backend, admission)
 
     async def begin(self) -> None:
@@ -585,7 +585,7 @@ def test_copies_that_block_do_not_block_the_loop(devices: list[PretendDevice]) -
             await asyncio.sleep(0.1)
             resume = threading.Timer(5, devices[0].resume)
             resume.start()
-            following = asyncio.create_task(it.backend.begin(it.backend.admit({0}), sources))
+            following = asyncio.create_task(it.backend.begin(it.backend.mark_queued_work({0}), sources))
             await asyncio.sleep(0.1)
             assert not devices[0].moves.is_set()
             devices[0].resume()
@@ -667,7 +667,7 @@ def test_a_snapshot_that_found_no_memory_is_tried_less_and_less_often(
             sources, _ = leaves_on(it.places[1], 20)
 
             async def begin() -> None:
-                await it.backend.begin(it.backend.admit({0}), sources)
+                await it.backend.begin(it.backend.mark_queued_work({0}), sources)
 
             devices[0].capacity = 1 * MIB
             for _ in range(40):
@@ -768,7 +768,7 @@ def test_packed_pieces_of_a_device_come_after_its_kernels(
             sources.devices, sources.packed_devices = {0}, {0}
             done: list[bool] = []
             devices[0].training.later(lambda: done.append(True))
-            await it.backend.begin(it.backend.admit({0}), sources)
+            await it.backend.begin(it.backend.mark_queued_work({0}), sources)
             assert done == [True]
 
     run(test)
@@ -834,7 +834,7 @@ def test_buffers_are_registered_once_and_unregistered_at_the_end(devices: list[P
         async with pretending(devices, "stream") as it:
             (await it.pool.lease()).release()
             assert not devices[0].registered
-            it.backend.admit({0})
+            it.backend.mark_queued_work({0})
             first = await it.pool.lease()
             assert devices[0].registered == {address_of(first.view): 1 * MIB}
             second = await it.pool.lease()
@@ -862,10 +862,10 @@ def test_buffers_are_registered_in_slabs_that_double(
 
     async def test() -> None:
         async with pretending(devices, "stream") as it:
-            pool = BufferPool(20 * 4 * KIB, 4 * KIB, it.backend.pinning)  # type: ignore[attr-defined]
+            pool = BufferPool(20 * 4 * KIB, 4 * KIB, it.backend.pinning)
             before = [await pool.lease() for _ in range(3)]
             assert not devices[0].registered
-            it.backend.admit({0})
+            it.backend.mark_queued_work({0})
             for each in before:
                 each.release()
             async with asyncio.TaskGroup() as group:
@@ -880,7 +880,7 @@ def test_buffers_are_registered_in_slabs_that_double(
 def test_a_lease_cancelled_while_its_buffer_is_registered_is_given_back(devices: list[PretendDevice]) -> None:
     async def test() -> None:
         async with pretending(devices, "stream") as it:
-            it.backend.admit({0})
+            it.backend.mark_queued_work({0})
             leasing = asyncio.create_task(it.pool.lease())
             await asyncio.sleep(0)
             leasing.cancel()
@@ -897,7 +897,7 @@ def test_refused_registration_is_said_once(devices: list[PretendDevice], caplog:
     async def test() -> None:
         async with pretending(devices, "stream") as it:
             devices[0].refuse_to_register = True
-            it.backend.admit({0})
+            it.backend.mark_queued_work({0})
             for _ in range(2):
                 await it.pool.lease()
             (record,) = caplog.records

@@ -17,7 +17,7 @@ from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.state import arrange, flatten
 from pccheck_async.state.cache.fingerprints import DLPACK_API
 from pccheck_async.state.sources import RawSource
-from pccheck_async.transfer.copying.host import HostCopy
+from pccheck_async.transfer.copying import CopyBackend
 from tests.support.state_strategies import difference
 from tests.unit.test_tree_cache import step as train
 from tests.unit.test_tree_cache import trained
@@ -27,7 +27,7 @@ try:
 except ImportError:
     _ext = None  # type: ignore[assignment]
 
-BACKEND = HostCopy(None)  # type: ignore[arg-type]  # asked about devices only: nothing is copied
+BACKEND = CopyBackend(None)  # type: ignore[arg-type]  # asked about devices only: nothing is copied
 
 needs_extension = pytest.mark.skipif(_ext is None, reason="the C extension was not built here")
 needs_dlpack = pytest.mark.skipif(_ext is None or DLPACK_API is None, reason="no extension, or torch before 2.10")

@@ -20,6 +20,7 @@ from pccheck_async.transfer import PAGE_BYTES
 from pccheck_async.transfer.plan import Planner
 from tests.engine.test_overlap import equal
 from tests.support.devices import Device
+from tests.support.round_trip import parts
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -220,7 +221,7 @@ def chosen(constants: Constants, state: dict[str, Any], candidates: list[str]) -
     memory = [np.ascontiguousarray(value).view(np.uint8).reshape(-1) for value in flat.leaves.values]
     of_source = dict(zip(layout.source_of, memory, strict=True))
     checksums = [
-        hash(b"".join(of_source[p.source][p.source_offset :][: p.length].tobytes() for p in chunk.parts))
+        hash(b"".join(of_source[p.source][p.source_offset :][: p.length].tobytes() for p in parts(chunk)))
         for chunk in plan.chunks
     ]
     constants.learn(choice, [chunk.table for chunk in plan.chunks], checksums)

@@ -13,16 +13,17 @@ def test_first_come_first_served() -> None:
         first = await limiter.acquire()
 
         async def use(number: int) -> None:
-            with await limiter.acquire():
-                order.append(number)
+            permit = await limiter.acquire()
+            order.append(number)
+            permit.release()
 
         tasks = [asyncio.create_task(use(n)) for n in range(5)]
         await asyncio.sleep(0)
-        assert limiter.statistics().waiting == 5
+        assert limiter.waited == 5
         first.release()
         await asyncio.gather(*tasks)
-        assert limiter.statistics().in_use == 0
-        assert limiter.statistics().peak == 1
+        assert limiter.in_use == 0
+        assert limiter.peak == 1
         return order
 
     assert asyncio.run(main()) == [0, 1, 2, 3, 4]
@@ -55,7 +56,7 @@ def test_cancelled_while_waiting() -> None:
         waiting.cancel()
         await asyncio.wait([waiting])
         first.release()
-        assert limiter.statistics().in_use == 0
+        assert limiter.in_use == 0
         (await limiter.acquire()).release()
 
     asyncio.run(main())
@@ -72,7 +73,7 @@ def test_granted_and_cancelled_at_once_gives_the_permit_on() -> None:
         await asyncio.wait([one])
         assert one.cancelled()
         (await two).release()
-        assert limiter.statistics().in_use == 0
+        assert limiter.in_use == 0
 
     asyncio.run(main())
 

@@ -12,7 +12,6 @@ from pccheck_async.transfer.copying.base import CopyBackend, CopyStatistics
 from pccheck_async.transfer.copying.cuda import CudaCopy
 from pccheck_async.transfer.copying.cuda_device import CudaDevice, load
 from pccheck_async.transfer.copying.devices import Fence, Fenced
-from pccheck_async.transfer.copying.host import HostCopy
 from pccheck_async.transfer.copying.snapshot import DeviceMode
 from pccheck_async.transfer.operations.base import Operations
 
@@ -23,7 +22,6 @@ __all__ = [
     "DeviceMode",
     "Fence",
     "Fenced",
-    "HostCopy",
     "make_backend",
 ]
 
@@ -31,9 +29,9 @@ __all__ = [
 def make_backend(operations: Operations, mode: DeviceMode) -> CopyBackend:
     """Return the backend for this machine and build of torch. Called on the engine's loop; touches no device."""
     if torch.version.cuda is None:
-        return HostCopy(operations)
+        return CopyBackend(operations)
     if not torch.cuda.device_count():  # asks NVML: children forked later may still use CUDA
-        return HostCopy(operations, "there is no CUDA device")
+        return CopyBackend(operations, "there is no CUDA device")
     # Importing CuPy may initialise CUDA, after which forked children cannot use it: not before the trainer did.
     prepare = load if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     return CudaCopy(operations, CudaDevice, mode, prepare)

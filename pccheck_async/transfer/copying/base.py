@@ -1,16 +1,23 @@
-"""The protocol of a copy backend."""
+"""Copies between live state and staging buffers: what every copy backend does, and how for memory of the host."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
+
+import torch
 
 from pccheck_async.state import Sources
 from pccheck_async.transfer.copying.devices import Fenced
-from pccheck_async.transfer.segments import Segments
+from pccheck_async.transfer.operations.base import Operations
+from pccheck_async.transfer.plan import PackedPiece, Segments
+from pccheck_async.transfer.pool import Pinning
 
 __all__ = ["CopyBackend", "CopyStatistics"]
+
+_AT_ONCE = 256 << 10
+"""Bytes up to which a chunk is copied on the calling thread: two wake-ups take longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,38 +37,50 @@ class CopyStatistics:
     reason: str
 
 
-class CopyBackend(Protocol):
-    """Copies between live state and staging buffers, with the checksum of what lies in the buffer.
+class CopyBackend:
+    """Copies host memory by address; torch copies what has no plain address, and all memory of devices.
 
     Every coroutine waits until its operations ended, cancelled or not, and keeps ``keepalive`` until then.
+
+    Args:
+        operations: Performs the copies.
+        reason: Why device memory, if there is any, is copied by torch.
+
+    Attributes:
+        by_address: Whether it copies the memory of CUDA devices by address. If not, call :meth:`Sources.pack_devices`
+            first.
+        pinning: Pins staging memory, if that is of use.
     """
 
-    name: str
+    name = "host"
+    by_address = False
+    pinning: Pinning | None = None
 
-    @property
-    def by_address(self) -> bool:
-        """Whether it copies the memory of CUDA devices by address. If not, call :meth:`Sources.pack_devices` first."""
-        ...
+    def __init__(self, operations: Operations, reason: str = "this build of torch has no CUDA") -> None:
+        self._operations = operations
+        self._reason = reason
 
-    def admit(self, devices: Collection[int]) -> Any:
+    def mark_queued_work(self, devices: Collection[int]) -> Any:
         """Mark the work that comes before a capture or a restore: all that is queued on the devices' current streams.
 
         Called on the caller's thread. Work on other streams counts only if the current one was made to wait for it
-        (``wait_stream``), as for any use of a tensor in torch.
+        (``wait_stream``), as for any use of a tensor in torch. Torch copies on streams that it chooses: where torch
+        copies, this waits for the queued work.
 
         Args:
             devices: Indices of the CUDA devices that hold memory to be copied.
 
         Returns:
-            The admission, for :meth:`begin` or :meth:`order_after`.
+            The marks, for :meth:`begin` or :meth:`order_after`; false if nothing has to be waited for.
         """
-        ...
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
 
-    async def begin(self, admission: Any, sources: Sources, fenced: Fenced | None = None) -> Sources:
-        """Order the copies of a capture after the admitted work; take device snapshots where that pays.
+    async def begin(self, marks: Any, sources: Sources, fenced: Fenced | None = None) -> Sources:
+        """Order the copies of a capture after the marked work; take device snapshots where that pays.
 
         Args:
-            admission: What :meth:`admit` returned.
+            marks: What :meth:`mark_queued_work` returned.
             sources: The memory to be copied.
             fenced: Called with the fence behind the snapshots, if these are all that the capture reads on devices.
 
@@ -69,11 +88,10 @@ class CopyBackend(Protocol):
             The sources to copy from: ``sources``, or others that in part are snapshots of the backend, which are freed
             with their last reference.
         """
-        ...
+        return sources
 
-    async def order_after(self, admission: Any) -> None:
-        """Order all later copies after the admitted work."""
-        ...
+    async def order_after(self, marks: Any) -> None:
+        """Order all later copies after the marked work."""
 
     async def gather(
         self, segments: Segments, into: memoryview, keepalive: Any = None, fenced: Fenced | None = None
@@ -90,20 +108,30 @@ class CopyBackend(Protocol):
         Returns:
             The CRC-32 of all of ``into``, computed from the buffer and not from the source (I8).
         """
-        ...
+        if len(into) <= _AT_ONCE:
+            checksum = self._operations.gather_at_once(segments.host, into)
+        else:
+            checksum = await self._operations.gather(segments.host, into, keepalive)
+        if not segments.packed:
+            return checksum
+        await self._operations.call(_copy_packed, segments.packed, into)
+        return await self._operations.checksum(into)
 
     async def scatter(self, source: memoryview, checksum: int, segments: Segments, keepalive: Any = None) -> None:
         """Verify ``checksum`` over ``source`` and only then copy its segments to memory. Raises OSError (EBADMSG)."""
-        ...
+        await self._operations.scatter(source, checksum, segments.host, keepalive)
 
     def note_capture(self, nbytes: int, seconds: float) -> None:
         """Note that ``nbytes`` of a state took ``seconds`` to reach staging buffers."""
-        ...
 
     def statistics(self) -> CopyStatistics:
         """Return the current state."""
-        ...
+        return CopyStatistics(0, 0, 0, self._reason)
 
     def close(self) -> None:
-        """End the backend's threads; nothing is being copied any more. Idempotent."""
-        ...
+        """End the backend's own threads; nothing is being copied any more. Idempotent."""
+
+
+def _copy_packed(packed: Sequence[PackedPiece], into: memoryview) -> None:
+    for source, low, high, offset in packed:
+        source.copy(low, high, into[offset : offset + high - low])

@@ -1,33 +1,12 @@
-"""The CUDA backend: its own streams copy device memory by address; the host backend copies the rest.
+"""The CUDA backend: its own streams copy device memory by address, as the base class copies that of the host.
 
-**What a capture contains.** All work that the caller's current stream of each device had queued at admission: events
-are recorded there, and the copies wait for them. Join work of other streams first, as for any use of a tensor in torch
-(``torch.cuda.current_stream().wait_stream(side)``). The tensors' storages are held until all copies from them ended.
-
-**Libraries.** Copies run on streams of CuPy, or of torch if CuPy is not installed. CuPy also compiles a kernel that
-gathers many small tensors; without it they are copied one by one, slower.
-
-**Snapshots.** If GPU memory is spare, and copying on the device is faster than waiting for the host, the state is first
-copied on its device. ``device="stream"`` of an engine disables that, ``device="snapshot"`` forces it if there is
-memory. The statistics show the GPU memory used (``device_peak_bytes``) and the reason
-(``decisions.reasons["device"]``).
-
-**Overlap.** A step of an attached optimizer waits for an overlapped capture on the GPU, not on the host, as soon as all
-copies of the capture are queued there: ``optimizer.step()`` returns, and its kernels run behind the copies
-(``guard_fences`` counts that). Step counts on the host are copied before ``checkpoint()`` returns. The host waits, at
-most ``max_stall``, if the staging memory does not hold the whole state or could not be registered with CUDA, if larger
-parameters lie on the host, and while a step is recorded as a CUDA graph. Streams that are not ordered behind the step
-need ``engine.wait_captured()`` first, which waits on the host.
-
-**CUDA graphs.** Captures go on while a graph is recorded, but none may begin on the stream that is recorded. Recording
-beside a capture takes ``cuda-bindings`` (a dependency of torch from 2.11 on), or
-``capture_error_mode="thread_local"``; else CUDA ends the recording with an error.
+What that means for training (which work a capture contains, snapshots, overlap, CUDA graphs) is said in
+``examples/guide/training.md``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -39,15 +18,14 @@ import numpy as np
 from pccheck_async.errors import CheckpointError
 from pccheck_async.state import HOST, Sources
 from pccheck_async.telemetry import write
-from pccheck_async.transfer.copying.base import CopyStatistics
+from pccheck_async.transfer.copying.base import CopyBackend, CopyStatistics
 from pccheck_async.transfer.copying.devices import Device, Event, Fence, Fenced
-from pccheck_async.transfer.copying.host import HostCopy
 from pccheck_async.transfer.copying.lanes import Copier, Lane, Ranges, Snapshot, compacted, gaps, merged
 from pccheck_async.transfer.copying.snapshot import DeviceMode, Pace, decide, spare
 from pccheck_async.transfer.memory import address_of
 from pccheck_async.transfer.operations.base import Operations
 from pccheck_async.transfer.operations.worker_threads import WorkerThreads
-from pccheck_async.transfer.segments import Segments, Table
+from pccheck_async.transfer.plan import Segments, Table
 from pccheck_async.transfer.uninterrupted import uninterrupted
 
 __all__ = ["CudaCopy"]
@@ -60,11 +38,12 @@ _WAITERS: Final = 4
 _SMALL_HOST: Final = 1 << 20
 """Most bytes of host tensors (step counts of an optimizer) that are copied together with a snapshot."""
 
-_Admission: TypeAlias = Mapping[int, Any]
+_Marks: TypeAlias = Mapping[int, Any]
+"""By device, the event behind the work that comes before a copy."""
 
 
-class CudaCopy:
-    """Copies device memory by address (see :class:`CopyBackend`). Created on the engine's loop; touches no device yet.
+class CudaCopy(CopyBackend):
+    """Copies device memory by address. Created on the engine's loop; touches no device yet.
 
     Args:
         operations: Copies host memory and computes checksums.
@@ -83,9 +62,8 @@ class CudaCopy:
         mode: DeviceMode = "auto",
         prepare: Callable[[], object] | None = None,
     ) -> None:
-        self.pinning = _Pinning()
-        self._operations = operations
-        self._host = HostCopy(operations)
+        super().__init__(operations, "no tensors of a device were saved yet")
+        self.pinning: _Pinning = _Pinning()
         self._mode: DeviceMode = mode
         self._guard = threading.Lock()
         self._open = open_device
@@ -95,13 +73,11 @@ class CudaCopy:
         self._waiting = _Waiting(loop, _WAITERS)
         self._registering = _Waiting(loop, 1)  # not behind chunks that wait for training: later chunks wait for this
         self._pace = Pace()
-        self._reason = "no tensors of a device were saved yet"
         self._snapshots = 0
         if prepare is not None:
             self._launching.start(prepare)
 
-    def admit(self, devices: Collection[int]) -> _Admission:
-        """Record events on the current streams (see :class:`CopyBackend`)."""
+    def mark_queued_work(self, devices: Collection[int]) -> _Marks:
         if not devices:
             return {}
         with self._guard:
@@ -114,28 +90,25 @@ class CudaCopy:
         with _device_errors():
             return {index: self._copiers[index].device.current() for index in devices}
 
-    async def begin(self, admission: _Admission, sources: Sources, fenced: Fenced | None = None) -> Sources:
-        """Take snapshots on the devices where that pays; on others let the lanes wait (see :class:`CopyBackend`)."""
-        if not admission:
+    async def begin(self, marks: _Marks, sources: Sources, fenced: Fenced | None = None) -> Sources:
+        if not marks:
             return sources
         with _device_errors():
             chosen = await self._launching.call(self._choose, sources)
             taken: set[int] = set()
             before = sources
             if chosen:
-                sources, taken = await self._waiting.call(self._snapshot, admission, sources, chosen, fenced)
+                sources, taken = await self._waiting.call(self._snapshot, marks, sources, chosen, fenced)
             if taken == before.devices:
                 sources = await self._copy_small_host(sources)
-            await self.order_after({index: event for index, event in admission.items() if index not in taken})
+            await self.order_after({index: event for index, event in marks.items() if index not in taken})
             if sources.packed_devices:  # torch copies these on streams that it chooses
-                await self._waiting.call(_synchronize, [admission[index] for index in sources.packed_devices])
+                await self._waiting.call(_synchronize, [marks[index] for index in sources.packed_devices])
         return sources
 
-    async def order_after(self, admission: _Admission) -> None:
-        """Let the lanes wait (see :class:`CopyBackend`)."""
-
+    async def order_after(self, marks: _Marks) -> None:
         def wait() -> None:
-            for index, event in admission.items():
+            for index, event in marks.items():
                 self._copiers[index].wait(event)
 
         with _device_errors():
@@ -144,21 +117,19 @@ class CudaCopy:
     async def gather(
         self, segments: Segments, into: memoryview, keepalive: Any = None, fenced: Fenced | None = None
     ) -> int:
-        """Fill a staging buffer and return its CRC-32 (see :class:`CopyBackend`)."""
         if not segments.devices:
-            return await self._host.gather(segments, into, keepalive)
+            return await super().gather(segments, into, keepalive)
         base = address_of(into)
         filled = await self._fill(segments.devices, base, into.nbytes, fenced)
         if segments.host or segments.packed:
             rest = Segments(merged(segments.host, filled, base), packed=segments.packed)
-            return await self._host.gather(rest, into, keepalive)
+            return await super().gather(rest, into, keepalive)
         for low, high in gaps(filled, into.nbytes):
             into[low:high] = bytes(high - low)
         return await self._operations.checksum(into)
 
     async def scatter(self, source: memoryview, checksum: int, segments: Segments, keepalive: Any = None) -> None:
-        """Verify, then copy out (see :class:`CopyBackend`)."""
-        await self._host.scatter(source, checksum, segments, keepalive)
+        await super().scatter(source, checksum, segments, keepalive)
         base, nbytes = address_of(source), source.nbytes
 
         def start(ends: list[Event]) -> None:
@@ -169,17 +140,15 @@ class CudaCopy:
             await self._perform(start, base)
 
     def note_capture(self, nbytes: int, seconds: float) -> None:
-        """Note the time to the host, CheckFreq's Tc (see :class:`CopyBackend`)."""
-        self._pace.note(nbytes, seconds)
+        self._pace.note(nbytes, seconds)  # CheckFreq's Tc
 
     def statistics(self) -> CopyStatistics:
-        """Return the memory held on all devices (see :class:`CopyBackend`)."""
         accounts = [copier.account for copier in list(self._copiers.values())]
         held, peak = sum(account.held for account in accounts), sum(account.peak for account in accounts)
         return CopyStatistics(held, peak, self._snapshots, self._reason)
 
     def close(self) -> None:
-        """End the threads, free device memory (see :class:`CopyBackend`). The pool unregisters its buffers."""
+        # The pool unregisters its buffers.
         for copier in self._copiers.values():
             copier.close()
         for threads in (self._launching, self._waiting, self._registering):
@@ -261,7 +230,7 @@ class CudaCopy:
         return chosen
 
     def _snapshot(
-        self, admission: _Admission, sources: Sources, chosen: Sequence[int], fenced: Fenced | None
+        self, marks: _Marks, sources: Sources, chosen: Sequence[int], fenced: Fenced | None
     ) -> tuple[Sources, set[int]]:
         """Copy sources on their devices, on a waiting thread. Returns the copies, and the devices that had memory."""
         where = sources.device_of
@@ -272,7 +241,7 @@ class CudaCopy:
                 rows = np.flatnonzero(where == index)
                 addresses, lengths = sources.addresses[rows], sources.lengths[rows]
                 try:
-                    snapshot = self._copiers[index].snapshot(addresses, lengths, admission[index])
+                    snapshot = self._copiers[index].snapshot(addresses, lengths, marks[index])
                 except MemoryError as error:
                     self._reason = f"device {index}: streamed to the host: no memory for a snapshot ({error})"
                     write(logging.INFO, "no_snapshot", "%s", self._reason)
@@ -305,12 +274,9 @@ class CudaCopy:
 
 
 class _Pinning:
-    """Registers staging memory before its first use (see :class:`pccheck_async.transfer.pool.Pinning`).
+    """Registers staging memory (see :class:`pccheck_async.transfer.pool.Pinning`) once there is a device to do it with.
 
     If the driver refuses, copies go through buffers of the driver, slower.
-
-    Attributes:
-        active: Whether there is a device to register memory with.
     """
 
     def __init__(self) -> None:
@@ -360,16 +326,12 @@ class _Pinning:
 class _Waiting:
     """Calls functions that block on a device, on threads of its own: loop and I/O threads stay free.
 
-    Args:
-        loop: The loop on which :meth:`call` is awaited.
-        count: Threads.
+    :meth:`call` is awaited on ``loop``.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, count: int) -> None:
         self._loop = loop
-        self._tokens = itertools.count()
-        self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._threads = WorkerThreads(loop, self._end, count=count, name="pccheck-device")
+        self._threads = WorkerThreads(loop, _end, count=count, name="pccheck-device")
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call ``function`` on a thread and return (or raise) what it does.
@@ -386,21 +348,20 @@ class _Waiting:
 
     def start(self, function: Callable[[], object]) -> asyncio.Future[None]:
         """Call ``function`` on a thread, after the functions of earlier calls."""
-        token, future = next(self._tokens), self._loop.create_future()
-        self._calls[token] = future
-        self._threads.submit([(token, function, ())])
+        future = self._loop.create_future()
+        self._threads.submit([(future, function, ())])
         return future
 
     def close(self) -> None:
         """End the threads once all calls have returned."""
         self._threads.close()
 
-    def _end(self, token: int, _: Any, error: BaseException | None) -> None:
-        future = self._calls.pop(token)
-        if error is None:
-            future.set_result(None)
-        else:
-            future.set_exception(error)
+
+def _end(future: asyncio.Future[Any], result: object, error: BaseException | None) -> None:
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
 
 
 def _synchronize(events: Sequence[Event]) -> None:

@@ -1,14 +1,12 @@
-"""A CUDA device: memory, events and the trainer's streams by torch; streams and copies of its own by CuPy or torch.
-
-CuPy's functions are used where it is installed, else torch's: :func:`load`.
-"""
+"""A CUDA device: memory, events and the trainer's streams by torch; streams and copies of its own by CuPy or torch."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Final, NamedTuple
 
@@ -18,9 +16,9 @@ import torch
 from pccheck_async.telemetry import write
 from pccheck_async.transfer.copying.devices import Block
 from pccheck_async.transfer.copying.lanes import Memory, joined
-from pccheck_async.transfer.copying.runtime import Runtime, TorchRuntime, relax
+from pccheck_async.transfer.copying.runtime import TorchRuntime, relax
 from pccheck_async.transfer.copying.snapshot import DeviceMemory
-from pccheck_async.transfer.segments import Table
+from pccheck_async.transfer.plan import Table
 
 __all__ = ["CudaDevice", "CudaStream", "choose_runtime", "load"]
 
@@ -28,7 +26,7 @@ _SMALLEST_TABLE: Final = 64 << 10
 
 
 class CudaDevice:
-    """One CUDA device (see :class:`pccheck_async.transfer.copying.devices.Device`). Creating it touches no device.
+    """One CUDA device. Creating it touches no device.
 
     All methods but :meth:`current` and :meth:`hold_up` are called on threads of the engine only. They set the current
     device there and leave it set: setting it back would create a context on device 0, which takes memory there for
@@ -39,14 +37,12 @@ class CudaDevice:
         self.index = index
 
     def current(self) -> CudaEvent:
-        """Record an event on the calling thread's current stream of this device. Raises RuntimeError."""
         with torch.cuda.device(self.index):
             if torch.cuda.is_current_stream_capturing():  # what waits for the event would be recorded, and not run
                 raise RuntimeError("the current stream is being recorded as a CUDA graph; save and restore outside it")
         return CudaEvent(self.index, torch.cuda.current_stream(self.index))
 
     def hold_up(self, events: Sequence[CudaEvent]) -> bool:
-        """Let the calling thread's current stream of this device wait for events of streams of ours."""
         with torch.cuda.device(self.index):
             if torch.cuda.is_current_stream_capturing():
                 return False  # a graph must not wait for work outside it
@@ -60,11 +56,9 @@ class CudaDevice:
         return True
 
     def stream(self) -> CudaStream:
-        """Create a stream that does not wait for the default stream."""
         return CudaStream(self.index)
 
     def memory(self) -> DeviceMemory:
-        """Ask the driver and torch's allocator."""
         _use(self.index)
         free, total = torch.cuda.mem_get_info(self.index)
         return DeviceMemory(
@@ -72,27 +66,29 @@ class CudaDevice:
         )
 
     def register(self, address: int, nbytes: int) -> None:
-        """Lock host memory. Raises OSError."""
-        try:
+        with _os_errors():
             _use(self.index).register(address, nbytes)
-        except RuntimeError as error:
-            raise OSError(str(error)) from error
 
     def unregister(self, address: int) -> None:
-        """Unlock host memory. Raises OSError."""
-        try:
+        with _os_errors():
             _use(self.index).unregister(address)
-        except RuntimeError as error:
-            raise OSError(str(error)) from error
+
+
+@contextmanager
+def _os_errors() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
 
 
 _thread = threading.local()
-_idle: dict[tuple[Runtime, int], list[torch.cuda.Stream]] = {}
+_idle: dict[tuple[TorchRuntime, int], list[torch.cuda.Stream]] = {}
 """Streams of closed engines, for the next engines. None is ever destroyed: torch's allocator keeps memory for each
 stream, and waits for the stream before it returns that memory to the driver."""
 
 
-def _use(index: int) -> Runtime:
+def _use(index: int) -> TorchRuntime:
     """Make a device the current one of the calling thread, which is the engine's.
 
     While training records a CUDA graph, other threads must not register or allocate memory: that fails, and ends the
@@ -154,8 +150,7 @@ class CudaStream:
         self._index = index
         self._gather = runtime.kernel(index)
         self._stream = idle.pop() if idle else runtime.stream(index)
-        self._table: Block | None = None
-        self._memory = Memory()
+        self._table = Memory()
         self._kept: list[Any] = []  # memory that queued work uses besides what it copies
         weakref.finalize(self, idle.append, self._stream).atexit = False
 
@@ -223,18 +218,14 @@ class CudaStream:
         return self._stream
 
     def table_of(self, nbytes: int) -> Block:
-        if self._table is None or self._table.nbytes < nbytes:
-            table = self._memory.allocate(self, max(1 << (nbytes - 1).bit_length(), _SMALLEST_TABLE))
-            if self._table is not None:
-                self.keep(self._table)
-            self._table = table
-        return self._table
+        """Return memory for the kernel's table of ``nbytes``."""
+        return self._table.of(self, max(1 << (nbytes - 1).bit_length(), _SMALLEST_TABLE))
 
 
 _loading = threading.Lock()
 
 
-def load() -> Runtime:
+def load() -> TorchRuntime:
     """Return CuPy's functions, or torch's if CuPy cannot be imported; decided once.
 
     The import takes up to seconds, and creates nothing on a device.
@@ -244,7 +235,7 @@ def load() -> Runtime:
 
 
 @cache
-def choose_runtime() -> Runtime:
+def choose_runtime() -> TorchRuntime:
     """Do what :func:`load` does, without its lock."""
     relax()
     try:

@@ -16,7 +16,7 @@ import torch
 from cupy.cuda import runtime
 
 from pccheck_async.telemetry import write
-from pccheck_async.transfer.copying.runtime import MOVE_SOURCE, PORTABLE, Gather, Side
+from pccheck_async.transfer.copying.runtime import MOVE_SOURCE, PORTABLE, Gather, Side, TorchRuntime
 
 __all__ = ["CupyRuntime"]
 
@@ -31,14 +31,14 @@ except runtime.CUDARuntimeError as error:  # importing CuPy proves nothing: it h
 _move = cupy.RawKernel(MOVE_SOURCE, "pccheck_move")
 
 
-class CupyRuntime:
-    """CuPy's streams and copies (see :class:`pccheck_async.transfer.copying.runtime.Runtime`)."""
+class CupyRuntime(TorchRuntime):
+    """CuPy's streams and copies."""
 
     def __init__(self) -> None:
         self._streams: dict[int, Any] = {}  # by handle; CuPy destroys a stream with its last reference
 
     def use(self, index: int) -> None:
-        torch.cuda.set_device(index)
+        super().use(index)
         runtime.setDevice(index)  # torch and CuPy each have a runtime of their own
 
     def stream(self, index: int) -> torch.cuda.Stream:
@@ -54,9 +54,8 @@ class CupyRuntime:
             _move((count,), (_THREADS,), (np.uint64(table),))
 
     def copy(self, stream: torch.cuda.Stream, into: int, source: int, nbytes: int, host: Side | None = None) -> None:
-        runtime.memcpyAsync(
-            into, source, nbytes, runtime.memcpyDefault, stream.cuda_stream
-        )  # memcpyDefault: the driver knows where each address lies
+        kind = runtime.memcpyDefault  # the driver knows where each address lies
+        runtime.memcpyAsync(into, source, nbytes, kind, stream.cuda_stream)
 
     def zero(self, stream: torch.cuda.Stream, address: int, nbytes: int) -> None:
         runtime.memsetAsync(address, 0, nbytes, stream.cuda_stream)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from pccheck_async.transfer.copying.snapshot import DeviceMemory
-from pccheck_async.transfer.segments import Table
+from pccheck_async.transfer.plan import Table
 
 __all__ = ["Block", "Device", "Event", "Fence", "Fenced", "Stream"]
 
@@ -16,19 +16,15 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Block until all work before it ended. Called on the engine's threads. Raises what went wrong there."""
-        ...
 
     def seconds_since(self, earlier: Event) -> float:
         """Return the time between two events that were recorded with ``timed`` and have passed."""
-        ...
 
 
 class Block(Protocol):
-    """Device memory; it is freed with the last reference, which must be dropped after all work on it has ended.
+    """Device memory, aligned to 16 bytes.
 
-    Attributes:
-        address: Where it is, aligned to 16 bytes.
-        nbytes: Its size.
+    It is freed with the last reference, which must be dropped after all work on it has ended.
     """
 
     address: int
@@ -40,43 +36,33 @@ class Stream(Protocol):
 
     def wait(self, event: Any) -> None:
         """Let later work wait for an event of :meth:`Device.current`."""
-        ...
 
     def allocate(self, nbytes: int) -> Block:
         """Allocate device memory that later work of this stream may use without a wait. Raises MemoryError."""
-        ...
 
     def to_host(self, into: int, source: int, nbytes: int) -> None:
         """Copy to host memory; returns only when the copy has ended if that memory was not registered."""
-        ...
 
     def to_device(self, into: int, source: int, nbytes: int) -> None:
         """Copy from host memory; returns only when it was read if that memory was not registered."""
-        ...
 
     def zero(self, address: int, nbytes: int) -> None:
         """Zero device memory."""
-        ...
 
     def prepare(self, rows: Table) -> Any:
         """Make rows of (destination, source, length) ready for :meth:`move`, which is called next."""
-        ...
 
     def move(self, prepared: Any) -> None:
         """Copy the rows of :meth:`prepare` within the device."""
-        ...
 
     def keep(self, memory: Any) -> None:
         """Keep a reference to memory until the work so far has ended."""
-        ...
 
     def record(self, *, timed: bool = False) -> Event:
         """Return an event behind all work so far, which holds the references of :meth:`keep`."""
-        ...
 
     def synchronize(self) -> None:
         """Block until all work ended."""
-        ...
 
 
 class Device(Protocol):
@@ -89,40 +75,31 @@ class Device(Protocol):
 
         Raises RuntimeError if that stream is being recorded as a graph.
         """
-        ...
 
     def hold_up(self, events: Sequence[Any]) -> bool:
         """Let later work of the calling thread's current stream wait for events of streams of this device.
 
-        Returns:
-            False if that cannot be done (the stream is being recorded as a graph).
+        False if that cannot be done (the stream is being recorded as a graph).
         """
-        ...
 
     def stream(self) -> Stream:
         """Make a stream."""
-        ...
 
     def memory(self) -> DeviceMemory:
         """Return how much memory there is."""
-        ...
 
     def register(self, address: int, nbytes: int) -> None:
         """Lock host memory for direct copies with every device. Raises OSError if that is refused."""
-        ...
 
     def unregister(self, address: int) -> None:
         """Undo :meth:`register`."""
-        ...
 
 
 class Fence:
     """The end of a capture's copies from devices, all of which are queued: later device work can wait for it.
 
-    Nobody waits on the host for that. Immutable; may be used by any thread.
-
-    Args:
-        ends: For each stream that copies (or a key that stands for it), its device and an event behind the last copy.
+    Immutable; may be used by any thread. ``ends`` has, for each stream that copies (or a key that stands for it), its
+    device and an event behind the last copy.
     """
 
     def __init__(self, ends: Mapping[Any, tuple[Device, Event]]) -> None:
@@ -135,8 +112,7 @@ class Fence:
     def hold_up(self) -> bool:
         """Let later work on the calling thread's current stream of each device wait for the copies.
 
-        Returns:
-            False if a stream cannot wait: then nothing is read any more only when the capture has ended.
+        False if a stream cannot wait: then nothing is read any more only when the capture has ended.
         """
         events: dict[int, tuple[Device, list[Event]]] = {}
         for device, event in self._ends.values():

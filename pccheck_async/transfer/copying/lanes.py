@@ -22,22 +22,9 @@ import numpy.typing as npt
 from pccheck_async.telemetry import write
 from pccheck_async.transfer.copying.devices import Block, Device, Event, Stream
 from pccheck_async.transfer.copying.snapshot import Account, Pace
-from pccheck_async.transfer.segments import Table
+from pccheck_async.transfer.plan import Table
 
-__all__ = [
-    "Copier",
-    "Lane",
-    "Memory",
-    "Ranges",
-    "Snapshot",
-    "Split",
-    "compacted",
-    "gaps",
-    "joined",
-    "merged",
-    "moves",
-    "split",
-]
+__all__ = ["Copier", "Lane", "Memory", "Ranges", "Snapshot", "compacted", "gaps", "joined", "merged", "moves", "split"]
 
 _LANES: Final = 2
 """While one lane copies to the host, the other one gathers."""
@@ -84,11 +71,7 @@ class Snapshot:
 
 
 class Copier:
-    """Copies between one device and the host, and within the device. Used by one thread at a time per lane.
-
-    Args:
-        device: The device.
-    """
+    """Copies between one device and the host, and within the device. Used by one thread at a time per lane."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -103,15 +86,14 @@ class Copier:
     def lane(self) -> Lane:
         """Return the lanes in turn. They are created on first use, so on a thread of the engine."""
         with self._guard:
-            self._make_lanes()
             self._turn += 1
-            return self._lanes[self._turn % _LANES]
+            return self._made_lanes()[self._turn % _LANES]
 
     def wait(self, event: Any) -> None:
         """Let later copies of all lanes wait for an event."""
         with self._guard:
-            self._make_lanes()
-        for lane in self._lanes:
+            lanes = self._made_lanes()
+        for lane in lanes:
             lane.wait(event)
 
     def snapshot(self, addresses: Table, lengths: npt.NDArray[np.int64], after: Any) -> Snapshot:
@@ -134,9 +116,10 @@ class Copier:
             self._lanes.clear()
             self._own = None
 
-    def _make_lanes(self) -> None:
+    def _made_lanes(self) -> list[Lane]:
         while len(self._lanes) < _LANES:
             self._lanes.append(Lane(self.device, self.account))
+        return self._lanes
 
 
 class Lane:
@@ -144,10 +127,9 @@ class Lane:
 
     def __init__(self, device: Device, account: Account) -> None:
         self._device = device
-        self._memory = Memory(account)
+        self._scratch = Memory(account)
         self._stream = device.stream()
         self._guard = threading.Lock()
-        self._scratch: Block | None = None
 
     def wait(self, event: Any) -> None:
         """Let later copies wait for an event."""
@@ -155,13 +137,7 @@ class Lane:
             self._stream.wait(event)
 
     def gather(self, table: Table, foreign: Table | None, base: int, nbytes: int) -> tuple[Event, Ranges]:
-        """Start to fill a buffer.
-
-        Args:
-            table: Segments of this device.
-            foreign: Segments of other devices in the same chunk.
-            base: Address of the buffer.
-            nbytes: Size of the buffer.
+        """Start to fill the buffer of ``nbytes`` at ``base``; ``foreign`` are segments of other devices in the chunk.
 
         Returns:
             The event behind the copies, and the ranges of the buffer that they write.
@@ -200,20 +176,11 @@ class Lane:
         if not len(found.small):
             return found, 0
         try:
-            return found, self._image(nbytes)
+            return found, self._scratch.of(self._stream, nbytes).address
         except MemoryError as error:
             text = "device %d has no memory for a scratch image of %d bytes: %s"
             write(logging.DEBUG, "no_scratch", text, self._device.index, nbytes, error)
             return split(table, foreign, large=0), 0
-
-    def _image(self, nbytes: int) -> int:
-        """Return the address of a scratch image of ``nbytes``."""
-        if self._scratch is None or self._scratch.nbytes < nbytes:
-            scratch = self._memory.allocate(self._stream, nbytes)
-            if self._scratch is not None:
-                self._stream.keep(self._scratch)
-            self._scratch = scratch
-        return self._scratch.address
 
 
 class Memory:
@@ -221,14 +188,23 @@ class Memory:
 
     Every failed attempt makes torch's allocator return its cache to the driver, and training then has to allocate anew.
 
-    Args:
-        account: Counts the memory as held; None if it is too little to count.
+    ``account`` counts the memory as held; None if it is too little to count.
     """
 
     def __init__(self, account: Account | None = None) -> None:
         self._account = account
+        self._block: Block | None = None
         self._pause = 0.0
         self._until = 0.0
+
+    def of(self, stream: Stream, nbytes: int) -> Block:
+        """Return the stream's one block, of at least ``nbytes``, which is used again and again. Raises MemoryError."""
+        if self._block is None or self._block.nbytes < nbytes:
+            block = self.allocate(stream, nbytes)
+            if self._block is not None:
+                stream.keep(self._block)
+            self._block = block
+        return self._block
 
     def allocate(self, stream: Stream, nbytes: int) -> Block:
         """Allocate memory for a stream. Raises MemoryError."""
@@ -262,10 +238,8 @@ def _whole(stream: Stream) -> Iterator[Stream]:
 class Split(NamedTuple):
     """The segments of one device in one chunk, by how they are copied.
 
-    Attributes:
-        large: Copied one by one.
-        small: Copied through the scratch image.
-        runs: Ranges copied between the image and the buffer; every small segment lies in one run.
+    Large ones are copied one by one, small ones through the scratch image: ``runs`` are the ranges copied between image
+    and buffer, and every small segment lies in one run.
     """
 
     large: Table
@@ -281,12 +255,9 @@ class Split(NamedTuple):
 
 
 def split(table: Table, foreign: Table | None = None, large: int = _LARGE) -> Split:
-    """Split the segments of one device.
+    """Split the segments of one device, in any order; those of ``large`` bytes or more are copied by themselves.
 
-    Args:
-        table: The segments, in any order.
-        foreign: Segments of other devices in the same chunk: no run covers them, as devices copy concurrently.
-        large: Bytes from which a segment is copied by itself.
+    No run covers ``foreign`` segments, those of other devices in the same chunk: devices copy concurrently.
     """
     is_large = table[:, 2] >= large
     alone, small = table[is_large], table[~is_large]
@@ -304,23 +275,15 @@ def split(table: Table, foreign: Table | None = None, large: int = _LARGE) -> Sp
 
 
 def moves(into: Table, source: Table, lengths: Table, most: int) -> Table:
-    """Return rows of (destination, source, length), none longer than ``most``: one for each block of GPU threads.
+    """Return rows of (destination, source, length): one for each block of GPU threads.
 
-    Args:
-        into: Destination addresses.
-        source: Source addresses.
-        lengths: Lengths in bytes.
-        most: Most bytes of a row; a multiple of 16, so that cutting keeps alignment.
+    None has more than ``most`` bytes, a multiple of 16, so that cutting keeps alignment.
     """
-    counts = (lengths + np.uint64(most - 1)) // np.uint64(most)
-    row = np.repeat(np.arange(len(lengths)), counts.astype(np.int64))
-    part = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts.astype(np.int64)).astype(np.int64)
+    counts = ((lengths + np.uint64(most - 1)) // np.uint64(most)).astype(np.int64)
+    row = np.repeat(np.arange(len(lengths)), counts)
+    part = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
     low = part.astype(np.uint64) * np.uint64(most)
-    table = np.empty((len(row), 3), np.uint64)
-    table[:, 0] = into[row] + low
-    table[:, 1] = source[row] + low
-    table[:, 2] = np.minimum(lengths[row] - low, np.uint64(most))
-    return table
+    return np.stack((into[row] + low, source[row] + low, np.minimum(lengths[row] - low, np.uint64(most))), axis=1)
 
 
 def joined(rows: Table) -> Table:
@@ -335,11 +298,7 @@ def joined(rows: Table) -> Table:
 
 
 def compacted(addresses: Table, lengths: npt.NDArray[np.int64]) -> tuple[Table, int]:
-    """Lay pieces of memory out back to back, each aligned to 16 bytes as it is at its address.
-
-    Returns:
-        Offset of each piece, and the bytes of all together.
-    """
+    """Lay pieces of memory out back to back, aligned to 16 bytes as they are; return their offsets and all bytes."""
     shift = (addresses % np.uint64(_ALIGNMENT)).astype(np.int64)
     room = -(-(shift + lengths) // _ALIGNMENT) * _ALIGNMENT
     ends = np.cumsum(room)
@@ -356,22 +315,15 @@ def merged(host: bytes, filled: Ranges, address: int) -> bytes:
     """Return the table that gathers segments of the host into a buffer that devices have filled in part.
 
     The filled ranges are gathered from the buffer itself, so they stay as they are: one pass then writes the rest,
-    zeros the gaps and computes the checksum. A host segment inside a filled range overwrites it.
-
-    Args:
-        host: Segments in growing order of offset, not overlapping.
-        filled: Ranges that devices wrote, in order, not overlapping.
-        address: Address of the buffer.
+    zeros the gaps and computes the checksum. A host segment inside a filled range overwrites it. Segments and ranges
+    are in order and do not overlap; ``address`` is the buffer's.
     """
     rows = np.frombuffer(host, np.uint64).reshape(-1, 3)
     lows, highs = rows[:, 1].astype(np.int64), (rows[:, 1] + rows[:, 2]).astype(np.int64)
     cuts = np.unique(np.concatenate((filled.ravel(), lows, highs)))
     starts, ends = cuts[:-1], cuts[1:]
     kept = _within(starts, filled[:, 0], filled[:, 1]) & ~_within(starts, lows, highs)
-    own = np.empty((int(np.count_nonzero(kept)), 3), np.uint64)
-    own[:, 0] = starts[kept] + address
-    own[:, 1] = starts[kept]
-    own[:, 2] = (ends - starts)[kept]
+    own = np.stack((starts[kept] + address, starts[kept], (ends - starts)[kept]), axis=1).astype(np.uint64)
     table = np.concatenate((rows, own))
     return table[np.argsort(table[:, 1], kind="stable")].tobytes()
 

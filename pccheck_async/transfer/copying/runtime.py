@@ -1,18 +1,15 @@
-"""What a device needs of the CUDA runtime: a protocol, torch's functions for it, and the one kernel.
-
-CuPy's functions are in ``cupy_runtime.py``.
-"""
+"""What a device needs of the CUDA runtime, by torch's functions (``cupy_runtime.py``: CuPy's), and the one kernel."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
 
-__all__ = ["MOVE_SOURCE", "PORTABLE", "Gather", "Runtime", "Side", "TorchRuntime", "relax"]
+__all__ = ["MOVE_SOURCE", "PORTABLE", "Gather", "Side", "TorchRuntime", "relax"]
 
 PORTABLE: Final = 1
 """cudaHostRegisterPortable: locked for every device."""
@@ -55,38 +52,6 @@ extern "C" __global__ void pccheck_move(const unsigned long long *table)
 """The one kernel: it copies many pieces of device memory at once."""
 
 
-class Runtime(Protocol):
-    """The functions; all raise RuntimeError. A stream that is passed, and its device, are torch's current ones."""
-
-    def use(self, index: int) -> None:
-        """Make a device the current one of the calling thread."""
-        ...
-
-    def stream(self, index: int) -> torch.cuda.Stream:
-        """Create a stream of the current device, ``index``, that does not wait for the default stream."""
-        ...
-
-    def kernel(self, index: int) -> Gather | None:
-        """Return the kernel for the current device, ``index``; None if there is none."""
-        ...
-
-    def copy(self, stream: torch.cuda.Stream, into: int, source: int, nbytes: int, host: Side | None = None) -> None:
-        """Copy within the device, or from or to the host; wait only if host memory is not registered."""
-        ...
-
-    def zero(self, stream: torch.cuda.Stream, address: int, nbytes: int) -> None:
-        """Zero device memory."""
-        ...
-
-    def register(self, address: int, nbytes: int) -> None:
-        """Lock host memory for every device."""
-        ...
-
-    def unregister(self, address: int) -> None:
-        """Undo :meth:`register`."""
-        ...
-
-
 def relax() -> None:
     """Let the calling thread, which records no CUDA graph, register and allocate memory while another one records.
 
@@ -99,35 +64,46 @@ def relax() -> None:
 
 
 class TorchRuntime:
-    """Torch's streams and copies (see :class:`Runtime`)."""
+    """Torch's streams and copies.
+
+    All methods raise RuntimeError. A stream that is passed, and its device, are torch's current ones.
+    """
 
     def use(self, index: int) -> None:
+        """Make a device the current one of the calling thread."""
         torch.cuda.set_device(index)
 
     def stream(self, index: int) -> torch.cuda.Stream:
-        """Return the next stream of torch's pool.
+        """Create a stream of the current device, ``index``, that does not wait for the default stream.
 
-        The pool has 32 streams per device and hands them out in turn: training may hold the same one. Its work and the
-        copies then wait for each other, which is correct, but slower.
+        Torch's pool has 32 streams per device and hands them out in turn: training may hold the same one. Its work and
+        the copies then wait for each other, which is correct, but slower.
         """
         return torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
 
-    def kernel(self, index: int) -> None:
+    def kernel(self, index: int) -> Gather | None:
+        """Return the kernel for the current device, ``index``; None if there is none."""
         return None
 
     def copy(self, stream: torch.cuda.Stream, into: int, source: int, nbytes: int, host: Side | None = None) -> None:
-        """Copy by the driver's function, which finds out itself whether memory is registered, and waits if not."""
+        """Copy within the device, or from or to the host; wait only if host memory is not registered.
+
+        The driver finds out itself whether it is.
+        """
         target = _on_host(into, nbytes) if host == "into" else _on_device(into, nbytes, stream.device)
         origin = _on_host(source, nbytes) if host == "source" else _on_device(source, nbytes, stream.device)
         target.copy_(origin, non_blocking=True)
 
     def zero(self, stream: torch.cuda.Stream, address: int, nbytes: int) -> None:
+        """Zero device memory."""
         _on_device(address, nbytes, stream.device).zero_()
 
     def register(self, address: int, nbytes: int) -> None:
+        """Lock host memory for every device."""
         _call("cudaHostRegister", address, nbytes, PORTABLE)
 
     def unregister(self, address: int) -> None:
+        """Undo :meth:`register`."""
         _call("cudaHostUnregister", address)
 
 

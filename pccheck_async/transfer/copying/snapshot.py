@@ -16,14 +16,7 @@ _RESERVED_SHARE = 20
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Memory of one device in bytes.
-
-    Attributes:
-        total: Memory of the device.
-        free: Not allocated by any process.
-        reserved: Held by torch's allocator of this process, in use or cached.
-        peak: Most that was in use in torch's allocator at a time.
-    """
+    """Memory of one device in bytes; the last two are torch's allocator's in this process, ``peak`` the most in use."""
 
     total: int
     free: int
@@ -120,17 +113,14 @@ def decide(
             return Decision(False, f"streamed to the host: {needed}")
         return Decision(True, "snapshot on the device: asked for")
     if host_seconds is None:
-        return Decision(
-            False,
-            "streamed to the host: the first capture shows how long that takes, and training after it how much memory "
-            "it needs",
-        )
+        unknown = "the first capture shows how long that takes, and training after it how much memory it needs"
+        return Decision(False, f"streamed to the host: {unknown}")
     reserve = total_bytes // _RESERVED_SHARE
     if spare_bytes <= state_bytes + reserve:
         return Decision(False, f"streamed to the host: {needed}, of which {_mib(reserve)} stay in reserve")
-    overhead = max(0.0, host_seconds - hidden_seconds)
     if device_seconds is None:
         return Decision(True, f"snapshot on the device: {needed}")
+    overhead = max(0.0, host_seconds - hidden_seconds)
     times = f"{device_seconds:.4f} s on the device, {overhead:.4f} s of waiting for the host"
     if device_seconds > overhead:
         return Decision(False, f"streamed to the host: a copy takes {times}")

@@ -1,8 +1,8 @@
 """Operations on bytes, submitted in batches: what both backends share, and what each has to implement.
 
-An :class:`Operations` belongs to one event loop. Awaiting an operation puts it into the batch of the current loop
-iteration; the batch is submitted in one call. A cancelled operation is asked to stop and then *waited for*: when the
-await ends, cancelled or not, nothing of the operation runs any more, so its buffer may be reused (invariant I9).
+Awaiting an operation puts it into the batch of the current loop iteration, which is submitted in one call. A cancelled
+operation is asked to stop and then *waited for*: when the await ends, cancelled or not, nothing of the operation runs
+any more, so its buffer may be reused (invariant I9).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Completion(asyncio.Future[Any]):
 
 
 class Operations(abc.ABC):
-    """Base of the backends: batches submissions, matches completions to awaiters, waits out cancelled operations.
+    """Base of the backends: batches submissions, matches completions to awaiters. Belongs to one event loop.
 
     A backend implements the abstract methods, and calls :meth:`_complete` on the loop's thread. To it an operation is
     the tuple (token, kind, arguments...) that ``_ext.pyi`` describes.
@@ -137,7 +137,7 @@ class Operations(abc.ABC):
             OSError: The backend is closed; nothing was performed.
             ValueError: A step is impossible; nothing was performed.
         """
-        token, completion = self._expect(_nothing)
+        token, completion = self._expect(lambda: None)
         self._submit_or_fail([(token, Kind.CHAIN, tuple(steps))])
         try:
             ended += await completion
@@ -147,15 +147,19 @@ class Operations(abc.ABC):
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a blocking ``function`` on a helper thread and return (or raise) what it does."""
-        result: T = await self._ended(self._begin_call(function, arguments))
-        return result
+        return await self.obtain(lambda _: None, function, *arguments)
 
     async def obtain(self, undo: Callable[[T], object], function: Callable[..., T], *arguments: Any) -> T:
         """Do what :meth:`call` does, for a result that has to be given back.
 
         Cancellation: raised once the call has ended and ``undo`` was called with what it returned.
         """
-        completion = self._begin_call(function, arguments)
+        token, completion = self._expect()
+        try:
+            self._helpers.submit([(token, function, arguments)])
+        except BaseException:
+            del self._waiting[token]
+            raise
         try:
             result: T = await completion
         except asyncio.CancelledError:
@@ -187,23 +191,11 @@ class Operations(abc.ABC):
         if not self._batch:
             self._loop.call_soon(self._flush_batch)
         self._batch.append((token, kind, *arguments))
-        return await self._ended(completion)
-
-    async def _ended(self, completion: _Completion) -> Any:
         try:
             return await completion
         except asyncio.CancelledError:
             completion.exception()  # retrieved: the cancellation is what the awaiter learns
             raise
-
-    def _begin_call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> _Completion:
-        token, completion = self._expect()
-        try:
-            self._helpers.submit([(token, function, arguments)])
-        except BaseException:
-            del self._waiting[token]
-            raise
-        return completion
 
     def _expect(self, ask_to_stop: Callable[[], None] | None = None) -> tuple[int, _Completion]:
         if self._closed:
@@ -260,6 +252,3 @@ class Operations(abc.ABC):
     @abc.abstractmethod
     def _shutdown(self) -> None:
         """Stop the backend's threads; nothing is running any more."""
-
-
-def _nothing() -> None: ...

@@ -23,11 +23,7 @@ def available() -> bool:
 
 
 class NativeOperations(Operations):
-    """Operations on threads of the extension.
-
-    Args:
-        io_threads: Threads for write, read, flush and chain.
-        copy_threads: Threads for gather, scatter and checksum.
+    """Operations on threads of the extension: for write, read, flush and chain, and for gather, scatter and checksum.
 
     Raises:
         RuntimeError: The extension was not built, or the system has no room for that many threads.

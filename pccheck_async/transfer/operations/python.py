@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
-import numpy as np
-
 from pccheck_async.format import crc32
+from pccheck_async.transfer.memory import address_of
 from pccheck_async.transfer.operations.base import ChainStep, Kind, Operations, Step
-from pccheck_async.transfer.operations.worker_threads import Job, WorkerThreads
+from pccheck_async.transfer.operations.worker_threads import WorkerThreads
 
 __all__ = ["OperationsAtOnce", "PythonOperations"]
 
@@ -35,11 +34,9 @@ _MOST_RETRIES = 1000
 
 
 class PythonOperations(Operations):
-    """Operations on Python threads; system calls, ``memmove`` and ``zlib.crc32`` all release the GIL.
+    """Operations on Python threads (see :class:`NativeOperations`).
 
-    Args:
-        io_threads: Threads for write, read, flush and chain.
-        copy_threads: Threads for gather, scatter and checksum.
+    System calls, ``memmove`` and ``zlib.crc32`` all release the GIL.
     """
 
     name = "python"
@@ -59,14 +56,10 @@ class PythonOperations(Operations):
 
     def _submit(self, batch: list[tuple[Any, ...]]) -> None:
         # The arguments hold the buffers and the keepalive until the operation has ended.
-        io: list[Job] = []
-        memory: list[Job] = []
-        for token, kind, *arguments in batch:
-            (io if kind in _IO_KINDS else memory).append((token, _FUNCTIONS[kind], tuple(arguments)))
-        if io:
-            self._io.submit(io)
-        if memory:
-            self._copy.submit(memory)
+        for threads, is_io in ((self._io, True), (self._copy, False)):
+            of_kinds = (each for each in batch if (each[1] in _IO_KINDS) == is_io)
+            if jobs := [(token, _FUNCTIONS[kind], tuple(arguments)) for token, kind, *arguments in of_kinds]:
+                threads.submit(jobs)
 
     def _cancel(self, token: int) -> None:
         if not self._io.cancel(token):
@@ -77,38 +70,23 @@ class PythonOperations(Operations):
         self._copy.close()
 
 
-class OperationsAtOnce(Operations):
+class OperationsAtOnce(PythonOperations):
     """Operations on the calling thread: no other thread, no loop, and awaiting one never suspends.
 
     For a few small reads, which take less time than starting threads.
     """
 
-    name = "python"
-
     def __init__(self) -> None: ...
 
-    async def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function on this thread (see :class:`Operations`)."""
-        return function(*arguments)
-
     async def obtain(self, undo: Callable[[T], object], function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function that nobody can interrupt (see :class:`Operations`)."""
+        """Call a function, which nobody can interrupt, on this thread."""
         return function(*arguments)
 
     async def close(self) -> None:
         """Nothing is running."""
 
-    def gather_at_once(self, segments: bytes, into: memoryview) -> int:
-        """Gather on this thread (see :class:`Operations`)."""
-        return gather(segments, into)
-
     async def _perform(self, kind: Kind, *arguments: Any) -> Any:
         return _FUNCTIONS[kind](*arguments)
-
-    def _submit(self, batch: object) -> None:
-        raise AssertionError("nothing is ever in flight here")
-
-    _cancel = _shutdown = _submit  # type: ignore[assignment]
 
 
 def chain(steps: Sequence[ChainStep]) -> list[Step]:
@@ -142,10 +120,6 @@ def _check_linked(fd: int) -> None:
         return
     if not links:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-
-
-def _unlock(fd: int) -> None:
-    fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def write_all(fd: int, offset: int, data: memoryview) -> None:
@@ -194,7 +168,9 @@ def _patiently(move: Callable[..., int], *arguments: Any) -> int:
 def gather(segments: bytes, into: memoryview, keepalive: object = None) -> int:
     """Copy ``segments`` into ``into``, zero the gaps, and return the CRC-32 of all of ``into``."""
     checked = _checked(segments, into.nbytes, ordered=True)
-    base = _address(into, writable=True)
+    if into.readonly:
+        raise BufferError("the buffer is read-only")
+    base = address_of(into) if into.nbytes else 0
     filled = 0
     for address, offset, length in checked:
         ctypes.memset(base + filled, 0, offset - filled)
@@ -209,7 +185,7 @@ def scatter(source: memoryview, checksum: int, segments: bytes, keepalive: objec
     checked = _checked(segments, source.nbytes, ordered=False)
     if crc32(source) != checksum:
         raise OSError(errno.EBADMSG, "checksum mismatch")
-    base = _address(source, writable=False)
+    base = address_of(source) if source.nbytes else 0
     for address, offset, length in checked:
         ctypes.memmove(address, base + offset, length)
 
@@ -235,14 +211,6 @@ def _checked(segments: bytes, size: int, *, ordered: bool) -> list[tuple[int, in
     return checked
 
 
-def _address(buffer: memoryview, *, writable: bool) -> int:
-    if writable and buffer.readonly:
-        raise BufferError("the buffer is read-only")
-    if buffer.nbytes == 0:
-        return 0
-    return int(np.frombuffer(buffer, np.uint8).ctypes.data)
-
-
 _FUNCTIONS: dict[int, Callable[..., Any]] = {
     Kind.WRITE: write_all,
     Kind.READ: read_all,
@@ -251,6 +219,6 @@ _FUNCTIONS: dict[int, Callable[..., Any]] = {
     Kind.SCATTER: scatter,
     Kind.CHECKSUM: crc32,
     Kind.CHAIN: chain,
-    Kind.UNLOCK: _unlock,
+    Kind.UNLOCK: lambda fd: fcntl.flock(fd, fcntl.LOCK_UN),
     Kind.LINKED: _check_linked,
 }

@@ -14,7 +14,7 @@ from pccheck_async.state import exempt_this_thread
 
 __all__ = ["Job", "WorkerThreads"]
 
-Job: TypeAlias = tuple[int, Callable[..., Any], tuple[Any, ...]]
+Job: TypeAlias = tuple[Any, Callable[..., Any], tuple[Any, ...]]
 """Token, function, its arguments."""
 
 
@@ -23,11 +23,8 @@ class WorkerThreads:
 
     Unlike :mod:`concurrent.futures` these threads still work in ``atexit`` handlers, where an unclosed engine drains.
 
-    Args:
-        loop: The loop on which ``complete`` is called.
-        complete: Called with (token, result, error) for every job.
-        count: Threads; all are started at once, since none can be started while the interpreter exits.
-        name: Prefix of the threads' names.
+    All are started at once, since none can be started while the interpreter exits. ``complete`` is called on the loop
+    with (token, result, error) for every job.
 
     Raises:
         RuntimeError: The system has no room for as many threads; none is left.
@@ -36,7 +33,7 @@ class WorkerThreads:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        complete: Callable[[int, Any, BaseException | None], None],
+        complete: Callable[[Any, Any, BaseException | None], object],
         *,
         count: int,
         name: str,
@@ -44,7 +41,7 @@ class WorkerThreads:
         self._loop = loop
         self._complete = complete
         self._jobs: deque[Job] = deque()
-        self._ended: deque[tuple[int, Any, BaseException | None]] = deque()
+        self._ended: deque[tuple[Any, Any, BaseException | None]] = deque()
         self._ready = threading.Condition()
         self._closed = False
         self._signalled = False
@@ -67,15 +64,13 @@ class WorkerThreads:
             self._jobs.extend(jobs)
             self._ready.notify(len(self._jobs))
 
-    def cancel(self, token: int) -> bool:
+    def cancel(self, token: Any) -> bool:
         """Drop a job that has not started; its completion is reported as cancelled. True where it was found."""
         with self._ready:
-            for job in self._jobs:
-                if job[0] == token:
-                    self._jobs.remove(job)
-                    break
-            else:
+            job = next((job for job in self._jobs if job[0] == token), None)
+            if job is None:
                 return False
+            self._jobs.remove(job)
         self._report(token, None, OSError(errno.ECANCELED, "cancelled"))
         return True
 
@@ -108,9 +103,9 @@ class WorkerThreads:
             # The job's buffers must be free when its awaiter resumes, so that one can be resized or released.
             del function, arguments
             self._report(token, result, error)
-            del result, error
+            del token, result, error
 
-    def _report(self, token: int, result: Any, error: BaseException | None) -> None:
+    def _report(self, token: Any, result: Any, error: BaseException | None) -> None:
         with self._ready:
             self._ended.append((token, result, error))
             if self._signalled:
