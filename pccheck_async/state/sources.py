@@ -104,10 +104,8 @@ class Sources:
         for source in sources:
             if isinstance(source, PackedSource):
                 self.add_packed(source)
-            elif source.device == HOST:
-                self.add(source.address, source.nbytes, source.owner)
             else:
-                self.add_device(*source)
+                self.add(*source)
 
     def with_memory(self, addresses: npt.NDArray[np.uint64], owners: list[Any]) -> Sources:
         """Return sources of the same sizes on the same devices; a packed one has the address 0 and owns itself."""
@@ -118,17 +116,14 @@ class Sources:
         new.owned = None
         return new
 
-    def add(self, address: int, nbytes: int, owner: Any) -> None:
-        """Append host memory (a :class:`RawSource` that is only made when someone asks for it)."""
+    def add(self, address: int, nbytes: int, owner: Any, device: int = HOST) -> None:
+        """Append memory of the host or a CUDA device (a :class:`RawSource` is only made when someone asks for it)."""
+        if device != HOST:
+            self._placed[len(self._owners)] = device
+            self.devices.add(device)
         self._addresses.append(address)
         self.nbytes.append(nbytes)
         self._owners.append(owner)
-
-    def add_device(self, address: int, nbytes: int, owner: Any, device: int) -> None:
-        """Append memory of a CUDA device."""
-        self._placed[len(self._owners)] = device
-        self.devices.add(device)
-        self.add(address, nbytes, owner)
 
     def add_packed(self, source: PackedSource) -> None:
         """Append a packed source."""

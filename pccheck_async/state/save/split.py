@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeAlias
 
@@ -138,7 +139,7 @@ class Splitter:
             if candidates.any():
                 constants = self.constants.choose(layout, candidates, values, paths)
             if constants is not None:
-                layout = layout.broken_at(constants.breaks)
+                layout = replace(layout, breaks=constants.breaks)
                 lazy, eager = lazy | constants.constant, eager & ~constants.constant
         if fenced:
             sources, _ = copy_small(sources, lazy & sources.on_host())
@@ -162,7 +163,7 @@ class Splitter:
             versions = Versions(paths, tensors, members.memory)
             members.memory = versions.memory  # for as long as these are the lazy leaves, nothing moved
         part = LazyPart(eager, versions, byte_check, constants, self)
-        return layout if sources is layout.sources else layout.filled(sources), part
+        return layout if sources is layout.sources else replace(layout, sources=sources), part
 
     def note_end(self, constants: Choice | None, error: Exception | None) -> None:
         """See :attr:`LazyPart.note_end`."""
