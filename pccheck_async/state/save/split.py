@@ -127,7 +127,7 @@ class Splitter:
         if flat.objects and (changing := self._tables.among(flat.objects, flat.outline)):
             owned = sharing_nothing(owned, changing)
         sources = layout.sources
-        lazy = self._lazy_sources.among(sources, values, owned)
+        lazy = self._lazy_sources.among(sources, owned)
         if torn := self._torn.sources(paths, layout.source_of):
             lazy = lazy.copy()
             lazy[torn] = False
