@@ -12,8 +12,6 @@ import torch
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format import dtypes
 
-__all__ = ["KINDS", "Array", "ArrayLeaf", "Kind", "Leaves"]
-
 Array: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
 Kind: TypeAlias = Literal["tensor", "parameter", "ndarray"]
 

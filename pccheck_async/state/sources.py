@@ -14,8 +14,6 @@ import torch
 from pccheck_async.format import dtypes
 from pccheck_async.state.leaves import Array
 
-__all__ = ["HOST", "PackedSource", "RawSource", "Source", "Sources", "as_bits", "device_bytes"]
-
 HOST: Final = -1
 """Stands for the host where the index of a CUDA device may stand."""
 

@@ -17,8 +17,6 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-__all__ = ["Callback", "exempt_this_thread", "notify", "stop_notifying", "storage_address", "untyped_storage"]
-
 Callback: TypeAlias = Callable[[Any, bool], None]
 """Called with the tensor or storage, and whether the access likely writes; else it may only read."""
 

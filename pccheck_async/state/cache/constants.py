@@ -23,8 +23,6 @@ from pccheck_async.errors import TornCaptureError
 from pccheck_async.state.storages import Layout
 from pccheck_async.state.tensor_access import storage_address
 
-__all__ = ["Choice", "Constants"]
-
 _Which: TypeAlias = npt.NDArray[np.bool_]
 _Numbers: TypeAlias = npt.NDArray[np.int64]
 _Mark: TypeAlias = tuple[int, int, int]
@@ -36,8 +34,8 @@ class Choice:
 
     Attributes:
         breaks: Storages that begin a new chunk, so that candidates lie in chunks of their own.
-        extents: Where the state's bytes lie (see :class:`pccheck_async.state.storages.Layout`).
-        storage_nbytes: Sizes of the storages.
+        extents: Where the state's bytes lie, as in its layout.
+        storage_nbytes: As in its layout.
         candidates: The sources that may be constant, one boolean per source.
         constant: Those of them that were so far, and are lazy in this capture.
         paths: Paths of their leaves, by source.
@@ -70,21 +68,13 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Known:
-    """What is known from the newest capture.
-
-    Attributes:
-        choice: Its candidates.
-        sources: For each piece of a candidate in a chunk the number of the source,
-        chunks: and of the chunk.
-        checksums: Checksums of these chunks.
-        changed: Those of the chunks that had another checksum in the capture before.
-    """
+    """What is known from the newest capture."""
 
     choice: Choice
-    sources: _Numbers
-    chunks: _Numbers
-    checksums: Mapping[int, int]
-    changed: Sequence[int]
+    sources: _Numbers  # for each piece of a candidate in a chunk the number of the source,
+    chunks: _Numbers  # and of the chunk
+    checksums: Mapping[int, int]  # of these chunks
+    changed: Sequence[int]  # those of the chunks that had another checksum in the capture before
 
 
 class Constants:
@@ -103,11 +93,8 @@ class Constants:
     def choose(self, layout: Layout, candidates: _Which, values: Sequence[Any], paths: Sequence[str]) -> Choice | None:
         """Return which of the ``candidates`` are constant so far; None where none of them ever can be.
 
-        Args:
-            layout: Of the state.
-            candidates: Sources that no optimizer owns and that are too large to be copied on the caller's thread.
-            values: The leaves.
-            paths: Their paths.
+        They are sources that no optimizer owns and that are too large to be copied on the caller's thread; ``values``
+        and ``paths`` are those of all leaves.
         """
         storage_of = layout.extents[:, 0]
         sources = enumerate(layout.source_of)
@@ -134,13 +121,7 @@ class Constants:
         return Choice(breaks, layout.extents, layout.storage_nbytes, candidates, constant, names, expected, marks)
 
     def learn(self, choice: Choice, tables: Iterable[Any], checksums: Sequence[int]) -> None:
-        """Remember the checksums of one capture.
-
-        Args:
-            choice: What :meth:`choose` returned for it.
-            tables: For each chunk a table whose first column has the numbers of its sources.
-            checksums: Of each chunk.
-        """
+        """Remember the checksum of each chunk of a capture; the first column of its table numbers its sources."""
         rows = [(number, table[:, 0].astype(np.int64)) for number, table in enumerate(tables)]
         rows = [(number, sources) for number, sources in rows if choice.candidates[sources].any()]
         new = {number: checksums[number] for number, _ in rows}

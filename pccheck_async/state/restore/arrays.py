@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from pccheck_async.errors import CorruptStoreError
 from pccheck_async.format import dtypes
 from pccheck_async.format.manifest import ALIGNMENT, Manifest, TensorEntry, span
-from pccheck_async.state.save.flatten import Array
+from pccheck_async.state.leaves import Array
 from pccheck_async.state.sources import HOST, as_bits
 from pccheck_async.state.targets import Target
 

@@ -21,12 +21,14 @@ from pccheck_async.format.manifest import Manifest
 from pccheck_async.format.skeleton import ArrayNode, DictNode, ListNode, MappingNode, Node, StatefulNode, arrays
 from pccheck_async.state import paths
 from pccheck_async.state.ambient import apart, refuse_tracing
+from pccheck_async.state.leaves import Array
 from pccheck_async.state.restore import objects
 from pccheck_async.state.restore.arrays import Allocation, Filling, describe, difference
 from pccheck_async.state.restore.tree import count, entries, has_parts, mapping_keys, rebuild, select
 from pccheck_async.state.rng import RNGState
 from pccheck_async.state.save.detached import refuse_filling
-from pccheck_async.state.save.flatten import Array, check_outermost, flatten, is_stateful, noting
+from pccheck_async.state.save.flatten import check_outermost, flatten, naming_owner
+from pccheck_async.state.stateful import is_stateful
 from pccheck_async.state.targets import Targets
 
 _MAPPINGS: Final[Mapping[type, type]] = {dict: DictNode, OrderedDict: nodes.OrderedDictNode, Counter: nodes.CounterNode}
@@ -313,7 +315,7 @@ class _Matching:
             if isinstance(live, RNGState):
                 self._generators(live, child, path)
                 actions = self._last_actions
-            with noting("state_dict", path, live):
+            with naming_owner("state_dict", path, live):
                 own = live.state_dict()
             self._pair(own, child, path)
         rebuild(child, lambda index: index)  # raises before anything changed where it describes no value
@@ -326,7 +328,7 @@ class _Matching:
             changes = inference or self._filling.inference(arrays(child))
             mode = torch.inference_mode() if changes else nullcontext()
             mixture = "; the state may now be a mixture of what it was and of the checkpoint"
-            with mode, noting("load_state_dict", path, live, mixture):
+            with mode, naming_owner("load_state_dict", path, live, mixture):
                 load(state)
 
         actions.append(action)
@@ -336,7 +338,7 @@ class _Matching:
         if not isinstance(node, MappingNode):
             self._differs(path, live, node)
             return node, {}
-        with noting("state_dict", path, live):
+        with naming_owner("state_dict", path, live):
             own = objects.live_state(live)
         own_loading, missing = objects.own_loading(live), len(self._missing)
         common = self._common(own, node, path, own_loading.all if self._strict else ())
@@ -378,7 +380,7 @@ class _Matching:
         if not isinstance(node, MappingNode):
             self._differs(path, live, node)
             return node
-        with noting("state_dict", path, live):
+        with naming_owner("state_dict", path, live):
             own = live.state_dict()
         node, differences = objects.renumbered(live, own, node, self._names, path)
         differences += objects.differences(live, own, node, self._tensors, path)
