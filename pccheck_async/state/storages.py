@@ -10,7 +10,7 @@ raw, holes included, since they may be the others' bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from operator import attrgetter
@@ -81,6 +81,16 @@ def view_of(number: int, leaf: ArrayLeaf) -> View | None:
 def is_unresolved(tensor: torch.Tensor) -> bool:
     """Whether a tensor's memory is yet to be conjugated or negated."""
     return tensor.is_conj() or tensor.is_neg()
+
+
+def is_dense(shape: Sequence[int], steps: Sequence[int], itemsize: int) -> bool:
+    """Whether elements fill their span without holes or overlaps, in any order, apart from expanded dimensions."""
+    reach = itemsize
+    for step, size in sorted((step, size) for size, step in zip(shape, steps, strict=True) if size > 1 and step):
+        if step != reach:
+            return False
+        reach *= size
+    return True
 
 
 def _tensor_view(number: int, leaf: ArrayLeaf, tensor: torch.Tensor) -> View | None:

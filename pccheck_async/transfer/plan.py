@@ -7,7 +7,7 @@ the same; addresses are looked up anew for every chunk that is copied.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Final, NamedTuple, TypeAlias
@@ -145,13 +145,13 @@ def segments(chunk: Chunk, sources: Sources) -> Segments:
     return _by_device(raw, None if devices is None else devices[index], packed)
 
 
-def scatter_segments(chunk_offset: int, chunk_nbytes: int, targets: Sequence[Target]) -> Segments:
+def scatter_segments(chunk_offset: int, chunk_nbytes: int, targets: Iterable[Target]) -> Segments:
     """Return what takes the bytes of a chunk.
 
     Args:
         chunk_offset: Where the chunk lies in the payload.
         chunk_nbytes: Its length.
-        targets: In any order; a :class:`Targets` is searched, another sequence is first made one.
+        targets: In any order; a :class:`Targets` is searched, anything else is first made one.
 
     Returns:
         Segments in any order, which may overlap; none where no target has bytes in the chunk, so that it need not be

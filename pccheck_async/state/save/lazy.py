@@ -12,9 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pccheck_async.format.manifest import span
 from pccheck_async.state.cache.fingerprints import fingerprint
 from pccheck_async.state.cache.tree_cache import Outline
 from pccheck_async.state.sources import Sources
+from pccheck_async.state.storages import is_dense
 from pccheck_async.state.tensor_access import untyped_storage
 
 _Which: TypeAlias = npt.NDArray[np.bool_]
@@ -175,7 +177,7 @@ def _ranges(tensors: Sequence[torch.Tensor]) -> tuple[npt.NDArray[np.int64], npt
     except RuntimeError:  # a tensor without plain memory: sparse, or of a class that wraps others
         return _ranges([tensor for tensor in tensors if _has_memory(tensor)])
     if not all(dense):
-        dense = [flag or _is_run(each.shape, each.stride()) for flag, each in zip(dense, tensors, strict=True)]
+        dense = [flag or _is_run(each) for flag, each in zip(dense, tensors, strict=True)]
     highs = lows + np.fromiter(map(_nbytes, tensors), np.int64, len(tensors))
     known = (lows > 0) & (lows < highs) & np.array(dense, np.bool_)
     return lows[known], highs[known]
@@ -189,12 +191,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
         return False
 
 
-def _is_run(shape: Sequence[int], stride: Sequence[int]) -> bool:
+def _is_run(tensor: torch.Tensor) -> bool:
     """Whether the elements of a tensor are one run, in whatever order."""
-    reach = 1
-    for step, size in sorted(zip(stride, shape, strict=True)):
-        if size > 1:
-            if step != reach:
-                return False
-            reach *= size
-    return True
+    shape, stride = tensor.shape, tensor.stride()
+    return is_dense(shape, stride, 1) and span(shape, stride)[1] + 1 == tensor.numel()
