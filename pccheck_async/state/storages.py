@@ -39,35 +39,23 @@ _SAME_ELEMENTS: Final = attrgetter("first", "shape", "stride", "dtype")
 
 @dataclass(slots=True, eq=False)
 class View:
-    """What a leaf with elements views: which memory, from which address to which, with which strides.
+    """What a leaf with elements views.
 
-    Attributes:
-        number: The leaf's number.
-        leaf: The leaf.
-        owner: What keeps the memory: the storage, or the array that others view; not the tensor, whose data may move.
-        memory: Device and address of the storage.
-        low: Address of its first byte.
-        first: Address of its first element.
-        high: The address after its last byte.
-        shape: Items per dimension.
-        stride: Items from one to the next; 0 along a numpy dimension of one item.
-        dtype: Name of the dtype.
-        holes: Whether there are bytes between its elements.
-        unresolved: Whether its memory does not hold its elements as they are (yet to be conjugated or negated), or its
-            strides are no multiples of the item size.
+    It is unresolved where its memory does not hold its elements as they are (yet to be conjugated or negated), or its
+    strides are no multiples of the item size.
     """
 
     number: int
     leaf: ArrayLeaf
-    owner: Any
+    owner: Any  # what keeps the memory: a storage, or the array that others view; not the tensor, whose data may move
     memory: Memory
-    low: int
-    first: int
-    high: int
+    low: int  # address of its first byte
+    first: int  # address of its first element
+    high: int  # the address after its last byte
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    stride: tuple[int, ...]  # items from one to the next; 0 along a numpy dimension of one item
     dtype: str
-    holes: bool
+    holes: bool  # whether there are bytes between its elements
     unresolved: bool
 
 
@@ -176,21 +164,18 @@ class Layout:
     breaks: tuple[int, ...] = ()
 
 
+Packing: TypeAlias = Callable[[Any, Any], PackedSource]
+"""Makes a packed source of a leaf and what keeps the leaf's memory."""
+
+
 @dataclass(slots=True, eq=False)
 class Origins:
-    """Where the sources of a layout come from.
+    """Where the sources of a layout come from."""
 
-    Attributes:
-        leaves: Of each source the leaf that views its memory.
-        shifts: And how far from the beginning of that leaf's storage it begins, in bytes.
-        packings: By the numbers of packed sources: what makes one of a leaf and what keeps the leaf's memory.
-        several: Whether a source takes several objects to keep its memory.
-    """
-
-    leaves: list[int] = field(default_factory=list)
-    shifts: list[int] = field(default_factory=list)
-    packings: dict[int, Callable[[Any, Any], PackedSource]] = field(default_factory=dict)
-    several: bool = False
+    leaves: list[int] = field(default_factory=list)  # of each source the leaf that views its memory,
+    shifts: list[int] = field(default_factory=list)  # and how many bytes into that leaf's storage it begins
+    packings: dict[int, Packing] = field(default_factory=dict)  # of packed sources, by their numbers
+    several: bool = False  # whether a source takes several objects to keep its memory
 
 
 def arrange(leaves: Iterable[ArrayLeaf]) -> Layout:
@@ -307,7 +292,7 @@ class _Builder:
             self._enter(each, number, stride, offset)
         return nbytes
 
-    def _add_packed(self, view: View, shift: int, pack: Callable[[Any, Any], PackedSource]) -> int:
+    def _add_packed(self, view: View, shift: int, pack: Packing) -> int:
         self._origins.packings[len(self._sources)] = pack
         source = pack(view.leaf.value, view.owner)
         self._add_origin(view, shift)

@@ -1,11 +1,10 @@
 """Constant leaves: large ones that no optimizer owns and that stay the same from checkpoint to checkpoint.
 
-Code that changes such a leaf is never made to wait: a teacher that follows by hand (MoCo, BYOL), a target network, a
-replay buffer. So it is captured before the call returns. But the frozen base of an adapter (LoRA) is larger than all
-that is trained, and should not cost more than that. Each chunk has a checksum anyway: a leaf whose chunks had the same
-checksums in two checkpoints running is lazy in the next one, whose capture is right only if they are the same again.
-Equal bytes cannot be torn. Storages of such leaves begin and end with chunks of their own. Most targets follow through
-``.data``, every so many steps: after code reached for the memory of a leaf, the next capture of it is eager again.
+Code that changes such a leaf (MoCo's teacher, a target network, a replay buffer) is never made to wait, so it is
+captured before the call returns. But the frozen base of an adapter (LoRA) should cost no more than what is trained. So
+a leaf whose chunks, all its own, had the same checksums in two checkpoints running is lazy in the next one, whose
+capture is right only if they are the same again: equal bytes cannot be torn. Most targets follow through ``.data``,
+every so many steps: after code reached for the memory of a leaf, the next capture of it is eager again.
 """
 
 from __future__ import annotations
@@ -26,32 +25,21 @@ from pccheck_async.state.tensor_access import storage_address
 _Which: TypeAlias = npt.NDArray[np.bool_]
 _Numbers: TypeAlias = npt.NDArray[np.int64]
 _Mark: TypeAlias = tuple[int, int, int]
+"""A leaf's version counter, its address, and a number that changes when code reaches for its memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """Which sources are constant at one capture.
+    """Which sources are constant at one capture."""
 
-    Attributes:
-        breaks: Storages that begin a new chunk, so that candidates lie in chunks of their own.
-        extents: Where the state's bytes lie, as in its layout.
-        storage_nbytes: As in its layout.
-        candidates: The sources that may be constant, one boolean per source.
-        constant: Those of them that were so far, and are lazy in this capture.
-        paths: Paths of their leaves, by source.
-        expected: Checksums of their chunks, by number.
-        marks: For the leaf of each candidate its version counter, its address, and a number that changes when code
-            reaches for its memory.
-    """
-
-    breaks: tuple[int, ...]
-    extents: _Numbers
-    storage_nbytes: tuple[int, ...]
-    candidates: _Which
-    constant: _Which
-    paths: Mapping[int, str]
-    expected: Mapping[int, int]
-    marks: Mapping[int, _Mark | None]
+    breaks: tuple[int, ...]  # storages that begin a new chunk, so that candidates lie in chunks of their own
+    extents: _Numbers  # of the layout
+    storage_nbytes: tuple[int, ...]  # of the layout
+    candidates: _Which  # the sources that may be constant
+    constant: _Which  # those of them that were so far, and are lazy in this capture
+    paths: Mapping[int, str]  # of their leaves, by source
+    expected: Mapping[int, int]  # checksums of their chunks, by number
+    marks: Mapping[int, _Mark | None]  # of the leaves of the candidates
 
     def check(self, chunk: int, table: Any, checksum: int) -> None:
         """Raise TornCaptureError where a chunk of constant sources has another checksum than before."""
@@ -133,7 +121,7 @@ class Constants:
         self._known = _Known(choice, sources, chunks, new, changed)
 
     def _mark(self, value: Any) -> _Mark | None:
-        """Return a leaf's entry of :attr:`Choice.marks`; None for arrays and tensors whose changes nobody counts."""
+        """Return the mark of a leaf; None for arrays and tensors whose changes nobody counts."""
         if not isinstance(value, torch.Tensor) or value.is_inference():
             return None
         address = storage_address(value)

@@ -24,8 +24,7 @@ DLPACK_API: Final[object] = getattr(torch.Tensor, "__dlpack_c_exchange_api__", N
 class Fingerprints:
     """Dtype, shape, strides, storage offset, device, and all else that says how tensors view their storages.
 
-    Args:
-        tensors: Strided ones with storages. They are not held.
+    The tensors are strided ones with storages, and are not held.
 
     Attributes:
         spans: For each tensor the offsets in its storage, in bytes, of the first byte that it may view and of the one
@@ -53,16 +52,10 @@ class Fingerprints:
         """Return whether as many tensors view their storages as these did.
 
         Equal dtypes and devices say that none is quantized or on the meta device; that none is sparse is left to
-        whoever asks for their storages.
+        whoever asks for their storages. Raises RuntimeError for a tensor without strides.
 
-        Args:
-            tensors: In the same order.
-            print_same: :func:`fingerprint`, addresses included, gives the same for them as for others for which this
-                was true. Then first elements are where they were, and unless the storages are, too,
-                :meth:`same_offsets` has to be asked as well.
-
-        Raises:
-            RuntimeError: One of them has no strides.
+        Where ``print_same``, their :func:`fingerprint` with addresses is that of others for which this was true: first
+        elements are where they were, and unless the storages are, too, :meth:`same_offsets` has to be asked as well.
         """
         return (
             [tensor.requires_grad for tensor in tensors] == self._requires_grad

@@ -34,10 +34,7 @@ _nbytes: Final = torch.UntypedStorage.nbytes
 
 
 def cached_layout(leaves: Leaves, last: LayoutCache | None = None) -> tuple[Layout, LayoutCache | None]:
-    """Lay out ``leaves``, quickly where they lie as they did when ``last`` was returned.
-
-    Returns:
-        The layout, and what to give as ``last`` the next time.
+    """Return the layout of ``leaves``, quickly where they lie as they did when ``last`` was made, and the next ``last``.
 
     Raises:
         UnsupportedStateError: A leaf cannot be saved; names its path.
@@ -54,13 +51,7 @@ def cached_layout(leaves: Leaves, last: LayoutCache | None = None) -> tuple[Layo
 
 
 class LayoutCache:
-    """A layout, and what it depended on. Holds no array and no memory.
-
-    Args:
-        leaves: What was laid out.
-        layout: How.
-        origins: Where its sources come from.
-    """
+    """A layout, and what it depended on. Holds no array and no memory."""
 
     def __init__(self, leaves: Leaves, layout: Layout, origins: Origins) -> None:
         values = leaves.values
@@ -172,9 +163,7 @@ def _span(view: View | None) -> tuple[int, int, int]:
 class _Relations:
     """Which leaves lie in one storage, and that different storages do not overlap.
 
-    Args:
-        bases: Of each leaf where its storage begins.
-        spans: Of each leaf what it takes of its storage (see :attr:`Fingerprints.spans`).
+    ``bases`` says where the storage of each leaf begins, ``spans`` what it takes of it (:attr:`Fingerprints.spans`).
     """
 
     def __init__(self, bases: _Numbers, spans: _Numbers) -> None:

@@ -26,29 +26,18 @@ from pccheck_async.state.stateful import is_stateful
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatState:
-    """A flattened state.
+    """A flattened state."""
 
-    Attributes:
-        skeleton: The tree; ``ArrayNode.index`` is the number of a leaf.
-        leaves: The tensors and arrays.
-        outline: What the next :func:`flatten_unchecked` of this state reuses.
-        objects: The Stateful objects that were asked for their ``state_dict()``.
-    """
-
-    skeleton: Node
+    skeleton: Node  # ``ArrayNode.index`` is the number of a leaf
     leaves: Leaves
-    outline: Outline | None
-    objects: list[Any]
+    outline: Outline | None  # what the next :func:`flatten_unchecked` of this state reuses
+    objects: list[Any]  # the Stateful objects that were asked for their ``state_dict()``
 
 
 def flatten(state: Mapping[str, Any]) -> FlatState:
     """Flatten ``state`` on the calling thread, asking every Stateful in it for its ``state_dict()``.
 
-    Args:
-        state: The app state. Keys of this outermost mapping are strings.
-
-    Returns:
-        The skeleton, in which plain values are already copied, and the live tensors and arrays.
+    Plain values are copied; tensors and arrays are the live ones.
 
     Raises:
         UnsupportedStateError: A value cannot be saved as it is; names its path and says what to do.
@@ -59,13 +48,9 @@ def flatten(state: Mapping[str, Any]) -> FlatState:
 
 
 def flatten_unchecked(state: Mapping[str, Any], last: Outline | None = None) -> FlatState:
-    """Flatten ``state`` without checking its arrays, and reuse the nodes of containers that are as they were.
+    """Flatten ``state`` without checking its arrays (:meth:`Leaves.check` does).
 
-    Whether the arrays can be saved is for :meth:`Leaves.check` to say, or for a caller who knows these arrays already.
-
-    Args:
-        state: The app state.
-        last: Outline of an earlier flattened state, of whatever structure.
+    The nodes of containers that are as they were in ``last``, the outline of any earlier state, are reused.
     """
     check_outermost(state)
     if "param_groups" in state:
