@@ -7,12 +7,13 @@
 from pccheck_async.state.ambient import no_dispatch, no_functions, refuse_tracing
 from pccheck_async.state.cache.layout_cache import LayoutCache, cached_layout
 from pccheck_async.state.cache.tree_cache import Outline
+from pccheck_async.state.leaves import Array
 from pccheck_async.state.restore.arrays import Allocation
 from pccheck_async.state.restore.listing import Listing, StoredLeaf, list_leaves
 from pccheck_async.state.restore.match import Restoration, allocate, match
 from pccheck_async.state.restore.tree import below, mapping_keys, opened, rebuild, select
 from pccheck_async.state.rng import RNGState
-from pccheck_async.state.save.flatten import Array, check_outermost, flatten, flatten_unchecked
+from pccheck_async.state.save.flatten import check_outermost, flatten, flatten_unchecked
 from pccheck_async.state.save.split import LazyPart, Splitter
 from pccheck_async.state.save.torn import Versions
 from pccheck_async.state.sources import HOST, PackedSource, Sources, as_bits
@@ -23,45 +24,9 @@ from pccheck_async.state.tensor_access import exempt_this_thread, notify, stop_n
 from pccheck_async.state.values import atom, from_node
 
 __all__ = [
-    "HOST",
-    "Allocation",
-    "Array",
-    "Layout",
-    "LayoutCache",
-    "LazyPart",
-    "Listing",
-    "Outline",
-    "PackedSource",
-    "RNGState",
-    "Restoration",
-    "Sources",
-    "Splitter",
-    "Stateful",
-    "StoredLeaf",
-    "Target",
-    "Targets",
-    "Versions",
-    "allocate",
-    "arrange",
-    "as_bits",
-    "atom",
-    "below",
-    "cached_layout",
-    "check_outermost",
-    "exempt_this_thread",
-    "flatten",
-    "flatten_unchecked",
-    "from_node",
-    "list_leaves",
-    "mapping_keys",
-    "match",
-    "no_dispatch",
-    "no_functions",
-    "notify",
-    "opened",
-    "rebuild",
-    "refuse_tracing",
-    "select",
-    "stop_notifying",
-    "storage_address",
-]
+    "HOST", "Allocation", "Array", "Layout", "LayoutCache", "LazyPart", "Listing", "Outline", "PackedSource",
+    "RNGState", "Restoration", "Sources", "Splitter", "Stateful", "StoredLeaf", "Target", "Targets", "Versions",
+    "allocate", "arrange", "as_bits", "atom", "below", "cached_layout", "check_outermost", "exempt_this_thread",
+    "flatten", "flatten_unchecked", "from_node", "list_leaves", "mapping_keys", "match", "no_dispatch", "no_functions",
+    "notify", "opened", "rebuild", "refuse_tracing", "select", "stop_notifying", "storage_address",
+]  # fmt: skip

@@ -11,8 +11,6 @@ import torch
 
 from pccheck_async.errors import UnsupportedStateError
 
-__all__ = ["apart", "no_dispatch", "no_functions", "refuse_tracing"]
-
 
 def _of_torch(name: str, otherwise: Any = lambda *_: None) -> Any:
     """Return what has a private name in torch; a version without it is not asked: a state is saved all the same."""

@@ -12,8 +12,6 @@ import torch
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format import dtypes
 
-__all__ = ["KINDS", "Array", "ArrayLeaf", "Kind", "Leaves"]
-
 Array: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
 Kind: TypeAlias = Literal["tensor", "parameter", "ndarray"]
 
@@ -22,14 +20,7 @@ KINDS: Final[dict[type, Kind]] = {torch.Tensor: "tensor", torch.nn.Parameter: "p
 
 
 class ArrayLeaf(NamedTuple):
-    """One tensor or array of the state.
-
-    Attributes:
-        path: Where it is, see :mod:`pccheck_async.state.paths`.
-        value: The live object itself.
-        kind: What it comes back as.
-        requires_grad: Whether it comes back with autograd switched on.
-    """
+    """One tensor or array of the state: the live object, and how it comes back."""
 
     path: str
     value: Array
@@ -38,12 +29,7 @@ class ArrayLeaf(NamedTuple):
 
 
 class Leaves:
-    """The leaves of one state in the order in which it was walked; each :class:`ArrayLeaf` is made on demand.
-
-    Attributes:
-        paths: Path of each leaf.
-        values: The live objects.
-    """
+    """The leaves of one state in the order in which it was walked; each :class:`ArrayLeaf` is made on demand."""
 
     __slots__ = ("paths", "values")
 

@@ -14,17 +14,14 @@ import torch
 from pccheck_async.format import dtypes
 from pccheck_async.state.leaves import Array
 
-__all__ = ["HOST", "PackedSource", "RawSource", "Source", "Sources", "as_bits", "device_bytes"]
-
 HOST: Final = -1
 """Stands for the host where the index of a CUDA device may stand."""
 
 
 class RawSource(NamedTuple):
-    """Memory that can be copied by address for as long as ``owner`` is held.
+    """Memory that can be copied by address for as long as ``owner`` is held; ``device`` is the index of a CUDA device.
 
-    ``device`` is the index of the CUDA device that has it. The owner of device memory is a storage, or several that
-    begin at the same address.
+    The owner of device memory is a storage, or several that begin at the same address.
     """
 
     address: int
@@ -56,14 +53,11 @@ class PackedSource:
         itemsize = self.nbytes // prod(self.array.shape)
         first, last = low // itemsize, -(-high // itemsize)
         if low % itemsize or high % itemsize:  # cuts through an element: at most two of them are copied for nothing
-            whole = bytearray((last - first) * itemsize)
-            self._copy_elements(first, last, memoryview(whole), itemsize)
+            whole = memoryview(bytearray((last - first) * itemsize))
+            self.copy(first * itemsize, last * itemsize, whole)
             start = low - first * itemsize
-            into[:] = memoryview(whole)[start : start + high - low]
-        else:
-            self._copy_elements(first, last, into, itemsize)
-
-    def _copy_elements(self, first: int, last: int, into: memoryview, itemsize: int) -> None:
+            into[:] = whole[start : start + high - low]
+            return
         done = 0
         with torch.no_grad():
             for index in _boxes(tuple(self.array.shape), first, last):
@@ -83,9 +77,6 @@ Source: TypeAlias = RawSource | PackedSource
 class Sources:
     """The sources of one capture: their addresses in one table, and what keeps their memory.
 
-    Args:
-        sources: Any sources; :meth:`add` takes more.
-
     Attributes:
         nbytes: Length of each source.
         devices: Indices of the CUDA devices that hold any of them.
@@ -104,31 +95,24 @@ class Sources:
         for source in sources:
             if isinstance(source, PackedSource):
                 self.add_packed(source)
-            elif source.device == HOST:
-                self.add(source.address, source.nbytes, source.owner)
             else:
-                self.add_device(*source)
+                self.add(*source)
 
     def with_memory(self, addresses: npt.NDArray[np.uint64], owners: list[Any]) -> Sources:
         """Return sources of the same sizes on the same devices; a packed one has the address 0 and owns itself."""
-        new = Sources.__new__(Sources)  # all of it is set here
-        new._addresses, new._owners = [], owners
-        new.addresses, new.nbytes, new.lengths = addresses, self.nbytes, self.lengths
+        new = Sources()
+        new.addresses, new.nbytes, new.lengths, new._owners = addresses, self.nbytes, self.lengths, owners
         new._placed, new.devices, new.packed_devices = self._placed.copy(), self.devices, self.packed_devices.copy()
-        new.owned = None
         return new
 
-    def add(self, address: int, nbytes: int, owner: Any) -> None:
-        """Append host memory (a :class:`RawSource` that is only made when someone asks for it)."""
+    def add(self, address: int, nbytes: int, owner: Any, device: int = HOST) -> None:
+        """Append memory of the host or a CUDA device (a :class:`RawSource` is only made when someone asks for it)."""
+        if device != HOST:
+            self._placed[len(self._owners)] = device
+            self.devices.add(device)
         self._addresses.append(address)
         self.nbytes.append(nbytes)
         self._owners.append(owner)
-
-    def add_device(self, address: int, nbytes: int, owner: Any, device: int) -> None:
-        """Append memory of a CUDA device."""
-        self._placed[len(self._owners)] = device
-        self.devices.add(device)
-        self.add(address, nbytes, owner)
 
     def add_packed(self, source: PackedSource) -> None:
         """Append a packed source."""
@@ -152,10 +136,8 @@ class Sources:
 
         What is moved is owned by the engine from then on; the memory that it came from is let go.
         """
-        new = Sources()
-        new.addresses, new.nbytes, new._owners = self.addresses.copy(), self.nbytes, self._owners.copy()
+        new = self.with_memory(self.addresses.copy(), self._owners.copy())
         new.addresses[index] = addresses
-        new._placed, new.devices, new.packed_devices = self._placed, self.devices, self.packed_devices
         new.owned = np.zeros(len(self), np.bool_) if self.owned is None else self.owned.copy()
         new.owned[index] = True
         for number in index.tolist():
@@ -168,7 +150,7 @@ class Sources:
 
     @cached_property
     def addresses(self) -> npt.NDArray[np.uint64]:
-        """Address of each source; 0 for packed ones. No source is added any more once this was asked for."""
+        """Address of each source; 0 for packed ones. None is added any more once one of these tables was asked for."""
         return np.array(self._addresses, np.uint64)
 
     @cached_property
@@ -183,10 +165,7 @@ class Sources:
 
     @cached_property
     def device_of(self) -> npt.NDArray[np.int32] | None:
-        """The device of each source that has an address, :data:`HOST` for all others; None where all are on the host.
-
-        No source is added any more once this was asked for.
-        """
+        """The device of each source that has an address, else :data:`HOST`; None where all are on the host."""
         if not self._placed:
             return None
         devices = np.full(len(self), HOST, np.int32)

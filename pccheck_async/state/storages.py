@@ -6,9 +6,6 @@ into one :class:`StorageEntry`. A leaf (or several leaves that are the same view
 and has holes in it (``big[:, 0]``) is *packed*: stored C-contiguous, as are lazily conjugated or negated tensors.
 Dimensions that are expanded (stride 0) take one item and stay expanded. A leaf whose range others overlap is stored
 raw, holes included, since they may be the others' bytes.
-
-Addresses and sizes are read anew at each save (:mod:`pccheck_async.state.cache.layout_cache`): offloading, FSDP and
-``resize_`` move storages between two saves.
 """
 
 from __future__ import annotations
@@ -16,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -26,65 +24,46 @@ from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format import dtypes
 from pccheck_async.format.manifest import ALIGNMENT, TensorEntry, span
 from pccheck_async.state.leaves import ArrayLeaf
-from pccheck_async.state.sources import PackedSource, Sources
+from pccheck_async.state.sources import HOST, PackedSource, Sources
 from pccheck_async.state.tensor_access import untyped_storage
-
-__all__ = ["Layout", "Origins", "View", "arrange", "is_unresolved", "lay_out", "view_of"]
 
 _WIDEST: Final = 16
 """Bytes of the widest tensor element: addresses keep their remainder by it, so that views stay aligned."""
 
-
 Memory: TypeAlias = tuple[Any, int]
 """Device (``"cpu"`` for the host) and address of a storage."""
+
+_SAME_ELEMENTS: Final = attrgetter("first", "shape", "stride", "dtype")
+"""Equal for views of the same elements."""
 
 
 @dataclass(slots=True, eq=False)
 class View:
-    """What a leaf with elements views: which memory, from which address to which, with which strides.
+    """What a leaf with elements views.
 
-    Attributes:
-        leaf: The leaf's index.
-        value: The tensor or array.
-        owner: What keeps the memory: the storage, or the array that others view; not the tensor, whose data may move.
-        memory: Device and address of the storage.
-        low: Address of its first byte.
-        high: The address after its last byte.
-        first: Address of its first element.
-        shape: Items per dimension.
-        stride: Items from one to the next; 0 along a numpy dimension of one item.
-        itemsize: Bytes of an item.
-        dtype: Name of the dtype.
-        holes: Whether there are bytes between its elements.
-        unresolved: Whether its memory does not hold its elements as they are (yet to be conjugated or negated), or its
-            strides are no multiples of the item size.
+    It is unresolved where its memory does not hold its elements as they are (yet to be conjugated or negated), or its
+    strides are no multiples of the item size.
     """
 
-    leaf: int
-    value: Any
-    owner: Any
+    number: int
+    leaf: ArrayLeaf
+    owner: Any  # what keeps the memory: a storage, or the array that others view; not the tensor, whose data may move
     memory: Memory
-    low: int
-    high: int
-    first: int
+    low: int  # address of its first byte
+    first: int  # address of its first element
+    high: int  # the address after its last byte
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    itemsize: int
+    stride: tuple[int, ...]  # items from one to the next; 0 along a numpy dimension of one item
     dtype: str
-    holes: bool
+    holes: bool  # whether there are bytes between its elements
     unresolved: bool
 
-    def same(self, other: View) -> bool:
-        """Whether both view the same elements."""
-        mine = (self.first, self.shape, self.stride, self.dtype)
-        return mine == (other.first, other.shape, other.stride, other.dtype)
 
-
-def view_of(index: int, leaf: ArrayLeaf) -> View | None:
+def view_of(number: int, leaf: ArrayLeaf) -> View | None:
     """Return what a leaf views; None where it has no bytes. Raises UnsupportedStateError where its memory is gone."""
     if isinstance(leaf.value, torch.Tensor):
-        return _tensor_view(index, leaf.path, leaf.value)
-    return _array_view(index, leaf.value)
+        return _tensor_view(number, leaf, leaf.value)
+    return _array_view(number, leaf, leaf.value)
 
 
 def is_unresolved(tensor: torch.Tensor) -> bool:
@@ -92,72 +71,69 @@ def is_unresolved(tensor: torch.Tensor) -> bool:
     return tensor.is_conj() or tensor.is_neg()
 
 
-def _tensor_view(index: int, path: str, tensor: torch.Tensor) -> View | None:
+def is_dense(shape: Sequence[int], steps: Sequence[int], itemsize: int) -> bool:
+    """Whether elements fill their span without holes or overlaps, in any order, apart from expanded dimensions."""
+    reach = itemsize
+    for step, size in sorted((step, size) for size, step in zip(shape, steps, strict=True) if size > 1 and step):
+        if step != reach:
+            return False
+        reach *= size
+    return True
+
+
+def _tensor_view(number: int, leaf: ArrayLeaf, tensor: torch.Tensor) -> View | None:
     shape = tuple(tensor.shape)
     if 0 in shape:
         return None
-    stride = tensor.stride()
-    itemsize = tensor.element_size()
-    last = span(shape, stride)[1]
+    stride, itemsize, elements = tensor.stride(), tensor.element_size(), tensor.numel()
+    length, holes = elements * itemsize, False
+    if not tensor.is_contiguous():
+        reach = span(shape, stride)[1] + 1
+        length, holes = reach * itemsize, reach > prod(size for size, step in zip(shape, stride, strict=True) if step)
     try:
         storage = untyped_storage(tensor)
         base, nbytes = storage.data_ptr(), storage.nbytes()
     except (RuntimeError, NotImplementedError) as error:
         raise UnsupportedStateError(
-            f"{path}: this tensor has no memory of its own; save a plain one in its place (torch.zeros(x.shape) of "
-            f"torch's own zeros): {error}"
+            f"{leaf.path}: this tensor has no memory of its own; save a plain one in its place (torch.zeros(x.shape) "
+            f"of torch's own zeros): {error}"
         ) from error
     offset = int(tensor.storage_offset()) * itemsize
-    length = (last + 1) * itemsize
     if offset + length > nbytes or base == 0:
         raise UnsupportedStateError(
-            f"{path}: the tensor claims {length} bytes, but its storage has {nbytes}: it was freed or shrunk "
+            f"{leaf.path}: the tensor claims {length} bytes, but its storage has {nbytes}: it was freed or shrunk "
             "(sharded parameters are; gather them before the checkpoint)"
         )
-    return View(
-        leaf=index,
-        value=tensor,
-        owner=storage,
-        memory=("cpu" if tensor.is_cpu else tensor.device, base),
-        low=base + offset,
-        high=base + offset + length,
-        first=base + offset,
-        shape=shape,
-        stride=stride,
-        itemsize=itemsize,
-        dtype=dtypes.TORCH_NAMES[tensor.dtype],
-        holes=last >= prod(size for size, step in zip(shape, stride, strict=True) if step),
-        unresolved=is_unresolved(tensor),
-    )
+    memory = ("cpu" if tensor.is_cpu else tensor.device, base)
+    low, dtype = base + offset, dtypes.TORCH_NAMES[tensor.dtype]
+    unresolved = is_unresolved(tensor)
+    return View(number, leaf, storage, memory, low, low, low + length, shape, stride, dtype, holes, unresolved)
 
 
-def _array_view(index: int, array: np.ndarray[Any, Any]) -> View | None:
-    itemsize = array.itemsize
+def _array_view(number: int, leaf: ArrayLeaf, array: np.ndarray[Any, Any]) -> View | None:
     if array.nbytes == 0:
         return None
-    shape = array.shape
+    shape, itemsize = array.shape, array.itemsize
     steps = tuple(step if size > 1 else 0 for size, step in zip(shape, array.strides, strict=True))
     low, high = span(shape, steps)
-    elements = prod(size for size, step in zip(shape, steps, strict=True) if step)
-    whole = all(step % itemsize == 0 for step in steps)
+    nbytes = itemsize * prod(size for size, step in zip(shape, steps, strict=True) if step)
     first = _address(array)
     root = array
     while isinstance(root.base, np.ndarray):
         root = root.base
     return View(
-        leaf=index,
-        value=array,
+        number=number,
+        leaf=leaf,
         owner=root,
         memory=("cpu", _address(root)),
         low=first + low,
-        high=first + high + itemsize,
         first=first,
+        high=first + high + itemsize,
         shape=shape,
         stride=tuple(step // itemsize for step in steps),
-        itemsize=itemsize,
         dtype=array.dtype.str,
-        holes=high - low + itemsize > elements * itemsize or low < 0,
-        unresolved=not whole,
+        holes=high - low + itemsize > nbytes or low < 0,
+        unresolved=any(step % itemsize for step in steps),
     )
 
 
@@ -187,14 +163,6 @@ class Layout:
     source_of: tuple[int, ...]
     breaks: tuple[int, ...] = ()
 
-    def filled(self, sources: Sources) -> Layout:
-        """Return the same layout of other leaves."""
-        return Layout(self.tensors, self.storage_nbytes, self.extents, sources, self.source_of, self.breaks)
-
-    def broken_at(self, storages: tuple[int, ...]) -> Layout:
-        """Return the same layout with other ``breaks``."""
-        return Layout(self.tensors, self.storage_nbytes, self.extents, self.sources, self.source_of, storages)
-
 
 Packing: TypeAlias = Callable[[Any, Any], PackedSource]
 """Makes a packed source of a leaf and what keeps the leaf's memory."""
@@ -202,26 +170,12 @@ Packing: TypeAlias = Callable[[Any, Any], PackedSource]
 
 @dataclass(slots=True, eq=False)
 class Origins:
-    """Where the sources of a layout come from.
+    """Where the sources of a layout come from."""
 
-    Attributes:
-        leaves: Of each source the leaf that views its memory.
-        shifts: And how far from the beginning of that leaf's storage it begins, in bytes.
-        packings: How packed sources are made, by their number.
-        several: Whether a source takes several objects to keep its memory.
-    """
-
-    leaves: list[int] = field(default_factory=list)
-    shifts: list[int] = field(default_factory=list)
-    packings: dict[int, Packing] = field(default_factory=dict)
-    several: bool = False
-
-
-class _Range(NamedTuple):
-    low: int
-    high: int
-    views: list[View]
-    packed: bool
+    leaves: list[int] = field(default_factory=list)  # of each source the leaf that views its memory,
+    shifts: list[int] = field(default_factory=list)  # and how many bytes into that leaf's storage it begins
+    packings: dict[int, Packing] = field(default_factory=dict)  # of packed sources, by their numbers
+    several: bool = False  # whether a source takes several objects to keep its memory
 
 
 def arrange(leaves: Iterable[ArrayLeaf]) -> Layout:
@@ -233,98 +187,34 @@ def arrange(leaves: Iterable[ArrayLeaf]) -> Layout:
     return lay_out(leaves)[0]
 
 
-def lay_out(state_leaves: Iterable[ArrayLeaf]) -> tuple[Layout, Origins]:
-    """Do the same; return where the sources come from, too."""
-    leaves = list(state_leaves)
-    whole = _WholeTensors()
+def lay_out(leaves: Iterable[ArrayLeaf]) -> tuple[Layout, Origins]:
+    """Return the layout of ``leaves`` (see :func:`arrange`), and where its sources come from."""
+    builder = _Builder()
     views: list[View] = []
-    builder = _Builder(leaves)
-    for index, leaf in enumerate(leaves):
-        if not whole.add(index, leaf.value):
-            view = view_of(index, leaf)
-            if view is None:
-                builder.empty(index)
-            else:
-                views.append(view)
-    shared = whole.shared(views)
-    views += [view for view in (view_of(index, leaves[index]) for index in shared) if view is not None]
-    views.sort(key=lambda view: view.leaf)
-    groups = {group[0].leaf: group for group in _grouped_by_storage(views)}
-    alone = dict(zip(whole.leaves, zip(whole.bases, whole.lows, whole.highs, whole.owners, strict=True), strict=True))
-    for index in shared:
-        del alone[index]
-    for index in sorted([*alone, *groups]):  # in the order of the leaves, so that equal states have equal layouts
-        if index in groups:
-            builder.storage(_ranges(groups[index]))
-        else:
-            builder.alone(index, *alone[index])
+    for number, leaf in enumerate(leaves):
+        view = view_of(number, leaf)
+        builder.entries.append(_empty_entry(leaf) if view is None else None)
+        if view is not None:
+            views.append(view)
+    builder.source_of = [-1] * len(builder.entries)
+    for group in _grouped_by_storage(views):
+        builder.add_storage(_ranges(group))
     return builder.layout()
 
 
-class _WholeTensors:
-    """Contiguous tensors in host memory: most leaves are, and most of those share their storage with no other.
-
-    Columns instead of an object each: the training thread waits meanwhile, and so it would for the garbage collector.
-    """
-
-    def __init__(self) -> None:
-        self.leaves: list[int] = []
-        self.bases: list[int] = []
-        self.lows: list[int] = []
-        self.highs: list[int] = []
-        self.owners: list[Any] = []
-
-    def add(self, index: int, value: Any) -> bool:
-        """Add a leaf; False where it is another kind of leaf."""
-        if not (isinstance(value, torch.Tensor) and value.is_cpu and value.is_contiguous()) or is_unresolved(value):
-            return False
-        try:
-            storage = untyped_storage(value)
-            base = storage.data_ptr()
-        except RuntimeError:  # no memory at all: view_of refuses it with its path
-            return False
-        itemsize = value.element_size()
-        low = base + int(value.storage_offset()) * itemsize
-        high = low + value.numel() * itemsize
-        if not low < high <= base + storage.nbytes():
-            return False
-        self.leaves.append(index)
-        self.bases.append(base)
-        self.lows.append(low)
-        self.highs.append(high)
-        self.owners.append(storage)
-        return True
-
-    def shared(self, others: Iterable[View]) -> list[int]:
-        """Return the leaves that share their storage, or any of their bytes, with another one or with ``others``."""
-        host = [(view.memory[1], view.low, view.high) for view in others if view.memory[0] == "cpu"]
-        bases, lows, highs = (
-            np.array([*mine, *(row[column] for row in host)], np.int64)
-            for column, mine in enumerate((self.bases, self.lows, self.highs))
-        )
-        _, inverse, counts = np.unique(bases, return_inverse=True, return_counts=True)
-        crowded = counts[inverse.reshape(-1)] > 1
-        order = np.argsort(lows)
-        reach = np.maximum.accumulate(highs[order])
-        touched = lows[order][1:] < reach[:-1]
-        crowded[order[1:]] |= touched
-        crowded[order[:-1]] |= lows[order][1:] < highs[order][:-1]
-        return [leaf for leaf, shared in zip(self.leaves, crowded[: len(self.leaves)].tolist(), strict=True) if shared]
-
-
-def _grouped_by_storage(views: Sequence[View]) -> Iterable[list[View]]:
-    """Group views by storage, and join storages of the host whose views overlap.
+def _grouped_by_storage(views: list[View]) -> Iterable[list[View]]:
+    """Group views by storage, in the order of the leaves, and join storages of the host whose views overlap.
 
     Two objects may wrap the same memory (from_numpy, DLPack). Storages that only touch stay apart: which ones do is the
     allocator's whim.
     """
     groups: dict[Memory, list[View]] = {}
     for view in views:
-        groups.setdefault(("unresolved", view.leaf) if view.unresolved else view.memory, []).append(view)
+        groups.setdefault(("unresolved", view.number) if view.unresolved else view.memory, []).append(view)
     into = {memory: memory for memory in groups}
     end, holder = 0, None
     host = [view for view in views if view.memory[0] == "cpu" and not view.unresolved]
-    for view in sorted(host, key=lambda view: view.low):
+    for view in sorted(host, key=attrgetter("low")):
         if holder is not None and view.low < end and into[view.memory] != into[holder]:
             old, new = into[view.memory], into[holder]
             into = {memory: new if target == old else target for memory, target in into.items()}
@@ -333,7 +223,14 @@ def _grouped_by_storage(views: Sequence[View]) -> Iterable[list[View]]:
     united: dict[Memory, list[View]] = {}
     for memory, group in groups.items():
         united.setdefault(into[memory], []).extend(group)
-    return [sorted(group, key=lambda view: view.leaf) for group in united.values()]
+    return [sorted(group, key=attrgetter("number")) for group in united.values()]
+
+
+class _Range(NamedTuple):
+    low: int
+    high: int
+    views: list[View]
+    packed: bool
 
 
 def _ranges(views: list[View]) -> list[_Range]:
@@ -352,7 +249,7 @@ def _ranges(views: list[View]) -> list[_Range]:
             clusters.append(_Range(view.low, view.high, [view], packed=False))
     ranges: list[_Range] = []
     for cluster in clusters:
-        packed = cluster.views[0].holes and all(view.same(cluster.views[0]) for view in cluster.views)
+        packed = cluster.views[0].holes and len({*map(_SAME_ELEMENTS, cluster.views)}) == 1
         if ranges and not packed and not ranges[-1].packed and cluster.low == ranges[-1].high:
             last = ranges[-1]
             ranges[-1] = _Range(last.low, cluster.high, last.views + cluster.views, packed=False)
@@ -362,54 +259,29 @@ def _ranges(views: list[View]) -> list[_Range]:
 
 
 class _Builder:
-    def __init__(self, leaves: Sequence[ArrayLeaf]) -> None:
-        self._leaves = leaves
-        self._entries: list[TensorEntry | None] = [None] * len(leaves)
-        self._source_of = [-1] * len(leaves)
+    def __init__(self) -> None:
+        self.entries: list[TensorEntry | None] = []  # None until its storage is added
+        self.source_of: list[int] = []
         self._sizes: list[int] = []
         self._extents: list[int] = []
         self._sources = Sources()
         self._origins = Origins()
 
-    def empty(self, index: int) -> None:
-        leaf = self._leaves[index]
-        value = leaf.value
-        if isinstance(value, torch.Tensor):
-            dtype, stride = dtypes.TORCH_NAMES[value.dtype], tuple(value.stride())
-        else:
-            dtype, stride = value.dtype.str, (0,) * value.ndim
-        self._entries[index] = TensorEntry(None, dtype, tuple(value.shape), stride, 0, leaf.kind, leaf.requires_grad)
-
-    def alone(self, index: int, base: int, low: int, high: int, owner: Any) -> None:
-        leaf = self._leaves[index]
-        value: Any = leaf.value
-        number, offset, nbytes = len(self._sizes), (low - base) % _WIDEST, high - low
-        name = dtypes.TORCH_NAMES[value.dtype]
-        self._entries[index] = TensorEntry(
-            number, name, tuple(value.shape), value.stride(), offset, leaf.kind, leaf.requires_grad
-        )
-        self._source_of[index] = len(self._sources)
-        self._sources.add(low, nbytes, owner)
-        self._origins.leaves.append(index)
-        self._origins.shifts.append(low - base)
-        self._extents += (number, offset, nbytes)
-        self._sizes.append(offset + nbytes)
-
-    def storage(self, ranges: list[_Range]) -> None:
+    def add_storage(self, ranges: list[_Range]) -> None:
         number = len(self._sizes)
         views = [view for part in ranges for view in part.views]
-        base = next((view for view in views if isinstance(view.value, torch.Tensor)), views[0]).memory[1]
-        cursor = 0
+        base = next((view for view in views if isinstance(view.leaf.value, torch.Tensor)), views[0]).memory[1]
+        end = 0
         for part in ranges:
-            cursor = -(-cursor // ALIGNMENT) * ALIGNMENT
+            offset = -(-end // ALIGNMENT) * ALIGNMENT
             if part.packed:
-                nbytes = self._pack(number, cursor, part)
+                nbytes = self._pack(number, offset, part)
             else:
-                cursor += (part.low - base) % _WIDEST
-                nbytes = self._place(number, cursor, part)
-            self._extents += (number, cursor, nbytes)
-            cursor += nbytes
-        self._sizes.append(cursor)
+                offset += (part.low - base) % _WIDEST
+                nbytes = self._place(number, offset, part)
+            self._extents += (number, offset, nbytes)
+            end = offset + nbytes
+        self._sizes.append(end)
 
     def _pack(self, number: int, offset: int, part: _Range) -> int:
         view = part.views[0]
@@ -422,50 +294,58 @@ class _Builder:
 
     def _add_packed(self, view: View, shift: int, pack: Packing) -> int:
         self._origins.packings[len(self._sources)] = pack
-        self._origins.leaves.append(view.leaf)
-        self._origins.shifts.append(shift)
-        source = pack(view.value, view.owner)
+        source = pack(view.leaf.value, view.owner)
+        self._add_origin(view, shift)
         self._sources.add_packed(source)
         return source.nbytes
+
+    def _add_origin(self, view: View, shift: int) -> None:
+        self._origins.leaves.append(view.number)
+        self._origins.shifts.append(shift)
 
     def _place(self, number: int, offset: int, part: _Range) -> int:
         first = part.views[0]
         nbytes = part.high - part.low
         shift = part.low - first.memory[1]
-        where = first.memory[0]
-        if where != "cpu" and where.type != "cuda":
+        device = first.memory[0]
+        if device != "cpu" and device.type != "cuda":
             self._add_packed(first, shift, lambda value, storage: _flat(value.device, storage, shift, nbytes))
         else:
-            owner = _owners(part.views)
-            if where == "cpu":
-                self._sources.add(part.low, nbytes, owner)
-            else:
-                self._sources.add_device(part.low, nbytes, owner, where.index)
-            self._origins.leaves.append(first.leaf)
-            self._origins.shifts.append(shift)
-            self._origins.several |= owner is not first.owner
+            owners = {id(view.owner): view.owner for view in part.views}
+            owner = first.owner if len(owners) == 1 else tuple(owners.values())
+            self._origins.several |= len(owners) > 1
+            self._add_origin(first, shift)
+            self._sources.add(part.low, nbytes, owner, HOST if device == "cpu" else device.index)
         for view in part.views:
             at = offset + view.first - part.low
-            if isinstance(view.value, torch.Tensor) and at % view.itemsize:
+            value = view.leaf.value
+            if isinstance(value, torch.Tensor) and at % value.element_size():
                 raise UnsupportedStateError(
-                    f"{self._leaves[view.leaf].path}: shares memory with another leaf, but not at a multiple of its "
-                    "item size; save a copy of one of them"
+                    f"{view.leaf.path}: shares memory with another leaf, but not at a multiple of its item size; save "
+                    "a copy of one of them"
                 )
             self._enter(view, number, view.stride, at)
         return nbytes
 
     def _enter(self, view: View, number: int, stride: tuple[int, ...], offset: int) -> None:
-        leaf = self._leaves[view.leaf]
-        self._entries[view.leaf] = TensorEntry(
-            number, view.dtype, view.shape, stride, offset, leaf.kind, leaf.requires_grad
-        )
-        self._source_of[view.leaf] = len(self._sources) - 1
+        leaf = view.leaf
+        entry = TensorEntry(number, view.dtype, view.shape, stride, offset, leaf.kind, leaf.requires_grad)
+        self.entries[view.number] = entry
+        self.source_of[view.number] = len(self._sources) - 1
 
     def layout(self) -> tuple[Layout, Origins]:
-        entries = tuple(entry for entry in self._entries if entry is not None)
+        entries = tuple(entry for entry in self.entries if entry is not None)
         extents = np.array(self._extents, np.int64).reshape(-1, 3)
-        layout = Layout(entries, tuple(self._sizes), extents, self._sources, tuple(self._source_of))
-        return layout, self._origins
+        return Layout(entries, tuple(self._sizes), extents, self._sources, tuple(self.source_of)), self._origins
+
+
+def _empty_entry(leaf: ArrayLeaf) -> TensorEntry:
+    value = leaf.value
+    if isinstance(value, torch.Tensor):
+        dtype, stride = dtypes.TORCH_NAMES[value.dtype], tuple(value.stride())
+    else:
+        dtype, stride = value.dtype.str, (0,) * value.ndim
+    return TensorEntry(None, dtype, tuple(value.shape), stride, 0, leaf.kind, leaf.requires_grad)
 
 
 def _flat(device: torch.device, storage: Any, offset: int, nbytes: int) -> PackedSource:
@@ -473,11 +353,6 @@ def _flat(device: torch.device, storage: Any, offset: int, nbytes: int) -> Packe
     flat = torch.empty(0, dtype=torch.uint8, device=device)
     flat.set_(storage, offset, (nbytes,), (1,))
     return PackedSource(flat)
-
-
-def _owners(views: list[View]) -> Any:
-    owners = {id(view.owner): view.owner for view in views}
-    return views[0].owner if len(owners) == 1 else tuple(owners.values())
 
 
 def _packed_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, overload
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ class Target(NamedTuple):
     device: int = HOST
 
 
-class Targets(Sequence[Target]):
+class Targets(Iterable[Target]):
     """Targets in the order of the payload, where they may overlap: bytes stored once go to several places.
 
     Attributes:
@@ -39,9 +39,8 @@ class Targets(Sequence[Target]):
         self._addresses = np.fromiter((target.address for target in self._targets), np.uint64, count)
         self.devices = {target.device for target in self._targets} - {HOST}
         self._devices = np.fromiter((target.device for target in self._targets), np.int32, count)
-        self._reach = (
-            np.maximum.accumulate(self._ends) if count else self._ends
-        )  # ascending, so that it can be searched
+        # Ascending, so that it can be searched:
+        self._reach = np.maximum.accumulate(self._ends) if count else self._ends
 
     @property
     def span(self) -> tuple[int, int]:
@@ -65,15 +64,5 @@ class Targets(Sequence[Target]):
         table[:, 2] = (high - low)[inside]
         return table, self._devices[first:last][inside] if self.devices else None
 
-    @overload
-    def __getitem__(self, index: int) -> Target: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Target]: ...
-    def __getitem__(self, index: int | slice) -> Target | Sequence[Target]:
-        return self._targets[index]
-
     def __iter__(self) -> Iterator[Target]:
         return iter(self._targets)
-
-    def __len__(self) -> int:
-        return len(self._targets)

@@ -1,6 +1,6 @@
 """Callbacks that run before Python code reaches for the memory of a tensor in a way that torch does not count.
 
-Torch counts the changes that its own operations make (``Tensor._version``). It does not count what is written through
+Torch counts the changes that its own operations make (``Tensor._version``), but not what is written through
 ``param.data``, a NumPy array of a tensor, DLPack or a storage: that is how weights are swapped for an evaluation, or
 perturbed around a forward pass. So while there is a callback, the attributes of torch's classes that lead there are
 replaced by ones that call it first and then do what torch's own do. The first callback replaces them, they are restored
@@ -16,8 +16,6 @@ from functools import wraps
 from typing import Any, Final, TypeAlias
 
 import torch
-
-__all__ = ["Callback", "exempt_this_thread", "notify", "stop_notifying", "storage_address", "untyped_storage"]
 
 Callback: TypeAlias = Callable[[Any, bool], None]
 """Called with the tensor or storage, and whether the access likely writes; else it may only read."""
@@ -72,22 +70,18 @@ def storage_address(owner: Any) -> int:
         return 0
 
 
-def _reached(owner: Any, writes: bool) -> None:
-    if not getattr(_thread, "exempt", False):
+def _call_all(owner: Any, writes: bool) -> None:
+    if _callbacks and not getattr(_thread, "exempt", False):
         for callback in [*_callbacks]:
             callback(owner, writes)
 
 
 def _replace_all() -> None:
-    for cls, name in _METHODS:
-        _shadow(cls, name, _method(getattr(cls, name), name in _WRITING))
-    for cls, name in _PROPERTIES:
-        _shadow(cls, name, _property(getattr(cls, name), name in _WRITING))
-
-
-def _shadow(cls: type, name: str, shadow: Any) -> None:
-    _shadows.append((cls, name, shadow, cls.__dict__.get(name)))
-    setattr(cls, name, shadow)
+    for make, places in ((_method, _METHODS), (_property, _PROPERTIES)):
+        for cls, name in places:
+            shadow = make(getattr(cls, name), name in _WRITING)
+            _shadows.append((cls, name, shadow, cls.__dict__.get(name)))
+            setattr(cls, name, shadow)
 
 
 def _restore_all() -> None:
@@ -104,8 +98,7 @@ def _restore_all() -> None:
 def _method(original: Any, writes: bool) -> Any:
     @wraps(original)
     def method(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        if _callbacks:
-            _reached(self, writes)
+        _call_all(self, writes)
         return original(self, *arguments, **keywords)
 
     return method
@@ -115,13 +108,11 @@ def _property(original: Any, writes: bool) -> Any:
     get, put = original.__get__, original.__set__
 
     def getter(self: Any) -> Any:
-        if _callbacks:
-            _reached(self, writes)
+        _call_all(self, writes)
         return get(self)
 
     def setter(self: Any, value: Any) -> None:
-        if _callbacks:
-            _reached(self, writes)
+        _call_all(self, writes)
         put(self, value)
 
     return property(getter, setter, doc=original.__doc__)

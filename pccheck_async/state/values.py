@@ -25,13 +25,13 @@ def all_small(numbers: Collection[int]) -> bool:
     return not numbers or (min(numbers) >= _SMALL_INTS[0] and max(numbers) <= _SMALL_INTS[1])
 
 
-def _int(value: int) -> Node:
+def _from_int(value: int) -> Node:
     if _SMALL_INTS[0] <= value <= _SMALL_INTS[1]:
         return value
     return nodes.BigIntNode(value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
 
 
-def _str(value: str) -> Node:
+def _from_str(value: str) -> Node:
     if value.isascii():
         return value
     try:
@@ -41,18 +41,11 @@ def _str(value: str) -> Node:
     return value
 
 
-def _same(value: Any) -> Node:
-    node: Node = value
-    return node
-
-
 ATOMS: Final[Mapping[type, Callable[[Any], Node]]] = MappingProxyType(
     {
-        NoneType: _same,
-        bool: _same,
-        float: _same,
-        int: _int,
-        str: _str,
+        **dict.fromkeys((NoneType, bool, float), lambda value: value),
+        int: _from_int,
+        str: _from_str,
         complex: lambda value: nodes.ComplexNode(value.real, value.imag),
         bytes: nodes.BytesNode,
         bytearray: lambda value: nodes.BytearrayNode(bytes(value)),

@@ -252,11 +252,9 @@ def keep_on(monkeypatch: pytest.MonkeyPatch, devices: Sequence[PretendDevice], p
         for source in layout.sources:
             assert isinstance(source, RawSource)
             index = place(source.address, source.nbytes)
-            if index == HOST:
-                placed.add(*source[:3])
-            else:
+            if index != HOST:
                 devices[index].adopt(source.address, source.nbytes)
-                placed.add_device(*source[:3], index)
+            placed.add(*source[:3], index)
         return replace(layout, sources=placed), last
 
     def make(operations: Operations, mode: DeviceMode) -> CopyBackend:

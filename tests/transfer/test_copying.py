@@ -32,7 +32,7 @@ from pccheck_async.format import crc32
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.state import HOST, PackedSource, Sources, arrange
-from pccheck_async.state.save.flatten import ArrayLeaf
+from pccheck_async.state.leaves import ArrayLeaf
 from pccheck_async.state.sources import RawSource
 from pccheck_async.testing import FailingWriter
 from pccheck_async.transfer import BufferPool, PackedPiece, Segments, address_of, aligned_buffer
@@ -214,7 +214,7 @@ class Layout:
                 place = self.random.choice(bench.places if every else bench.places[-1:])
                 address, owner = place.put(data, self.random.choice([offset % 16, offset % 16, 0, 3]))
                 self.owners.append((place, owner, offset, length))
-                self.sources.add_device(address, length, owner, place.device)
+                self.sources.add(address, length, owner, place.device)
                 rows.setdefault(place.device, []).append((address, offset, length))
             offset += length
         tables = {device: np.array(found, np.uint64) for device, found in rows.items()}
@@ -412,9 +412,7 @@ def leaves_on(place: Place, count: int) -> tuple[Sources, list[tuple[Any, bytes]
         data = rng.randbytes(rng.choice([4, 1000, 70_000, 400_000]))
         address, owner = place.put(data)
         owners.append((owner, data))
-        sources.add_device(address, len(data), owner, place.device) if place.device != HOST else sources.add(
-            address, len(data), owner
-        )
+        sources.add(address, len(data), owner, place.device)
     return sources, owners
 
 
@@ -556,7 +554,7 @@ def test_a_snapshot_of_two_devices(devices: list[PretendDevice]) -> None:
             sources, owners = leaves_on(it.places[1], 9)
             others, more = leaves_on(it.places[2], 8)
             for address, nbytes, owner, device in others:  # type: ignore[misc]
-                sources.add_device(address, nbytes, owner, device)
+                sources.add(address, nbytes, owner, device)
             saving = Saving(it, sources)
             await saving.begin()
             assert saving.captured_after == 0
@@ -628,7 +626,7 @@ def test_where_memory_is_short_the_state_is_streamed(devices: list[PretendDevice
             sources, owners = leaves_on(it.places[1], 9)
             others, more = leaves_on(it.places[2], 8)
             for address, nbytes, owner, device in others:  # type: ignore[misc]
-                sources.add_device(address, nbytes, owner, device)
+                sources.add(address, nbytes, owner, device)
             devices[1].memory = lambda: claimed  # type: ignore[method-assign]
             devices[1].capacity = 1 * MIB
             saving = Saving(it, sources)

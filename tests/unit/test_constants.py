@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +218,7 @@ def chosen(constants: Constants, state: dict[str, Any], candidates: list[str]) -
     which[[layout.source_of[flat.leaves.paths.index(name)] for name in candidates]] = True
     choice = constants.choose(layout, which, flat.leaves.values, flat.leaves.paths)
     assert choice is not None
-    plan = Planner(PAGE_BYTES, PAGE_BYTES).plan(layout.broken_at(choice.breaks))
+    plan = Planner(PAGE_BYTES, PAGE_BYTES).plan(replace(layout, breaks=choice.breaks))
     memory = [np.ascontiguousarray(value).view(np.uint8).reshape(-1) for value in flat.leaves.values]
     of_source = dict(zip(layout.source_of, memory, strict=True))
     checksums = [

@@ -134,13 +134,13 @@ def test_what_is_lazy_is_remembered_until_the_tensors_are_others(as_leaf: bool) 
     sources, known = sources_of(*leaves), LazySources()
 
     def among(*tensors: torch.Tensor) -> list[bool]:
-        found = known.among(sources, leaves, list(tensors))
+        found = known.among(sources, list(tensors))
         assert found.tolist() == LazyMemory(tensors).covers(sources).tolist()
         return list(map(bool, found))
 
     assert among(weight, moment) == among(weight, moment) == [True, True, False]
-    first = known.among(sources, leaves, [weight, moment])
-    assert known.among(sources, leaves, [weight, moment]) is first
+    first = known.among(sources, [weight, moment])
+    assert known.among(sources, [weight, moment]) is first
     assert among(moment, weight) == [True, True, False]
     assert among(weight) == [True, False, False]
     assert among(weight, buffer) == among(weight, buffer) == [True, False, True]
@@ -162,15 +162,15 @@ def test_holes_in_a_tensor_are_noticed(told: bool, monkeypatch: pytest.MonkeyPat
     sources, known = sources_of(leaf), LazySources()
     for tensor, dense in ((memory[:8], True), (memory[::2], False), (memory[:8], True)):
         for _ in range(3):  # the second time it is remembered
-            assert known.among(sources, [leaf], [tensor]).tolist() == [dense]
+            assert known.among(sources, [tensor]).tolist() == [dense]
 
 
 def test_other_addresses_are_looked_at_anew() -> None:
     known, tensor = LazySources(), torch.zeros(8)
     for _ in range(3):
-        assert known.among(sources_of(tensor), [tensor], [tensor]).tolist() == [True]
+        assert known.among(sources_of(tensor), [tensor]).tolist() == [True]
         other = torch.zeros(8)
-        assert known.among(sources_of(other), [other], [tensor]).tolist() == [False]
+        assert known.among(sources_of(other), [tensor]).tolist() == [False]
 
 
 def test_modules_are_walked_again_where_they_are_others() -> None:

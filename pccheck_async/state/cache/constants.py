@@ -1,11 +1,10 @@
 """Constant leaves: large ones that no optimizer owns and that stay the same from checkpoint to checkpoint.
 
-Code that changes such a leaf is never made to wait: a teacher that follows by hand (MoCo, BYOL), a target network, a
-replay buffer. So it is captured before the call returns. But the frozen base of an adapter (LoRA) is larger than all
-that is trained, and should not cost more than that. Each chunk has a checksum anyway: a leaf whose chunks had the same
-checksums in two checkpoints running is lazy in the next one, whose capture is right only if they are the same again.
-Equal bytes cannot be torn. Storages of such leaves begin and end with chunks of their own. Most targets follow through
-``.data``, every so many steps: after code reached for the memory of a leaf, the next capture of it is eager again.
+Code that changes such a leaf (MoCo's teacher, a target network, a replay buffer) is never made to wait, so it is
+captured before the call returns. But the frozen base of an adapter (LoRA) should cost no more than what is trained. So
+a leaf whose chunks, all its own, had the same checksums in two checkpoints running is lazy in the next one, whose
+capture is right only if they are the same again: equal bytes cannot be torn. Most targets follow through ``.data``,
+every so many steps: after code reached for the memory of a leaf, the next capture of it is eager again.
 """
 
 from __future__ import annotations
@@ -23,37 +22,24 @@ from pccheck_async.errors import TornCaptureError
 from pccheck_async.state.storages import Layout
 from pccheck_async.state.tensor_access import storage_address
 
-__all__ = ["Choice", "Constants"]
-
 _Which: TypeAlias = npt.NDArray[np.bool_]
 _Numbers: TypeAlias = npt.NDArray[np.int64]
 _Mark: TypeAlias = tuple[int, int, int]
+"""A leaf's version counter, its address, and a number that changes when code reaches for its memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """Which sources are constant at one capture.
+    """Which sources are constant at one capture."""
 
-    Attributes:
-        breaks: Storages that begin a new chunk, so that candidates lie in chunks of their own.
-        extents: Where the state's bytes lie (see :class:`pccheck_async.state.storages.Layout`).
-        storage_nbytes: Sizes of the storages.
-        candidates: The sources that may be constant, one boolean per source.
-        constant: Those of them that were so far, and are lazy in this capture.
-        paths: Paths of their leaves, by source.
-        expected: Checksums of their chunks, by number.
-        marks: For the leaf of each candidate its version counter, its address, and a number that changes when code
-            reaches for its memory.
-    """
-
-    breaks: tuple[int, ...]
-    extents: _Numbers
-    storage_nbytes: tuple[int, ...]
-    candidates: _Which
-    constant: _Which
-    paths: Mapping[int, str]
-    expected: Mapping[int, int]
-    marks: Mapping[int, _Mark | None]
+    breaks: tuple[int, ...]  # storages that begin a new chunk, so that candidates lie in chunks of their own
+    extents: _Numbers  # of the layout
+    storage_nbytes: tuple[int, ...]  # of the layout
+    candidates: _Which  # the sources that may be constant
+    constant: _Which  # those of them that were so far, and are lazy in this capture
+    paths: Mapping[int, str]  # of their leaves, by source
+    expected: Mapping[int, int]  # checksums of their chunks, by number
+    marks: Mapping[int, _Mark | None]  # of the leaves of the candidates
 
     def check(self, chunk: int, table: Any, checksum: int) -> None:
         """Raise TornCaptureError where a chunk of constant sources has another checksum than before."""
@@ -70,21 +56,13 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Known:
-    """What is known from the newest capture.
-
-    Attributes:
-        choice: Its candidates.
-        sources: For each piece of a candidate in a chunk the number of the source,
-        chunks: and of the chunk.
-        checksums: Checksums of these chunks.
-        changed: Those of the chunks that had another checksum in the capture before.
-    """
+    """What is known from the newest capture."""
 
     choice: Choice
-    sources: _Numbers
-    chunks: _Numbers
-    checksums: Mapping[int, int]
-    changed: Sequence[int]
+    sources: _Numbers  # for each piece of a candidate in a chunk the number of the source,
+    chunks: _Numbers  # and of the chunk
+    checksums: Mapping[int, int]  # of these chunks
+    changed: Sequence[int]  # those of the chunks that had another checksum in the capture before
 
 
 class Constants:
@@ -103,11 +81,8 @@ class Constants:
     def choose(self, layout: Layout, candidates: _Which, values: Sequence[Any], paths: Sequence[str]) -> Choice | None:
         """Return which of the ``candidates`` are constant so far; None where none of them ever can be.
 
-        Args:
-            layout: Of the state.
-            candidates: Sources that no optimizer owns and that are too large to be copied on the caller's thread.
-            values: The leaves.
-            paths: Their paths.
+        They are sources that no optimizer owns and that are too large to be copied on the caller's thread; ``values``
+        and ``paths`` are those of all leaves.
         """
         storage_of = layout.extents[:, 0]
         sources = enumerate(layout.source_of)
@@ -134,13 +109,7 @@ class Constants:
         return Choice(breaks, layout.extents, layout.storage_nbytes, candidates, constant, names, expected, marks)
 
     def learn(self, choice: Choice, tables: Iterable[Any], checksums: Sequence[int]) -> None:
-        """Remember the checksums of one capture.
-
-        Args:
-            choice: What :meth:`choose` returned for it.
-            tables: For each chunk a table whose first column has the numbers of its sources.
-            checksums: Of each chunk.
-        """
+        """Remember the checksum of each chunk of a capture; the first column of its table numbers its sources."""
         rows = [(number, table[:, 0].astype(np.int64)) for number, table in enumerate(tables)]
         rows = [(number, sources) for number, sources in rows if choice.candidates[sources].any()]
         new = {number: checksums[number] for number, _ in rows}
@@ -152,7 +121,7 @@ class Constants:
         self._known = _Known(choice, sources, chunks, new, changed)
 
     def _mark(self, value: Any) -> _Mark | None:
-        """Return a leaf's entry of :attr:`Choice.marks`; None for arrays and tensors whose changes nobody counts."""
+        """Return the mark of a leaf; None for arrays and tensors whose changes nobody counts."""
         if not isinstance(value, torch.Tensor) or value.is_inference():
             return None
         address = storage_address(value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import repeat
-from operator import eq
 from typing import Final
 
 import torch
@@ -18,8 +17,6 @@ except ImportError:
 else:
     dlpack_forms = _ext.dlpack_forms
 
-__all__ = ["Fingerprints", "fingerprint"]
-
 DLPACK_API: Final[object] = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 """Since torch 2.10."""
 
@@ -27,11 +24,7 @@ DLPACK_API: Final[object] = getattr(torch.Tensor, "__dlpack_c_exchange_api__", N
 class Fingerprints:
     """Dtype, shape, strides, storage offset, device, and all else that says how tensors view their storages.
 
-    Dtypes, shapes, strides, devices and addresses come from DLPack's C API where torch and the extension have it, about
-    five times as fast as one call per tensor and property.
-
-    Args:
-        tensors: Strided ones with storages. They are not held.
+    The tensors are strided ones with storages, and are not held.
 
     Attributes:
         spans: For each tensor the offsets in its storage, in bytes, of the first byte that it may view and of the one
@@ -39,24 +32,19 @@ class Fingerprints:
     """
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._dtypes = [tensor.dtype for tensor in tensors]
-        self._shapes = [tuple(tensor.shape) for tensor in tensors]
-        self._strides = [tensor.stride() for tensor in tensors]
+        self._forms = _forms(tensors)
         self._offsets = [*map(torch.Tensor.storage_offset, tensors)]
-        self._devices = [tensor.device for tensor in tensors]
         self._requires_grad = [tensor.requires_grad for tensor in tensors]
         self._negative = [*map(torch.Tensor.is_neg, tensors)]
         self._complex = [number for number, tensor in enumerate(tensors) if tensor.is_complex()]
         self._conjugate = [tensors[number].is_conj() for number in self._complex]
         # DLPack has one word for all integers of up to a byte.
-        self._narrow = [n for n, d in enumerate(self._dtypes) if d.itemsize == 1 and not d.is_floating_point]
-        self._narrow_dtypes = [self._dtypes[number] for number in self._narrow]
-        self._print = fingerprint(tensors)
+        kinds = [tensor.dtype for tensor in tensors]
+        self._narrow = [n for n, dtype in enumerate(kinds) if dtype.itemsize == 1 and not dtype.is_floating_point]
+        self._narrow_dtypes = [kinds[number] for number in self._narrow]
         highs = [
-            0 if 0 in shape else (int(offset) + span(shape, stride)[1] + 1) * dtype.itemsize
-            for shape, stride, offset, dtype in zip(
-                self._shapes, self._strides, self._offsets, self._dtypes, strict=True
-            )
+            (int(offset) + span(tensor.shape, tensor.stride())[1] + 1) * tensor.element_size() if tensor.numel() else 0
+            for tensor, offset in zip(tensors, self._offsets, strict=True)
         ]
         self.spans = [*zip(repeat(0), highs, map(is_unresolved, tensors))]
 
@@ -64,38 +52,30 @@ class Fingerprints:
         """Return whether as many tensors view their storages as these did.
 
         Equal dtypes and devices say that none is quantized or on the meta device; that none is sparse is left to
-        whoever asks for their storages.
+        whoever asks for their storages. Raises RuntimeError for a tensor without strides.
 
-        Args:
-            tensors: In the same order.
-            print_same: :func:`fingerprint`, addresses included, gives the same for them as for others for which this
-                was true. Then first elements are where they were, and unless the storages are, too,
-                :meth:`same_offsets` has to be asked as well.
-
-        Raises:
-            RuntimeError: One of them has no strides.
+        Where ``print_same``, their :func:`fingerprint` with addresses is that of others for which this was true: first
+        elements are where they were, and unless the storages are, too, :meth:`same_offsets` has to be asked as well.
         """
         return (
             [tensor.requires_grad for tensor in tensors] == self._requires_grad
             and [*map(torch.Tensor.is_neg, tensors)] == self._negative
             and [tensors[number].is_conj() for number in self._complex] == self._conjugate
             and [tensors[number].dtype for number in self._narrow] == self._narrow_dtypes
-            and (print_same or (self.same_offsets(tensors) and self._same_shapes(tensors)))
+            and (print_same or (self.same_offsets(tensors) and _forms(tensors) == self._forms))
         )
 
     def same_offsets(self, tensors: list[torch.Tensor]) -> bool:
         """Return whether each begins where it did in its storage."""
         return [*map(torch.Tensor.storage_offset, tensors)] == self._offsets
 
-    def _same_shapes(self, tensors: list[torch.Tensor]) -> bool:
-        if self._print is not None:
-            return fingerprint(tensors) == self._print
-        return (
-            [tensor.dtype for tensor in tensors] == self._dtypes
-            and all(map(eq, map(torch.Tensor.size, tensors), self._shapes))
-            and all(map(eq, map(torch.Tensor.stride, tensors), self._strides))
-            and all(map(eq, [tensor.device for tensor in tensors], self._devices))
-        )
+
+def _forms(tensors: list[torch.Tensor]) -> object:
+    """Dtypes, shapes, strides and devices: from DLPack's C API where possible, about five times as fast."""
+    print_ = fingerprint(tensors)
+    if print_ is not None:
+        return print_
+    return [(tensor.dtype, tensor.shape, tensor.stride(), tensor.device) for tensor in tensors]
 
 
 def fingerprint(tensors: list[torch.Tensor], *, addresses: bool = False) -> bytes | None:

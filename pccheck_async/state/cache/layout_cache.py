@@ -2,16 +2,17 @@
 
 A layout depends on what each leaf is (type, dtype, shape, strides, where in its storage it begins) and on how their
 memory relates: which leaves view one storage, and whether storages overlap. It does not depend on the addresses. So
-all of that is compared at every save, with every address and size read anew, and where nothing differs only the
-sources are made again. Whatever differs, or cannot be compared quickly, leads to a full :func:`lay_out`. Where every
-storage is where it was and as large as it was, as in everyday training, how they relate need not be worked out.
+all of that is compared at every save, with every address and size read anew (offloading, FSDP and ``resize_`` move
+storages), and where nothing differs only the sources are made again. Whatever differs, or cannot be compared quickly,
+leads to a full :func:`lay_out`. Where every storage is where it was and as large as it was, as in everyday training,
+how they relate need not be worked out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +21,8 @@ import torch
 from pccheck_async.format import dtypes
 from pccheck_async.state.cache.fingerprints import Fingerprints, fingerprint
 from pccheck_async.state.leaves import Leaves
-from pccheck_async.state.sources import Sources
 from pccheck_async.state.storages import Layout, Origins, View, lay_out, view_of
 from pccheck_async.state.tensor_access import untyped_storage
-
-__all__ = ["LayoutCache", "cached_layout"]
 
 _Numbers: TypeAlias = npt.NDArray[np.int64]
 
@@ -36,10 +34,7 @@ _nbytes: Final = torch.UntypedStorage.nbytes
 
 
 def cached_layout(leaves: Leaves, last: LayoutCache | None = None) -> tuple[Layout, LayoutCache | None]:
-    """Lay out ``leaves``, quickly where they lie as they did when ``last`` was returned.
-
-    Returns:
-        The layout, and what to give as ``last`` the next time.
+    """Return the layout of ``leaves``; fast where they lie as when ``last`` was made; and the next ``last``.
 
     Raises:
         UnsupportedStateError: A leaf cannot be saved; names its path.
@@ -49,32 +44,18 @@ def cached_layout(leaves: Leaves, last: LayoutCache | None = None) -> tuple[Layo
         return layout, last
     leaves.check()
     layout, origins = lay_out(leaves)
-    return layout, _remembered(leaves, layout, origins)
-
-
-def _remembered(leaves: Leaves, layout: Layout, origins: Origins) -> LayoutCache | None:
-    if origins.several:
-        return None
-    layout_cache = LayoutCache(leaves, layout, origins)
-    again = layout_cache.reuse(leaves)  # None where it cannot be compared quickly: better now than at every save
-    if again is None or not np.array_equal(again.sources.addresses, layout.sources.addresses):
-        return None
-    return layout_cache
+    new = LayoutCache(leaves, layout, origins) if not origins.several else None
+    again = new.reuse(leaves) if new is not None else None  # where this cannot be compared: better now than every time
+    same = again is not None and np.array_equal(again.sources.addresses, layout.sources.addresses)
+    return layout, new if same else None
 
 
 class LayoutCache:
-    """A layout, and what it depended on. Holds no array and no memory.
-
-    Args:
-        leaves: What was laid out.
-        layout: How.
-        origins: Where its sources come from.
-    """
+    """A layout, and what it depended on. Holds no array and no memory."""
 
     def __init__(self, leaves: Leaves, layout: Layout, origins: Origins) -> None:
         values = leaves.values
-        self._layout = layout.filled(Sources())
-        self._sources_then = layout.sources.with_memory(layout.sources.addresses[:0], [])
+        self._layout = replace(layout, sources=layout.sources.with_memory(layout.sources.addresses[:0], []))
         self._packings = origins.packings
         self._shifts = np.array(origins.shifts, np.int64)
         self._types = [*map(type, values)]
@@ -85,10 +66,10 @@ class LayoutCache:
         self._places: list[int] = np.argsort(self._order)[np.array(origins.leaves, np.intp)].tolist()
         self._in_order = self._places == [*range(len(values))]
         tensors, views = self._split(leaves)
-        self._blocks = [Fingerprints(tensors[start : start + _BLOCK]) for start in range(0, len(tensors), _BLOCK)]
+        self._blocks = [*map(Fingerprints, _blocks(tensors))]
         self._array_forms = [*self._forms_of_arrays(leaves, views)]
         spans = [span for block in self._blocks for span in block.spans] + [*map(_span, views)]
-        bases = _Memory.of_tensors(tensors).and_arrays(views).bases
+        bases = [*map(_address, map(untyped_storage, tensors)), *map(_base, views)]
         self._relations = _Relations(np.array(bases, np.int64), np.array(spans, np.int64).reshape(-1, 3))
         self._place: _Place | None = None
 
@@ -97,34 +78,35 @@ class LayoutCache:
         if [*map(type, leaves.values)] != self._types:
             return None
         tensors, views = self._split(leaves)
-        if views and [*self._forms_of_arrays(leaves, views)] != self._array_forms:
+        if [*self._forms_of_arrays(leaves, views)] != self._array_forms:
             return None
-        memory = _Memory([], [], [])
         place = self._place
-        prints: list[bytes | None] = []
-        in_place: list[tuple[Fingerprints, list[torch.Tensor]]] = []
-        for number, known in enumerate(self._blocks):
-            block = tensors[number * _BLOCK : (number + 1) * _BLOCK]
+        bases, sizes, owners, prints = list[int](), list[int](), list[Any](), list[bytes | None]()
+        for number, (known, block) in enumerate(zip(self._blocks, _blocks(tensors), strict=True)):
             prints.append(fingerprint(block, addresses=True))
             print_same = prints[-1] is not None and place is not None and prints[-1] == place.prints[number]
-            if print_same:
-                in_place.append((known, block))
             try:
                 if not known.same(block, print_same=print_same):
                     return None
-                memory.add_tensors(block)
+                storages = [*map(untyped_storage, block)]
             except RuntimeError:  # of a tensor without strides or without a storage
                 return None
-        if views:
-            memory.and_arrays(views)
-        if place is None or memory.bases != place.bases or memory.sizes != place.sizes:
-            if not all(known.same_offsets(block) for known, block in in_place):
+            bases += map(_address, storages)
+            sizes += map(_nbytes, storages)
+            owners += storages
+        bases += map(_base, views)
+        sizes += [_span(view)[1] for view in views]
+        owners += [None if view is None else view.owner for view in views]
+        if place is None or bases != place.bases or sizes != place.sizes:
+            if not all(map(Fingerprints.same_offsets, self._blocks, _blocks(tensors))):
                 return None
-            bases = np.array(memory.bases, np.int64)
-            if not self._relations.hold(bases, np.array(memory.sizes, np.int64)):
+            each = np.array(bases, np.int64)
+            if not self._relations.hold(each, np.array(sizes, np.int64)):
                 return None
-            place = self._place = _Place(memory.bases, memory.sizes, prints, self._addresses(bases))
-        return self._layout.filled(self._sources(leaves, place.addresses, memory.owners))
+            place = self._place = _Place(bases, sizes, prints, self._addresses(each))
+        return replace(
+            self._layout, sources=self._layout.sources.with_memory(place.addresses, self._owners(leaves, owners))
+        )
 
     def _split(self, leaves: Leaves) -> tuple[list[Any], list[View | None]]:
         values = leaves.values
@@ -135,12 +117,10 @@ class LayoutCache:
     def _forms_of_arrays(self, leaves: Leaves, views: list[View | None]) -> Iterator[Any]:
         for number, view in zip(self._arrays, views, strict=True):
             array: Any = leaves.values[number]
-            form = (array.dtype.str, array.shape, dtypes.numpy_name(array.dtype))
-            if view is None:
-                yield form
-            else:
+            yield array.dtype.str, array.shape, dtypes.numpy_name(array.dtype)
+            if view is not None:
                 places = (view.low, view.high, view.first)
-                yield form, view.stride, view.unresolved, *(place - view.memory[1] for place in places)
+                yield view.stride, view.unresolved, *(place - view.memory[1] for place in places)
 
     def _addresses(self, bases: _Numbers) -> npt.NDArray[np.uint64]:
         addresses = (bases if self._in_order else bases[self._places]) + self._shifts
@@ -149,50 +129,30 @@ class LayoutCache:
         table.flags.writeable = False  # several saves have it
         return table
 
-    def _sources(self, leaves: Leaves, addresses: npt.NDArray[np.uint64], owners: list[Any]) -> Sources:
+    def _owners(self, leaves: Leaves, owners: list[Any]) -> list[Any]:
+        """Return what keeps the memory of each source, of all leaves' ``owners``."""
         if not self._in_order:
             owners = [*map(owners.__getitem__, self._places)]
         for number, pack in self._packings.items():
             owners[number] = pack(leaves.values[self._order[self._places[number]]], owners[number])
-        return self._sources_then.with_memory(addresses, owners)
+        return owners
 
 
-@dataclass(slots=True, eq=False)
-class _Memory:
-    """Of each leaf: where its storage begins, how many bytes it has, and what keeps it."""
-
-    bases: list[int]
-    sizes: list[int]
-    owners: list[Any]
-
-    @classmethod
-    def of_tensors(cls, tensors: Sequence[torch.Tensor]) -> _Memory:
-        memory = cls([], [], [])
-        memory.add_tensors(tensors)
-        return memory
-
-    def add_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        owners: list[Any] = [*map(untyped_storage, tensors)]
-        self.bases += map(_address, owners)
-        self.sizes += map(_nbytes, owners)
-        self.owners += owners
-
-    def and_arrays(self, views: Sequence[View | None]) -> _Memory:
-        for view in views:
-            self.bases.append(view.memory[1] if view is not None else 0)
-            self.sizes.append(_span(view)[1])
-            self.owners.append(view.owner if view is not None else None)
-        return self
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Place:
+class _Place(NamedTuple):
     """Where all storages were, the fingerprints of their tensors, and the addresses of the sources that follow."""
 
     bases: list[int]
     sizes: list[int]
     prints: list[bytes | None]
     addresses: npt.NDArray[np.uint64]
+
+
+def _blocks(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    return (tensors[start : start + _BLOCK] for start in range(0, len(tensors), _BLOCK))
+
+
+def _base(view: View | None) -> int:
+    return 0 if view is None else view.memory[1]
 
 
 def _span(view: View | None) -> tuple[int, int, int]:
@@ -203,9 +163,7 @@ def _span(view: View | None) -> tuple[int, int, int]:
 class _Relations:
     """Which leaves lie in one storage, and that different storages do not overlap.
 
-    Args:
-        bases: Of each leaf where its storage begins.
-        spans: Of each leaf what it takes of its storage (see :attr:`Fingerprints.spans`).
+    ``bases`` says where the storage of each leaf begins, ``spans`` what it takes of it (:attr:`Fingerprints.spans`).
     """
 
     def __init__(self, bases: _Numbers, spans: _Numbers) -> None:

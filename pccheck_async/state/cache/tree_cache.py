@@ -17,20 +17,6 @@ from pccheck_async.format.skeleton import ArrayNode, DictNode, Node, OrderedDict
 from pccheck_async.state import values
 from pccheck_async.state.leaves import KINDS, Leaves
 
-__all__ = [
-    "Branches",
-    "ContainerOutline",
-    "Content",
-    "Flat",
-    "LeafOutline",
-    "ObjectOutline",
-    "Outline",
-    "Rows",
-    "Shape",
-    "Visited",
-    "same_objects",
-]
-
 _COMPARABLE: Final = frozenset((str, int))
 """Types of keys that have the same node if they are equal; 0.0 equals -0.0, and (1,) equals (True,)."""
 
@@ -77,10 +63,11 @@ class ObjectOutline:
         return None
 
 
+@dataclass(slots=True, eq=False)
 class Shape:
     """A container without its items.
 
-    Args:
+    Attributes:
         kind: Its type.
         keys: Of a mapping; None for a sequence.
         key_nodes: Their nodes.
@@ -88,20 +75,15 @@ class Shape:
         make: Makes its node.
     """
 
-    __slots__ = ("_key_nodes", "_kind", "_make", "keys", "names")
-
-    def __init__(
-        self, kind: type, keys: list[Any] | None, key_nodes: list[Node], names: list[str], make: Callable[..., Node]
-    ) -> None:
-        self._kind: Any = kind
-        self.keys = keys
-        self._key_nodes = key_nodes
-        self.names = names
-        self._make = make
+    kind: Any
+    keys: list[Any] | None
+    key_nodes: list[Node]
+    names: list[str]
+    make: Callable[..., Node]
 
     def items(self, value: Any) -> Sequence[Any] | None:
         """Return the items of a container that has this shape, None where it has another one."""
-        if type(value) is not self._kind or len(value) != len(self.names):
+        if type(value) is not self.kind or len(value) != len(self.names):
             return None
         keys = self.keys
         if keys is None:
@@ -116,20 +98,12 @@ class Shape:
     def node(self, nodes: list[Node], metadata: list[Node]) -> Node:
         """Return the node of a container with the nodes of its items."""
         if self.keys is None:
-            return self._make(nodes)
-        if self._make is OrderedDictNode:
-            return self._make(self._key_nodes, nodes, metadata)
-        return self._make(self._key_nodes, nodes)
+            return self.make(nodes)
+        return self.make(self.key_nodes, nodes, *([metadata] if self.make is OrderedDictNode else ()))
 
 
 class Flat:
-    """Items none of which is a container: arrays and plain values.
-
-    Args:
-        items: The items.
-        nodes: Their nodes.
-        paths: Of the arrays among them.
-    """
+    """Items none of which is a container: arrays, which have these ``paths``, and plain values."""
 
     __slots__ = ("_arrays", "_first", "_kinds", "_paths", "_plain", "_values", "nodes")
 
@@ -167,13 +141,7 @@ class Flat:
 
 
 class Rows:
-    """Dicts of flat items: one per parameter, or per module. Taken all at once.
-
-    Args:
-        dicts: The dicts.
-        nodes: Their nodes.
-        paths: Of the arrays in them.
-    """
+    """Dicts of flat items (one per parameter, or per module), taken all at once; the arrays have these ``paths``."""
 
     __slots__ = ("_flat", "_keys", "_lengths", "nodes")
 
@@ -185,7 +153,7 @@ class Rows:
         self._flat = Flat([*chain.from_iterable(map(dict.values, dicts))], inner, paths)
 
     def reuse(self, items: Sequence[Any], leaves: Leaves) -> list[Node] | None:
-        """Return the nodes of dicts with the keys they had (see :meth:`Flat.again`)."""
+        """Return the nodes of dicts with the keys they had (see :meth:`Flat.reuse`)."""
         if {*map(type, items)} != {dict} or [*map(len, items)] != self._lengths:
             return None
         if not same_objects(chain.from_iterable(items), self._keys):
@@ -199,14 +167,10 @@ class Rows:
 
 @dataclass(slots=True, eq=False)
 class Branches:
-    """Items some of which are containers or objects, and what to remember of each."""
+    """Items some of which are containers or objects, and what to remember of each. They have to be walked."""
 
     nodes: list[Node]
     below: list[Outline | None]
-
-    def reuse(self, items: Sequence[Any], leaves: Leaves) -> list[Node] | None:
-        """Do not: they have to be walked."""
-        return None
 
 
 Content: TypeAlias = Flat | Rows | Branches
@@ -223,7 +187,7 @@ class ContainerOutline:
 
     def reuse(self, value: Any, leaves: Leaves) -> Visited | None:
         """See :class:`Outline`."""
-        if type(value) is OrderedDict or type(self.content) is Branches:
+        if type(value) is OrderedDict or isinstance(self.content, Branches):
             return None
         items = self.shape.items(value)
         nodes = self.content.reuse(items, leaves) if items is not None else None

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +14,9 @@ from torch.nn.parameter import is_lazy
 from pccheck_async.errors import CorruptStoreError
 from pccheck_async.format import dtypes
 from pccheck_async.format.manifest import ALIGNMENT, Manifest, TensorEntry, span
-from pccheck_async.state.save.flatten import Array
+from pccheck_async.state.leaves import Array
 from pccheck_async.state.sources import HOST, as_bits
+from pccheck_async.state.storages import is_dense, is_unresolved
 from pccheck_async.state.targets import Target
 
 _HOST: Final = torch.device("cpu")
@@ -27,8 +27,7 @@ _NO_MEMORY: Final = "the storage of the tensor here was freed, shrunk or never a
 # -- new memory
 
 
-@dataclass(slots=True, eq=False)
-class _Memory:
+class _NewMemory(NamedTuple):
     """Uninitialised bytes for a storage, from byte ``base`` of the storage on; ``ranges`` of it are read."""
 
     base: int
@@ -45,8 +44,8 @@ class Allocation:
     Args:
         manifest: A decoded, hence checked one: the sizes in it are bounded by its payload.
         wanted: Indices of the arrays to allocate.
-        devices: CUDA devices by the indices of the tensors that are wanted there. A storage is allocated on a device
-            where all its wanted arrays are wanted there, else on the host.
+        devices: CUDA devices by the indices of tensors. A storage is allocated on a device where all its wanted arrays
+            are wanted there, else on the host.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class Allocation:
         return tensor.requires_grad_(entry.requires_grad)
 
 
-def _allocate(entries: list[TensorEntry], device: torch.device) -> _Memory:
+def _allocate(entries: list[TensorEntry], device: torch.device) -> _NewMemory:
     ranges: list[tuple[int, int]] = []
     for low, high in sorted(entry.extent for entry in entries):
         if ranges and low <= ranges[-1][1]:
@@ -131,36 +130,48 @@ def _allocate(entries: list[TensorEntry], device: torch.device) -> _Memory:
     nbytes = ranges[-1][1] - base
     if all(entry.kind == "ndarray" for entry in entries):
         array = np.empty(nbytes, np.uint8)
-        return _Memory(base, array, array.__array_interface__["data"][0], ranges)
+        return _NewMemory(base, array, array.__array_interface__["data"][0], ranges)
     tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    return _Memory(base, tensor, tensor.data_ptr(), ranges)
+    return _NewMemory(base, tensor, tensor.data_ptr(), ranges)
 
 
 # -- live memory
 
 
-@dataclass(slots=True, eq=False)
 class _Live:
     """A live array that takes the bytes of a stored one.
 
-    Attributes:
+    Args:
+        path: Its path.
+        index: The stored array's.
+        entry: And its entry.
+        array: The live array.
         strict: Its bytes must become the stored ones; otherwise a new array may take its place.
+        by_address: Whether the copy backend can write to the address of a CUDA tensor.
+
+    Attributes:
         device: Where its memory is; None on the host.
         steps: Bytes from one element to the next along each dimension.
         in_place: Its bytes are read right into its memory, not copied there at the end.
         negated: It is a conjugated or negated view, whose bytes in memory are not its values.
     """
 
-    path: str
-    index: int
-    entry: TensorEntry
-    array: Array
-    strict: bool
-    device: torch.device | None
-    address: int
-    steps: tuple[int, ...]
-    in_place: bool
-    negated: bool
+    def __init__(
+        self, path: str, index: int, entry: TensorEntry, array: Array, strict: bool, by_address: Callable[[], bool]
+    ) -> None:
+        self.path, self.index, self.entry, self.array, self.strict = path, index, entry, array, strict
+        self.device: torch.device | None = None
+        self.negated = False
+        self.steps, self.address = _steps(array), 0
+        if isinstance(array, torch.Tensor):
+            self.device = None if array.is_cpu else array.device
+            self.negated = is_unresolved(array)
+            self.address = array.data_ptr()
+        else:
+            self.address = array.__array_interface__["data"][0]
+        reached = self.device is None or (self.device.type == "cuda" and by_address())
+        dense = is_dense(entry.shape, self.steps, entry.itemsize)
+        self.in_place = reached and not self.negated and dense and _agree(entry.shape, self.steps, _stored_steps(entry))
 
     def extent(self) -> tuple[int, int]:
         """Return the addresses of the first byte and of the byte after the last."""
@@ -188,10 +199,6 @@ class Filling:
 
     Live arrays that share memory are filled twice where the stored arrays share theirs in the same way. Where those do
     not, one array would overwrite the other: that is a difference for strict arrays, and the others get new memory.
-
-    Args:
-        manifest: What is stored.
-        by_address: Asked when there is a CUDA tensor: whether the copy backend can write to its address.
     """
 
     def __init__(self, manifest: Manifest, by_address: Callable[[], bool] = lambda: False) -> None:
@@ -208,36 +215,15 @@ class Filling:
 
     def add(self, path: str, index: int, array: Array, *, strict: bool) -> None:
         """Let ``array`` take the bytes of stored array ``index``, to which :func:`difference` found none."""
-        entry = self._manifest.tensors[index]
-        steps = _steps(array)
-        tensor = array if isinstance(array, torch.Tensor) else None
-        on_host = tensor is None or tensor.is_cpu
-        negated = tensor is not None and (tensor.is_conj() or tensor.is_neg())
-        dense = _dense(entry.shape, steps, entry.itemsize) and _agree(entry.shape, steps, _stored_steps(entry))
-        reached = on_host or (tensor is not None and tensor.is_cuda and self._by_address())
-        self._live[index] = _Live(
-            path=path,
-            index=index,
-            entry=entry,
-            array=array,
-            strict=strict,
-            device=None if on_host or tensor is None else tensor.device,
-            address=array.data_ptr() if isinstance(array, torch.Tensor) else array.__array_interface__["data"][0],
-            steps=steps,
-            in_place=dense and not negated and reached,
-            negated=negated,
-        )
+        self._live[index] = _Live(path, index, self._manifest.tensors[index], array, strict, self._by_address)
 
     def conflicts(self) -> list[str]:
         """Drop arrays that would overwrite another; return the paths of strict ones, each with what it overlaps."""
         troubles = []
         for cluster in _overlapping([live for live in self._live.values() if live.entry.storage is not None]):
             for one, other in _pairs(cluster):
-                if (
-                    not {one.index, other.index} <= self._live.keys()
-                    or one.shares_as_stored(other)
-                    or not _share(one, other)
-                ):
+                dropped = not {one.index, other.index} <= self._live.keys()
+                if dropped or one.shares_as_stored(other) or not _share(one, other):
                     continue
                 loose = next((live for live in (other, one) if not live.strict), None)
                 if loose is not None:
@@ -355,16 +341,6 @@ def _agree(shape: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...])
     return one == other or all(a == b for size, a, b in zip(shape, one, other, strict=True) if size > 1)
 
 
-def _dense(shape: tuple[int, ...], steps: tuple[int, ...], itemsize: int) -> bool:
-    """Return whether the elements fill their span without holes or overlaps, apart from expanded dimensions."""
-    reach = itemsize
-    for step, size in sorted((step, size) for size, step in zip(shape, steps, strict=True) if size > 1 and step):
-        if step != reach:
-            return False
-        reach *= size
-    return True
-
-
 def _overlaps_itself(shape: tuple[int, ...], steps: tuple[int, ...], itemsize: int) -> bool:
     """Return whether elements may share memory, apart from expanded dimensions."""
     reach = itemsize
@@ -377,13 +353,11 @@ def _overlaps_itself(shape: tuple[int, ...], steps: tuple[int, ...], itemsize: i
 
 def _copy(live: _Live, stored: Array) -> None:
     """Copy bit for bit; of expanded dimensions, one element."""
-    once = tuple(
-        slice(0, 1) if step == 0 and size > 1 else slice(None)
-        for size, step in zip(live.entry.shape, live.steps, strict=True)
-    )
+    sizes = zip(live.entry.shape, live.steps, strict=True)
+    once = (*(slice(0, 1) if step == 0 and size > 1 else slice(None) for size, step in sizes), ...)
     if isinstance(live.array, torch.Tensor):
         assert isinstance(stored, torch.Tensor)
-        target, source = live.array.detach()[(*once, ...)], stored.detach()[(*once, ...)]
+        target, source = live.array.detach()[once], stored.detach()[once]
         writing: AbstractContextManager[Any] = torch.inference_mode() if live.array.is_inference() else torch.no_grad()
         with writing:
             if live.negated:
@@ -392,7 +366,7 @@ def _copy(live: _Live, stored: Array) -> None:
                 as_bits(target).copy_(as_bits(source))
         return
     assert isinstance(stored, np.ndarray)
-    live.array[(*once, ...)] = stored[(*once, ...)]
+    live.array[once] = stored[once]
 
 
 def _overlapping(lives: list[_Live]) -> Iterator[list[_Live]]:

@@ -21,12 +21,14 @@ from pccheck_async.format.manifest import Manifest
 from pccheck_async.format.skeleton import ArrayNode, DictNode, ListNode, MappingNode, Node, StatefulNode, arrays
 from pccheck_async.state import paths
 from pccheck_async.state.ambient import apart, refuse_tracing
+from pccheck_async.state.leaves import Array
 from pccheck_async.state.restore import objects
 from pccheck_async.state.restore.arrays import Allocation, Filling, describe, difference
 from pccheck_async.state.restore.tree import count, entries, has_parts, mapping_keys, rebuild, select
 from pccheck_async.state.rng import RNGState
 from pccheck_async.state.save.detached import refuse_filling
-from pccheck_async.state.save.flatten import Array, check_outermost, flatten, is_stateful, noting
+from pccheck_async.state.save.flatten import check_outermost, flatten, naming_owner
+from pccheck_async.state.stateful import is_stateful
 from pccheck_async.state.targets import Targets
 
 _MAPPINGS: Final[Mapping[type, type]] = {dict: DictNode, OrderedDict: nodes.OrderedDictNode, Counter: nodes.CounterNode}
@@ -44,7 +46,7 @@ class Restoration:
     """A restore that was checked and can begin: fill the targets, then call ``finish`` once.
 
     Attributes:
-        targets: The memory to fill, in the order of the payload.
+        targets: The memory to fill.
         finish: Makes the state from what was filled, and returns it.
         missing: Paths that the state has and the checkpoint lacks: they stay as they are.
         unexpected: Paths that the checkpoint has and the state lacks: they are not read.
@@ -103,23 +105,16 @@ def match(
     refilled with content of their type, any other value is replaced in its container. An object that was saved inside
     needs an entry at its own path: an object, or a plain value, which takes the object's state.
 
-    Modules compare strictly, except for extra state, and ``load_state_dict`` gets their own parameters. Submodules with
-    hooks before ``load_state_dict``, or with a ``load_state_dict`` or ``_load_from_state_dict`` of their own, are not
-    compared: they decide whether the stored state fits, and where it does not, raise after other things changed.
+    Modules compare strictly, except for extra state and for submodules with hooks before ``load_state_dict`` or methods
+    of their own for loading: those decide whether the stored state fits, and may raise after other things changed.
     Optimizers need no state yet; their parameters are identified by the names that were saved, else by their numbers.
     Any other Stateful gets its own tensors where dtype and shape are equal, and new ones elsewhere.
-
-    Two live arrays that share memory where the stored ones do not are a mismatch: one would overwrite the other.
 
     Args:
         state: The live state.
         manifest: What is stored.
         by_address: Asked when there is a CUDA tensor: whether the copy backend can write to its address.
-        strict: With False, what only the state has stays as it is, what only the checkpoint has is not read, and the
-            restoration lists both. A module then loads its own state with the stored values in it; any other Stateful
-            gets what it saved, as ever. It is still a mismatch where the two have nothing in common, altogether or
-            below an outermost name or a module that both have, and where they differ by the prefix that a wrapper of
-            models adds to names.
+        strict: With False, what only one of them has is listed, not an error (see :meth:`CheckpointEngine.restore`).
 
     Returns:
         A restoration whose ``finish`` copies what could not be filled in place, calls every ``load_state_dict`` and
@@ -181,8 +176,8 @@ class _Matching:
                     action()
             return state
 
-        differ = tuple(self._missing), tuple(self._unexpected)
-        return Restoration(targets, finish, *differ, filled=self._filling.paths, counts=self._counts)
+        missing, unexpected = tuple(self._missing), tuple(self._unexpected)
+        return Restoration(targets, finish, missing, unexpected, self._filling.paths, self._counts)
 
     def _error(self) -> StateMismatchError:
         make = partial(
@@ -240,9 +235,8 @@ class _Matching:
             self._value(live, node.child, path, replace, of_object=True)  # restored into the object's state
         elif not _has_live_parts(live) and (not has_parts(node) or _savable(live)):
             if not of_object:
-                for lost in _without_place(live, node, path):
-                    what = "an object in the checkpoint: put one there, or None for its state"
-                    self._mismatched.append(f"{lost} ({what})")
+                what = "an object in the checkpoint: put one there, or None for its state"
+                self._mismatched += [f"{lost} ({what})" for lost in _without_place(live, node, path)]
             self._plain(live, node, path, replace)
         elif type(live) in _MAPPINGS and type(node) is _MAPPINGS[type(live)]:
             for key, value, child, below in self._common(live, node, path):  # type: ignore[arg-type]
@@ -281,7 +275,7 @@ class _Matching:
             self._rebuild_later(node, replace)
         elif has_parts(node):
             self._differs(path, live, node)
-        elif not _equal(live, node):
+        elif not _savable(live, node):
             self._mismatched.append(f"{path} (another value, in a container that cannot change; use a dict or a list)")
 
     def _rebuild_later(self, node: Node, put: _Replace) -> None:
@@ -313,7 +307,7 @@ class _Matching:
             if isinstance(live, RNGState):
                 self._generators(live, child, path)
                 actions = self._last_actions
-            with noting("state_dict", path, live):
+            with naming_owner("state_dict", path, live):
                 own = live.state_dict()
             self._pair(own, child, path)
         rebuild(child, lambda index: index)  # raises before anything changed where it describes no value
@@ -326,7 +320,7 @@ class _Matching:
             changes = inference or self._filling.inference(arrays(child))
             mode = torch.inference_mode() if changes else nullcontext()
             mixture = "; the state may now be a mixture of what it was and of the checkpoint"
-            with mode, noting("load_state_dict", path, live, mixture):
+            with mode, naming_owner("load_state_dict", path, live, mixture):
                 load(state)
 
         actions.append(action)
@@ -336,7 +330,7 @@ class _Matching:
         if not isinstance(node, MappingNode):
             self._differs(path, live, node)
             return node, {}
-        with noting("state_dict", path, live):
+        with naming_owner("state_dict", path, live):
             own = objects.live_state(live)
         own_loading, missing = objects.own_loading(live), len(self._missing)
         common = self._common(own, node, path, own_loading.all if self._strict else ())
@@ -378,7 +372,7 @@ class _Matching:
         if not isinstance(node, MappingNode):
             self._differs(path, live, node)
             return node
-        with noting("state_dict", path, live):
+        with naming_owner("state_dict", path, live):
             own = live.state_dict()
         node, differences = objects.renumbered(live, own, node, self._names, path)
         differences += objects.differences(live, own, node, self._tensors, path)
@@ -410,11 +404,9 @@ class _Matching:
         if not isinstance(node, MappingNode):
             self._differs(path, live, node)
             return
-        for key, _, child in entries(node):
-            if key == "cuda":
-                trouble = live.mismatch(len(child.items) if isinstance(child, ListNode) else None)
-                if trouble:
-                    self._mismatched.append(f"{path}.{trouble}")
+        cuda = next((child for key, _, child in entries(node) if key == "cuda"), None)
+        if trouble := live.mismatch(len(cuda.items) if isinstance(cuda, ListNode) else None):
+            self._mismatched.append(f"{path}.{trouble}")
 
     # -- what both need
 
@@ -423,7 +415,7 @@ class _Matching:
     ) -> list[tuple[Any, Any, Node, str]]:
         """Return key, live value, stored value and path of what both have.
 
-        What only one has is noted as missing or unexpected, unless its key begins with a prefix in ``ignored``.
+        What only one has is added to the missing or unexpected, unless its key begins with a prefix in ``ignored``.
         """
         stored = {key: (name, child) for key, name, child in entries(node)}
         keys = list(live)
@@ -505,23 +497,14 @@ def _has_live_parts(live: Any) -> bool:
     return False
 
 
-def _savable(live: Any) -> bool:
-    """Return whether a live value could be saved as it is."""
-    try:
-        flatten({"value": live})
-    except UnsupportedStateError:
-        return False
-    return True
-
-
-def _equal(live: Any, node: Node) -> bool:
-    """Return whether a live plain value would be saved as ``node``, to the bit."""
+def _savable(live: Any, node: Node | object = _NOWHERE) -> bool:
+    """Return whether a live value could be saved as it is, and as ``node`` to the bit where one is given."""
     try:
         skeleton = flatten({"value": live}).skeleton
     except UnsupportedStateError:
         return False
     assert isinstance(skeleton, DictNode)
-    return msgspec.msgpack.encode(skeleton.values[0]) == msgspec.msgpack.encode(node)
+    return node is _NOWHERE or msgspec.msgpack.encode(skeleton.values[0]) == msgspec.msgpack.encode(node)
 
 
 def _refill(live: Any, value: Any) -> None:

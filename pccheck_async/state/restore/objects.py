@@ -1,18 +1,16 @@
 """What modules and optimizers need for a restore beside their ``load_state_dict``.
 
-Modules: which of their parts load in a way of their own, which nothing can be said about beforehand.
-
-Optimizers: a check before loading, and a repair after it. And numbers: torch's ``state_dict()`` calls parameters by
-numbers, and ``load_state_dict()`` takes them in their order; state under a key that is no parameter's number stays
-under that key, where no step uses it. Other programs call parameters by their names
-(``torch.distributed.checkpoint.state_dict``, FSDP), or write the numbers as strings (a folder of
-``torch.distributed.checkpoint`` that is read without an optimizer).
+Torch's ``state_dict()`` of an optimizer calls parameters by numbers; state under any other key is loaded, and no step
+uses it. Other programs call parameters by their names (``torch.distributed.checkpoint.state_dict``, FSDP), or write the
+numbers as strings (a folder of ``torch.distributed.checkpoint`` that is read without an optimizer).
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
@@ -93,16 +91,9 @@ def differences(
     tensors: Sequence[TensorEntry],
     path: str,
 ) -> list[str]:
-    """Return how the parameters of a live optimizer differ from those of the stored state.
+    """Return how the parameters of a live optimizer, whose state is ``own``, differ from those of the stored state.
 
     Of an optimizer with hooks that receive the stored state first, nothing is returned: they may make it fit.
-
-    Args:
-        optimizer: The live optimizer.
-        own: Its ``state_dict()``.
-        node: The stored state.
-        tensors: The table of stored arrays.
-        path: The optimizer's path in the state.
 
     Raises:
         UnsupportedStateError: There is stored state of a parameter that has no shape yet.
@@ -170,10 +161,7 @@ def _other_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], node
 def places(optimizer: torch.optim.Optimizer, own: Mapping[str, Any], node: Node) -> Iterator[tuple[int, torch.device]]:
     """Yield the indices of stored arrays of which it is known on which device ``load_state_dict`` will want them.
 
-    Args:
-        optimizer: The live optimizer, which has no :func:`differences` from the stored state.
-        own: Its ``state_dict()``.
-        node: The stored state.
+    The optimizer, whose state is ``own``, has no :func:`differences` from the stored state.
     """
     if type(optimizer).__module__.startswith("torch.optim"):
         for _, index, parameter in _like_parameters(optimizer, own, node):
@@ -215,17 +203,12 @@ def load(optimizer: torch.optim.Optimizer, state: Any) -> None:
     repair uses the state as their hooks before loading left it, and their hooks after loading run after the repair.
     """
     loaded = [state]  # the last is what torch gets; emptied once it is repaired
-    handles = []
-    if hasattr(optimizer, _HOOKS):  # a wrapper of another optimizer may have none
-        handles = [
-            optimizer.register_load_state_dict_pre_hook(lambda _, state: loaded.append(state)),
-            optimizer.register_load_state_dict_post_hook(lambda _: _repair(optimizer, loaded), prepend=True),
-        ]
-    try:
+    with ExitStack() as hooks:
+        if hasattr(optimizer, _HOOKS):  # a wrapper of another optimizer may have none
+            repair = partial(_repair, loaded=loaded)
+            hooks.enter_context(optimizer.register_load_state_dict_pre_hook(lambda _, state: loaded.append(state)))
+            hooks.enter_context(optimizer.register_load_state_dict_post_hook(repair, prepend=True))
         optimizer.load_state_dict(state)
-    finally:
-        for handle in handles:
-            handle.remove()
     _repair(optimizer, loaded)
 
 
@@ -268,10 +251,9 @@ _SHOWN: Final = 5
 def names_in(state: Mapping[str, Any]) -> Names:
     """Return the names that the modules in a state have for their parameters."""
     names: dict[int, set[str]] = {}
-    for _, part in parts(state):
-        if isinstance(part, torch.nn.Module):
-            for name, parameter in part.named_parameters(remove_duplicate=False):
-                names.setdefault(id(parameter), set()).add(name)
+    modules = [part for _, part in parts(state) if isinstance(part, torch.nn.Module)]
+    for name, parameter in chain.from_iterable(each.named_parameters(remove_duplicate=False) for each in modules):
+        names.setdefault(id(parameter), set()).add(name)
     return names
 
 
@@ -286,7 +268,7 @@ def renumbered(
         optimizer: The live optimizer.
         own: Its ``state_dict()``.
         node: The stored state.
-        names: Returns the names that modules have for parameters; called only where the stored state has names.
+        names: Called only where the stored state has names.
         path: The optimizer's path in the state.
 
     Returns:

@@ -22,8 +22,6 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.state import values
 
-__all__ = ["full_name", "unsupported"]
-
 _ADVICE: Final[tuple[tuple[tuple[type, ...], str], ...]] = (
     ((torch.Tensor,), "save a plain tensor (x.to_local(), x.as_subclass(torch.Tensor)); run lazy modules once first"),
     ((np.ma.MaskedArray,), "save numpy.ma.getdata(x) and numpy.ma.getmaskarray(x)"),

@@ -18,8 +18,6 @@ import torch
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.state.stateful import parts
 
-__all__ = ["refuse_filling", "refuse_unstepped"]
-
 _SETTINGS: Final = (float, tuple, torch.Tensor)
 """Types of an optimizer's settings of which a loaded one is another object."""
 _SCALER: Final = frozenset({"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"})

@@ -12,80 +12,41 @@ import msgspec
 import numpy as np
 
 from pccheck_async.errors import UnsupportedStateError
+from pccheck_async.format import skeleton
 from pccheck_async.format.skeleton import (
     MAX_DEPTH,
     MOST_ALIKE,
     ArrayNode,
-    CounterNode,
     DictNode,
-    FrozenSetNode,
     ListNode,
     Node,
-    OrderedDictNode,
-    SetNode,
     StatefulNode,
     TupleNode,
     too_alike,
 )
 from pccheck_async.state import paths, values
-from pccheck_async.state.cache.tree_cache import (
-    Branches,
-    ContainerOutline,
-    Content,
-    Flat,
-    LeafOutline,
-    ObjectOutline,
-    Outline,
-    Rows,
-    Shape,
-    Visited,
-    same_objects,
-)
-from pccheck_async.state.leaves import KINDS, Array, ArrayLeaf, Kind, Leaves
+from pccheck_async.state.cache import tree_cache as cached
+from pccheck_async.state.cache.tree_cache import Outline, Visited, same_objects
+from pccheck_async.state.leaves import KINDS, Leaves
 from pccheck_async.state.save.advice import full_name, unsupported
 from pccheck_async.state.save.detached import refuse_unstepped
-from pccheck_async.state.stateful import Stateful, is_stateful
-
-__all__ = [
-    "Array",
-    "ArrayLeaf",
-    "FlatState",
-    "Kind",
-    "Leaves",
-    "Stateful",
-    "check_outermost",
-    "flatten",
-    "flatten_unchecked",
-    "is_stateful",
-    "noting",
-]
+from pccheck_async.state.stateful import is_stateful
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatState:
-    """A flattened state.
+    """A flattened state."""
 
-    Attributes:
-        skeleton: The tree; ``ArrayNode.index`` is the number of a leaf.
-        leaves: The tensors and arrays.
-        outline: What the next :func:`flatten_unchecked` of this state reuses.
-        objects: The Stateful objects that were asked for their ``state_dict()``.
-    """
-
-    skeleton: Node
+    skeleton: Node  # ``ArrayNode.index`` is the number of a leaf
     leaves: Leaves
-    outline: Outline | None
-    objects: list[Any]
+    outline: Outline | None  # what the next :func:`flatten_unchecked` of this state reuses
+    objects: list[Any]  # the Stateful objects that were asked for their ``state_dict()``
 
 
 def flatten(state: Mapping[str, Any]) -> FlatState:
     """Flatten ``state`` on the calling thread, asking every Stateful in it for its ``state_dict()``.
 
-    Args:
-        state: The app state. Keys of this outermost mapping are strings.
-
-    Returns:
-        The skeleton, in which plain values are already copied, and the live tensors and arrays.
+    Plain values are copied; tensors and arrays are the live ones.
 
     Raises:
         UnsupportedStateError: A value cannot be saved as it is; names its path and says what to do.
@@ -96,23 +57,19 @@ def flatten(state: Mapping[str, Any]) -> FlatState:
 
 
 def flatten_unchecked(state: Mapping[str, Any], last: Outline | None = None) -> FlatState:
-    """Do the same, but do not check the arrays, and reuse the nodes of containers that are as they were in ``last``.
+    """Flatten ``state`` without checking its arrays (:meth:`Leaves.check` does).
 
-    Whether the arrays can be saved is for :meth:`Leaves.check` to say, or for a caller who knows these arrays already.
-
-    Args:
-        state: The app state.
-        last: Outline of an earlier flattened state, of whatever structure.
+    The nodes of containers that are as they were in ``last``, the outline of any earlier state, are reused.
     """
     check_outermost(state)
     if "param_groups" in state:
         refuse_unstepped(state, "")
     flattener = _Flattener()
     try:
-        skeleton, outline = flattener.inside(state, "", 1, last, make=DictNode)
+        root, outline = flattener.inside(state, "", 1, last, make=DictNode)
     except RecursionError:
         raise UnsupportedStateError("the state is nested too deeply for Python's stack") from None
-    return FlatState(skeleton, flattener.leaves, outline, flattener.objects)
+    return FlatState(root, flattener.leaves, outline, flattener.objects)
 
 
 def check_outermost(state: object) -> None:
@@ -127,7 +84,7 @@ def check_outermost(state: object) -> None:
 
 
 @contextmanager
-def noting(call: str, path: str, value: object, consequence: str = "") -> Iterator[None]:
+def naming_owner(call: str, path: str, value: object, consequence: str = "") -> Iterator[None]:
     """Add a note to exceptions of a Stateful's own code that says whose it is."""
     try:
         yield
@@ -159,19 +116,19 @@ class _Flattener:
             node = ArrayNode(len(self.leaves))
             self.leaves.paths.append(path)
             self.leaves.values.append(value)
-            return node, LeafOutline(path, node)
+            return node, cached.LeafOutline(path, node)
         if isinstance(value, (np.generic, np.dtype)):
             return values.numpy_value(value, path), None
         return self.container(value, path, depth, last)
 
     def container(self, value: Any, path: str, depth: int, last: Outline | None) -> Visited:
+        kind = type(value)
         if depth > MAX_DEPTH:
             raise UnsupportedStateError(f"{path}: nested more than {MAX_DEPTH} levels deep; flatten it")
         if id(value) in self._open:
-            raise UnsupportedStateError(f"{path}: a {type(value).__qualname__} that contains itself cannot be saved")
+            raise UnsupportedStateError(f"{path}: a {kind.__qualname__} that contains itself cannot be saved")
         self._open.add(id(value))
         try:
-            kind = type(value)
             if kind is dict:
                 if "param_groups" in value and not self._asked:
                     refuse_unstepped(value, path)
@@ -182,11 +139,11 @@ class _Flattener:
                 return self.ordered(value, path, depth, last)
             if kind is Counter:
                 _refuse_attributes(value, path, allowed=())
-                return self.inside(value, path, depth, last, make=CounterNode)[0], None
+                return self.inside(value, path, depth, last, make=skeleton.CounterNode)[0], None
             if kind is set:
-                return SetNode(_set(value, path, depth)), None
+                return skeleton.SetNode(_set(value, path, depth)), None
             if kind is frozenset:
-                return FrozenSetNode(_set(value, path, depth)), None
+                return skeleton.FrozenSetNode(_set(value, path, depth)), None
             if is_stateful(value):
                 return self.object(value, path, depth, last)
             raise unsupported(value, path)
@@ -196,26 +153,26 @@ class _Flattener:
     def ordered(self, value: OrderedDict[Any, Any], path: str, depth: int, last: Outline | None) -> Visited:
         _refuse_attributes(value, path, allowed=("_metadata",))
         outer, self._in_metadata = self._in_metadata, True
-        known = last.metadata if isinstance(last, ContainerOutline) else ()
+        known = last.metadata if isinstance(last, cached.ContainerOutline) else ()
         metadata = [
             self.visit(item, paths.child(path, "<_metadata>"), depth + 1, known[0][1] if known else None)
             for name, item in vars(value).items()
             if name == "_metadata"
         ]
         self._in_metadata = outer
-        return self.inside(value, path, depth, last, metadata, make=OrderedDictNode)
+        return self.inside(value, path, depth, last, metadata, make=skeleton.OrderedDictNode)
 
     def sequence(self, value: list[Any] | tuple[Any, ...], path: str, depth: int, last: Outline | None) -> Visited:
+        make = ListNode if type(value) is list else TupleNode
         kinds = set(map(type, value))
         if kinds <= values.VERBATIM and (int not in kinds or (kinds == {int} and values.all_small(value))):
-            nodes = list(value)  # a loader's permutation may have millions of numbers
-            return (ListNode(nodes) if type(value) is list else TupleNode(nodes)), None
-        return self.inside(value, path, depth, last, make=ListNode if type(value) is list else TupleNode)
+            return make(list(value)), None  # a loader's permutation may have millions of numbers
+        return self.inside(value, path, depth, last, make=make)
 
     def object(self, value: Any, path: str, depth: int, last: Outline | None) -> Visited:
-        known = last if isinstance(last, ObjectOutline) else None
+        known = last if isinstance(last, cached.ObjectOutline) else None
         self.objects.append(value)
-        with noting("state_dict", path, value):
+        with naming_owner("state_dict", path, value):
             state = value.state_dict()
         self._asked += 1
         child, below = self.visit(state, path, depth + 1, known.below if known is not None else None)
@@ -223,7 +180,7 @@ class _Flattener:
         if known is not None and below is known.below:
             return (known.node if child is known.node.child else StatefulNode(child)), known
         node = StatefulNode(child)
-        return node, ObjectOutline(node, below) if below is not None else None
+        return node, cached.ObjectOutline(node, below) if below is not None else None
 
     def inside(
         self,
@@ -236,40 +193,34 @@ class _Flattener:
         make: Callable[..., Node],
     ) -> Visited:
         """Flatten the items of a mapping or a sequence."""
-        known = last if isinstance(last, ContainerOutline) else None
+        known = last if isinstance(last, cached.ContainerOutline) else None
         items = known.shape.items(value) if known is not None else None
         if known is None or items is None:
             known, shape = None, _shape(value, path, depth, make)
             items = value if shape.keys is None else list(value.values())
         else:
             shape = known.shape
-        nodes, content = self.content(shape.names, items, path, depth, known.content if known is not None else None)
+        prefix = path + "." if path else ""
+        then = known.content if known is not None else None
+        content: cached.Content | None
+        if isinstance(then, cached.Branches):
+            nodes, content = self.branches(shape.names, items, prefix, depth, then)
+        else:
+            reused = then.reuse(items, self.leaves) if then is not None else None
+            nodes, content = (reused, then) if reused is not None else self.each(shape.names, items, prefix, depth)
         made = [item for item, _ in metadata]
-        if (
-            known is not None
-            and content is known.content
-            and (metadata is known.metadata or _same_metadata(metadata, known.metadata))
-        ):
+        if known is not None and content is known.content and _same_metadata(metadata, known.metadata):
             # An outline keeps the node of its content as it was remembered: plain values may change back to those.
             return (known.node if nodes is content.nodes else shape.node(nodes, made)), known
         node = shape.node(nodes, made)
         if content is None:
             return node, None
         remembered = node if nodes is content.nodes else shape.node(content.nodes, made)
-        return node, ContainerOutline(shape, content, metadata, remembered)
-
-    def content(
-        self, names: Sequence[str], items: Sequence[Any], path: str, depth: int, last: Content | None
-    ) -> tuple[list[Node], Content | None]:
-        prefix = path + "." if path else ""
-        if isinstance(last, Branches):
-            return self.branches(names, items, prefix, depth, last)
-        nodes = last.reuse(items, self.leaves) if last is not None else None
-        return (nodes, last) if nodes is not None else self.each(names, items, prefix, depth)
+        return node, cached.ContainerOutline(shape, content, metadata, remembered)
 
     def branches(
-        self, names: Sequence[str], items: Sequence[Any], prefix: str, depth: int, last: Branches
-    ) -> tuple[list[Node], Branches]:
+        self, names: Sequence[str], items: Sequence[Any], prefix: str, depth: int, last: cached.Branches
+    ) -> tuple[list[Node], cached.Branches]:
         nodes: list[Node] = []
         below: list[Outline | None] = []
         for name, item, known in zip(names, items, last.below, strict=True):
@@ -280,11 +231,11 @@ class _Flattener:
             below.append(visited[1])
         if same_objects(below, last.below):  # plain values may differ
             return (last.nodes if same_objects(nodes, last.nodes) else nodes), last
-        return nodes, Branches(nodes, below)
+        return nodes, cached.Branches(nodes, below)
 
     def each(
         self, names: Iterable[str], items: Sequence[Any], prefix: str, depth: int
-    ) -> tuple[list[Node], Content | None]:
+    ) -> tuple[list[Node], cached.Content | None]:
         nodes: list[Node] = []
         below: list[Outline | None] = []
         walked = False
@@ -308,13 +259,13 @@ class _Flattener:
         if len(arrays) == first and not self._in_metadata:
             return nodes, None  # plain values may be many, and are never reused
         if not walked:
-            return nodes, Flat(items, nodes, known[first:])
+            return nodes, cached.Flat(items, nodes, known[first:])
         if all(type(item) is dict and _is_flat(outline) for item, outline in zip(items, below, strict=True)):
-            return nodes, Rows(items, nodes, known[first:])
+            return nodes, cached.Rows(items, nodes, known[first:])
         for number, node in enumerate(nodes):
             if isinstance(node, ArrayNode):
-                below[number] = LeafOutline(known[node.index], node)
-        return nodes, Branches(nodes, below)
+                below[number] = cached.LeafOutline(known[node.index], node)
+        return nodes, cached.Branches(nodes, below)
 
 
 def _same_metadata(one: Sequence[Visited], other: Sequence[Visited]) -> bool:
@@ -322,16 +273,16 @@ def _same_metadata(one: Sequence[Visited], other: Sequence[Visited]) -> bool:
 
 
 def _is_flat(outline: Outline | None) -> bool:
-    return isinstance(outline, ContainerOutline) and isinstance(outline.content, Flat)
+    return isinstance(outline, cached.ContainerOutline) and isinstance(outline.content, cached.Flat)
 
 
-def _shape(value: Any, path: str, depth: int, make: Callable[..., Node]) -> Shape:
+def _shape(value: Any, path: str, depth: int, make: Callable[..., Node]) -> cached.Shape:
     if make is ListNode or make is TupleNode:
-        return Shape(type(value), None, [], [*map(str, range(len(value)))], make)
+        return cached.Shape(type(value), None, [], [*map(str, range(len(value)))], make)
     keys = list(value)
     key_nodes = [key if type(key) is str and key.isascii() else _key(key, path, depth) for key in keys]
     _check_alike(key_nodes, keys, path)
-    return Shape(type(value), keys, key_nodes, paths.components(keys), make)
+    return cached.Shape(type(value), keys, key_nodes, paths.components(keys), make)
 
 
 def _key(key: Any, path: str, depth: int) -> Node:
@@ -342,7 +293,7 @@ def _key(key: Any, path: str, depth: int) -> Node:
     if kind is tuple:
         return TupleNode([_key(item, path, depth + 1) for item in key])
     if kind is frozenset:
-        return FrozenSetNode(_set(key, path, depth + 1))
+        return skeleton.FrozenSetNode(_set(key, path, depth + 1))
     if kind in values.ATOMS or (isinstance(key, (np.generic, np.dtype)) and not isinstance(key, np.void)):
         if not key == key:  # noqa: PLR0124 - NaN, of whatever type
             raise UnsupportedStateError(f"{path}: NaN as a key or in a set cannot be saved: it never equals itself")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, Final, TypeAlias
@@ -13,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pccheck_async.format.manifest import span
 from pccheck_async.state.cache.fingerprints import fingerprint
 from pccheck_async.state.cache.tree_cache import Outline
 from pccheck_async.state.sources import Sources
+from pccheck_async.state.storages import is_dense
 from pccheck_async.state.tensor_access import untyped_storage
-
-__all__ = ["ChangingTables", "LazyMemory", "LazySources", "optimized", "sharing_nothing"]
 
 _Which: TypeAlias = npt.NDArray[np.bool_]
 
@@ -88,18 +87,15 @@ class _Modules:
         tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
         self._roots = [*map(weakref.ref, roots)]
         self._parts = [*map(weakref.ref, parts)]
-        self._children = [weakref.ref(child) for part in parts for child in _children(part)]
+        self._children = [*map(weakref.ref, _children(parts))]
         self._tables = [weakref.ref(part) for part in parts if isinstance(part, tables)]
 
     def are(self, roots: Sequence[torch.nn.Module]) -> bool:
         """Whether these are the same modules with the same modules in them."""
-        if len(roots) != len(self._roots) or not all(map(is_, roots, map(_alive, self._roots))):
+        if not _refer_to(self._roots, roots):
             return False
         parts = [*map(_alive, self._parts)]
-        if None in parts:
-            return False
-        children = [child for part in parts for child in _children(part)]
-        return len(children) == len(self._children) and all(map(is_, children, map(_alive, self._children)))
+        return None not in parts and _refer_to(self._children, _children(parts))
 
     def changed_by_forward(self) -> list[torch.Tensor]:
         """Return those that change in the forward pass: the weights of embeddings with ``max_norm``."""
@@ -111,8 +107,12 @@ def _alive(reference: weakref.ref[Any]) -> Any:
     return reference()
 
 
-def _children(module: Any) -> list[Any]:
-    return [child for child in module._modules.values() if child is not None]
+def _refer_to(references: Sequence[weakref.ref[Any]], objects: Sequence[Any]) -> bool:
+    return len(references) == len(objects) and all(map(is_, objects, map(_alive, references)))
+
+
+def _children(modules: Iterable[Any]) -> list[Any]:
+    return [child for module in modules for child in module._modules.values() if child is not None]
 
 
 class LazyMemory:
@@ -144,82 +144,30 @@ class LazySources:
     """Which sources lie in lazy memory, remembered for as long as neither they nor that memory change."""
 
     def __init__(self) -> None:
-        self._addresses: npt.NDArray[np.uint64] | None = None
-        self._last: _Known | None = None
+        self._last: tuple[npt.NDArray[np.uint64], object, _Which] | None = None  # replaced at once: see Splitter
 
-    def among(self, sources: Sources, values: Sequence[Any], tensors: list[torch.Tensor]) -> _Which:
+    def among(self, sources: Sources, tensors: list[torch.Tensor]) -> _Which:
         """Return which of ``sources`` lie in the memory of ``tensors`` (see :class:`LazyMemory`). Not to be changed.
 
-        Args:
-            sources: The sources of all leaves; their table of addresses is the same object as at the last call while
-                all leaves lie as they did.
-            values: The leaves. Some may be among ``tensors`` themselves: while the leaves lie as they did, those need
-                not be looked at.
-            tensors: Whose memory is lazy.
+        The table of addresses of the sources is the same object as at the last call while all leaves lie as they did.
         """
-        addresses, last = sources.addresses, self._last
-        if last is not None and addresses is last.addresses and last.holds(values, tensors):
-            return last.which
+        last, addresses, places = self._last, sources.addresses, _places(tensors)
+        if last is not None and addresses is last[0] and places is not None and places == last[1]:
+            return last[2]
         which = LazyMemory(tensors).covers(sources)
-        # States that move at every save are not worth remembering.
-        self._last = _Known.of(addresses, which, values, tensors) if addresses is self._addresses else None
-        self._addresses = addresses
+        self._last = addresses, places, which
         return which
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Known:
-    """A result of :meth:`LazySources.among`, and what it depends on. Holds no tensor.
-
-    Attributes:
-        addresses: Of the sources.
-        which: The result.
-        leaves: Numbers of the leaves that are among the tensors, in the order of those.
-        same: The numbers of those tensors.
-        others: The numbers of the other tensors.
-        places: Where those are, and what they take.
-    """
-
-    addresses: npt.NDArray[np.uint64]
-    which: _Which
-    leaves: list[int]
-    same: list[int]
-    others: list[int]
-    places: object
-
-    @classmethod
-    def of(
-        cls, addresses: npt.NDArray[np.uint64], which: _Which, values: Sequence[Any], tensors: list[torch.Tensor]
-    ) -> _Known | None:
-        number_of = dict(zip(map(id, values), range(len(values)), strict=True))
-        leaf_of = [number_of.get(id(tensor), -1) for tensor in tensors]
-        same = [number for number, leaf in enumerate(leaf_of) if leaf >= 0]
-        others = [number for number, leaf in enumerate(leaf_of) if leaf < 0]
-        places = _places([tensors[number] for number in others])
-        return cls(addresses, which, [leaf_of[n] for n in same], same, others, places) if places is not None else None
-
-    def holds(self, values: Sequence[Any], tensors: list[torch.Tensor]) -> bool:
-        """Whether the result holds for ``tensors``, given leaves that lie as they did."""
-        if len(tensors) != len(self.same) + len(self.others):
-            return False
-        if self.same:
-            if not all(map(is_, map(values.__getitem__, self.leaves), map(tensors.__getitem__, self.same))):
-                return False
-            tensors = [*map(tensors.__getitem__, self.others)]
-        return _places(tensors) == self.places
 
 
 def _places(tensors: list[torch.Tensor]) -> object:
     """Return where tensors are and what they take, to compare; None where that takes a longer look."""
     print_ = fingerprint(tensors, addresses=True)
-    if print_ is not None:
-        return print_
     try:
-        if all(map(_is_contiguous, tensors)):
+        if print_ is None and all(map(_is_contiguous, tensors)):
             return [*map(_address, tensors)], [*map(_nbytes, tensors)]
     except RuntimeError:  # no plain memory
         pass
-    return None
+    return print_
 
 
 def _ranges(tensors: Sequence[torch.Tensor]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -229,7 +177,7 @@ def _ranges(tensors: Sequence[torch.Tensor]) -> tuple[npt.NDArray[np.int64], npt
     except RuntimeError:  # a tensor without plain memory: sparse, or of a class that wraps others
         return _ranges([tensor for tensor in tensors if _has_memory(tensor)])
     if not all(dense):
-        dense = [flag or _is_run(each.shape, each.stride()) for flag, each in zip(dense, tensors, strict=True)]
+        dense = [flag or _is_run(each) for flag, each in zip(dense, tensors, strict=True)]
     highs = lows + np.fromiter(map(_nbytes, tensors), np.int64, len(tensors))
     known = (lows > 0) & (lows < highs) & np.array(dense, np.bool_)
     return lows[known], highs[known]
@@ -243,12 +191,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
         return False
 
 
-def _is_run(shape: Sequence[int], stride: Sequence[int]) -> bool:
+def _is_run(tensor: torch.Tensor) -> bool:
     """Whether the elements of a tensor are one run, in whatever order."""
-    reach = 1
-    for step, size in sorted(zip(stride, shape, strict=True)):
-        if size > 1:
-            if step != reach:
-                return False
-            reach *= size
-    return True
+    shape, stride = tensor.shape, tensor.stride()
+    return is_dense(shape, stride, 1) and span(shape, stride)[1] + 1 == tensor.numel()

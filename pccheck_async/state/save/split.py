@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeAlias
 
@@ -21,10 +22,8 @@ from pccheck_async.state.cache.constants import Choice, Constants
 from pccheck_async.state.save.flatten import FlatState
 from pccheck_async.state.save.lazy import ChangingTables, LazySources, optimized, sharing_nothing
 from pccheck_async.state.save.torn import ByteCheck, StorageMemory, TornLeaves, Versions
-from pccheck_async.state.sources import PackedSource, Sources, device_bytes
+from pccheck_async.state.sources import PackedSource, RawSource, Sources, device_bytes
 from pccheck_async.state.storages import Layout
-
-__all__ = ["LARGEST_COPY", "LazyPart", "Splitter", "copy_small"]
 
 _Which: TypeAlias = npt.NDArray[np.bool_]
 """One boolean per source."""
@@ -47,8 +46,6 @@ class LazyPart:
             captured eagerly from then on. It holds none of the state.
     """
 
-    __slots__ = ("_byte_check", "_constants", "_learn", "any_eager", "eager", "note_end", "versions")
-
     def __init__(
         self,
         eager: _Which,
@@ -66,13 +63,9 @@ class LazyPart:
         self.note_end = partial(splitter.note_end, constants)
 
     def check_chunk(self, number: int, table: npt.NDArray[np.uint64], captured: memoryview, checksum: int) -> None:
-        """Raise TornCaptureError where the bytes of a captured chunk show that a lazy leaf changed.
+        """Raise TornCaptureError where the bytes of a captured chunk, or their checksum, show that a lazy leaf changed.
 
-        Args:
-            number: The chunk's.
-            table: A row per part of the chunk: source, offset in the source, offset in the chunk, length.
-            captured: Its bytes.
-            checksum: And their checksum.
+        ``table`` has a row per part of the chunk: source, offset in the source, offset in the chunk, length.
         """
         if self._byte_check is not None:
             self._byte_check.compare(table, captured)
@@ -126,7 +119,7 @@ class Splitter:
         if flat.objects and (changing := self._tables.among(flat.objects, flat.outline)):
             owned = sharing_nothing(owned, changing)
         sources = layout.sources
-        lazy = self._lazy_sources.among(sources, values, owned)
+        lazy = self._lazy_sources.among(sources, owned)
         if torn := self._torn.sources(paths, layout.source_of):
             lazy = lazy.copy()
             lazy[torn] = False
@@ -138,7 +131,7 @@ class Splitter:
             if candidates.any():
                 constants = self.constants.choose(layout, candidates, values, paths)
             if constants is not None:
-                layout = layout.broken_at(constants.breaks)
+                layout = replace(layout, breaks=constants.breaks)
                 lazy, eager = lazy | constants.constant, eager & ~constants.constant
         if fenced:
             sources, _ = copy_small(sources, lazy & sources.on_host())
@@ -162,7 +155,7 @@ class Splitter:
             versions = Versions(paths, tensors, members.memory)
             members.memory = versions.memory  # for as long as these are the lazy leaves, nothing moved
         part = LazyPart(eager, versions, byte_check, constants, self)
-        return layout if sources is layout.sources else layout.filled(sources), part
+        return layout if sources is layout.sources else replace(layout, sources=sources), part
 
     def note_end(self, constants: Choice | None, error: Exception | None) -> None:
         """See :attr:`LazyPart.note_end`."""
@@ -173,10 +166,6 @@ class Splitter:
 
 class _LazyLeaves:
     """The leaves of the lazy sources: remembered while the same sources are lazy and lie where they did.
-
-    Args:
-        lazy: Which sources are.
-        layout: Of the state.
 
     Attributes:
         numbers: Of the leaves; None for all of them.
@@ -219,13 +208,14 @@ def copy_small(sources: Sources, wanted: _Which) -> tuple[Sources, _Which]:
 
 
 def _copied_on_host(sources: Sources, index: npt.NDArray[np.intp]) -> Sources:
-    lengths = sources.lengths[index]
-    ends = np.cumsum(-(-lengths // _ALIGNMENT) * _ALIGNMENT)
+    ends = _ends(sources, index)
     memory: Any = np.empty(int(ends[-1]), np.uint8)
     addresses = memory.ctypes.data + np.concatenate(([0], ends[:-1]))
     view = memoryview(memory)
-    plain = zip(index.tolist(), addresses.tolist(), sources.addresses[index].tolist(), lengths.tolist(), strict=True)
-    for number, address, source, nbytes in plain:
+    for number, address, source in zip(
+        index.tolist(), addresses.tolist(), sources.addresses[index].tolist(), strict=True
+    ):
+        nbytes = sources.nbytes[number]
         if source:
             ctypes.memmove(address, source, nbytes)
         else:
@@ -238,18 +228,15 @@ def _copied_on_host(sources: Sources, index: npt.NDArray[np.intp]) -> Sources:
 
 def _copied_on_device(sources: Sources, index: npt.NDArray[np.intp]) -> Sources:
     """In one piece, on the device's current stream: later work on it comes after."""
-    parts, originals = [], []
-    padding: torch.Tensor | None = None
-    for number in index.tolist():
-        source = sources[number]
-        assert not isinstance(source, PackedSource)
-        originals.append(source.owner)
-        parts.append(device_bytes(*source))
-        if padding is None:
-            padding = parts[-1].new_zeros(_ALIGNMENT)
-        parts.append(padding[: -source.nbytes % _ALIGNMENT])
-    memory = torch.cat(parts)
-    ends = np.cumsum(-(-sources.lengths[index] // _ALIGNMENT) * _ALIGNMENT)
-    addresses = memory.data_ptr() + np.concatenate(([0], ends[:-1]))
+    originals = [source for source in map(sources.__getitem__, index.tolist()) if isinstance(source, RawSource)]
+    parts = [device_bytes(*source) for source in originals]
+    padding = parts[0].new_zeros(_ALIGNMENT)
+    memory = torch.cat([piece for part in parts for piece in (part, padding[: -len(part) % _ALIGNMENT])])
+    addresses = memory.data_ptr() + np.concatenate(([0], _ends(sources, index)[:-1]))
     # The originals, too: torch knows which stream memory was made on, and not that this one may still read it.
     return sources.moved(index, addresses.astype(np.uint64), (memory.untyped_storage(), originals))
+
+
+def _ends(sources: Sources, index: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
+    """Where each of these sources ends, padding included, if they lie one after the other."""
+    return np.cumsum(-(-sources.lengths[index] // _ALIGNMENT) * _ALIGNMENT)

@@ -5,9 +5,6 @@
   not counted either, and torch counts an operation only after it ended.
 - :class:`ByteCheck`, on request, compares every captured byte with a copy that was made before the call returned.
 - :class:`TornLeaves` remembers which leaves were torn, so that one that is torn repeatedly is captured eagerly.
-
-Steps of optimizers are watched by :mod:`pccheck_async.engine.overlap`, the checksums of leaves that nobody owns by
-:mod:`pccheck_async.state.cache.constants`.
 """
 
 from __future__ import annotations
@@ -29,8 +26,6 @@ from pccheck_async.state.sources import HOST, PackedSource, Sources, device_byte
 from pccheck_async.state.tensor_access import storage_address, untyped_storage
 from pccheck_async.telemetry import write
 
-__all__ = ["ByteCheck", "StorageMemory", "TornLeaves", "Versions"]
-
 StorageMemory: TypeAlias = tuple[list[int], list[int]]
 """Addresses and sizes (bytes) of storages."""
 
@@ -44,12 +39,9 @@ _NAMED: Final = 3
 
 
 class Versions:
-    """Version counters and storages of tensors, as they are when this is made.
+    """Version counters and storages of tensors, as they are when this is made. Holds the tensors and their memory.
 
-    Args:
-        paths: Path of each tensor.
-        tensors: The tensors; held, and with them their memory.
-        memory: Where their storages are and how large, if that is known already.
+    ``memory`` says where their storages are and how large, if that is known already.
     """
 
     def __init__(
@@ -138,11 +130,9 @@ class TornLeaves:
         self._recent: deque[frozenset[str]] = deque(maxlen=_RECENT)
 
     def note(self, torn: Collection[str], constants: Iterable[str]) -> None:
-        """Note how one capture ended.
+        """Remember the paths of the leaves that changed in the middle of a capture: none where it ended well.
 
-        Args:
-            torn: Paths of the leaves that changed in the middle of it; empty where none did.
-            constants: Paths of leaves that were lazy only because they had not changed so far: once is enough for them.
+        Those of ``constants`` were lazy only because they had not changed so far: once is enough for them.
         """
         again = frozenset().union(constants, *self._recent).intersection(torn)
         self._recent.append(frozenset(torn))
@@ -160,9 +150,7 @@ class TornLeaves:
     def sources(self, paths: Sequence[str], source_of: Sequence[int]) -> list[int]:
         """Return the sources of the leaves that have to be captured before the call returns.
 
-        Args:
-            paths: Path of each leaf.
-            source_of: Number of each leaf's source, negative where it has none.
+        A leaf without a source has a negative number in ``source_of``.
         """
         eager = self._eager
         if not eager:
