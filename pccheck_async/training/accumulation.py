@@ -22,6 +22,7 @@ import logging
 import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -36,7 +37,7 @@ __all__ = ["PATIENCE", "Accumulation", "Mark", "optimizers_in"]
 
 
 class Mark(NamedTuple):
-    """Steps made by optimizers, and their parameters with versions. Who moves their memory is noted elsewhere."""
+    """Steps made by optimizers, and their parameters with versions."""
 
     steps: int
     parameters: list[torch.Tensor]
@@ -45,11 +46,9 @@ class Mark(NamedTuple):
 
 PATIENCE = 64
 """Step contexts in a row that unused gradients alone keep inside a window, until those gradients are ignored."""
-PATIENCE_SECONDS = 600.0
-_FEWEST = 3
+PATIENCE_SECONDS, _FEWEST = 600.0, 3
 """After so many seconds they are ignored sooner, but not before so many contexts: a context may be a whole epoch."""
-_MOST_ITEMS = 64
-_MOST_LOOKS = 256
+_MOST_ITEMS, _MOST_LOOKS = 64, 256
 """Optimizers are looked for in lists and the like of at most so many items, as long as so many values were not seen."""
 _USED = "_pccheck_used"
 """An attribute of gradients: their identity (copies have it, too) and their version when they were used.
@@ -61,23 +60,14 @@ number, the memory and the version of one that is gone.
 _version_of = attrgetter("_version")
 
 
+@dataclass(slots=True)
 class _Watched:
-    """What is known of one optimizer.
+    """What is known of one optimizer."""
 
-    Args:
-        hooks: Those around its steps.
-        last: Number of the context of its last step.
-
-    Attributes:
-        patience: Contexts until gradients that it does not use are ignored.
-        ignored: Whether they are.
-    """
-
-    def __init__(self, hooks: StepHooks, last: int) -> None:
-        self.hooks = hooks
-        self.last = last
-        self.patience = PATIENCE
-        self.ignored = False
+    hooks: StepHooks
+    last: int  # number of the context of its last step
+    patience: int = PATIENCE  # contexts until gradients that it does not use are ignored
+    ignored: bool = False  # whether they are
 
     def begin(self, context: int) -> None:
         """Note that a step begins: an optimizer that was ignored for making none merely has long windows."""
@@ -89,12 +79,8 @@ class _Watched:
 class Accumulation:
     """Watches the attached optimizers, and those in the state, for the ends of windows.
 
-    Args:
-        guard: Knows the attached ones. Others in the state join them: their steps would tear captures.
-        store: Path of the store, for the log.
-
-    Attributes:
-        lacks_step: Whether no attached optimizer made a step in the last context although there are some.
+    Those in the state join the attached ones that ``guard`` knows: their steps would tear captures. ``lacks_step``
+    tells whether no attached optimizer made a step in the last context although there are some.
     """
 
     def __init__(self, guard: Guard, store: str) -> None:
@@ -182,9 +168,8 @@ class Accumulation:
                 return False
         unused = {optimizer: self._watched[optimizer] for optimizer in list(self._unused) if optimizer in self._watched}
         idle = {optimizer: each for optimizer, each in unused.items() if each.last < self._unused_first}
-        for each in (
-            idle or unused
-        ).values():  # one that makes steps has windows of its own, beside another's left-overs
+        left_over = idle or unused  # one that makes steps has windows of its own, beside another's left-overs
+        for each in left_over.values():
             each.ignored, each.patience = True, min(each.patience, self._unused_contexts)
         text = (
             "the last %d contexts of engine.step all ended with gradients that no step of the %s has used: from now on "
@@ -192,7 +177,7 @@ class Accumulation:
             "windows%s"
         )
         advice = "" if self._guard.attached else ", or attach the optimizers"
-        names = ", ".join(sorted({type(each).__qualname__ for each in idle or unused}))
+        names = ", ".join(sorted({type(each).__qualname__ for each in left_over}))
         count = self._unused_contexts
         self._unused.clear()
         self._unused_contexts = 0

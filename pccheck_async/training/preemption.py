@@ -1,41 +1,8 @@
 """Signals that ask the process to go: one last checkpoint at the next safe point, and then it goes.
 
-After the signal the step that runs is finished, saved (``on_busy="skip"`` does not skip it) and waited for until it is
-durable. Then the handlers from before are put back and the process goes: a Python handler from before is called
-(SIGINT's raises ``KeyboardInterrupt``, also under ``asyncio.run``), else ``SystemExit(128 + signum)`` is raised, 143
-for SIGTERM, so ``finally`` blocks run. A handler that returns decides what becomes of the process; training goes on
-until it stops it. Inside a window of gradient accumulation the window's end is waited for, because gradients are not
-saved. Where no step ends within ``deadline`` seconds of the signal, or when it comes again more than a second later,
-the process goes at once in the same way. The log has a line each for the request, for what was saved, and for giving
-up. Handlers of Python run between instructions of the main thread: while that hangs in one call into a library,
-nothing notices the signal.
-
-Of several engines in one process, all those that run steps save. Forked children, such as the workers of a
-``DataLoader``, have the handlers from before. If they die of a signal that the whole process group gets, the trainer's
-next batch raises: outside a step, leaving the engine's context still saves the last finished one; inside a step nothing
-more is saved. So use a signal of your own where all processes get it: forked workers ignore those, SIGTERM and SIGINT
-aside.
-
-SLURM sends the signal of ``--signal`` to all processes of the steps that ``srun`` started, up to a minute earlier than
-told, and not to the batch shell; with ``B:`` only to that shell, which ``exec`` makes the trainer. At the time limit
-come SIGTERM and, after ``KillWait`` (30 s by default), SIGKILL::
-
-    #SBATCH --requeue --open-mode=append
-    #SBATCH --signal=USR1@120
-    srun python train.py    # engine.on_preemption(signal.SIGUSR1, deadline=100)
-    [ $? -eq 138 ] && scontrol requeue "$SLURM_JOB_ID"
-
-    #SBATCH --requeue --signal=B:TERM@60
-    exec python train.py    # engine.on_preemption(deadline=50); no data loader's worker gets it
-
-Kubernetes sends SIGTERM to process 1 of each container, and SIGKILL ``terminationGracePeriodSeconds`` after the
-deletion began, the time of a ``preStop`` hook included. Process 1 has to be the trainer: a shell there calls it with
-``exec``::
-
-    spec:
-      terminationGracePeriodSeconds: 60   # 30 by default; engine.on_preemption(deadline=50)
-      containers:
-        - {name: trainer, image: trainer, command: [python, train.py]}
+What a user sees of it, and job scripts for schedulers, are in ``examples/guide/preemption.md``. If forked workers of a
+``DataLoader`` die of a signal that the whole process group gets, the trainer's next batch raises: outside a step,
+leaving the engine's context still saves the last finished one; inside a step nothing more is saved.
 
 How: a handler runs in the main thread between any two of its instructions, so it takes no lock, writes no log and
 raises nothing on the first signal: it notes the request and starts a thread that may do all that. Who lets the process
@@ -67,13 +34,7 @@ _LATE_SECONDS = 0.5
 
 
 class _Request:
-    """A signal that came: when, whom it concerns, and who lets the process go.
-
-    Args:
-        signum: The signal.
-        seconds: Until when, from now on.
-        asked: The engines that wanted to know.
-    """
+    """A signal that came: whom it asked, how many seconds they have, and who lets the process go."""
 
     def __init__(self, signum: int, seconds: float, asked: list[Preemption]) -> None:
         self.signum = signum
@@ -83,7 +44,7 @@ class _Request:
         self.until = self.began + seconds
         self.left = False
         self.again = False
-        self._claim = threading.Lock()
+        self.claim_lock = threading.Lock()
         self._wake = threading.Lock()
         self._gone = threading.Lock()
         self._wake.acquire()
@@ -91,11 +52,7 @@ class _Request:
 
     def claim(self) -> bool:
         """Take over letting the process go; whoever is first does it."""
-        return self._claim.acquire(blocking=False)
-
-    @property
-    def claimed(self) -> bool:
-        return self._claim.locked()
+        return self.claim_lock.acquire(blocking=False)
 
     def wake(self) -> None:
         """End the waiting of the thread that watches the time."""
@@ -183,7 +140,7 @@ class _Signals:
         if os.getpid() == self._pid:
             request = self._request
             if request is not None and not request.left:
-                if request.claimed:
+                if request.claim_lock.locked():
                     self._leave(request, frame)
                 elif time.monotonic() - request.began >= _SAME_SECONDS:
                     request.again = True
@@ -265,28 +222,16 @@ os.register_at_fork(after_in_child=_signals.forked)
 
 
 class Preemption:
-    """One engine's share in the signals that ask the process to go.
-
-    Args:
-        engine: Its drains end when time is over.
-
-    Attributes:
-        signals: Those that are watched.
-        seconds: From the signal until the process goes.
-        request: The one that came, or None.
-        in_use: Whether training steps run in this engine's step contexts, so that there are safe points to wait for.
-        finished: Whether the last checkpoint was taken, or failed.
-        limited: Whether the engine's last drain ends at a time.
-    """
+    """One engine's share in the signals that ask the process to go."""
 
     def __init__(self, engine: EngineCore) -> None:
         self._engine = engine
-        self.signals: frozenset[int] = frozenset()
-        self.seconds = 0.0
+        self.signals: frozenset[int] = frozenset()  # those that are watched
+        self.seconds = 0.0  # from the signal until the process goes
         self.request: _Request | None = None
-        self.in_use = False
-        self.finished = False
-        self.limited = False
+        self.in_use = False  # training steps run in this engine's step contexts: there are safe points to wait for
+        self.finished = False  # the last checkpoint was taken, or failed
+        self.limited = False  # the engine's last drain ends at a time
 
     def watch(self, signals: tuple[int, ...], deadline: float) -> None:
         """Install handlers; see :meth:`pccheck_async.CheckpointEngine.on_preemption`."""

@@ -6,10 +6,11 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from itertools import chain
-from typing import Any
+from types import TracebackType
+from typing import Any, NoReturn
 
 import torch
 
@@ -21,6 +22,8 @@ from pccheck_async.engine import (
     Policy,
     StepReport,
     TrainingHooks,
+    block_on,
+    run,
     unwrapped,
 )
 from pccheck_async.format import Metadata, check_metadata, new_step
@@ -29,7 +32,7 @@ from pccheck_async.telemetry import Span, write
 from pccheck_async.training.accumulation import Accumulation, Mark
 from pccheck_async.training.preemption import Preemption
 
-__all__ = ["TrainingRun", "TrainingStep"]
+__all__ = ["AsyncStepContext", "StepContext", "TrainingRun", "TrainingStep"]
 
 _LONG_WINDOW = 256
 """Steps in a row without a step of an attached optimizer after which a checkpoint that is due may wait in vain."""
@@ -67,14 +70,7 @@ class TrainingRun(TrainingHooks):
     Then the checkpoint is postponed to the end of the window (see :mod:`pccheck_async.training.accumulation`), and the
     policy is told: what it measures, and its next answer, count from the step that is saved.
 
-    Args:
-        core: The engine, which from now on asks this for what it has to know of training.
-        policy: Says when to checkpoint.
-        save_last: Leaving the engine's context saves the last finished step.
-
-    Attributes:
-        core: The engine.
-        preemption: The engine's share in the signals that ask the process to go.
+    With ``save_last``, leaving the engine's context saves the last finished step.
     """
 
     def __init__(self, core: EngineCore, policy: Policy, *, save_last: bool) -> None:
@@ -128,7 +124,7 @@ class TrainingRun(TrainingHooks):
     # -- steps
 
     def attach(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Let steps of ``optimizers`` wait for captures that they would tear, and watch them for ends of windows."""
+        """Let steps of ``optimizers`` wait for captures that they would tear, and watch for ends of windows."""
         self.core.check_alive()
         for optimizer in map(unwrapped, optimizers):
             self.core.guard.attach(optimizer)
@@ -174,19 +170,11 @@ class TrainingRun(TrainingHooks):
             flatten(this.state)  # what cannot be saved is told now, and not in an hour
         return due
 
-    def arguments(self, this: TrainingStep) -> dict[str, Any]:
-        """Return what ``checkpoint()`` gets beside the state of a step."""
-        return {"step": this.step, "metadata": this.metadata, "overlap": bool(self.core.guard.optimizers)}
-
     def note(self, this: TrainingStep, pending: PendingCheckpoint) -> None:
         """Note the checkpoint that was taken after a step."""
         this.pending = pending
         if pending.skipped and self._report is not None:
             self._policy.skipped(self._report)
-
-    def is_last(self, this: TrainingStep) -> bool:
-        """Whether the process was asked to go, and may after this step."""
-        return self.preemption.pending and this.whole
 
     def save_and_go(self, this: TrainingStep) -> Handoff:
         """Save this step unless that was done, drain until the deadline, and let the process go."""
@@ -329,3 +317,67 @@ class TrainingRun(TrainingHooks):
     def _note_access(self, owner: object, writes: bool) -> None:
         if self._last_finished is not None:
             self._reached.update(((storage_address(owner), writes), (id(owner), writes)))
+
+
+class _Context:
+    """What both contexts are made of; ``checkpoint`` is the engine's method."""
+
+    def __init__(self, training: TrainingRun, this: TrainingStep, checkpoint: Callable[..., Any]) -> None:
+        self._training = training
+        self._this = this
+        self._checkpoint = checkpoint
+
+    def _begin(self) -> TrainingStep:
+        self._training.begin(self._this)
+        return self._this
+
+    def _take(self) -> Any:
+        this, overlap = self._this, bool(self._training.core.guard.optimizers)
+        return self._checkpoint(this.state, step=this.step, metadata=this.metadata, overlap=overlap)
+
+    def _is_last(self) -> bool:
+        """Whether the process was asked to go, and may after this step."""
+        return self._training.preemption.pending and self._this.whole
+
+
+class StepContext(_Context):
+    """What ``SyncCheckpointEngine.step`` returns."""
+
+    def __enter__(self) -> TrainingStep:
+        return self._begin()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        training, this = self._training, self._this
+        if training.end(this, failed=kind is not None):
+            training.note(this, self._take())
+        if kind is None and self._is_last():
+            block_on(training.core, training.save_and_go(this))
+
+    def __aenter__(self) -> NoReturn:
+        raise TypeError("use 'with engine.step(...)': this engine is a SyncCheckpointEngine")
+
+    def __aexit__(self, *_: object) -> None: ...
+
+
+class AsyncStepContext(_Context):
+    """What ``CheckpointEngine.step`` returns."""
+
+    async def __aenter__(self) -> TrainingStep:
+        return self._begin()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        training, this = self._training, self._this
+        if training.end(this, failed=kind is not None):
+            training.note(this, await self._take())
+        if kind is None and self._is_last():
+            await run(training.core, training.save_and_go(this))
+            await training.let_cancel()
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError("use 'async with engine.step(...)', or a SyncCheckpointEngine where nothing is async")
+
+    def __exit__(self, *_: object) -> None: ...

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
 from pccheck_async import ResumableLoader, ResumableSampler
-from pccheck_async.training.data.order import KeyedPermutation, Order, mix
+from pccheck_async.training.data import KeyedPermutation, Order, mix
 from tests.support.datasets import SHUFFLES, Numbers, values
 
 # Orders

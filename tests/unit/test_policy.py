@@ -22,9 +22,8 @@ from pccheck_async.training.policy import (
     make_policy,
     sustained_interval,
 )
-from pccheck_async.training.policy.age import AgeLimit
-from pccheck_async.training.policy.level import Level
-from pccheck_async.training.policy.meter import OverheadMeter
+from pccheck_async.training.policy.measured import AgeLimit
+from pccheck_async.training.policy.meter import Level, OverheadMeter
 from tests.support.training_simulator import Machine, Simulator, turns
 
 

@@ -4,9 +4,7 @@ Pure: time comes in with the reports, so that a run can be replayed or simulated
 """
 
 from pccheck_async.engine import Decision, Policy, SaveReport, StepReport
-from pccheck_async.training.policy.adaptive import Adaptive
-from pccheck_async.training.policy.checkfreq import CheckFreqInterval
-from pccheck_async.training.policy.every import EverySeconds, EverySteps
+from pccheck_async.training.policy.every import EverySeconds, EverySteps, make_policy
 from pccheck_async.training.policy.formulas import (
     CheckFreqChoice,
     checkfreq_interval,
@@ -15,10 +13,8 @@ from pccheck_async.training.policy.formulas import (
     sustained_interval,
     young_seconds,
 )
-from pccheck_async.training.policy.make import make_policy
-from pccheck_async.training.policy.measured import Measured
+from pccheck_async.training.policy.measured import Adaptive, CheckFreqInterval, Measured, YoungDaly
 from pccheck_async.training.policy.pccheck import PCcheckInterval
-from pccheck_async.training.policy.young_daly import YoungDaly
 
 __all__ = [
     "Adaptive",

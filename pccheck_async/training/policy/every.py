@@ -1,14 +1,34 @@
-"""Fixed intervals: every so many steps, or every so many seconds."""
+"""What users write as ``interval=``: fixed intervals of steps or seconds, a policy, or nothing."""
 
 from __future__ import annotations
 
-from pccheck_async.engine import Decision, SaveReport, StepReport
-from pccheck_async.training.policy.checks import check_count, check_seconds
+from datetime import timedelta
 
-__all__ = ["EverySeconds", "EverySteps"]
+from pccheck_async.engine import Decision, Policy, SaveReport, StepReport
+from pccheck_async.training.policy.formulas import check_count, check_seconds
+from pccheck_async.training.policy.measured import Adaptive
+
+__all__ = ["EverySeconds", "EverySteps", "make_policy"]
 
 
-class EverySteps:
+class _Given:
+    """An interval that was given: a checkpoint that was skipped is tried again after the next step."""
+
+    _again = False
+
+    def _was_skipped(self) -> bool:
+        again, self._again = self._again, False
+        return again
+
+    def skipped(self, report: StepReport) -> None:
+        """Try again after the next step."""
+        self._again = True
+
+    def saved(self, report: SaveReport) -> None:
+        """Learn nothing."""
+
+
+class EverySteps(_Given):
     """Checkpoint after step ``s`` wherever ``s + 1`` is a multiple of ``interval``.
 
     With steps numbered from 0 the first checkpoint is made after ``interval`` steps. The number alone decides: a run
@@ -22,19 +42,10 @@ class EverySteps:
 
     def __init__(self, interval: int) -> None:
         self._interval = check_count("the interval", interval)
-        self._again = False
 
     def due(self, report: StepReport) -> bool:
         """Go by the step's number."""
-        again, self._again = self._again, False
-        return again or (report.step + 1) % self._interval == 0
-
-    def skipped(self, report: StepReport) -> None:
-        """Try again after the next step."""
-        self._again = True
-
-    def saved(self, report: SaveReport) -> None:
-        """Learn nothing."""
+        return self._was_skipped() or (report.step + 1) % self._interval == 0
 
     def decision(self) -> Decision:
         """Return the interval that was given."""
@@ -42,7 +53,7 @@ class EverySteps:
         return Decision(self._interval, None, f"{every}, as given")
 
 
-class EverySeconds:
+class EverySeconds(_Given):
     """Checkpoint after the first step that ends ``seconds`` or more after the last checkpoint was due.
 
     Time counts from the start of the first step reported. A late step does not bring the next checkpoint forward.
@@ -54,25 +65,41 @@ class EverySeconds:
     def __init__(self, seconds: float) -> None:
         self._seconds = check_seconds("the interval", seconds)
         self._last: float | None = None
-        self._again = False
 
     def due(self, report: StepReport) -> bool:
         """Go by the time of the report."""
         if self._last is None:
             self._last = report.now - report.seconds
-        again, self._again = self._again, False
-        if not again and report.now - self._last < self._seconds:
-            return False
-        self._last = report.now
-        return True
-
-    def skipped(self, report: StepReport) -> None:
-        """Try again after the next step."""
-        self._again = True
-
-    def saved(self, report: SaveReport) -> None:
-        """Learn nothing."""
+        due = self._was_skipped() or report.now - self._last >= self._seconds
+        if due:
+            self._last = report.now
+        return due
 
     def decision(self) -> Decision:
         """Return the interval that was given."""
         return Decision(None, self._seconds, f"every {self._seconds:g} seconds, as given")
+
+
+def make_policy(interval: int | timedelta | Policy | None, max_in_flight: int = 2) -> Policy:
+    """Make the policy that ``interval`` stands for.
+
+    Args:
+        interval: Steps, a time, a policy (returned as it is), or None: :class:`Adaptive` with a budget of 3 %.
+        max_in_flight: Checkpoints in flight, as the engine has it.
+
+    Raises:
+        TypeError: it is something else (bool included).
+        ValueError: it is not positive.
+    """
+    if interval is None:
+        return Adaptive(max_in_flight=max_in_flight)
+    if isinstance(interval, timedelta):
+        return EverySeconds(interval.total_seconds())
+    if type(interval) is int:
+        return EverySteps(interval)
+    if isinstance(interval, Policy) and not isinstance(interval, type):
+        return interval
+    raise TypeError(
+        "interval is a number of steps (int), a timedelta, a policy (due, skipped, saved, decision) or None, "
+        f"not {interval!r}"
+    )

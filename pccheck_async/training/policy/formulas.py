@@ -1,4 +1,4 @@
-"""The published intervals, as functions of measured times."""
+"""The published intervals, as functions of measured times, and checks of the arguments that policies take."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from pccheck_async.training.policy.checks import check_overhead
-
 __all__ = [
     "CheckFreqChoice",
+    "check_count",
+    "check_overhead",
+    "check_seconds",
     "checkfreq_interval",
     "daly_seconds",
     "interval_floor",
@@ -85,7 +86,10 @@ def young_seconds(cost_seconds: float, mtbf_seconds: float) -> float:
         cost_seconds: What one checkpoint costs training (delta).
         mtbf_seconds: Mean time between failures (M).
     """
-    _check_failures(cost_seconds, mtbf_seconds)
+    if not (cost_seconds >= 0 and mtbf_seconds > 0):
+        raise ValueError(
+            f"cost_seconds is not negative and mtbf_seconds is positive, not {cost_seconds!r} and {mtbf_seconds!r}"
+        )
     return math.sqrt(2 * cost_seconds * mtbf_seconds)
 
 
@@ -111,13 +115,6 @@ def whole_steps(seconds: float, step_seconds: float) -> int:
     return max(1, math.ceil(seconds / step_seconds * (1 - _FUZZ)))
 
 
-def _check_failures(cost_seconds: float, mtbf_seconds: float) -> None:
-    if not (cost_seconds >= 0 and mtbf_seconds > 0):
-        raise ValueError(
-            f"cost_seconds is not negative and mtbf_seconds is positive, not {cost_seconds!r} and {mtbf_seconds!r}"
-        )
-
-
 def interval_floor(nbytes: int, bandwidth: float, step_seconds: float, slowdown: float = 1.03) -> int:
     """Return f_min = ceil(m / (B q t)), the steps between checkpoints that no scheme can go below.
 
@@ -127,7 +124,7 @@ def interval_floor(nbytes: int, bandwidth: float, step_seconds: float, slowdown:
         step_seconds: Time of a training step (t).
         slowdown: Tolerated factor (q): 1.03 is 3 %.
     """
-    return _steps(nbytes / bandwidth, step_seconds, slowdown)
+    return sustained_interval(nbytes / bandwidth, 1, step_seconds, slowdown)
 
 
 def sustained_interval(seconds: float, max_in_flight: int, step_seconds: float, slowdown: float = 1.03) -> int:
@@ -139,10 +136,29 @@ def sustained_interval(seconds: float, max_in_flight: int, step_seconds: float, 
         step_seconds: Time of a training step (t).
         slowdown: Tolerated factor (q): 1.03 is 3 %.
     """
-    return _steps(seconds / max_in_flight, step_seconds, slowdown)
-
-
-def _steps(seconds: float, step_seconds: float, slowdown: float) -> int:
     if not (step_seconds > 0 and slowdown > 0):
         raise ValueError(f"step_seconds and slowdown are positive, not {step_seconds} and {slowdown}")
-    return max(1, math.ceil(seconds / (slowdown * step_seconds)))
+    return max(1, math.ceil(seconds / max_in_flight / (slowdown * step_seconds)))
+
+
+def check_count(name: str, value: object) -> int:
+    """Return ``value`` if it is a whole number of at least 1; ValueError or TypeError names it otherwise."""
+    if type(value) is not int:
+        raise TypeError(f"{name} is a whole number, not {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} is at least 1, not {value}")
+    return value
+
+
+def check_overhead(value: float) -> float:
+    """Return ``value`` if it is a share of the training time: over 0, at most 1; ValueError otherwise."""
+    if not 0 < value <= 1:
+        raise ValueError(f"overhead is a share of the training time, over 0 and at most 1 (0.03 is 3 %), not {value!r}")
+    return float(value)
+
+
+def check_seconds(name: str, value: float) -> float:
+    """Return ``value`` if it is a positive, finite number of seconds; ValueError otherwise."""
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name} is a positive number of seconds, not {value!r}")
+    return float(value)

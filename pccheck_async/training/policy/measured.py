@@ -1,19 +1,29 @@
-"""The frame of the policies that measure: profile, calibrate, and then steer by what checkpoints cost."""
+"""The policies that profile, calibrate, and then steer by what checkpoints cost: Adaptive, Young-Daly, CheckFreq."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from operator import attrgetter
 from statistics import median
+from typing import NamedTuple
 
 from pccheck_async.engine import Decision, SaveReport, StepReport
-from pccheck_async.training.policy.age import AgeLimit
-from pccheck_async.training.policy.checks import check_count, check_overhead
-from pccheck_async.training.policy.formulas import whole_steps
-from pccheck_async.training.policy.level import Level
-from pccheck_async.training.policy.meter import OverheadMeter
+from pccheck_async.training.policy.formulas import (
+    CheckFreqChoice,
+    check_count,
+    check_overhead,
+    check_seconds,
+    checkfreq_interval,
+    daly_seconds,
+    whole_steps,
+)
+from pccheck_async.training.policy.meter import Level, OverheadMeter
 
-__all__ = ["LEAP", "Measured", "MeasuredPolicy", "Wanted"]
+__all__ = ["LEAP", "MOST_SECONDS", "Adaptive", "AgeLimit", "CheckFreqInterval", "Measured", "YoungDaly"]
+
+MOST_SECONDS = 600.0
+
+_RETRY = 0.1
+"""Part of the age limit after which a checkpoint that failed is tried again where the limit was near."""
 
 LEAP = 8
 """The most by which an interval grows at a time: what looks dear is measured again before all of it is believed."""
@@ -28,11 +38,8 @@ _CALIBRATIONS = 5
 _TAIL = (4, 32)
 """Least and most clean steps to wait for where clean steps are scarce."""
 
-_SURE = 2.5
-_SURE_LATER = 1.75
+_SURE, _SURE_LATER, _MANY = 2.5, 1.75, 16
 """Standard errors by which the cost must be over the budget before the interval grows: of few periods, and of many."""
-
-_MANY = 16
 
 _FEWEST = 2
 """Periods without which nobody knows what a checkpoint costs."""
@@ -43,8 +50,7 @@ _GO_UP = 1.02
 _COME_DOWN = 0.85
 """A shorter interval is taken only where it is this much shorter (hysteresis)."""
 
-_LEAVE_OUT_EVERY = 10
-_DOUBTFUL = 4
+_LEAVE_OUT_EVERY, _DOUBTFUL = 10, 4
 """Periods after which an interval is left out where there are no clean steps otherwise: as a rule, and in doubt."""
 
 _JUST = 1.01
@@ -57,8 +63,7 @@ _TINY = 1e-9
 """Seconds of a step that a coarse clock took for none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
+class Measured(NamedTuple):
     """What a policy found out so far; 0 where it did not yet.
 
     Attributes:
@@ -75,17 +80,62 @@ class Measured:
     overhead: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """Attributes: an interval in steps, why it is not less, and whether because checkpoints would pile up."""
+class _Wanted(NamedTuple):
+    """An interval in steps, why it is not less, and whether because checkpoints would pile up."""
 
     steps: int
     why: str
     piling: bool = False
 
 
-class MeasuredPolicy(ABC):
-    """Chooses an interval from what it measures, and goes on measuring.
+class AgeLimit:
+    """Tells when a checkpoint has to begin so that the newest durable one never gets older than ``most_seconds``.
+
+    A checkpoint that takes more than half of the limit leaves no time to keep it: then one begins as soon as the one
+    before it has ended. None is no limit.
+    """
+
+    def __init__(self, most_seconds: float | None) -> None:
+        self.most_seconds = None if most_seconds is None else check_seconds("most_seconds", most_seconds)
+        self._durable: float | None = None  # when the newest durable one began, or else the first step
+        self._newest = 0.0  # the same of those that are not known to have failed
+        self._begun: int | None = None  # the step of one of which the outcome is not known
+
+    def apart(self, save_seconds: float) -> float:
+        """Return the most seconds from one checkpoint to the next if each takes ``save_seconds`` to become durable."""
+        most = float("inf") if self.most_seconds is None else self.most_seconds
+        return max(most - save_seconds, save_seconds)
+
+    def reached(self, report: StepReport, save_seconds: float) -> bool:
+        """Tell, once after every step, whether to begin one now: another such step would be too long."""
+        if self._durable is None:
+            self._durable = self._newest = report.now - report.seconds
+        if self.most_seconds is None:
+            return False
+        if self._begun is not None and not report.in_flight:  # it failed, which nobody reports
+            self._begun = None
+            self._newest = max(self._durable, report.now - (1 - _RETRY) * self.apart(save_seconds))
+        return report.now - self._newest + report.seconds > self.apart(save_seconds)
+
+    def begin(self, report: StepReport) -> None:
+        """Note that a checkpoint begins after this step."""
+        self._newest, self._begun = report.now, report.step
+
+    def saved(self, report: SaveReport) -> None:
+        """Note that a checkpoint is durable, whoever asked for it."""
+        began = report.now - report.seconds
+        self._durable = began if self._durable is None else max(self._durable, began)
+        self._newest = max(self._newest, began)
+        if self._begun is not None and report.step >= self._begun:
+            self._begun = None
+
+
+class Adaptive:
+    """Checkpoint as often as a budget allows: by default 3 % of the training time, for stall and interference together.
+
+    k = max(ceil(C / (overhead t)), ceil(Tw / (N t))), all of it measured: C is what a checkpoint costs training, t the
+    time of a clean step, Tw what a checkpoint takes to become durable. Follows CheckFreq's adaptive rule (FAST'21),
+    but also comes back down.
 
     The first steps are timed without a checkpoint. Five early checkpoints follow, with some clean steps after each.
     From then on every period (one checkpoint to the next) is priced by an :class:`OverheadMeter`. The interval grows
@@ -94,15 +144,16 @@ class MeasuredPolicy(ABC):
 
     Args:
         overhead: Budget as a share of the training time.
-        max_in_flight: Checkpoints in flight (N).
-        most_seconds: Most age of the newest durable checkpoint, for which the budget is given up (see
-            :class:`~pccheck_async.training.policy.age.AgeLimit`); None for no limit.
+        max_in_flight: Checkpoints in flight (N), as the engine has it.
+        most_seconds: Most age of the newest durable checkpoint, for which the budget is given up; None for no limit.
 
     Raises:
         ValueError, TypeError: an argument makes no sense.
     """
 
-    def __init__(self, overhead: float, max_in_flight: int, most_seconds: float | None) -> None:
+    def __init__(
+        self, overhead: float = 0.03, *, max_in_flight: int = 2, most_seconds: float | None = MOST_SECONDS
+    ) -> None:
         self._overhead = check_overhead(overhead)
         self._places = check_count("max_in_flight", max_in_flight)
         self._age = AgeLimit(most_seconds)
@@ -185,11 +236,11 @@ class MeasuredPolicy(ABC):
         meter = self._meter
         return Measured(meter.step_seconds, self._saves.median, max(0.0, meter.cost().seconds), meter.overhead)
 
-    # -- what a subclass says, and what it may use
+    # -- which interval
 
-    @abstractmethod
-    def _wanted(self, cost: float) -> Wanted:
+    def _wanted(self, cost: float) -> _Wanted:
         """Return the interval if a checkpoint costs ``cost`` seconds of training."""
+        return max(self._for_budget(cost), self._for_storage(), key=attrgetter("steps"))
 
     @property
     def _step_seconds(self) -> float:
@@ -200,15 +251,15 @@ class MeasuredPolicy(ABC):
         """Seconds in which one checkpoint becomes durable if there are always some in flight."""
         return self._saturated if self._saturated is not None else self._saves.upper * self._share
 
-    def _for_budget(self, cost: float) -> Wanted:
-        return Wanted(
+    def _for_budget(self, cost: float) -> _Wanted:
+        return _Wanted(
             whole_steps(cost / self._overhead, self._step_seconds),
             f"a checkpoint costs {_say(cost)} of training, {self._overhead:.1%} of what steps of "
             f"{_say(self._step_seconds)} take in that time",
         )
 
-    def _for_storage(self) -> Wanted:
-        return Wanted(
+    def _for_storage(self) -> _Wanted:
+        return _Wanted(
             whole_steps(self._sustained, self._step_seconds),
             f"a checkpoint takes {_say(self._saves.upper)} to become durable, and with {self._places} in flight "
             "more of them would pile up",
@@ -231,8 +282,8 @@ class MeasuredPolicy(ABC):
         if self._priced or not self._leave_out:
             return True
         # Nothing but busy steps for long: wait until nothing is in flight, and for some steps more.
-        enough = self._meter.clean >= self._tail
-        return enough or self._since >= 2 * self._interval + self._busy_steps + self._tail
+        busy = whole_steps(self._saves.median, self._step_seconds)
+        return self._meter.clean >= self._tail or self._since >= 2 * self._interval + busy + self._tail
 
     @property
     def _tail(self) -> int:
@@ -242,10 +293,6 @@ class MeasuredPolicy(ABC):
     def _scarce(self, periods: int) -> bool:
         """Tell whether in so many periods no interval was left out, and clean steps did not come of themselves."""
         return self._left_out >= periods and self._meter.clean_in(periods) < self._tail
-
-    @property
-    def _busy_steps(self) -> int:
-        return whole_steps(self._saves.median, self._step_seconds)
 
     def _price(self) -> None:
         """End the period, and choose the interval anew."""
@@ -264,18 +311,18 @@ class MeasuredPolicy(ABC):
         if self._interval is not None and self._meter.periods < _FEWEST:
             return  # it was forgotten what one costs
         cost = self._meter.cost()
-        likely = self._limited(self._wanted(max(0.0, cost.seconds + cost.error)))
+        likely = self._limited(cost.seconds + cost.error)
         if self._interval is None:
             self._take(likely, "measured")
             return
         sure = _SURE if self._meter.periods < _MANY else _SURE_LATER
-        least = self._limited(self._wanted(max(0.0, cost.seconds - sure * cost.error)))
+        least = self._limited(cost.seconds - sure * cost.error)
         if least.steps > self._interval * _GO_UP:
             most = self._interval * LEAP
             if least.piling:
-                self._take(replace(least, steps=min(least.steps, most)), "up")
+                self._take(least._replace(steps=min(least.steps, most)), "up")
             elif self._meter.clean_age < 2:
-                self._take(replace(likely, steps=min(likely.steps, most)), "up")
+                self._take(likely._replace(steps=min(likely.steps, most)), "up")
             else:
                 self._leave_out = True  # it may be the steps that have changed, not the checkpoints
         elif likely.steps > self._interval:  # perhaps over the budget: find out
@@ -301,26 +348,22 @@ class MeasuredPolicy(ABC):
             "a checkpoint"
         )
 
-    def _take(self, wanted: Wanted, direction: str) -> None:
+    def _take(self, wanted: _Wanted, direction: str) -> None:
         self._before = self._interval if direction == "up" else None
         if direction == "up" and wanted.piling:
-            self._saturated = self._sustained_now()
-            self._alone = []
+            self._saturated, self._alone = self._saves.upper * self._share, []
             self._raised_at = 1 << 62  # of the next checkpoint: see _restart
         change = "" if self._interval is None else f"{direction} from {self._interval} "
         self._interval = wanted.steps
         self._reason = f"{change}{'to ' if change else ''}{wanted.steps} steps: {wanted.why}"
 
-    def _limited(self, wanted: Wanted) -> Wanted:
-        seconds = self._age.apart(self._saves.upper)
+    def _limited(self, cost: float) -> _Wanted:
+        wanted, seconds = self._wanted(max(0.0, cost)), self._age.apart(self._saves.upper)
         if wanted.steps * self._step_seconds <= seconds:
             return wanted
-        return Wanted(
+        return _Wanted(
             max(1, int(seconds / self._step_seconds)), f"no more than {_say(seconds)} apart, though {wanted.why}"
         )
-
-    def _sustained_now(self) -> float:
-        return max(self._saves.upper / self._places, self._saves.upper * self._share)
 
     def _learn_share(self) -> None:
         """Take from what checkpoints cost together and alone how much being several helps on this storage.
@@ -339,6 +382,91 @@ class MeasuredPolicy(ABC):
         self._since = self._after = 0
         self._ended = self._priced = False
         self._longest = 0.0
+
+
+class YoungDaly(Adaptive):
+    """Checkpoint at Daly's higher-order optimum for the measured cost, but never more often than :class:`Adaptive`.
+
+    The optimum (:func:`~pccheck_async.training.policy.daly_seconds`) weighs the work lost at a failure against
+    the cost of checkpoints; a cheap one would make it more frequent than the storage can follow, or the budget allows.
+    These bounds are above the floor f_min too: at N in flight a checkpoint takes Tw / N >= m / B.
+
+    Args:
+        mtbf_seconds: Mean time between failures of the job (of one machine, divided by their number).
+        overhead, max_in_flight, most_seconds: See :class:`Adaptive`.
+    """
+
+    def __init__(
+        self,
+        mtbf_seconds: float,
+        overhead: float = 0.03,
+        *,
+        max_in_flight: int = 2,
+        most_seconds: float | None = MOST_SECONDS,
+    ) -> None:
+        super().__init__(overhead, max_in_flight=max_in_flight, most_seconds=most_seconds)
+        self._mtbf = check_seconds("mtbf_seconds", mtbf_seconds)
+
+    def _wanted(self, cost: float) -> _Wanted:
+        optimum = _Wanted(
+            whole_steps(daly_seconds(cost, self._mtbf), self._step_seconds),
+            f"this loses least at one failure in {self._mtbf:g} s, where a checkpoint costs {cost:.3g} s of training",
+        )
+        return max(optimum, super()._wanted(cost), key=attrgetter("steps"))
+
+
+class CheckFreqInterval(Adaptive):
+    """Checkpoint as CheckFreq does (FAST'21): one in flight, k from Algorithm 1, then from the measured cost.
+
+    Step (Ti), copy (Tc) and persist time (Ts) are profiled; To is at first what Algorithm 1 makes of them, and from the
+    first change on the measured cost. Unlike the published rule this one comes back down.
+
+    Args:
+        overhead: Budget as a share of the training time (p).
+        update_seconds: Part of a step that is the weight update (CheckFreq's Tw); 0 where unknown.
+        device_copy_seconds: A copy of the state on the device (Tg); None where there is none.
+        device_free_bytes: Free device memory.
+        most_seconds: See :class:`Adaptive`.
+
+    Attributes:
+        choice: What Algorithm 1 made of the profile; None before its end.
+    """
+
+    def __init__(
+        self,
+        overhead: float = 0.035,
+        *,
+        update_seconds: float = 0.0,
+        device_copy_seconds: float | None = None,
+        device_free_bytes: int = 0,
+        most_seconds: float | None = MOST_SECONDS,
+    ) -> None:
+        super().__init__(overhead, max_in_flight=1, most_seconds=most_seconds)
+        self._update_seconds = update_seconds
+        self._device_copy_seconds = device_copy_seconds
+        self._device_free_bytes = device_free_bytes
+        self.choice: CheckFreqChoice | None = None
+
+    def _wanted(self, cost: float) -> _Wanted:
+        if self.choice is None:
+            capture = self._captures.median
+            self.choice = checkfreq_interval(
+                step_seconds=self._step_seconds,
+                update_seconds=self._update_seconds,
+                host_copy_seconds=capture,
+                persist_seconds=max(0.0, self._saves.median - capture),
+                overhead=self._overhead,
+                device_copy_seconds=self._device_copy_seconds,
+                device_free_bytes=self._device_free_bytes,
+                nbytes=self._nbytes,
+            )
+            return _Wanted(
+                self.choice.interval,
+                f"Algorithm 1 of CheckFreq, copying on the {self.choice.mode}, {self.choice.overhead_seconds:.3g} s "
+                "of overhead a checkpoint",
+            )
+        steps = whole_steps(max(0.0, self._sustained - cost), self._step_seconds)
+        return max(self._for_budget(cost), self._for_storage()._replace(steps=steps), key=attrgetter("steps"))
 
 
 def _say(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""What a checkpoint costs training, measured against steps during which none was in flight."""
+"""What a checkpoint costs training, measured against clean steps; and the level of what is noisy and may change."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 import statistics
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pccheck_async.engine import StepReport
-from pccheck_async.training.policy.level import Level
 
-__all__ = ["Cost", "OverheadMeter"]
+__all__ = ["Level", "OverheadMeter"]
 
 _CLEAN_ENOUGH = 8
 """Clean steps without which the reference goes further back than one period."""
@@ -35,14 +35,82 @@ _DEVIATIONS = 128
 _SAMPLES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Seconds of training that one checkpoint costs.
+class Level:
+    """A window of measurements: their median, from which a single stray one takes nothing.
 
-    Attributes:
-        seconds: Stall and interference; the median of some periods.
-        error: Standard error of it.
+    Three in a row on one side of the older ones, by more than the tolerance, or two by more than twice that, are a
+    change: the older ones are forgotten.
+    The first measurement is forgotten with the second, where ``odd_first``: what is made only once (slots, staging
+    memory, a plan) is paid for by the first checkpoint.
+
+    Args:
+        window: Measurements kept.
+        tolerance: Relative difference that is no change.
+        odd_first: The first is not like the others.
     """
+
+    def __init__(self, window: int = 9, tolerance: float = 0.15, *, odd_first: bool = False) -> None:
+        self._window = window
+        self._tolerance = tolerance
+        self._odd_first = odd_first
+        self.values: list[float] = []  # those in the window, oldest first
+        self._confirmed = 0  # those that were a change together: none of them is stray
+
+    def add(self, value: float, tolerance: float = 0.0) -> bool:
+        """Take a measurement; ``tolerance`` is its own in absolute terms. Return whether it is a change."""
+        if self._odd_first and len(self.values) == 1:
+            self.values.clear()
+            self._odd_first = False
+        self.values = [*self.values, value][-self._window :]
+        changed = self._changed(3, 1.0, tolerance) or self._changed(2, 2.0, tolerance)
+        if changed:
+            self.values = self.values[-changed:]
+            self._confirmed = changed
+        return bool(changed)
+
+    def _changed(self, count: int, times: float, tolerance: float) -> int:
+        older, recent = self.values[:-count], self.values[-count:]
+        if not older:
+            return 0
+        middle = statistics.median(older)
+        limit = times * max(abs(middle) * self._tolerance, tolerance)
+        return count if min(recent) > middle + limit or max(recent) < middle - limit else 0
+
+    def forget(self, but: int) -> None:
+        """Forget all but the last ``but`` measurements."""
+        self.values = self.values[-but:]
+
+    def drop(self, count: int) -> None:
+        """Forget the last ``count`` measurements."""
+        self.values = self.values[: max(0, len(self.values) - count)]
+
+    @property
+    def median(self) -> float:
+        """The middle of the window, of two the smaller; 0 where nothing was measured."""
+        count = len(self.values)
+        return (self._ranked((count - 1) // 2) + self._ranked(count // 2)) / 2
+
+    @property
+    def upper(self) -> float:
+        """What three of four measurements do not exceed, and one is left out that may be stray; 0 of none."""
+        return self._ranked((3 * len(self.values) - 1) // 4)
+
+    def _ranked(self, rank: int) -> float:
+        count = len(self.values)
+        most = count - 1 if count <= self._confirmed else count - 2
+        return sorted(self.values)[max(0, min(rank, most))] if self.values else 0.0
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation of one measurement, from the median of the absolute deviations; 0 of less than three."""
+        if len(self.values) < 3:
+            return 0.0
+        middle = self.median
+        return 1.48 * statistics.median(abs(value - middle) for value in self.values)
+
+
+class Cost(NamedTuple):
+    """Seconds of training that one checkpoint costs, stall and interference: median of some periods, standard error."""
 
     seconds: float
     error: float
@@ -50,11 +118,11 @@ class Cost:
 
 @dataclass(slots=True)
 class _Steps:
-    """Steps of one kind in a period: how many, their seconds, and the longest two of these."""
+    """Steps of one kind in a period."""
 
     count: int = 0
     seconds: float = 0.0
-    longest: tuple[float, ...] = ()
+    longest: tuple[float, ...] = ()  # two
 
     def add(self, seconds: float) -> None:
         self.count += 1
@@ -143,7 +211,11 @@ class OverheadMeter:
     @property
     def moved(self) -> bool:
         """Whether the clean steps of this period take another time than those before it."""
-        return self._has_moved()
+        idle, before = self._idle, self._reference()
+        if idle.count < _SOME or before.count < _SOME:
+            return False
+        limit = _MOVED * self._noise() * math.sqrt(1 / idle.count + 1 / before.count)
+        return abs(idle.mean - before.mean) > max(limit, _LEAST_MOVE * before.mean)
 
     @property
     def clean(self) -> int:
@@ -190,7 +262,7 @@ class OverheadMeter:
 
     def _take_tail(self) -> bool:
         """Keep the clean steps of the period; return whether steps take another time than in the periods before."""
-        moved = self._has_moved()
+        moved = self.moved
         if moved:
             self._tails.clear()
             self._costs.drop(self._unsure)  # nobody knows since when
@@ -205,13 +277,6 @@ class OverheadMeter:
             scale = math.sqrt(len(self._samples) / (len(self._samples) - 1))
             self._deviations.extend(scale * abs(sample - middle) for sample in self._samples)
         return moved
-
-    def _has_moved(self) -> bool:
-        idle, before = self._idle, self._reference()
-        if idle.count < _SOME or before.count < _SOME:
-            return False
-        limit = _MOVED * self._noise() * math.sqrt(1 / idle.count + 1 / before.count)
-        return abs(idle.mean - before.mean) > max(limit, _LEAST_MOVE * before.mean)
 
     def _reference(self) -> _Steps:
         found = _Steps()

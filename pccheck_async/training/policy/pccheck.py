@@ -6,11 +6,9 @@ from collections import deque
 from statistics import median
 
 from pccheck_async.engine import Decision, SaveReport, StepReport
-from pccheck_async.training.policy.age import MOST_SECONDS, AgeLimit
-from pccheck_async.training.policy.checks import check_count, check_overhead
-from pccheck_async.training.policy.formulas import interval_floor, sustained_interval
-from pccheck_async.training.policy.level import Level
-from pccheck_async.training.policy.measured import LEAP
+from pccheck_async.training.policy.formulas import check_count, check_overhead, interval_floor, sustained_interval
+from pccheck_async.training.policy.measured import LEAP, MOST_SECONDS, AgeLimit
+from pccheck_async.training.policy.meter import Level
 
 __all__ = ["PCcheckInterval"]
 
@@ -86,7 +84,7 @@ class PCcheckInterval:
                 return self._since >= self._profile + _WARM_UP * (self._bursts is None) and self._begin_burst(report)
             if self._since < self._interval:
                 return False
-            known = self._reference is not None and self._saves.sure
+            known = self._reference is not None and len(self._saves.values) > 1
             if (known and self._saves.median < (self._reference or 0.0) * (1 - _DRIFT)) or self._bursts:
                 return self._begin_burst(report)
             self._follow(report)
@@ -163,7 +161,7 @@ class PCcheckInterval:
     def _follow(self, report: StepReport) -> None:
         """Keep up with checkpoints that take longer, and with steps that take another time."""
         now = self._saves.median
-        if self._saves.sure and self._f_star(now) > (self._interval or 0):
+        if len(self._saves.values) > 1 and self._f_star(now) > (self._interval or 0):
             self._seconds = min(now, max(self._seconds, self._step_seconds) * LEAP)
             # They wait for each other: this is all that the storage does now.
             self._bandwidth = min(self._bandwidth, self._nbytes * self._places / self._seconds)

@@ -1,0 +1,492 @@
+"""Training data whose position is a few numbers, saved with the rest of the state and resumed without replay."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import operator
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate, get_worker_info
+
+__all__ = ["KeyedPermutation", "Order", "ResumableLoader", "ResumableSampler", "mix"]
+
+T = TypeVar("T")
+Shuffle = bool | Literal["keyed"]
+Positions = npt.NDArray[np.uint64]
+
+_SAME = ("size", "seed", "shuffle", "drop_last")
+"""What a position is saved with, and must be resumed with."""
+
+
+def mix(*parts: int | str) -> int:
+    """Return 64 bits that depend on every part: neighbouring seeds and epochs have nothing in common."""
+    text = "/".join(map(str, parts))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+class Order:
+    """The samples of every epoch in order, one slice at a time.
+
+    Args:
+        size: Samples in an epoch.
+        seed: What the orders are drawn from, together with the epoch.
+        shuffle: True draws ``torch.randperm``: 8 bytes per sample are kept, and the first slice of an epoch takes time
+            in proportion to ``size``. "keyed" keeps nothing and takes that time for no slice. False counts.
+    """
+
+    def __init__(self, size: int, seed: int, shuffle: Shuffle) -> None:
+        self.size, self.seed, self.shuffle = size, seed, shuffle
+        self._epoch = -1
+        self._drawn: torch.Tensor | KeyedPermutation
+
+    def indices(self, epoch: int, start: int, stop: int) -> list[int]:
+        """Return the samples at the positions from ``start`` up to ``stop`` of an epoch."""
+        if self.shuffle is False:
+            return list(range(start, stop))
+        if self._epoch != epoch:
+            self._drawn, self._epoch = self._draw(epoch), epoch
+        drawn: Any = self._drawn
+        keyed = isinstance(drawn, KeyedPermutation)
+        samples = drawn(np.arange(start, stop, dtype=np.uint64)) if keyed else drawn[start:stop]
+        return cast(list[int], samples.tolist())
+
+    def _draw(self, epoch: int) -> torch.Tensor | KeyedPermutation:
+        key = mix("order", self.seed, epoch)
+        if self.shuffle == "keyed":
+            return KeyedPermutation(self.size, key)
+        generator = torch.Generator("cpu").manual_seed(key)
+        return torch.randperm(self.size, generator=generator, device="cpu")  # whatever the default device
+
+
+class KeyedPermutation:
+    """A permutation of ``range(size)`` in constant memory, each place computed when it is asked for.
+
+    A Feistel network on pairs of digits, one below ``a``, one below ``b``, where ``a b`` is just large enough; what
+    falls beyond ``size`` is permuted again (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
+    2002). It shuffles well and keeps no secrets.
+    """
+
+    ROUNDS = 8
+
+    def __init__(self, size: int, key: int) -> None:
+        self.size = np.uint64(size)
+        a = math.isqrt(size - 1) + 1
+        self._a, self._b = np.uint64(a), np.uint64(-(-size // a))
+        self._keys = [
+            (np.uint64(mix(key, number, "left")), np.uint64(mix(key, number, "right"))) for number in range(self.ROUNDS)
+        ]
+
+    def __call__(self, positions: Positions) -> Positions:
+        """Return what stands at these positions, all of them below ``size``."""
+        found = self._permute(positions)
+        while len(beyond := np.flatnonzero(found >= self.size)):
+            found[beyond] = self._permute(found[beyond])
+        return found
+
+    def _permute(self, positions: Positions) -> Positions:
+        left, right = np.divmod(positions, self._b)
+        for left_key, right_key in self._keys:
+            # What is added stays below 2**63, so that no sum wraps before it is reduced.
+            left = (left + _scramble(right ^ left_key)) % self._a
+            right = (right + _scramble(left ^ right_key)) % self._b
+        return left * self._b + right
+
+
+def _scramble(numbers: Positions) -> Positions:
+    """Return 63 bits that each depend on all bits of the number (the finaliser of SplitMix64)."""
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (numbers ^ (numbers >> np.uint64(31))) >> np.uint64(1)
+
+
+class ResumableSampler(Sampler[list[int]]):
+    """Batches of indices, every sample once per epoch, resumable at any batch; put it into the app state.
+
+    Iterating yields the rest of the current epoch; when that is exhausted, the next iteration is the next epoch. So
+    after a ``break`` the next ``for`` goes on where the last one stopped, as a resumed process does: neither sees a
+    sample twice. Once an epoch's last batch was delivered the next iteration is the next epoch, whether the one before
+    was exhausted or left (``islice(sampler, len(sampler))``). Only a position after the last batch that was loaded
+    yields nothing first and ends its epoch: the process that saved it may have died before what its loop does at the
+    end of an epoch. One iterator lives at a time: another one, ``load_state_dict`` and ``set_epoch`` make its ``next``
+    raise RuntimeError, because ending it would look like the end of the epoch.
+
+    The order is a function of ``seed`` and epoch. Resuming skips to the position: no batch is replayed, no sample
+    looked at.
+
+    With several ranks, step i takes the global samples from ``i * batch_size * world_size`` on, and each rank a slice
+    of them; all ranks take the same number of steps and no sample is padded. The last, smaller step is shared out as
+    evenly as it goes. Fewer samples than ranks are no step of their own, because some rank would have an empty batch:
+    they join the step before, and there the first ranks get one more than ``batch_size``.
+
+    As ``DataLoader(batch_sampler=...)`` it counts the batches that the loader drew, and with worker processes that is
+    ahead of the trainer: use :class:`ResumableLoader` there.
+
+    Args:
+        data: The number of samples, or a dataset that has a length.
+        batch_size: Samples per batch and rank.
+        seed: What the orders are drawn from.
+        shuffle: True: ``torch.randperm``, which takes time and 8 bytes of memory per sample, once per epoch, and
+            may differ between releases of torch. "keyed": computed batch by batch in constant memory, the same
+            everywhere, for billions of samples. False: in order.
+        drop_last: Leave out the samples of an epoch that do not fill a step of all ranks.
+        rank: Of this process; taken from ``torch.distributed`` if it is initialised when this is made, else 0.
+        world_size: Number of ranks; likewise, else 1.
+
+    Raises:
+        TypeError: ``data`` is neither a number nor has a length.
+        ValueError: The arguments make no sense together, or leave an epoch without a step.
+    """
+
+    def __init__(
+        self,
+        data: int | Sized | Dataset[Any],
+        *,
+        batch_size: int,
+        seed: int = 0,
+        shuffle: Shuffle = True,
+        drop_last: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        self.size = _size(data)
+        self.batch_size, self.seed = operator.index(batch_size), operator.index(seed)
+        self.rank, self.world_size = _ranks(rank, world_size)
+        if shuffle not in (True, False, "keyed"):
+            raise ValueError(f"shuffle is {shuffle!r}; use True, False or 'keyed'")
+        # What only equals a bool, such as 0 or one of numpy's, could not be told from it later, or saved.
+        self.shuffle: Shuffle = "keyed" if shuffle == "keyed" else bool(shuffle)
+        self.drop_last = bool(drop_last)
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; it is at least 1")
+        self._step = self.batch_size * self.world_size
+        self._total = self.size - self.size % self._step if drop_last else self.size
+        if self._total < self.world_size or self._total == 0:
+            raise ValueError(
+                f"{self.size} samples are no step for {self.world_size} ranks with batch_size={batch_size} and "
+                f"drop_last={drop_last}; use more data, fewer ranks or smaller batches"
+            )
+        self._order = Order(self.size, self.seed, self.shuffle)
+        self._epoch = self._position = 0
+        self._delivered = False  # the last batch of this epoch, by this process
+        self._iterators = 0
+
+    @property
+    def epoch(self) -> int:
+        """The epoch underway, from 0; it ends when an iterator is exhausted."""
+        return self._epoch
+
+    @property
+    def position(self) -> int:
+        """Samples of the epoch that were delivered, over all ranks."""
+        return self._position
+
+    def __len__(self) -> int:
+        """Steps in a whole epoch, the same on every rank."""
+        full, rest = divmod(self._total, self._step)
+        return max(full + (rest >= self.world_size), 1)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.deliver(self.rest)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of ``epoch``, unless it is underway already: then its position stays."""
+        self._delivered = False  # whoever names an epoch gets no batch of another one
+        if epoch != self._epoch:
+            if epoch < 0:
+                raise ValueError(f"epoch is {epoch}; the first one is 0")
+            self._move(operator.index(epoch), 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position and what it is valid for: plain values, the same on every rank."""
+        valid_for = {name: getattr(self, name) for name in (*_SAME, "batch_size", "world_size")}
+        return {"epoch": self._epoch, "position": self._position, **valid_for}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
+        """Go to a saved position; the next iterator starts there.
+
+        The world size may be another one if ``batch_size`` makes up for it, so that steps stay as they are.
+
+        Raises:
+            ValueError: The position is none of this sampler's, or was saved with other arguments; says which. Nothing
+                has changed.
+        """
+        numbers = ("epoch", "position", "batch_size", "world_size")
+        try:
+            epoch, position, batch_size, world_size = (operator.index(state_dict[name]) for name in numbers)
+            known = {name: state_dict[name] for name in _SAME}
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"this is not the state of a ResumableSampler or ResumableLoader: {error!r}") from error
+        now = {name: getattr(self, name) for name in _SAME}
+        differing = [f"{name}={saved!r} (now {now[name]!r})" for name, saved in known.items() if saved != now[name]]
+        if batch_size * world_size != self._step:
+            differing.append(
+                f"batch_size={batch_size} on {world_size} ranks (now {self.batch_size} on {self.world_size}; "
+                f"the product must stay {batch_size * world_size})"
+            )
+        if differing:
+            raise ValueError(
+                f"the data position was saved with {', '.join(differing)}: resume with the same data and arguments, or "
+                "leave the sampler out of the state to start an epoch anew"
+            )
+        if epoch < 0 or not (position == self._total or (0 <= position < self._total and position % self._step == 0)):
+            raise ValueError(f"epoch {epoch}, position {position} is not the start of a step of {self._step} samples")
+        if 0 < self._total - position < self.world_size:
+            raise ValueError(
+                f"the epoch has {self._total - position} samples left, fewer than the {self.world_size} ranks; "
+                f"resume on {world_size} ranks, or from another checkpoint"
+            )
+        self._move(epoch, position)
+
+    def rest(self) -> Iterator[list[int]]:
+        """Yield what this rank still has to get of the epoch, without moving on (for loaders that fetch ahead)."""
+        epoch, position = self._epoch, self._position
+        while position < self._total:
+            stop = self._stop(position)
+            share, extra = divmod(stop - position, self.world_size)
+            start = position + self.rank * share + min(self.rank, extra)
+            yield self._order.indices(epoch, start, start + share + (self.rank < extra))
+            position = stop
+
+    def deliver(self, batches: Callable[[], Iterable[T]]) -> Iterator[T]:
+        """Hand out one batch per batch of :meth:`rest`, moving on with each (for loaders built on this sampler)."""
+        if self._delivered:
+            self._move(self._epoch + 1, 0)
+        self._iterators += 1
+        return self._deliver(self._iterators, batches)
+
+    def _deliver(self, iterator: int, batches: Callable[[], Iterable[T]]) -> Iterator[T]:
+        self._check(iterator)
+        for batch in batches():
+            self._position = self._stop(self._position)
+            self._delivered = self._position == self._total
+            yield batch
+            self._check(iterator)
+        self._move(self._epoch + 1, 0)
+
+    def _check(self, iterator: int) -> None:
+        if iterator != self._iterators:
+            raise RuntimeError(
+                "this iterator has ended: another one was started since, or load_state_dict or set_epoch moved the "
+                "position; start a new for loop"
+            )
+
+    def _stop(self, position: int) -> int:
+        """Where the step ends that begins at ``position``."""
+        stop = position + self._step
+        return stop if self._total - stop >= self.world_size else self._total
+
+    def _move(self, epoch: int, position: int) -> None:
+        self._epoch, self._position, self._delivered = epoch, position, False
+        self._iterators += 1
+
+
+def _size(data: int | Sized | Dataset[Any]) -> int:
+    if isinstance(data, Sized):
+        return len(data)
+    if hasattr(data, "__index__"):
+        return operator.index(data)
+    raise TypeError(f"a {type(data).__qualname__} has no length; give its class a __len__, or give the number")
+
+
+def _ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    if (rank is None) != (world_size is None):
+        raise ValueError("give both rank and world_size, or neither")
+    if rank is None or world_size is None:
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if distributed else (0, 1)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank is {rank} of world_size {world_size}; ranks count from 0")
+    return operator.index(rank), operator.index(world_size)
+
+
+class ResumableLoader:
+    """``torch.utils.data.DataLoader`` with a position in the app state; resuming gives exactly the missing batches.
+
+    Each ``for`` yields the rest of an epoch, the next one the next epoch; :meth:`forever` crosses epochs. Order, ranks,
+    ``break`` and what happens to a live iterator: see :class:`ResumableSampler`. A batch counts from the moment the
+    loop gets it, so save after the step that used it.
+
+    Random augmentations come out the same after a resume, whatever ``num_workers`` is: Python's, numpy's and torch's
+    global generators are seeded from (seed, epoch, index) before each sample is fetched, and ``collate_fn`` goes on
+    from where the last sample of its batch left them. The state of a worker's generators would depend on what the
+    worker fetched before, which is not saved. In the process of the trainer (``num_workers=0``) the generators are put
+    back afterwards; loading never moves them, so ``RNGState`` stays in step. A dataset with ``__getitems__`` (torch's
+    ``Subset``, too) is seeded per batch. Generators that the dataset owns (``default_rng``) and those of GPUs are not
+    seeded.
+
+    Args:
+        dataset: Map-style: it has a length and ``[index]``.
+        batch_size, shuffle, drop_last, rank, world_size: See :class:`ResumableSampler`.
+        seed: For the orders, and for what is random in the samples.
+        num_workers: Worker processes; 0 loads in this one.
+        seed_samples: Seed before each sample (some 20 microseconds). False: in this process samples and ``collate_fn``
+            draw from the global generators, and those of workers are seeded when they start, from (seed, epoch,
+            worker), which no resume in mid-epoch can repeat. Right for datasets where nothing is random.
+        dataloader_kwargs: Anything else that DataLoader takes (``collate_fn``, ``pin_memory``, ``prefetch_factor``,
+            ``persistent_workers``...), except for what decides the order.
+
+    Raises:
+        TypeError: The dataset is iterable-style, or an argument is one that this class decides.
+        ValueError: See :class:`ResumableSampler`; also ``in_order=False``.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any] | Sequence[Any],
+        *,
+        batch_size: int,
+        seed: int = 0,
+        shuffle: Shuffle = True,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        seed_samples: bool = True,
+        **dataloader_kwargs: Any,
+    ) -> None:
+        if isinstance(dataset, IterableDataset):
+            raise TypeError(
+                "an iterable-style dataset has no positions to go to; give it a __getitem__ and a __len__, or save one "
+                "that keeps its own position with torchdata's StatefulDataLoader"
+            )
+        decided = {"sampler", "batch_sampler", "generator"} & dataloader_kwargs.keys()
+        if decided:
+            raise TypeError(f"{', '.join(sorted(decided))}: the loader decides this from seed, epoch and position")
+        if not dataloader_kwargs.get("in_order", True):
+            raise ValueError("in_order=False delivers batches in another order each time, which no position can resume")
+        self.dataset = dataset
+        self.sampler = ResumableSampler(
+            dataset,
+            batch_size=batch_size,
+            seed=seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            rank=rank,
+            world_size=world_size,
+        )
+        self._generator = torch.Generator("cpu")  # the global one would be drawn from by every new iterator
+        if seed_samples:
+            collate = dataloader_kwargs.get("collate_fn") or default_collate
+            dataset = _Seeded(dataset, self.sampler.seed, collate)
+            dataloader_kwargs["collate_fn"] = _as_it_is
+            dataloader_kwargs["worker_init_fn"] = _Introduce(dataloader_kwargs.get("worker_init_fn"))
+        self._loader: DataLoader[Any] = DataLoader(
+            cast(Dataset[Any], dataset),  # a list will do
+            batch_sampler=_Feed(self.sampler, seed_samples),
+            num_workers=num_workers,
+            generator=self._generator,
+            **dataloader_kwargs,
+        )
+
+    @property
+    def epoch(self) -> int:
+        """The epoch underway, from 0; it ends when an iterator is exhausted."""
+        return self.sampler.epoch
+
+    def __len__(self) -> int:
+        """Steps in a whole epoch, the same on every rank."""
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.sampler.deliver(self._batches)
+
+    def forever(self) -> Iterator[Any]:
+        """Yield batches from the position on, epoch after epoch: for training that counts steps."""
+        while True:
+            yield from self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of ``epoch``, unless it is underway already: then its position stays."""
+        self.sampler.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position (see :meth:`ResumableSampler.state_dict`)."""
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
+        """Go to a saved position, or raise ValueError (see :meth:`ResumableSampler.load_state_dict`)."""
+        self.sampler.load_state_dict(state_dict)
+
+    def _batches(self) -> Iterator[Any]:
+        self._generator.manual_seed(mix("workers", self.sampler.seed, self.sampler.epoch))
+        return iter(self._loader)
+
+
+class _Feed:
+    """What the DataLoader draws from. It may run ahead: the position moves when a batch is delivered."""
+
+    def __init__(self, sampler: ResumableSampler, with_epoch: bool) -> None:
+        self._sampler, self._with_epoch = sampler, with_epoch
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch = self._sampler.epoch
+        # Persistent workers outlive the epoch that they were started in, so the epoch travels with the indices.
+        return ((epoch, indices) if self._with_epoch else indices for indices in self._sampler.rest())
+
+
+class _Seeded(Dataset[Any]):
+    """The dataset in batches that are collated, with the global generators seeded before each sample."""
+
+    def __init__(self, dataset: Dataset[Any] | Sequence[Any], seed: int, collate: Callable[[list[Any]], Any]) -> None:
+        self.dataset, self._seed, self._collate = dataset, seed, collate
+
+    def __getitems__(self, batch: tuple[int, list[int]]) -> Any:
+        with _generators_kept() if get_worker_info() is None else nullcontext():
+            return self._collate(self._samples(*batch))
+
+    def _samples(self, epoch: int, indices: list[int]) -> Any:
+        whole = getattr(self.dataset, "__getitems__", None)  # torch allows None for "has none"
+        if whole:
+            self._seed_generators(epoch, indices[0])
+            return whole(indices)
+        samples = []
+        for index in indices:
+            self._seed_generators(epoch, index)
+            samples.append(self.dataset[index])
+        return samples
+
+    def _seed_generators(self, epoch: int, index: int) -> None:
+        # The same number for numpy's and torch's generators, which are of one kind, would make them draw the same.
+        random.seed(mix("python", self._seed, epoch, index))
+        np.random.seed(mix("numpy", self._seed, epoch, index) & 0xFFFFFFFF)  # an array would take ten times as long
+        torch.default_generator.manual_seed(mix("torch", self._seed, epoch, index))  # not those of GPUs
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+class _Introduce:
+    """Lets code in a worker find the user's own dataset, not its wrapper, in ``get_worker_info()``."""
+
+    def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
+        self._worker_init_fn = worker_init_fn
+
+    def __call__(self, worker: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        assert isinstance(info.dataset, _Seeded)
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # it refuses plain assignments
+        if self._worker_init_fn is not None:
+            self._worker_init_fn(worker)
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    python, numpy, pytorch = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(pytorch)
