@@ -95,9 +95,7 @@ class Store(CommitState):
 
         The first checkpoint reserves the space of all slots, so that a full disk shows now and not in an hour.
 
-        Raises:
-            StoreFullError: no space; nothing was changed but free slots.
-            StoreFailedError: an earlier flush or record failed.
+        Raises StoreFullError: no space, and nothing was changed but free slots; StoreFailedError.
         """
         nbytes = align(nbytes, self.block_bytes)
         if self.committed.adopted:
@@ -179,10 +177,8 @@ class ReadLease:
     async def acquire(self) -> File:
         """Hold the slot and return its file. Runs on the engine's loop, as :meth:`release` does.
 
-        Raises:
-            DroppedMeanwhileError: newer checkpoints replaced it.
-            DamagedError: its slot is missing, no file, or, where it was superseded, being written over.
-            ReadError: the file of its slot could not be opened.
+        Raises DroppedMeanwhileError where newer checkpoints replaced it; DamagedError, ReadError as
+        :meth:`Slots.start_reading` and :meth:`Slots.start_reading_free` do.
         """
         entry, committed, slots = self.entry, self.store.committed, self.store.slots
         if entry in committed.record.entries or entry in committed.adopted:
