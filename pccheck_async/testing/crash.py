@@ -414,7 +414,6 @@ class CrashWriter(StepwiseMedium):
         if file is None:
             self.abandon()
         elif (inode := self._inodes.pop(file, None)) is not None:
-            self._writable.discard(file)
             self.disk.unlock(inode, file)
 
     def abandon(self) -> None:
@@ -422,7 +421,6 @@ class CrashWriter(StepwiseMedium):
         for file, inode in self._inodes.items():
             self.disk.unlock(inode, file)
         self._inodes.clear()
-        self._writable.clear()
 
     def statistics(self) -> MediumStatistics:
         return MediumStatistics("crash", direct=True, why="in memory", **self._clock.stages())
