@@ -72,11 +72,6 @@ class Store(CommitState):
         """The unit of every offset and length in the store."""
         return self.file.identity.block_bytes
 
-    @property
-    def failure(self) -> BaseException | None:
-        """What latched the store, None while it takes commits."""
-        return self.latch.failure
-
     async def adopt(self, entry: Entry) -> None:
         """Count a superseded checkpoint as committed again, once all of it was verified; its slot is being read.
 

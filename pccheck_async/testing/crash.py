@@ -35,8 +35,10 @@ Holder = object
 """The holder of a lock: an open file, or a write that its dead process left in the kernel's queue."""
 
 
-@dataclass(slots=True)
-class _Inode:
+@dataclass(slots=True, eq=False)
+class Inode:
+    """A file, whatever its name is."""
+
     number: int
     durable: bytes = b""
     unflushed: list[Change] = field(default_factory=list)
@@ -76,11 +78,11 @@ class CrashDisk:
         self.observer = observer
         self.acknowledged: int | None = None
         self._guard = threading.RLock()
-        self._inodes: dict[int, _Inode] = {}
+        self._inodes: dict[int, Inode] = {}
         self._names: dict[str, int] = {}
         self._durable_names: dict[str, int] = {}
         self._pending: list[FolderChange] = []
-        self._ghosts: list[tuple[_Inode, Written]] = []  # writes in flight of a process that died
+        self._ghosts: list[tuple[Inode, Written]] = []  # writes in flight of a process that died
         self._patience = 0
 
     @classmethod
@@ -88,7 +90,7 @@ class CrashDisk:
         """Return the disk as it is found after a power failure: all there is on it is durable."""
         disk = cls(block_bytes=block_bytes)
         for number, (name, content) in enumerate(image.files.items()):
-            disk._inodes[number] = _Inode(number, content, [], bytearray(content))
+            disk._inodes[number] = Inode(number, content, [], bytearray(content))
             disk._names[name] = disk._durable_names[name] = number
         return disk
 
@@ -113,7 +115,7 @@ class CrashDisk:
         for entry in disk._pending:
             entry.apply(disk._names)
         for number, state in snapshot.files.items():
-            inode = disk._inodes[number] = _Inode(number, state.durable)
+            inode = disk._inodes[number] = Inode(number, state.durable)
             for change in state.unflushed:
                 if lingering and isinstance(change, Written) and not change.completed:
                     inode.unflushed.append(change)
@@ -148,29 +150,20 @@ class CrashDisk:
         with self._guard:
             return {name: bytes(self._inodes[number].volatile) for name, number in self._names.items()}
 
-    # What follows is for the writer. An inode is named by its number. Raises OSError, as system calls do.
+    # What follows is for the writer. Raises OSError, as system calls do.
 
     def names(self) -> list[str]:
         with self._guard:
             return sorted(self._names)
 
-    def find(self, name: str) -> int:
+    def find(self, name: str) -> Inode:
         """Return the inode of ``name``. Raises FileNotFoundError."""
         with self._guard:
             if name not in self._names:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
-            return self._names[name]
+            return self._inodes[self._names[name]]
 
-    def size(self, inode: int) -> int:
-        with self._guard:
-            return len(self._inodes[inode].volatile)
-
-    def read(self, inode: int, offset: int, nbytes: int) -> bytes:
-        """Return bytes as processes see them: those of writes in flight are partly there."""
-        with self._guard:
-            return bytes(self._inodes[inode].volatile[offset : offset + nbytes])
-
-    def create(self, name: str, nbytes: int) -> tuple[int, FolderChange]:
+    def create(self, name: str, nbytes: int) -> tuple[Inode, FolderChange]:
         """Enter a new file of ``nbytes`` zeros. Its name and its size are volatile."""
         with self._guard:
             if name in self._names:
@@ -178,12 +171,12 @@ class CrashDisk:
             used = sum(len(inode.volatile) for inode in self._inodes.values())
             if self.capacity is not None and used + nbytes > self.capacity:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
-            inode = _Inode(max(self._inodes, default=-1) + 1)
+            inode = Inode(max(self._inodes, default=-1) + 1)
             self._inodes[inode.number] = inode
             if nbytes:
                 inode.unflushed.append(Resized(nbytes, completed=True))
                 inode.volatile.extend(bytes(nbytes))
-            return inode.number, self.change_folder(FolderChange(name, inode.number))
+            return inode, self.change_folder(FolderChange(name, inode.number))
 
     def change_folder(self, entry: FolderChange) -> FolderChange:
         """Let a change of the folder happen; volatile."""
@@ -200,41 +193,38 @@ class CrashDisk:
             done = dataclasses.replace(entry, completed=True)
             self._pending = [done if each is entry else each for each in self._pending]
 
-    def submit_write(self, inode: int, offset: int, data: bytes) -> Written:
+    def submit_write(self, file: Inode, offset: int, data: bytes) -> Written:
         """Start a write: half of it lands at once, the rest with :meth:`complete_write`."""
         with self._guard:
-            file = self._inodes[inode]
             change = Written(offset, data, extends=offset + len(data) > len(file.volatile))
             file.unflushed.append(change)
             dataclasses.replace(change, data=data[: len(data) // 2]).apply(file.volatile)
             return change
 
-    def complete_write(self, inode: int, submitted: Written, data: bytes) -> None:
+    def complete_write(self, file: Inode, submitted: Written, data: bytes) -> None:
         """End a write. ``data`` is the buffer as it is now: if it was changed meanwhile, the second half shows it."""
         with self._guard:
-            file = self._inodes[inode]
             half = len(data) // 2
             landed = dataclasses.replace(submitted, data=submitted.data[:half] + data[half:], completed=True)
             landed.apply(file.volatile)
             file.unflushed = [landed if each is submitted else each for each in file.unflushed]
 
-    def submit_flush(self, inode: int) -> list[Change]:
+    def submit_flush(self, file: Inode) -> list[Change]:
         """Start a flush and return what it covers: the changes that are complete now."""
         with self._guard:
-            return [change for change in self._inodes[inode].unflushed if change.completed]
+            return [change for change in file.unflushed if change.completed]
 
-    def complete_flush(self, inode: int, covered: list[Change]) -> None:
+    def complete_flush(self, file: Inode, covered: list[Change]) -> None:
         """End a flush: what it covers is durable."""
         with self._guard:
-            file = self._inodes[inode]
             known = {id(change) for change in covered}
             file.durable = replay(file.durable, (c for c in file.unflushed if id(c) in known))
             file.unflushed = [change for change in file.unflushed if id(change) not in known]
 
-    def forget(self, inode: int) -> None:
+    def forget(self, file: Inode) -> None:
         """Take changes that are not durable for durable ones, as a page cache does after a flush that failed."""
         with self._guard:
-            self._inodes[inode].unflushed.clear()
+            file.unflushed.clear()
 
     def submit_sync(self) -> list[FolderChange]:
         """Start to sync the folder and return what that covers: the changes that are complete now."""
@@ -250,20 +240,19 @@ class CrashDisk:
                     entry.apply(self._durable_names)
             self._pending = [entry for entry in self._pending if id(entry) not in known]
 
-    def try_lock(self, inode: int, holder: Holder, *, shared: bool) -> bool:
+    def try_lock(self, file: Inode, holder: Holder, *, shared: bool) -> bool:
         """``flock`` without waiting; a lock that is held is converted."""
         with self._guard:
             self._pass_time()
-            locks = self._inodes[inode].locks
-            others = [other_shared for other, other_shared in locks.items() if other is not holder]
+            others = [other_shared for other, other_shared in file.locks.items() if other is not holder]
             if others and not (shared and all(others)):
                 return False
-            locks[holder] = shared
+            file.locks[holder] = shared
             return True
 
-    def unlock(self, inode: int, holder: Holder) -> None:
+    def unlock(self, file: Inode, holder: Holder) -> None:
         with self._guard:
-            self._inodes[inode].locks.pop(holder, None)
+            file.locks.pop(holder, None)
 
     def boundary(self, description: str) -> None:
         """Note that an operation was submitted or completed, and show the disk to the observer."""
@@ -277,7 +266,7 @@ class CrashDisk:
         if self._patience <= 0:
             ghosts, self._ghosts = self._ghosts, []
             for inode, change in ghosts:
-                self.complete_write(inode.number, change, change.data)
+                self.complete_write(inode, change, change.data)
                 inode.locks.pop(change, None)
 
 
@@ -301,7 +290,7 @@ class CrashWriter(StepwiseMedium):
         self._turns = turns
         self._rng = random.Random(seed)
         self._read_only = read_only
-        self._inodes: dict[File, int] = {}
+        self._inodes: dict[File, Inode] = {}
         self._writable: set[File] = set()
         self._closed = False
         self._clock = StageClock("write", "read", "flush")
@@ -314,12 +303,12 @@ class CrashWriter(StepwiseMedium):
 
     async def read_small(self, name: str) -> bytes | None:
         try:
-            inode = self.disk.find(name)
+            content = bytes(self.disk.find(name).volatile)
         except FileNotFoundError:
             return None
-        if (nbytes := self.disk.size(inode)) > MOST_SMALL_BYTES:
+        if len(content) > MOST_SMALL_BYTES:
             raise CorruptStoreError(f"{name} is too large for what it is")
-        return self.disk.read(inode, 0, nbytes)
+        return content
 
     async def replace(self, name: str, data: bytes, *, keep_as: str = "") -> None:
         await uninterrupted(self._replace(name, data, keep_as))
@@ -327,11 +316,11 @@ class CrashWriter(StepwiseMedium):
     async def _replace(self, name: str, data: bytes, keep_as: str) -> None:
         disk, new = self.disk, name + ".new"
 
-        def begin(_: None) -> tuple[int, FolderChange, Written]:
+        def begin(_: None) -> tuple[Inode, FolderChange, Written]:
             inode, entry = disk.create(new, 0)
             return inode, entry, disk.submit_write(inode, 0, data)
 
-        def end(begun: tuple[int, FolderChange, Written]) -> None:
+        def end(begun: tuple[Inode, FolderChange, Written]) -> None:
             inode, entry, change = begun
             disk.complete_write(inode, change, data)
             disk.complete_change(entry)
@@ -357,7 +346,7 @@ class CrashWriter(StepwiseMedium):
             await self._perform("sync_names", "", lambda _: self.disk.submit_sync(), self.disk.complete_sync)
 
     async def reserve(self, name: str, nbytes: int) -> File:
-        def keep(created: tuple[int, FolderChange]) -> File:
+        def keep(created: tuple[Inode, FolderChange]) -> File:
             self.disk.complete_change(created[1])
             return self._keep(name, created[0], writable=True)
 
@@ -378,7 +367,7 @@ class CrashWriter(StepwiseMedium):
         self.disk.unlock(self._inode(file), file)
 
     async def write(self, file: File, offset: int, data: memoryview) -> None:
-        def begin(_: None) -> tuple[int, Written]:
+        def begin(_: None) -> tuple[Inode, Written]:
             inode = self._inode(file)
             if file not in self._writable:
                 raise OSError(errno.EBADF, os.strerror(errno.EBADF))
@@ -396,14 +385,14 @@ class CrashWriter(StepwiseMedium):
             await self._pass_time()
         try:
             self._check_aligned(offset, len(into))
-            data = self.disk.read(self._inode(file), offset, len(into))
+            data = bytes(self._inode(file).volatile[offset : offset + len(into)])
         except OSError as error:
             raise read_error(error, file.name) from error
         into[: len(data)] = data
         return len(data)
 
     async def flush(self, file: File) -> None:
-        def begin(_: None) -> tuple[int, list[Change]]:
+        def begin(_: None) -> tuple[Inode, list[Change]]:
             inode = self._inode(file)
             return inode, self.disk.submit_flush(inode)
 
@@ -454,16 +443,16 @@ class CrashWriter(StepwiseMedium):
         for _ in range(self._rng.randint(0, self._turns)):
             await asyncio.sleep(0)
 
-    def _keep(self, name: str, inode: int, *, writable: bool) -> File:
+    def _keep(self, name: str, inode: Inode, *, writable: bool) -> File:
         if self._closed:
             raise ClosedError("the writer was closed meanwhile")
-        file = File(name, self.disk.size(inode), direct=True, identity=inode)
+        file = File(name, len(inode.volatile), direct=True, identity=inode)
         self._inodes[file] = inode
         if writable:
             self._writable.add(file)
         return file
 
-    def _inode(self, file: File) -> int:
+    def _inode(self, file: File) -> Inode:
         if file not in self._inodes:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF), file.name)
         return self._inodes[file]
