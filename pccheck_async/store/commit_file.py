@@ -229,9 +229,13 @@ async def lock_commit(
     file = await opening()
     while True:
         locked = await medium.lock(file)
-        if locked and await _in_place(medium, file):  # the holder may have replaced it, as a recovery does
-            return file
-        if not locked:
+        if locked:
+            with suppress(FileNotFoundError):  # the holder may have put another file in its place, as a recovery does
+                named = await medium.open(file.name, writable=False)
+                await medium.close(named)
+                if named.identity == file.identity:
+                    return file
+        else:
             refused()
         if loop.time() >= deadline:
             return None
@@ -240,16 +244,6 @@ async def lock_commit(
             file = await opening()
         else:
             await asyncio.sleep(_POLL_SECONDS)
-
-
-async def _in_place(medium: Medium, file: File) -> bool:
-    """Whether the name of an open file still leads to it."""
-    try:
-        named = await medium.open(file.name, writable=False)
-    except FileNotFoundError:
-        return False
-    await medium.close(named)
-    return named.identity == file.identity
 
 
 async def _open(medium: Medium) -> File:

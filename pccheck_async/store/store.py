@@ -100,8 +100,8 @@ class Store(CommitState):
             await take_over(self)
             return await self.slots.lease(nbytes)
 
-    async def amend(self, change: Callable[[tuple[Entry, ...]], Iterable[Entry]]) -> None:
-        """Change the entries of committed checkpoints, or drop some, in one record.
+    async def amend(self, change: Callable[[tuple[Entry, ...]], Iterable[Entry]]) -> tuple[Entry, ...]:
+        """Change the entries of committed checkpoints, or drop some, in one record; return those that it names.
 
         ``change`` is called under the commit lock with the entries, newest first, and returns those wanted. Raises what
         it raises, and StoreFailedError: a flush or the record failed, now or before.
@@ -122,23 +122,17 @@ class Store(CommitState):
                     # Crash: this record overwrites the last durable one. Where nothing is to change: the record that
                     # says so was only in the device's cache, as its writer died before the flush.
                     await take_over(self)
-            if entries == self.committed.record.entries:
-                return
-            await uninterrupted(replace_record(self.committed.record_naming(entries)))
+            if entries != self.committed.record.entries:
+                await uninterrupted(replace_record(self.committed.record_naming(entries)))
+            return entries
 
     async def pin(self, step: int, pinned: bool) -> Entry:
         """Keep the newest checkpoint of ``step`` whatever the rules say, or leave all of that step to them.
 
         Durability: as of :meth:`amend`. Raises what that does and what :meth:`Retention.pin` does.
         """
-        changed: list[Entry] = []
-
-        def change(entries: tuple[Entry, ...]) -> list[Entry]:
-            changed[:] = self.committed.retention.pin(entries, step, pinned)
-            return changed
-
-        await self.amend(change)
-        return next(entry for entry in changed if entry.step == step)
+        named = await self.amend(lambda entries: self.committed.retention.pin(entries, step, pinned))
+        return next(entry for entry in named if entry.step == step)
 
     def statistics(self) -> StoreStatistics:
         """Return slots and commits so far."""
@@ -187,6 +181,6 @@ class ReadLease:
 
     def release(self) -> None:
         """Let the slot go, where it is held."""
-        held, self._held = self._held, False
-        if held:
+        if self._held:
+            self._held = False
             self.store.slots.table.stop_reading(self.entry.slot)

@@ -31,9 +31,6 @@ from pccheck_async.transfer import uninterrupted
 
 __all__ = ["CrashDisk", "CrashWriter", "ImageWriter"]
 
-Holder = object
-"""The holder of a lock: an open file, or a write that its dead process left in the kernel's queue."""
-
 
 @dataclass(slots=True, eq=False)
 class Inode:
@@ -43,8 +40,8 @@ class Inode:
     durable: bytes = b""
     unflushed: list[Change] = field(default_factory=list)
     volatile: bytearray = field(default_factory=bytearray)
-    locks: dict[Holder, bool] = field(default_factory=dict)
-    """Holders of ``flock``, True for shared ones."""
+    locks: dict[object, bool] = field(default_factory=dict)
+    """Open files that hold ``flock``, and writes that their dead process left in the kernel's queue; True: shared."""
 
 
 class CrashDisk:
@@ -240,7 +237,7 @@ class CrashDisk:
                     entry.apply(self._durable_names)
             self._pending = [entry for entry in self._pending if id(entry) not in known]
 
-    def try_lock(self, file: Inode, holder: Holder, *, shared: bool) -> bool:
+    def try_lock(self, file: Inode, holder: object, *, shared: bool) -> bool:
         """``flock`` without waiting; a lock that is held is converted."""
         with self._guard:
             self._pass_time()
@@ -250,7 +247,7 @@ class CrashDisk:
             file.locks[holder] = shared
             return True
 
-    def unlock(self, file: Inode, holder: Holder) -> None:
+    def unlock(self, file: Inode, holder: object) -> None:
         with self._guard:
             file.locks.pop(holder, None)
 
