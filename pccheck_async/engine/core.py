@@ -410,7 +410,7 @@ class EngineCore:
             committed=self.infos,
             newest=self.in_flight.newest,
             report=self.training.last_report,
-            failure=self.assembly.store.failure,
+            failure=self.assembly.store.latch.failure,
         )
 
 

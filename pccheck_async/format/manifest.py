@@ -40,24 +40,19 @@ class StorageEntry(_Entry, frozen=True, gc=False):
 
 
 class TensorEntry(_Entry, frozen=True, gc=False):
-    """One tensor or array: a view of a storage.
-
-    Attributes:
-        storage: Index in :attr:`Manifest.storages`; None where there are no elements.
-        dtype: Name, see :mod:`pccheck_async.format.dtypes`.
-        shape: Elements per dimension.
-        stride: Elements from one to the next along each dimension; negative only for numpy.
-        offset: Bytes from the start of the storage to the first element.
-        kind: The type that is restored.
-        requires_grad: Whether it is restored with ``requires_grad``.
-    """
+    """One tensor or array: a view of a storage."""
 
     storage: int | None
+    """Index in :attr:`Manifest.storages`; None where there are no elements."""
     dtype: str
+    """Name, see :mod:`pccheck_async.format.dtypes`."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    """Elements from one to the next along each dimension; negative only for numpy."""
     offset: int
+    """Bytes from the start of the storage to the first element."""
     kind: Literal["tensor", "parameter", "ndarray"]
+    """The type that is restored."""
     requires_grad: bool
 
     @property
@@ -84,20 +79,7 @@ class ChunkEntry(_Entry, frozen=True, gc=False):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A payload described, and how to make a state of it. Offsets and lengths are in bytes.
-
-    Attributes:
-        version: Version of the manifest's format: :data:`VERSION`.
-        counter: The engine's number of the checkpoint.
-        step: The user's number.
-        time: Time of the capture, seconds since the epoch.
-        metadata: What the user gave to ``checkpoint(metadata=...)``.
-        skeleton: The state; ``ArrayNode.index`` is an index in ``tensors``.
-        tensors: The tensors and arrays.
-        storages: The memory that they view, in the order of the payload.
-        chunks: The pieces of the payload, back to back from offset 0.
-        payload_nbytes: Length of the payload.
-    """
+    """A payload described, and how to make a state of it; ``counter`` to ``metadata`` are as in the commit record."""
 
     version: int
     counter: int
@@ -105,9 +87,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     time: float
     metadata: dict[str, str | int | float | bool | None]
     skeleton: Node
+    """The state; ``ArrayNode.index`` is an index in ``tensors``."""
     tensors: tuple[TensorEntry, ...]
     storages: tuple[StorageEntry, ...]
+    """The memory that the tensors view, in the order of the payload."""
     chunks: tuple[ChunkEntry, ...]
+    """The pieces of the payload, back to back from offset 0."""
     payload_nbytes: int
 
 

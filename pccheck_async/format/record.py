@@ -60,8 +60,6 @@ MOST_SLOT = 999_999_999
 MOST_METADATA_NBYTES = 512
 """Of one checkpoint, encoded: 64 entries of this size fit into a region."""
 
-_BLOCKS = [REGION_NBYTES >> shift for shift in range(8)]
-"""Sizes that a block may have, in bytes, the largest first; the last is 512."""
 _LARGEST = 1 << 62
 _TIMES = (-62_135_596_800, 253_402_300_799)
 """Seconds since the epoch of the years 1 and 9999, the range of ``datetime``."""
@@ -281,7 +279,9 @@ def rebuild_identity(commit: bytes | bytearray | memoryview) -> tuple[Identity, 
         return None
     store_id, records = max(by_store.items(), key=lambda one: max(map(_generation, one[1])))
     offsets = [entry.manifest_offset for record in records for entry in record.entries]
-    block = next(block for block in _BLOCKS if not any(offset % block for offset in offsets) or block == 512)
+    block = REGION_NBYTES
+    while block > 512 and any(offset % block for offset in offsets):
+        block //= 2
     identity = Identity(format=FORMAT_VERSION, store_id=store_id.hex(), checksum=checksum.NAME, block_bytes=block)
     return identity, max(records, key=_generation)
 

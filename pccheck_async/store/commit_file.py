@@ -114,10 +114,8 @@ async def _read_records(medium: Medium, commit: File, identity: Identity) -> mem
 async def read_record(medium: Medium, commit: File, identity: Identity) -> Record:
     """Return the newest valid record, and with it what the one before it names.
 
-    Raises:
-        CorruptStoreError: neither record has a valid copy. A store is created with a first, empty record, and a crash
-            while one record is written never touches the other: so it was damaged.
-        ReadError: the device failed where both copies of a record are, which may be the newest.
+    Raises CorruptStoreError where neither record has a valid copy. A store is created with a first, empty record, and a
+    crash while one record is written never touches the other: so it was damaged. Raises ReadError as said above.
     """
     view = await _read_records(medium, commit, identity)
     record = newest_record(view, identity.id_bytes)
@@ -138,17 +136,12 @@ _ADVICE = "see what is left with `pccheck recover`, or use an empty folder"
 
 @dataclass(slots=True, eq=False)
 class CommitFile:
-    """Where the records of a store go, locked as long as it is open. Made by :func:`open_commit`.
-
-    Attributes:
-        file: The file.
-        identity: What ``store.json`` beside it says.
-        is_new: Whether this process made it, and flushed what is in it.
-    """
+    """Where the records of a store go, locked as long as it is open. Made by :func:`open_commit`."""
 
     file: File
     identity: Identity
     is_new: bool
+    """Whether this process made it, and flushed what is in it."""
     _buffer: memoryview = field(default_factory=partial(aligned_buffer, REGION_NBYTES))
 
     def part(self, record: Record) -> Part:
@@ -229,7 +222,6 @@ async def lock_commit(
 ) -> File | None:
     """Open the file and lock it against other writers; None where one held it for ``timeout`` seconds.
 
-    The holder may have put another file in its place, as a recovery does: then that one is locked.
     ``refused`` is called each time that somebody else holds it, and may end the waiting with an error.
     """
     loop = asyncio.get_running_loop()
@@ -237,9 +229,13 @@ async def lock_commit(
     file = await opening()
     while True:
         locked = await medium.lock(file)
-        if locked and await _in_place(medium, file):
-            return file
-        if not locked:
+        if locked:
+            with suppress(FileNotFoundError):  # the holder may have put another file in its place, as a recovery does
+                named = await medium.open(file.name, writable=False)
+                await medium.close(named)
+                if named.identity == file.identity:
+                    return file
+        else:
             refused()
         if loop.time() >= deadline:
             return None
@@ -248,16 +244,6 @@ async def lock_commit(
             file = await opening()
         else:
             await asyncio.sleep(_POLL_SECONDS)
-
-
-async def _in_place(medium: Medium, file: File) -> bool:
-    """Whether the name of an open file still leads to it."""
-    try:
-        named = await medium.open(file.name, writable=False)
-    except FileNotFoundError:
-        return False
-    await medium.close(named)
-    return named.identity == file.identity
 
 
 async def _open(medium: Medium) -> File:

@@ -112,10 +112,7 @@ restart pays for at the wrong moment: on ours a cold restore took half as long a
 async def read_manifest(medium: Medium, file: File, entry: Entry, block_bytes: int) -> Manifest:
     """Read and validate the manifest that a commit record names.
 
-    Raises:
-        DamagedError: its checksum does not hold, or the file ends too early.
-        CorruptStoreError: it is what was written, and this version does not understand it.
-        ReadError: the device failed.
+    Raises DamagedError, ReadError; CorruptStoreError where it is what was written and this version does not understand.
     """
     end = entry.manifest_offset + entry.manifest_nbytes
     if entry.manifest_offset % block_bytes or end > file.nbytes:
@@ -166,9 +163,7 @@ async def read_payload(
 
     Cancellation: ends once every read and copy ended. The targets are then partly filled.
 
-    Raises:
-        DamagedError: a checksum does not hold; earlier chunks may have been copied already.
-        ReadError: the device failed.
+    Raises DamagedError where a checksum does not hold, ReadError; earlier chunks may have been copied already.
     """
     if admission:
         await backend.order_after(admission)

@@ -21,13 +21,7 @@ __all__ = ["Best", "Committed", "KeepAll", "Kept", "Retention", "SpaceNeeded", "
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The best checkpoints by a number in their metadata.
-
-    Attributes:
-        metric: Its name.
-        count: How many are kept.
-        mode: Whether small or large is good.
-    """
+    """The best ``count`` checkpoints by the number called ``metric`` in their metadata, small or large ones."""
 
     metric: str
     count: int
@@ -112,9 +106,7 @@ class Retention:
     def pin(self, entries: Sequence[Entry], step: int, pinned: bool) -> list[Entry]:
         """Return ``entries``, newest first, with the newest one of ``step`` pinned, or none of that step any more.
 
-        Raises:
-            NoCheckpointError: there is none of ``step``.
-            StoreFullError: a record would have no room for the pinned ones and those that the rules keep.
+        Raises NoCheckpointError, and StoreFullError as :meth:`check_room` does.
         """
         found = [at for at, entry in enumerate(entries) if entry.step == step]
         if not found:
@@ -163,7 +155,7 @@ class KeepAll(Retention):
 
     @property
     def reserved(self) -> int:
-        """None: no slot is reserved beyond those that are committed."""
+        """No slot is reserved beyond those that are committed."""
         return 0
 
     def retain(self, committed: Sequence[Entry], new: Entry, damaged: Collection[int] = ()) -> Kept:
@@ -206,20 +198,15 @@ class SpaceNeeded:
 
 @dataclass(slots=True, eq=False)
 class Committed:
-    """What the newest record of a store names, and what the next one will.
-
-    Attributes:
-        record: The newest durable one.
-        retention: Which checkpoints are kept.
-        adopted: Superseded ones that were fallen back to: the next record may name them, and must not be written where
-            the only one is that does.
-        damaged: Counters of those whose bytes are not what was written: the next record leaves them out.
-    """
+    """What the newest record of a store names, and what the next one will."""
 
     record: Record
     retention: Retention
     adopted: tuple[Entry, ...] = ()
+    """Superseded ones that were fallen back to: the next record may name them, and must not be written where the only
+    one is that does."""
     damaged: set[int] = field(default_factory=set)
+    """Counters of those whose bytes are not what was written: the next record leaves them out."""
     _without_metric: bool = False
 
     @property

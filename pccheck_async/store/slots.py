@@ -208,13 +208,7 @@ async def open_slots(medium: Medium, record: Record, *, in_flight: int, kept: in
 
 @dataclass(slots=True, eq=False)
 class Slots:
-    """Leases slots to checkpoints, against other processes too. Made by :func:`open_slots`.
-
-    Attributes:
-        table: Which slots there are, and who uses them.
-        lock: Held while a slot is looked for or removed.
-        reader_waits: Times that a checkpoint waited for other processes' readers.
-    """
+    """Leases slots to checkpoints, against other processes too. Made by :func:`open_slots`."""
 
     table: SlotTable
     _medium: Medium
@@ -222,7 +216,9 @@ class Slots:
     _files: dict[int, File]
     _unusable: Mapping[int, Exception]
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a slot is looked for or removed."""
     reader_waits: int = 0
+    """Times that a checkpoint waited for other processes' readers."""
     _reserved: bool = False
 
     async def lease(self, nbytes: int) -> SlotLease:
@@ -243,9 +239,7 @@ class Slots:
     def start_reading(self, slot: int) -> File:
         """Keep a slot from being reused until :meth:`SlotTable.stop_reading`.
 
-        Raises:
-            DamagedError: it is missing, or no file.
-            ReadError: its file could not be opened.
+        Raises DamagedError where it is missing or no file, ReadError where its file could not be opened.
         """
         error = self._unusable.get(slot)
         if isinstance(error, OSError):

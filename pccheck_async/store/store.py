@@ -72,11 +72,6 @@ class Store(CommitState):
         """The unit of every offset and length in the store."""
         return self.file.identity.block_bytes
 
-    @property
-    def failure(self) -> BaseException | None:
-        """What latched the store, None while it takes commits."""
-        return self.latch.failure
-
     async def adopt(self, entry: Entry) -> None:
         """Count a superseded checkpoint as committed again, once all of it was verified; its slot is being read.
 
@@ -95,9 +90,7 @@ class Store(CommitState):
 
         The first checkpoint reserves the space of all slots, so that a full disk shows now and not in an hour.
 
-        Raises:
-            StoreFullError: no space; nothing was changed but free slots.
-            StoreFailedError: an earlier flush or record failed.
+        Raises StoreFullError: no space, and nothing was changed but free slots; StoreFailedError.
         """
         nbytes = align(nbytes, self.block_bytes)
         if self.committed.adopted:
@@ -107,8 +100,8 @@ class Store(CommitState):
             await take_over(self)
             return await self.slots.lease(nbytes)
 
-    async def amend(self, change: Callable[[tuple[Entry, ...]], Iterable[Entry]]) -> None:
-        """Change the entries of committed checkpoints, or drop some, in one record.
+    async def amend(self, change: Callable[[tuple[Entry, ...]], Iterable[Entry]]) -> tuple[Entry, ...]:
+        """Change the entries of committed checkpoints, or drop some, in one record; return those that it names.
 
         ``change`` is called under the commit lock with the entries, newest first, and returns those wanted. Raises what
         it raises, and StoreFailedError: a flush or the record failed, now or before.
@@ -129,23 +122,17 @@ class Store(CommitState):
                     # Crash: this record overwrites the last durable one. Where nothing is to change: the record that
                     # says so was only in the device's cache, as its writer died before the flush.
                     await take_over(self)
-            if entries == self.committed.record.entries:
-                return
-            await uninterrupted(replace_record(self.committed.record_naming(entries)))
+            if entries != self.committed.record.entries:
+                await uninterrupted(replace_record(self.committed.record_naming(entries)))
+            return entries
 
     async def pin(self, step: int, pinned: bool) -> Entry:
         """Keep the newest checkpoint of ``step`` whatever the rules say, or leave all of that step to them.
 
         Durability: as of :meth:`amend`. Raises what that does and what :meth:`Retention.pin` does.
         """
-        changed: list[Entry] = []
-
-        def change(entries: tuple[Entry, ...]) -> list[Entry]:
-            changed[:] = self.committed.retention.pin(entries, step, pinned)
-            return changed
-
-        await self.amend(change)
-        return next(entry for entry in changed if entry.step == step)
+        named = await self.amend(lambda entries: self.committed.retention.pin(entries, step, pinned))
+        return next(entry for entry in named if entry.step == step)
 
     def statistics(self) -> StoreStatistics:
         """Return slots and commits so far."""
@@ -179,10 +166,8 @@ class ReadLease:
     async def acquire(self) -> File:
         """Hold the slot and return its file. Runs on the engine's loop, as :meth:`release` does.
 
-        Raises:
-            DroppedMeanwhileError: newer checkpoints replaced it.
-            DamagedError: its slot is missing, no file, or, where it was superseded, being written over.
-            ReadError: the file of its slot could not be opened.
+        Raises DroppedMeanwhileError where newer checkpoints replaced it; DamagedError, ReadError as
+        :meth:`Slots.start_reading` and :meth:`Slots.start_reading_free` do.
         """
         entry, committed, slots = self.entry, self.store.committed, self.store.slots
         if entry in committed.record.entries or entry in committed.adopted:
@@ -196,6 +181,6 @@ class ReadLease:
 
     def release(self) -> None:
         """Let the slot go, where it is held."""
-        held, self._held = self._held, False
-        if held:
+        if self._held:
+            self._held = False
             self.store.slots.table.stop_reading(self.entry.slot)

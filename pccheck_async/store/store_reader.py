@@ -129,21 +129,18 @@ class StoreReader:
         *,
         keep: bool = False,
     ) -> T:
-        """Lock the newest checkpoint (or that of ``step``) and use it; the next older one where it is damaged.
-
-        Also one that the newest record superseded, where all of it is whole.
+        """Lock the newest checkpoint and use it; the next older one where it is damaged, also a superseded one.
 
         Args:
             path: Folder of the store, for messages.
-            step: The user's step; then damage raises.
+            step: Use that of this step instead; then damage raises.
             use: What to do with its entry, its slot and its manifest.
             keep: Leave the slot open and locked where ``use`` returned.
 
         Raises:
             NoCheckpointError: there is none, or none of ``step``.
-            DamagedError: damaged, and nothing older to fall back to.
+            DamagedError, ReadError: it cannot be read, and there is nothing older to fall back to.
             CorruptStoreError: this version does not understand it.
-            ReadError: the device failed, and nothing older to fall back to.
         """
         fallback = Fallback(step)
         record: Record

@@ -20,8 +20,7 @@ may do to a training job's checkpoints, for instance::
 :data:`MEDIUM_CHECKS` are what a medium of your own has to pass.
 """
 
-from pccheck_async.testing.crash import CrashWriter, ImageWriter
-from pccheck_async.testing.disk import CrashDisk
+from pccheck_async.testing.crash import CrashDisk, CrashWriter, ImageWriter
 from pccheck_async.testing.doubles import CHANGES, Access, FailingWriter, StuckWriter, ThrottledWriter, WrappingWriter
 from pccheck_async.testing.medium_conformance import MEDIUM_CHECKS
 from pccheck_async.testing.power_loss import Image, Snapshot, power_loss_images

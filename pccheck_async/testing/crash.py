@@ -1,22 +1,270 @@
-"""Writers on a :class:`~pccheck_async.testing.CrashDisk`."""
+"""A folder in memory with volatile and durable contents, and the media of the processes that open it."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import os
 import random
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from pccheck_async.errors import ClosedError, CorruptStoreError, StoreFullError, read_error, write_error
 from pccheck_async.medium import MOST_SMALL_BYTES, File, MediumFacts, MediumStatistics, StepwiseMedium
 from pccheck_async.telemetry import StageClock
-from pccheck_async.testing.disk import CrashDisk
-from pccheck_async.testing.power_loss import Change, FolderChange, Image, Written
+from pccheck_async.testing.power_loss import (
+    Change,
+    FileState,
+    FolderChange,
+    Image,
+    Resized,
+    Snapshot,
+    Written,
+    closed,
+    replay,
+    tear,
+)
 from pccheck_async.transfer import uninterrupted
 
-__all__ = ["CrashWriter", "ImageWriter"]
+__all__ = ["CrashDisk", "CrashWriter", "ImageWriter"]
+
+
+@dataclass(slots=True, eq=False)
+class Inode:
+    """A file, whatever its name is."""
+
+    number: int
+    durable: bytes = b""
+    unflushed: list[Change] = field(default_factory=list)
+    volatile: bytearray = field(default_factory=bytearray)
+    locks: dict[object, bool] = field(default_factory=dict)
+    """Open files that hold ``flock``, and writes that their dead process left in the kernel's queue; True: shared."""
+
+
+class CrashDisk:
+    """What all processes that open one folder see, and what a power failure would leave of it.
+
+    :class:`~pccheck_async.testing.CrashWriter` performs its operations here, in two halves: submitted and completed.
+    After each half the observer is called with a :class:`Snapshot`. From a snapshot,
+    :func:`~pccheck_async.testing.power_loss_images` yields what a power failure may leave and
+    :meth:`after_process_death` what the next process finds.
+
+    All methods may be called from any thread; the observer runs inside the call, one call at a time.
+
+    Args:
+        block_bytes: Alignment of offsets and lengths that transfers must keep.
+        capacity: Bytes that files may have in all, None for no limit.
+        observer: Called at every operation boundary.
+
+    Attributes:
+        acknowledged: Counter of the newest checkpoint promised to be durable.
+    """
+
+    def __init__(
+        self,
+        *,
+        block_bytes: int = 4096,
+        capacity: int | None = None,
+        observer: Callable[[Snapshot], None] | None = None,
+    ) -> None:
+        self.block_bytes = block_bytes
+        self.capacity = capacity
+        self.observer = observer
+        self.acknowledged: int | None = None
+        self._guard = threading.RLock()
+        self._inodes: dict[int, Inode] = {}
+        self._names: dict[str, int] = {}
+        self._durable_names: dict[str, int] = {}
+        self._pending: list[FolderChange] = []
+        self._ghosts: list[tuple[Inode, Written]] = []  # writes in flight of a process that died
+        self._patience = 0
+
+    @classmethod
+    def from_image(cls, image: Image, *, block_bytes: int = 4096) -> CrashDisk:
+        """Return the disk as it is found after a power failure: all there is on it is durable."""
+        disk = cls(block_bytes=block_bytes)
+        for number, (name, content) in enumerate(image.files.items()):
+            disk._inodes[number] = Inode(number, content, [], bytearray(content))
+            disk._names[name] = disk._durable_names[name] = number
+        return disk
+
+    @classmethod
+    def after_process_death(
+        cls, snapshot: Snapshot, *, rng: random.Random | None = None, sector: int = 512, lingering: int = 0
+    ) -> CrashDisk:
+        """Return the disk as the next process finds it: nothing written is lost, nothing more is durable, no locks.
+
+        Args:
+            snapshot: The disk when the process died.
+            rng: Decides what each write in flight left behind, torn at ``sector``; None to let all of it land.
+            sector: What the device writes atomically, in bytes.
+            lingering: Writes in flight stay queued in the kernel, which keeps their files locked, and land only after
+                so many further operations. 0: at once.
+        """
+        disk = cls(block_bytes=snapshot.block_bytes)
+        disk.acknowledged = snapshot.acknowledged
+        disk._durable_names = dict(snapshot.names)
+        disk._pending = [dataclasses.replace(entry, completed=True) for entry in snapshot.pending]
+        disk._names = dict(snapshot.names)
+        for entry in disk._pending:
+            entry.apply(disk._names)
+        for number, state in snapshot.files.items():
+            inode = disk._inodes[number] = Inode(number, state.durable)
+            for change in state.unflushed:
+                if lingering and isinstance(change, Written) and not change.completed:
+                    inode.unflushed.append(change)
+                    inode.locks[change] = False
+                    disk._ghosts.append((inode, change))
+                else:
+                    parts = [change] if change.completed or rng is None else tear(change, sector, rng)
+                    inode.unflushed += [dataclasses.replace(part, completed=True) for part in parts]
+            inode.volatile[:] = replay(inode.durable, (c for c in inode.unflushed if c.completed))
+        disk._patience = lingering
+        return disk
+
+    def acknowledge(self, counter: int) -> None:
+        """Note that checkpoint ``counter`` was reported as durable: from now on no crash may lose it."""
+        with self._guard:
+            self.acknowledged = max(counter, self.acknowledged or counter)
+
+    def snapshot(self, boundary: str = "") -> Snapshot:
+        """Return the disk as it is now; cheap, since contents are shared."""
+        with self._guard:
+            return Snapshot(
+                boundary,
+                self.acknowledged,
+                self.block_bytes,
+                {number: FileState(i.durable, tuple(i.unflushed)) for number, i in self._inodes.items()},
+                dict(self._durable_names),
+                tuple(self._pending),
+            )
+
+    def contents(self) -> Mapping[str, bytes]:
+        """Return what a process sees now: files by name."""
+        with self._guard:
+            return {name: bytes(self._inodes[number].volatile) for name, number in self._names.items()}
+
+    # What follows is for the writer. Raises OSError, as system calls do.
+
+    def names(self) -> list[str]:
+        with self._guard:
+            return sorted(self._names)
+
+    def find(self, name: str) -> Inode:
+        """Return the inode of ``name``. Raises FileNotFoundError."""
+        with self._guard:
+            if name not in self._names:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+            return self._inodes[self._names[name]]
+
+    def create(self, name: str, nbytes: int) -> tuple[Inode, FolderChange]:
+        """Enter a new file of ``nbytes`` zeros. Its name and its size are volatile."""
+        with self._guard:
+            if name in self._names:
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
+            used = sum(len(inode.volatile) for inode in self._inodes.values())
+            if self.capacity is not None and used + nbytes > self.capacity:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+            inode = Inode(max(self._inodes, default=-1) + 1)
+            self._inodes[inode.number] = inode
+            if nbytes:
+                inode.unflushed.append(Resized(nbytes, completed=True))
+                inode.volatile.extend(bytes(nbytes))
+            return inode, self.change_folder(FolderChange(name, inode.number))
+
+    def change_folder(self, entry: FolderChange) -> FolderChange:
+        """Let a change of the folder happen; volatile."""
+        with self._guard:
+            if entry.inode is None:
+                self.find(entry.name)
+            entry.apply(self._names)
+            self._pending.append(entry)
+            return entry
+
+    def complete_change(self, entry: FolderChange) -> None:
+        """Complete a change of the folder: from now on ``sync_names`` covers it."""
+        with self._guard:
+            done = dataclasses.replace(entry, completed=True)
+            self._pending = [done if each is entry else each for each in self._pending]
+
+    def submit_write(self, file: Inode, offset: int, data: bytes) -> Written:
+        """Start a write: half of it lands at once, the rest with :meth:`complete_write`."""
+        with self._guard:
+            change = Written(offset, data, extends=offset + len(data) > len(file.volatile))
+            file.unflushed.append(change)
+            dataclasses.replace(change, data=data[: len(data) // 2]).apply(file.volatile)
+            return change
+
+    def complete_write(self, file: Inode, submitted: Written, data: bytes) -> None:
+        """End a write. ``data`` is the buffer as it is now: if it was changed meanwhile, the second half shows it."""
+        with self._guard:
+            half = len(data) // 2
+            landed = dataclasses.replace(submitted, data=submitted.data[:half] + data[half:], completed=True)
+            landed.apply(file.volatile)
+            file.unflushed = [landed if each is submitted else each for each in file.unflushed]
+
+    def submit_flush(self, file: Inode) -> list[Change]:
+        """Start a flush and return what it covers: the changes that are complete now."""
+        with self._guard:
+            return [change for change in file.unflushed if change.completed]
+
+    def complete_flush(self, file: Inode, covered: list[Change]) -> None:
+        """End a flush: what it covers is durable."""
+        with self._guard:
+            known = {id(change) for change in covered}
+            file.durable = replay(file.durable, (c for c in file.unflushed if id(c) in known))
+            file.unflushed = [change for change in file.unflushed if id(change) not in known]
+
+    def forget(self, file: Inode) -> None:
+        """Take changes that are not durable for durable ones, as a page cache does after a flush that failed."""
+        with self._guard:
+            file.unflushed.clear()
+
+    def submit_sync(self) -> list[FolderChange]:
+        """Start to sync the folder and return what that covers: the changes that are complete now."""
+        with self._guard:
+            return closed(self._pending, (i for i, entry in enumerate(self._pending) if entry.completed))
+
+    def complete_sync(self, covered: list[FolderChange]) -> None:
+        """End to sync the folder: what that covers is durable."""
+        with self._guard:
+            known = {id(entry) for entry in covered}
+            for entry in self._pending:
+                if id(entry) in known:
+                    entry.apply(self._durable_names)
+            self._pending = [entry for entry in self._pending if id(entry) not in known]
+
+    def try_lock(self, file: Inode, holder: object, *, shared: bool) -> bool:
+        """``flock`` without waiting; a lock that is held is converted."""
+        with self._guard:
+            self._pass_time()
+            others = [other_shared for other, other_shared in file.locks.items() if other is not holder]
+            if others and not (shared and all(others)):
+                return False
+            file.locks[holder] = shared
+            return True
+
+    def unlock(self, file: Inode, holder: object) -> None:
+        with self._guard:
+            file.locks.pop(holder, None)
+
+    def boundary(self, description: str) -> None:
+        """Note that an operation was submitted or completed, and show the disk to the observer."""
+        with self._guard:
+            self._pass_time()
+            if self.observer is not None:
+                self.observer(self.snapshot(description))
+
+    def _pass_time(self) -> None:
+        self._patience -= 1
+        if self._patience <= 0:
+            ghosts, self._ghosts = self._ghosts, []
+            for inode, change in ghosts:
+                self.complete_write(inode, change, change.data)
+                inode.locks.pop(change, None)
 
 
 class CrashWriter(StepwiseMedium):
@@ -39,7 +287,7 @@ class CrashWriter(StepwiseMedium):
         self._turns = turns
         self._rng = random.Random(seed)
         self._read_only = read_only
-        self._inodes: dict[File, int] = {}
+        self._inodes: dict[File, Inode] = {}
         self._writable: set[File] = set()
         self._closed = False
         self._clock = StageClock("write", "read", "flush")
@@ -52,12 +300,12 @@ class CrashWriter(StepwiseMedium):
 
     async def read_small(self, name: str) -> bytes | None:
         try:
-            inode = self.disk.find(name)
+            content = bytes(self.disk.find(name).volatile)
         except FileNotFoundError:
             return None
-        if (nbytes := self.disk.size(inode)) > MOST_SMALL_BYTES:
+        if len(content) > MOST_SMALL_BYTES:
             raise CorruptStoreError(f"{name} is too large for what it is")
-        return self.disk.read(inode, 0, nbytes)
+        return content
 
     async def replace(self, name: str, data: bytes, *, keep_as: str = "") -> None:
         await uninterrupted(self._replace(name, data, keep_as))
@@ -65,11 +313,11 @@ class CrashWriter(StepwiseMedium):
     async def _replace(self, name: str, data: bytes, keep_as: str) -> None:
         disk, new = self.disk, name + ".new"
 
-        def begin(_: None) -> tuple[int, FolderChange, Written]:
+        def begin(_: None) -> tuple[Inode, FolderChange, Written]:
             inode, entry = disk.create(new, 0)
             return inode, entry, disk.submit_write(inode, 0, data)
 
-        def end(begun: tuple[int, FolderChange, Written]) -> None:
+        def end(begun: tuple[Inode, FolderChange, Written]) -> None:
             inode, entry, change = begun
             disk.complete_write(inode, change, data)
             disk.complete_change(entry)
@@ -95,7 +343,7 @@ class CrashWriter(StepwiseMedium):
             await self._perform("sync_names", "", lambda _: self.disk.submit_sync(), self.disk.complete_sync)
 
     async def reserve(self, name: str, nbytes: int) -> File:
-        def keep(created: tuple[int, FolderChange]) -> File:
+        def keep(created: tuple[Inode, FolderChange]) -> File:
             self.disk.complete_change(created[1])
             return self._keep(name, created[0], writable=True)
 
@@ -116,7 +364,7 @@ class CrashWriter(StepwiseMedium):
         self.disk.unlock(self._inode(file), file)
 
     async def write(self, file: File, offset: int, data: memoryview) -> None:
-        def begin(_: None) -> tuple[int, Written]:
+        def begin(_: None) -> tuple[Inode, Written]:
             inode = self._inode(file)
             if file not in self._writable:
                 raise OSError(errno.EBADF, os.strerror(errno.EBADF))
@@ -134,14 +382,14 @@ class CrashWriter(StepwiseMedium):
             await self._pass_time()
         try:
             self._check_aligned(offset, len(into))
-            data = self.disk.read(self._inode(file), offset, len(into))
+            data = bytes(self._inode(file).volatile[offset : offset + len(into)])
         except OSError as error:
             raise read_error(error, file.name) from error
         into[: len(data)] = data
         return len(data)
 
     async def flush(self, file: File) -> None:
-        def begin(_: None) -> tuple[int, list[Change]]:
+        def begin(_: None) -> tuple[Inode, list[Change]]:
             inode = self._inode(file)
             return inode, self.disk.submit_flush(inode)
 
@@ -152,7 +400,6 @@ class CrashWriter(StepwiseMedium):
         if file is None:
             self.abandon()
         elif (inode := self._inodes.pop(file, None)) is not None:
-            self._writable.discard(file)
             self.disk.unlock(inode, file)
 
     def abandon(self) -> None:
@@ -160,7 +407,6 @@ class CrashWriter(StepwiseMedium):
         for file, inode in self._inodes.items():
             self.disk.unlock(inode, file)
         self._inodes.clear()
-        self._writable.clear()
 
     def statistics(self) -> MediumStatistics:
         return MediumStatistics("crash", direct=True, why="in memory", **self._clock.stages())
@@ -194,16 +440,16 @@ class CrashWriter(StepwiseMedium):
         for _ in range(self._rng.randint(0, self._turns)):
             await asyncio.sleep(0)
 
-    def _keep(self, name: str, inode: int, *, writable: bool) -> File:
+    def _keep(self, name: str, inode: Inode, *, writable: bool) -> File:
         if self._closed:
             raise ClosedError("the writer was closed meanwhile")
-        file = File(name, self.disk.size(inode), direct=True, identity=inode)
+        file = File(name, len(inode.volatile), direct=True, identity=inode)
         self._inodes[file] = inode
         if writable:
             self._writable.add(file)
         return file
 
-    def _inode(self, file: File) -> int:
+    def _inode(self, file: File) -> Inode:
         if file not in self._inodes:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF), file.name)
         return self._inodes[file]

@@ -226,8 +226,10 @@ class StuckWriter(WrappingWriter):
 
     async def perform(self, access: Access, call: Callable[[], Awaitable[T]]) -> T:
         with self._changed:
-            stuck = access.kind in self._kinds and self._passing <= 0
-            self._passing -= access.kind in self._kinds
+            chosen = access.kind in self._kinds
+            stuck = chosen and self._passing <= 0
+            if chosen:
+                self._passing -= 1
             if stuck:
                 gate = asyncio.get_running_loop().create_future()
                 self._waiting[gate] = access

@@ -100,23 +100,19 @@ class FileState:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The disk at one operation boundary. Immutable and cheap: it shares all bytes with the disk it was taken from.
-
-    Attributes:
-        boundary: The operation that was just submitted or completed, for messages.
-        acknowledged: Counter of the newest checkpoint promised to be durable, None before the first promise.
-        block_bytes: Alignment the disk asks for.
-        files: Contents by inode number.
-        names: Durable names and the inodes they stand for.
-        pending: Changes of the folder not yet durable, oldest first.
-    """
+    """The disk at one operation boundary. Immutable and cheap: it shares all bytes with the disk it was taken from."""
 
     boundary: str
+    """The operation that was just submitted or completed, for messages."""
     acknowledged: int | None
+    """Counter of the newest checkpoint promised to be durable, None before the first promise."""
     block_bytes: int
     files: Mapping[int, FileState]
+    """By inode number."""
     names: Mapping[str, int]
+    """Durable names and the inodes they stand for."""
     pending: tuple[FolderChange, ...]
+    """Changes of the folder not yet durable, oldest first."""
 
     def reachable(self) -> list[int]:
         """Inodes that some durable image may contain."""

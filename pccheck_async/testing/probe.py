@@ -8,8 +8,6 @@ from pccheck_async.api import EngineBase
 from pccheck_async.engine import EngineCore, EngineLoop, InlineCaptures, Scheduler
 from pccheck_async.store import Store
 from pccheck_async.training import TrainingRun
-from pccheck_async.transfer import BufferPool
-from pccheck_async.transfer.operations import Operations
 
 __all__ = ["Probe", "probe"]
 
@@ -50,19 +48,9 @@ class Probe:
         return list(self.scheduler.tasks.values())
 
     @property
-    def pool(self) -> BufferPool:
-        """Staging buffers."""
-        return self.core.assembly.pool
-
-    @property
     def inline_captures(self) -> InlineCaptures:
         """Captures small states inside ``checkpoint()``."""
         return self.core.assembly.inline_captures
-
-    @property
-    def operations(self) -> Operations:
-        """Performs reads, writes, flushes and copies."""
-        return self.core.assembly.session.operations
 
     def end_what_was_left_behind(self) -> None:
         """Close what a ``close(deadline=)`` left behind, once nothing is stuck any more, and end the loop."""
