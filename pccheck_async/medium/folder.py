@@ -22,14 +22,8 @@ _MODE = 0o666  # the user's umask decides
 _NO_RESERVATION = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 """The first is the C library's: it writes single bytes instead, which direct I/O refuses."""
 _ZEROS_NBYTES = 4 << 20
-_KINDS = (
-    (stat.S_ISLNK, "symbolic link"),
-    (stat.S_ISFIFO, "pipe"),
-    (stat.S_ISDIR, "folder"),
-    (stat.S_ISSOCK, "socket"),
-    (stat.S_ISCHR, "device"),
-    (stat.S_ISBLK, "device"),
-)
+_KINDS = {"l": "symbolic link", "p": "pipe", "d": "folder", "s": "socket", "c": "device", "b": "device"}
+"""By the first letter that :func:`stat.filemode` gives."""
 
 
 class ForkLock:
@@ -245,5 +239,5 @@ def _mode(path: str | os.PathLike[str], dir_fd: int | None) -> int:
 
 def _check(path: str | os.PathLike[str], mode: int) -> None:
     if not stat.S_ISREG(mode):
-        kind = next((name for test, name in _KINDS if test(mode)), "strange thing")
+        kind = _KINDS.get(stat.filemode(mode)[0], "strange thing")
         raise CorruptStoreError(f"{os.fspath(path)} is a {kind}, not a file of this package: remove it")

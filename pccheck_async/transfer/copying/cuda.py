@@ -305,13 +305,13 @@ class _Pinning:
         for slab in slabs:
             try:
                 self._device.unregister(slab.start)
-            except OSError as error:
+            except RuntimeError as error:
                 write(logging.WARNING, "still_pinned", "staging memory stays registered with CUDA: %s", error)
 
     def _register(self, address: int, nbytes: int) -> None:
         try:
             self._device.register(address, nbytes)
-        except OSError as error:
+        except RuntimeError as error:
             if self.active:
                 self.active = False
                 text = (
