@@ -218,7 +218,8 @@ def open_regular(path: str | os.PathLike[str], flags: int, mode: int = 0o666, *,
         fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode, dir_fd=dir_fd)
     except OSError as error:
         if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
-            _check(path, _mode(name, dir_fd))
+            with suppress(OSError):  # else the error of opening it says more
+                _check(path, os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode)
         raise
     try:
         _check(path, os.fstat(fd).st_mode)
@@ -228,13 +229,6 @@ def open_regular(path: str | os.PathLike[str], flags: int, mode: int = 0o666, *,
         os.close(fd)
         raise
     return fd
-
-
-def _mode(path: str | os.PathLike[str], dir_fd: int | None) -> int:
-    try:
-        return os.stat(path, dir_fd=dir_fd, follow_symlinks=False).st_mode
-    except OSError:
-        return stat.S_IFREG  # unknown: the error of opening it says more
 
 
 def _check(path: str | os.PathLike[str], mode: int) -> None:
