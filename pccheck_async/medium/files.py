@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -41,7 +42,7 @@ class Files(Medium):
         self._folder = Folder(folder)
         self._operations = operations
         self._reason = reason
-        self._facts: MediumFacts | None = None
+        self._facts = MediumFacts(1, 1, direct=False, why="not opened yet")
         self._files: set[File] = set()
         self._closed = False
         _writers.add(self)
@@ -195,19 +196,19 @@ class Files(Medium):
         self._files.clear()
 
     def statistics(self) -> MediumStatistics:
-        why = self._facts.why if self._facts else "not opened yet"
+        why = self._facts.why
         if self._folder.zeros:
             why += f"; {_ZEROS % self._folder.zeros}"
         return MediumStatistics(
             engine=self._operations.name,
-            direct=self._facts is not None and self._facts.direct,
+            direct=self._facts.direct,
             why=f"{why}; {self._reason}" if self._reason else why,
             **self._clock.stages(),
         )
 
     @property
     def _direct_flag(self) -> int:
-        return os.O_DIRECT if self._facts is not None and self._facts.direct else 0
+        return os.O_DIRECT if self._facts.direct else 0
 
     async def _obtain(self, name: str, opening: Callable[..., int], *arguments: int) -> File:
         # A forgotten descriptor would keep its lock.
@@ -255,13 +256,13 @@ class Files(Medium):
 
     def _give_up_direct(self, file: File) -> None:
         """Turn direct I/O off where a filesystem accepted the flag and then refuses the transfer."""
-        if not file.direct or self._facts is None:
+        if not file.direct:
             return  # another transfer of this file did it meanwhile
         fcntl.fcntl(file.fd, fcntl.F_SETFL, fcntl.fcntl(file.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
         file.direct = False
         if self._facts.direct:
             why = "the filesystem accepted O_DIRECT and then refused a transfer (EINVAL)"
-            self._facts = MediumFacts(self._facts.block_bytes, self._facts.memory_alignment, direct=False, why=why)
+            self._facts = replace(self._facts, direct=False, why=why)
             with suppress(Exception):  # of a handler of the log: it would end a write that goes on
                 write(logging.WARNING, "direct_refused", _BUFFERED, self._folder.path, why)
 

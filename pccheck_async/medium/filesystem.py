@@ -86,10 +86,11 @@ def probe(folder: Path, create: bool) -> MediumFacts:
         if block > REGION_NBYTES or block & (block - 1):  # XFS: whole allocation units where it copies on write
             return _buffered(f"O_DIRECT takes blocks of {block} bytes here; a store's are powers of two up to 64 KiB")
         with map_memory(block) as memory, memoryview(memory)[:block] as view:
-            if writable:
-                os.pwrite(fd, view, 0)
-            else:
-                _try_to_read(fd, view)
+            try:
+                _ = os.pwrite(fd, view, 0) if writable else os.preadv(fd, [view], 0)
+            except OSError as error:  # a device that fails to read has taken the transfer
+                if writable or error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+                    raise
     except OSError as error:
         return _buffered(f"O_DIRECT is refused at the first transfer ({error.strerror})")
     finally:
@@ -97,15 +98,6 @@ def probe(folder: Path, create: bool) -> MediumFacts:
     reservation = "; space reserved here may still be missing later" if kind in WEAK_RESERVATION else ""
     why = f"O_DIRECT works on this {kind} in blocks of {block} bytes{reservation}"
     return MediumFacts(block, memory_alignment, direct=True, why=why)
-
-
-def _try_to_read(fd: int, view: memoryview) -> None:
-    """Read a block directly; a device that fails to has taken the transfer."""
-    try:
-        os.preadv(fd, [view], 0)
-    except OSError as error:
-        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
 
 
 def _open_probe(folder: Path, create: bool) -> tuple[int, bool]:

@@ -22,14 +22,8 @@ _MODE = 0o666  # the user's umask decides
 _NO_RESERVATION = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 """The first is the C library's: it writes single bytes instead, which direct I/O refuses."""
 _ZEROS_NBYTES = 4 << 20
-_KINDS = (
-    (stat.S_ISLNK, "symbolic link"),
-    (stat.S_ISFIFO, "pipe"),
-    (stat.S_ISDIR, "folder"),
-    (stat.S_ISSOCK, "socket"),
-    (stat.S_ISCHR, "device"),
-    (stat.S_ISBLK, "device"),
-)
+_KINDS = {"l": "symbolic link", "p": "pipe", "d": "folder", "s": "socket", "c": "device", "b": "device"}
+"""By the first letter that :func:`stat.filemode` gives."""
 
 
 class ForkLock:
@@ -224,7 +218,8 @@ def open_regular(path: str | os.PathLike[str], flags: int, mode: int = 0o666, *,
         fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode, dir_fd=dir_fd)
     except OSError as error:
         if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
-            _check(path, _mode(name, dir_fd))
+            with suppress(OSError):  # else the error of opening it says more
+                _check(path, os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode)
         raise
     try:
         _check(path, os.fstat(fd).st_mode)
@@ -236,14 +231,7 @@ def open_regular(path: str | os.PathLike[str], flags: int, mode: int = 0o666, *,
     return fd
 
 
-def _mode(path: str | os.PathLike[str], dir_fd: int | None) -> int:
-    try:
-        return os.stat(path, dir_fd=dir_fd, follow_symlinks=False).st_mode
-    except OSError:
-        return stat.S_IFREG  # unknown: the error of opening it says more
-
-
 def _check(path: str | os.PathLike[str], mode: int) -> None:
     if not stat.S_ISREG(mode):
-        kind = next((name for test, name in _KINDS if test(mode)), "strange thing")
+        kind = _KINDS.get(stat.filemode(mode)[0], "strange thing")
         raise CorruptStoreError(f"{os.fspath(path)} is a {kind}, not a file of this package: remove it")

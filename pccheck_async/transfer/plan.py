@@ -75,9 +75,7 @@ class Plan:
 class Planner:
     """Plans payloads; the last plan is used again while the structure stays the same.
 
-    Args:
-        chunk_bytes: Most bytes of a chunk, a multiple of ``block_bytes``.
-        block_bytes: What offsets and lengths of transfers are multiples of.
+    A chunk has at most ``chunk_bytes``; offsets and lengths of transfers are multiples of ``block_bytes``.
     """
 
     def __init__(self, chunk_bytes: int, block_bytes: int) -> None:

@@ -71,14 +71,14 @@ class PretendDevice:
 
     def register(self, address: int, nbytes: int) -> None:
         if self.refuse_to_register:
-            raise OSError("the limit of locked memory")
+            raise RuntimeError("the limit of locked memory")
         if any(low < address + nbytes and address < low + size for low, size in self.registered.items()):
-            raise OSError("already registered")
+            raise RuntimeError("already registered")
         self.registered[address] = nbytes
 
     def unregister(self, address: int) -> None:
         if address not in self.registered:
-            raise OSError("not registered")
+            raise RuntimeError("not registered")
         del self.registered[address]
 
     # -- what tests ask for

@@ -1001,7 +1001,7 @@ def test_streams_are_kept_for_the_next_engine(
             assert (cuda.gathered > 0) is (library == "cupy")
             assert CudaDevice(0).hold_up([CudaDevice(0).current()])
             cuda.refuse_to_register = True
-            with pytest.raises(OSError, match="played"):
+            with pytest.raises(RuntimeError, match="played"):
                 CudaDevice(0).register(0, 1)
 
     run(test)

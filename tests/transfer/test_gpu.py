@@ -374,7 +374,7 @@ def test_without(tmp_path: Path, mode: DeviceMode, broken: str, monkeypatch: pyt
     """Every way around works to the bit."""
 
     def refuse(*_: Any) -> Any:
-        raise OSError("the limit of locked memory")
+        raise RuntimeError("the limit of locked memory")
 
     def full(*_: Any) -> Any:
         raise MemoryError("out of memory")

@@ -15,15 +15,7 @@ from pccheck_async.transfer.copying.devices import Fence, Fenced
 from pccheck_async.transfer.copying.snapshot import DeviceMode
 from pccheck_async.transfer.operations.base import Operations
 
-__all__ = [
-    "CopyBackend",
-    "CopyStatistics",
-    "CudaCopy",
-    "DeviceMode",
-    "Fence",
-    "Fenced",
-    "make_backend",
-]
+__all__ = ["CopyBackend", "CopyStatistics", "CudaCopy", "DeviceMode", "Fence", "Fenced", "make_backend"]
 
 
 def make_backend(operations: Operations, mode: DeviceMode) -> CopyBackend:

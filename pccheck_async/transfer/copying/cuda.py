@@ -171,8 +171,6 @@ class CudaCopy(CopyBackend):
                 last[lane] = copier.device, end
 
         await self._perform(start, base, None if fenced is None else lambda: fenced(Fence(last)))
-        if len(filled) == 1:
-            return filled[0]
         together = np.concatenate(filled)
         ordered: Ranges = together[np.argsort(together[:, 0], kind="stable")]
         return ordered
@@ -212,13 +210,11 @@ class CudaCopy(CopyBackend):
         for index in sorted(set() if where is None else sources.devices):
             copier = self._copiers[index]
             state_bytes = int(sources.lengths[where == index].sum())
-            memory = copier.device.memory()
+            memory, account = copier.device.memory(), copier.account
             decision = decide(
                 self._mode,
                 state_bytes=state_bytes,
-                spare_bytes=spare(
-                    memory, training_peak=copier.account.training_peak(memory.peak), held=copier.account.held
-                ),
+                spare_bytes=spare(memory, training_peak=account.training_peak(memory.peak), held=account.held),
                 total_bytes=memory.total,
                 device_seconds=copier.pace.seconds(state_bytes),
                 host_seconds=self._pace.seconds(int(sources.lengths.sum())),
@@ -305,13 +301,13 @@ class _Pinning:
         for slab in slabs:
             try:
                 self._device.unregister(slab.start)
-            except OSError as error:
+            except RuntimeError as error:
                 write(logging.WARNING, "still_pinned", "staging memory stays registered with CUDA: %s", error)
 
     def _register(self, address: int, nbytes: int) -> None:
         try:
             self._device.register(address, nbytes)
-        except OSError as error:
+        except RuntimeError as error:
             if self.active:
                 self.active = False
                 text = (
@@ -323,15 +319,11 @@ class _Pinning:
             self._slabs.append(range(address, address + nbytes))
 
 
-class _Waiting:
-    """Calls functions that block on a device, on threads of its own: loop and I/O threads stay free.
-
-    :meth:`call` is awaited on ``loop``.
-    """
+class _Waiting(WorkerThreads):
+    """Calls functions that block on a device, on threads of its own: loop and I/O threads stay free."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, count: int) -> None:
-        self._loop = loop
-        self._threads = WorkerThreads(loop, _end, count=count, name="pccheck-device")
+        super().__init__(loop, _end, count=count, name="pccheck-device")
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call ``function`` on a thread and return (or raise) what it does.
@@ -349,12 +341,8 @@ class _Waiting:
     def start(self, function: Callable[[], object]) -> asyncio.Future[None]:
         """Call ``function`` on a thread, after the functions of earlier calls."""
         future = self._loop.create_future()
-        self._threads.submit([(future, function, ())])
+        self.submit([(future, function, ())])
         return future
-
-    def close(self) -> None:
-        """End the threads once all calls have returned."""
-        self._threads.close()
 
 
 def _end(future: asyncio.Future[Any], result: object, error: BaseException | None) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Final, NamedTuple
 
@@ -61,25 +60,14 @@ class CudaDevice:
     def memory(self) -> DeviceMemory:
         _use(self.index)
         free, total = torch.cuda.mem_get_info(self.index)
-        return DeviceMemory(
-            total, free, torch.cuda.memory_reserved(self.index), torch.cuda.max_memory_allocated(self.index)
-        )
+        reserved, peak = torch.cuda.memory_reserved(self.index), torch.cuda.max_memory_allocated(self.index)
+        return DeviceMemory(total, free, reserved, peak)
 
     def register(self, address: int, nbytes: int) -> None:
-        with _os_errors():
-            _use(self.index).register(address, nbytes)
+        _use(self.index).register(address, nbytes)
 
     def unregister(self, address: int) -> None:
-        with _os_errors():
-            _use(self.index).unregister(address)
-
-
-@contextmanager
-def _os_errors() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise OSError(str(error)) from error
+        _use(self.index).unregister(address)
 
 
 _thread = threading.local()

@@ -89,7 +89,7 @@ class Device(Protocol):
         """Return how much memory there is."""
 
     def register(self, address: int, nbytes: int) -> None:
-        """Lock host memory for direct copies with every device. Raises OSError if that is refused."""
+        """Lock host memory for direct copies with every device. Raises RuntimeError if that is refused."""
 
     def unregister(self, address: int) -> None:
         """Undo :meth:`register`."""

@@ -13,7 +13,6 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -53,15 +52,10 @@ Ranges = npt.NDArray[np.int64]
 _NO_OFFSETS: Final = np.empty(0, np.uint64)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Snapshot:
-    """Sources copied to device memory of the engine.
+class Snapshot(NamedTuple):
+    """Sources copied to device memory of the engine: at ``addresses`` in ``memory``, freed with its last reference.
 
-    Attributes:
-        addresses: Device address of each copy.
-        memory: Owns the copies; freed with its last reference.
-        copied: Event behind the copying; its sources have to be kept until then.
-        started: Event before it.
+    ``copied`` is the event behind the copying, until which the sources have to be kept; ``started`` the one before it.
     """
 
     addresses: Table

@@ -18,12 +18,4 @@ from pccheck_async.transfer.operations.base import ChainStep, Kind, Operations, 
 from pccheck_async.transfer.operations.native import NativeOperations
 from pccheck_async.transfer.operations.python import OperationsAtOnce, PythonOperations
 
-__all__ = [
-    "ChainStep",
-    "Kind",
-    "NativeOperations",
-    "Operations",
-    "OperationsAtOnce",
-    "PythonOperations",
-    "Step",
-]
+__all__ = ["ChainStep", "Kind", "NativeOperations", "Operations", "OperationsAtOnce", "PythonOperations", "Step"]
