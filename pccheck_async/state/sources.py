@@ -31,11 +31,7 @@ class RawSource(NamedTuple):
 
 
 class PackedSource:
-    """An array stored C-contiguous whatever its strides, device or lazy bits; never materialised as a whole.
-
-    Args:
-        array: A tensor on any device, or a numpy array; it is read at the time of each :meth:`copy`.
-    """
+    """An array stored C-contiguous whatever its strides, device or lazy bits; :meth:`copy` reads it piece by piece."""
 
     __slots__ = ("array", "nbytes")
 
@@ -81,7 +77,7 @@ class Sources:
         nbytes: Length of each source.
         devices: Indices of the CUDA devices that hold any of them.
         packed_devices: Those that hold packed ones.
-        owned: Which sources the engine made for itself and the live state cannot reach; None for none.
+        owned: Which sources the engine made for itself, out of reach of the live state; None for none.
     """
 
     def __init__(self, sources: Iterable[Source] = ()) -> None:
@@ -134,7 +130,7 @@ class Sources:
     def moved(self, index: npt.NDArray[np.intp], addresses: npt.NDArray[np.uint64], owner: Any) -> Sources:
         """Return the same sources, those at ``index`` copied to ``addresses`` on their device, which ``owner`` keeps.
 
-        What is moved is owned by the engine from then on; the memory that it came from is let go.
+        The engine owns what was copied; the memory that it came from is let go.
         """
         new = self.with_memory(self.addresses.copy(), self._owners.copy())
         new.addresses[index] = addresses

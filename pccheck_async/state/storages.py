@@ -117,7 +117,7 @@ def _array_view(number: int, leaf: ArrayLeaf, array: np.ndarray[Any, Any]) -> Vi
     steps = tuple(step if size > 1 else 0 for size, step in zip(shape, array.strides, strict=True))
     low, high = span(shape, steps)
     nbytes = itemsize * prod(size for size, step in zip(shape, steps, strict=True) if step)
-    first = _address(array)
+    first = address_of(array)
     root = array
     while isinstance(root.base, np.ndarray):
         root = root.base
@@ -125,7 +125,7 @@ def _array_view(number: int, leaf: ArrayLeaf, array: np.ndarray[Any, Any]) -> Vi
         number=number,
         leaf=leaf,
         owner=root,
-        memory=("cpu", _address(root)),
+        memory=("cpu", address_of(root)),
         low=first + low,
         first=first,
         high=first + high + itemsize,
@@ -137,7 +137,8 @@ def _array_view(number: int, leaf: ArrayLeaf, array: np.ndarray[Any, Any]) -> Vi
     )
 
 
-def _address(array: np.ndarray[Any, Any]) -> int:
+def address_of(array: np.ndarray[Any, Any]) -> int:
+    """Return where the first item of an array is."""
     address: int = array.__array_interface__["data"][0]
     return address
 

@@ -34,7 +34,7 @@ _nbytes: Final = torch.UntypedStorage.nbytes
 
 
 def cached_layout(leaves: Leaves, last: LayoutCache | None = None) -> tuple[Layout, LayoutCache | None]:
-    """Return the layout of ``leaves``, quickly where they lie as they did when ``last`` was made, and the next ``last``.
+    """Return the layout of ``leaves``, quickly where they lie as they did for ``last``, and what is ``last`` next.
 
     Raises:
         UnsupportedStateError: A leaf cannot be saved; names its path.

@@ -16,7 +16,7 @@ from pccheck_async.format import dtypes
 from pccheck_async.format.manifest import ALIGNMENT, Manifest, TensorEntry, span
 from pccheck_async.state.leaves import Array
 from pccheck_async.state.sources import HOST, as_bits
-from pccheck_async.state.storages import is_dense, is_unresolved
+from pccheck_async.state.storages import address_of, is_dense, is_unresolved
 from pccheck_async.state.targets import Target
 
 _HOST: Final = torch.device("cpu")
@@ -130,7 +130,7 @@ def _allocate(entries: list[TensorEntry], device: torch.device) -> _NewMemory:
     nbytes = ranges[-1][1] - base
     if all(entry.kind == "ndarray" for entry in entries):
         array = np.empty(nbytes, np.uint8)
-        return _NewMemory(base, array, array.__array_interface__["data"][0], ranges)
+        return _NewMemory(base, array, address_of(array), ranges)
     tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
     return _NewMemory(base, tensor, tensor.data_ptr(), ranges)
 
@@ -141,13 +141,7 @@ def _allocate(entries: list[TensorEntry], device: torch.device) -> _NewMemory:
 class _Live:
     """A live array that takes the bytes of a stored one.
 
-    Args:
-        path: Its path.
-        index: The stored array's.
-        entry: And its entry.
-        array: The live array.
-        strict: Its bytes must become the stored ones; otherwise a new array may take its place.
-        by_address: Whether the copy backend can write to the address of a CUDA tensor.
+    A strict one's own bytes must become the stored ones; otherwise a new array may take its place.
 
     Attributes:
         device: Where its memory is; None on the host.
@@ -160,15 +154,11 @@ class _Live:
         self, path: str, index: int, entry: TensorEntry, array: Array, strict: bool, by_address: Callable[[], bool]
     ) -> None:
         self.path, self.index, self.entry, self.array, self.strict = path, index, entry, array, strict
-        self.device: torch.device | None = None
-        self.negated = False
-        self.steps, self.address = _steps(array), 0
-        if isinstance(array, torch.Tensor):
-            self.device = None if array.is_cpu else array.device
-            self.negated = is_unresolved(array)
-            self.address = array.data_ptr()
-        else:
-            self.address = array.__array_interface__["data"][0]
+        self.steps = _steps(array)
+        tensor = array if isinstance(array, torch.Tensor) else None
+        self.device = None if tensor is None or tensor.is_cpu else tensor.device
+        self.negated = tensor is not None and is_unresolved(tensor)
+        self.address: int = array.data_ptr() if isinstance(array, torch.Tensor) else address_of(array)
         reached = self.device is None or (self.device.type == "cuda" and by_address())
         dense = is_dense(entry.shape, self.steps, entry.itemsize)
         self.in_place = reached and not self.negated and dense and _agree(entry.shape, self.steps, _stored_steps(entry))

@@ -19,30 +19,19 @@ _METADATA: Final = "._metadata"
 """Component for the ``_metadata`` that ``nn.Module`` sets on its state; a dot in a key would be escaped."""
 _MOST_COMPARED: Final = 256
 """Views of one storage that are searched for one that overlaps."""
-
-
 _DATA: Final = nodes.BytesNode | nodes.BytearrayNode | nodes.SurrogateStrNode
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredLeaf:
-    """One tensor, array or plain value of a checkpoint. A list or tuple of plain values is one leaf.
+    """One tensor, array or plain value of a checkpoint. A list or tuple of plain values is one leaf."""
 
-    Attributes:
-        names: The components of its path.
-        entry: An array's entry in the manifest; None for a plain value.
-        extent: First byte of the payload that an array views, and the byte after the last; None without elements.
-        alias_of: Path of an earlier leaf that shares bytes with this one: they are stored once.
-        node: A plain value as it is stored.
-        is_metadata: Whether it belongs to the ``_metadata`` (versions) that ``nn.Module`` sets on its state.
-    """
-
-    names: tuple[str, ...]
-    entry: TensorEntry | None = None
-    extent: tuple[int, int] | None = None
-    alias_of: str | None = None
-    node: Node = None
-    is_metadata: bool = False
+    names: tuple[str, ...]  # the components of its path
+    entry: TensorEntry | None = None  # of an array
+    extent: tuple[int, int] | None = None  # first byte of the payload that an array with elements views, and the end
+    alias_of: str | None = None  # path of an earlier leaf that shares bytes with this one: they are stored once
+    node: Node = None  # a plain value as it is stored
+    is_metadata: bool = False  # of the ``_metadata`` (versions) that ``nn.Module`` sets on its state
 
     @property
     def path(self) -> str:
@@ -85,12 +74,7 @@ class StoredLeaf:
 
 @dataclass(slots=True)
 class Listing:
-    """The content of a checkpoint.
-
-    Attributes:
-        leaves: The leaves, in the order of the state.
-        branches: Types of the containers by their paths; the root's path is empty.
-    """
+    """The content of a checkpoint: leaves in the order of the state, and types of the containers by their paths."""
 
     leaves: list[StoredLeaf] = field(default_factory=list)
     branches: dict[str, str] = field(default_factory=dict)

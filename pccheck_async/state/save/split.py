@@ -47,20 +47,15 @@ class LazyPart:
     """
 
     def __init__(
-        self,
-        eager: _Which,
-        versions: Versions,
-        byte_check: ByteCheck | None,
-        constants: Choice | None,
-        splitter: Splitter,
+        self, eager: _Which, versions: Versions, byte_check: ByteCheck | None, constants: Choice | None, by: Splitter
     ) -> None:
         self.eager = eager
         self.any_eager = bool(eager.any())
         self.versions = versions
+        self.note_end = partial(by.note_end, constants)
         self._byte_check = byte_check
         self._constants = constants
-        self._learn = splitter.constants.learn
-        self.note_end = partial(splitter.note_end, constants)
+        self._learn = by.constants.learn
 
     def check_chunk(self, number: int, table: npt.NDArray[np.uint64], captured: memoryview, checksum: int) -> None:
         """Raise TornCaptureError where the bytes of a captured chunk, or their checksum, show that a lazy leaf changed.
@@ -79,11 +74,7 @@ class LazyPart:
 
 
 class Splitter:
-    """Splits states, and remembers what makes the next split quick and right. May be used from several threads.
-
-    Attributes:
-        constants: Checksums of the large leaves that nobody owns.
-    """
+    """Splits states, and remembers what makes the next split quick and right. May be used from several threads."""
 
     def __init__(self) -> None:
         self.constants = Constants()
@@ -165,20 +156,15 @@ class Splitter:
 
 
 class _LazyLeaves:
-    """The leaves of the lazy sources: remembered while the same sources are lazy and lie where they did.
-
-    Attributes:
-        numbers: Of the leaves; None for all of them.
-        memory: Of their storages.
-    """
+    """The leaves of the lazy sources: remembered while the same sources are lazy and lie where they did."""
 
     def __init__(self, lazy: _Which, layout: Layout) -> None:
         self._lazy = lazy
         self._addresses = layout.sources.addresses
         is_lazy = [*lazy.tolist(), False]  # the last one stands for leaves without a source
         numbers = [number for number, source in enumerate(layout.source_of) if is_lazy[source]]
-        self.numbers = numbers if len(numbers) < len(layout.source_of) else None
-        self.memory: StorageMemory | None = None
+        self.numbers = numbers if len(numbers) < len(layout.source_of) else None  # None for all of them
+        self.memory: StorageMemory | None = None  # of their storages
 
     def are_of(self, lazy: _Which, layout: Layout) -> bool:
         """Whether these are the lazy leaves of a layout; its table of addresses stays the same while nothing moves."""
@@ -188,9 +174,7 @@ class _LazyLeaves:
 def copy_small(sources: Sources, wanted: _Which) -> tuple[Sources, _Which]:
     """Copy the small ones of ``wanted``, those on a device into memory of that device.
 
-    Returns:
-        The sources to capture instead, and which of ``wanted`` were too large to be copied (over 1 MiB each, or over
-        16 MiB in all).
+    Returns the sources to capture instead, and which of ``wanted`` were too large (1 MiB each, 16 MiB in all).
     """
     lengths = sources.lengths
     small = wanted & (lengths <= LARGEST_COPY)
