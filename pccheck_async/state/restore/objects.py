@@ -79,11 +79,7 @@ _HOOKS: Final = "_optimizer_load_state_dict_pre_hooks"
 
 
 def differences(
-    optimizer: torch.optim.Optimizer,
-    own: Mapping[str, Any],
-    node: Node,
-    tensors: Sequence[TensorEntry],
-    path: str,
+    optimizer: torch.optim.Optimizer, own: Mapping[str, Any], node: Node, tensors: Sequence[TensorEntry], path: str
 ) -> list[str]:
     """Return how the parameters of a live optimizer, whose state is ``own``, differ from those of the stored state.
 
@@ -134,8 +130,8 @@ def _group_differences(optimizer: torch.optim.Optimizer, own: Mapping[str, Any],
 def _other_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], node: Node) -> str:
     """Return why a stored group is another kind of optimizer's; empty where it may be this one's.
 
-    Flags (None or a bool) may be lacking: a newer torch added them, and supplies defaults. Keys that only the checkpoint
-    has may be those of schedulers and users, unless a setting without which this optimizer cannot step is lacking.
+    Flags (None or a bool) may be lacking: a newer torch added them, and supplies defaults. Keys that only the
+    checkpoint has may be those of schedulers and users, unless a setting that this optimizer needs is lacking.
     """
     stored = _items(node).keys()
     defaults: Mapping[str, Any] = getattr(optimizer, "defaults", {})

@@ -117,8 +117,8 @@ def _copy(sources: Sources, number: int) -> npt.NDArray[np.uint8]:
 class TornLeaves:
     """Leaves that changed in the middle of recent captures. May be used from several threads.
 
-    A leaf that is torn once, by chance, stays lazy. One that is torn repeatedly is captured eagerly: a loop that changes
-    weights by hand (sharpness-aware minimisation) would never get a checkpoint otherwise.
+    A leaf that is torn once, by chance, stays lazy. One that is torn repeatedly is captured eagerly: a loop whose code
+    changes weights by hand (sharpness-aware minimisation) would never get a checkpoint otherwise.
     """
 
     def __init__(self) -> None:
