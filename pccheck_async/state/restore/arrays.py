@@ -53,17 +53,15 @@ class Allocation:
     ) -> None:
         self._manifest = manifest
         self._moved: dict[tuple[int, torch.device], torch.Tensor] = {}
-        views: dict[int, list[TensorEntry]] = {}
-        places: dict[int, set[torch.device]] = {}
+        views: dict[int, list[int]] = {}
         for index in wanted:
-            entry = manifest.tensors[index]
-            if entry.storage is not None:
-                views.setdefault(entry.storage, []).append(entry)
-                places.setdefault(entry.storage, set()).add(devices.get(index, _HOST))
-        self._memories = {
-            storage: _allocate(entries, _HOST if len(places[storage]) > 1 else next(iter(places[storage])))
-            for storage, entries in views.items()
-        }
+            if (storage := manifest.tensors[index].storage) is not None:
+                views.setdefault(storage, []).append(index)
+        self._memories: dict[int, _NewMemory] = {}
+        for storage, indices in views.items():
+            first, *others = {devices.get(index, _HOST) for index in indices}
+            entries = [manifest.tensors[index] for index in indices]
+            self._memories[storage] = _allocate(entries, _HOST if others else first)
 
     def targets(self) -> Iterator[Target]:
         """Yield the memory that has to be filled before any array is used."""
@@ -161,7 +159,7 @@ class _Live:
         self.address: int = array.data_ptr() if isinstance(array, torch.Tensor) else address_of(array)
         reached = self.device is None or (self.device.type == "cuda" and by_address())
         dense = is_dense(entry.shape, self.steps, entry.itemsize)
-        self.in_place = reached and not self.negated and dense and _agree(entry.shape, self.steps, _stored_steps(entry))
+        self.in_place = reached and not self.negated and dense and _is_as_stored(entry, self.steps)
 
     def extent(self) -> tuple[int, int]:
         """Return the addresses of the first byte and of the byte after the last."""
@@ -175,7 +173,7 @@ class _Live:
             return False
         if not shift and (one.shape, one.stride, self.steps) == (two.shape, two.stride, other.steps):
             return True
-        return all(_agree(live.entry.shape, live.steps, _stored_steps(live.entry)) for live in (self, other))
+        return all(_is_as_stored(live.entry, live.steps) for live in (self, other))
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
@@ -210,21 +208,20 @@ class Filling:
     def conflicts(self) -> list[str]:
         """Drop arrays that would overwrite another; return the paths of strict ones, each with what it overlaps."""
         troubles = []
-        for cluster in _overlapping([live for live in self._live.values() if live.entry.storage is not None]):
-            for one, other in _pairs(cluster):
-                dropped = not {one.index, other.index} <= self._live.keys()
-                if dropped or one.shares_as_stored(other) or not _share(one, other):
-                    continue
-                loose = next((live for live in (other, one) if not live.strict), None)
-                if loose is not None:
-                    del self._live[loose.index]
-                elif one.negated or other.negated:
-                    troubles.append(
-                        f"{other.path} (a view of the memory of {one.path} here, conjugated or negated; the checkpoint "
-                        "has them apart: give one memory of its own with resolve_conj() or resolve_neg())"
-                    )
-                else:
-                    troubles.append(f"{other.path} (shares memory with {one.path} here, but not in the checkpoint)")
+        for one, other in _overlapping([live for live in self._live.values() if live.entry.storage is not None]):
+            dropped = not {one.index, other.index} <= self._live.keys()
+            if dropped or one.shares_as_stored(other) or not _share(one, other):
+                continue
+            loose = next((live for live in (other, one) if not live.strict), None)
+            if loose is not None:
+                del self._live[loose.index]
+            elif one.negated or other.negated:
+                troubles.append(
+                    f"{other.path} (a view of the memory of {one.path} here, conjugated or negated; the checkpoint "
+                    "has them apart: give one memory of its own with resolve_conj() or resolve_neg())"
+                )
+            else:
+                troubles.append(f"{other.path} (shares memory with {one.path} here, but not in the checkpoint)")
         return troubles
 
     def allocate(self, wanted: set[int]) -> None:
@@ -286,7 +283,7 @@ def difference(entry: TensorEntry, array: Array) -> str:
     if dtype != entry.dtype or tuple(array.shape) != entry.shape:
         return f"{dtype} {tuple(array.shape)} here, {describe(entry)} in the checkpoint"
     steps = _steps(array)
-    if _agree(entry.shape, steps, _stored_steps(entry)):
+    if _is_as_stored(entry, steps):
         return ""
     for size, step, stored in zip(entry.shape, steps, entry.stride, strict=True):
         if size > 1 and step == 0 and stored != 0:
@@ -327,8 +324,10 @@ def _stored_steps(entry: TensorEntry) -> tuple[int, ...]:
     return tuple(step * itemsize for step in entry.stride)
 
 
-def _agree(shape: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    return one == other or all(a == b for size, a, b in zip(shape, one, other, strict=True) if size > 1)
+def _is_as_stored(entry: TensorEntry, steps: tuple[int, ...]) -> bool:
+    """Return whether these are the strides, in bytes, with which an array is stored."""
+    sizes = zip(entry.shape, steps, _stored_steps(entry), strict=True)
+    return all(here == stored for size, here, stored in sizes if size > 1)
 
 
 def _overlaps_itself(shape: tuple[int, ...], steps: tuple[int, ...], itemsize: int) -> bool:
@@ -359,28 +358,25 @@ def _copy(live: _Live, stored: Array) -> None:
     live.array[once] = stored[once]
 
 
-def _overlapping(lives: list[_Live]) -> Iterator[list[_Live]]:
-    """Yield groups of arrays whose spans of memory overlap, unless all of a group share it as in the checkpoint."""
+def _overlapping(lives: list[_Live]) -> Iterator[tuple[_Live, _Live]]:
+    """Yield those whose spans of memory overlap, in its order, except for groups that share it as in the checkpoint."""
     spans = sorted(((str(live.device), *live.extent(), live) for live in lives), key=lambda item: item[:3])
-    groups: list[list[_Live]] = []
+    groups: list[list[tuple[int, int, _Live]]] = []
     memory, end = "", 0
     for where, low, high, live in spans:
         if not groups or where != memory or low >= end:
             groups.append([])
             memory, end = where, high
-        groups[-1].append(live)
+        groups[-1].append((low, high, live))
         end = max(end, high)
-    return (group for group in groups if not all(group[0].shares_as_stored(live) for live in group[1:]))
-
-
-def _pairs(cluster: list[_Live]) -> Iterator[tuple[_Live, _Live]]:
-    """Yield those of a group, in the order of their memory, whose spans overlap."""
-    extents = [live.extent() for live in cluster]
-    for number, (_, end) in enumerate(extents):
-        for other in range(number + 1, len(cluster)):
-            if extents[other][0] >= end:
-                break
-            yield cluster[number], cluster[other]
+    for group in groups:
+        if all(group[0][2].shares_as_stored(live) for _, _, live in group[1:]):
+            continue
+        for number, (_, end, one) in enumerate(group, 1):
+            for low, _, other in group[number:]:
+                if low >= end:
+                    break
+                yield one, other
 
 
 def _share(one: _Live, other: _Live) -> bool:

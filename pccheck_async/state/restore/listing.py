@@ -99,10 +99,11 @@ class _Walk:
 
     def visit(self, node: Node, names: tuple[str, ...], kind: str = "", *, is_metadata: bool = False) -> None:
         """List what is at and below ``node``; ``kind`` names the objects whose state it is."""
+        leaves = self.listing.leaves
         if isinstance(node, StatefulNode):
             self.visit(node.child, names, f"{kind}object of ", is_metadata=is_metadata)
         elif isinstance(node, ArrayNode):
-            self.listing.leaves.append(self._array(node.index, names, is_metadata))
+            leaves.append(self._array(node.index, names, is_metadata))
         elif (isinstance(node, MappingNode) and (node.keys or not names)) or any(
             has_parts(child) or _is_container(child) for _, child in below(node)
         ):
@@ -115,12 +116,12 @@ class _Walk:
                 if has_parts(metadata):
                     self.visit(metadata, (*names, _METADATA), is_metadata=True)
                 else:
-                    self.listing.leaves.append(StoredLeaf((*names, _METADATA), node=metadata, is_metadata=True))
+                    leaves.append(StoredLeaf((*names, _METADATA), node=metadata, is_metadata=True))
         else:
             if has_parts(node):
                 raise CorruptStoreError(f"an array lies inside a {type(node).__name__}")
             rebuild(node, lambda _: None)  # raises where it describes no value
-            self.listing.leaves.append(StoredLeaf(names, node=node, is_metadata=is_metadata))
+            leaves.append(StoredLeaf(names, node=node, is_metadata=is_metadata))
 
     def _array(self, index: int, names: tuple[str, ...], is_metadata: bool) -> StoredLeaf:
         entry = self._manifest.tensors[index]
