@@ -71,23 +71,16 @@ Source: TypeAlias = RawSource | PackedSource
 
 
 class Sources:
-    """The sources of one capture: their addresses in one table, and what keeps their memory.
-
-    Attributes:
-        nbytes: Length of each source.
-        devices: Indices of the CUDA devices that hold any of them.
-        packed_devices: Those that hold packed ones.
-        owned: Which sources the engine made for itself, out of reach of the live state; None for none.
-    """
+    """The sources of one capture: their addresses in one table, and what keeps their memory."""
 
     def __init__(self, sources: Iterable[Source] = ()) -> None:
         self._addresses: list[int] = []
         self.nbytes: list[int] = []
         self._owners: list[Any] = []  # of a packed source: itself
         self._placed: dict[int, int] = {}  # device by index, of those that are not in host memory
-        self.devices: set[int] = set()
-        self.packed_devices: set[int] = set()
-        self.owned: npt.NDArray[np.bool_] | None = None
+        self.devices: set[int] = set()  # CUDA devices that hold any of them
+        self.packed_devices: set[int] = set()  # those that hold packed ones
+        self.owned: npt.NDArray[np.bool_] | None = None  # copies that the engine made; None for none
         for source in sources:
             if isinstance(source, PackedSource):
                 self.add_packed(source)

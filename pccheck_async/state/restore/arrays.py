@@ -37,15 +37,10 @@ class _NewMemory(NamedTuple):
 
 
 class Allocation:
-    """Uninitialised memory for some arrays of a manifest, shared by arrays that share a storage.
+    """Uninitialised memory for the ``wanted`` arrays of a decoded manifest, shared by arrays that share a storage.
 
-    A storage that only numpy arrays view is allocated by numpy, any other by torch.
-
-    Args:
-        manifest: A decoded, hence checked one: the sizes in it are bounded by its payload.
-        wanted: Indices of the arrays to allocate.
-        devices: CUDA devices by the indices of tensors. A storage is allocated on a device where all its wanted arrays
-            are wanted there, else on the host.
+    A storage that only numpy arrays view is allocated by numpy, any other by torch: on the CUDA device that ``devices``
+    has for all its wanted arrays, by their indices, else on the host.
     """
 
     def __init__(
@@ -72,12 +67,9 @@ class Allocation:
                 yield Target(start + low, high - low, memory.address + low - memory.base, flat, device)
 
     def array(self, index: int, device: torch.device = _HOST) -> Array:
-        """Return an array that was allocated.
+        """Return an array: where it was allocated, or a tensor on ``device``, where aliases share memory as well.
 
-        A tensor is where its storage was allocated, or on ``device``, where aliases share memory as on the host.
-
-        Raises:
-            CorruptStoreError: torch or numpy refuses to make an array of this shape and dtype.
+        Raises CorruptStoreError where torch or numpy refuses to make an array of this shape and dtype.
         """
         entry = self._manifest.tensors[index]
         try:
@@ -137,28 +129,20 @@ def _allocate(entries: list[TensorEntry], device: torch.device) -> _NewMemory:
 
 
 class _Live:
-    """A live array that takes the bytes of a stored one.
-
-    A strict one's own bytes must become the stored ones; otherwise a new array may take its place.
-
-    Attributes:
-        device: Where its memory is; None on the host.
-        steps: Bytes from one element to the next along each dimension.
-        in_place: Its bytes are read right into its memory, not copied there at the end.
-        negated: It is a conjugated or negated view, whose bytes in memory are not its values.
-    """
+    """A live array that takes the bytes of a stored one: its own memory if it is strict, else maybe in a new array."""
 
     def __init__(
         self, path: str, index: int, entry: TensorEntry, array: Array, strict: bool, by_address: Callable[[], bool]
     ) -> None:
         self.path, self.index, self.entry, self.array, self.strict = path, index, entry, array, strict
-        self.steps = _steps(array)
+        self.steps = _steps(array)  # bytes from one element to the next along each dimension
         tensor = array if isinstance(array, torch.Tensor) else None
-        self.device = None if tensor is None or tensor.is_cpu else tensor.device
-        self.negated = tensor is not None and is_unresolved(tensor)
+        self.device = None if tensor is None or tensor.is_cpu else tensor.device  # None: the host
+        self.negated = tensor is not None and is_unresolved(tensor)  # its bytes in memory are not its values
         self.address: int = array.data_ptr() if isinstance(array, torch.Tensor) else address_of(array)
         reached = self.device is None or (self.device.type == "cuda" and by_address())
         dense = is_dense(entry.shape, self.steps, entry.itemsize)
+        # Read right into its memory, not copied there at the end:
         self.in_place = reached and not self.negated and dense and _is_as_stored(entry, self.steps)
 
     def extent(self) -> tuple[int, int]:

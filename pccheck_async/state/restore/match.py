@@ -43,19 +43,14 @@ _Replace = Callable[[Any], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Restoration:
-    """A restore that was checked and can begin: fill the targets, then call ``finish`` once.
-
-    Attributes:
-        finish: Makes the state from what was filled, and returns it.
-        counts: By the names of the outermost entries that both have: how many leaves of the checkpoint are restored,
-            and how many it has.
-    """
+    """A restore that was checked and can begin: fill the targets, then call ``finish`` once."""
 
     targets: Targets
-    finish: Callable[[], Any]
+    finish: Callable[[], Any]  # makes the state from what was filled, and returns it
     missing: tuple[str, ...] = ()  # paths that the state has and the checkpoint lacks: they stay as they are
     unexpected: tuple[str, ...] = ()  # paths that the checkpoint has and the state lacks: they are not read
     filled: tuple[str, ...] = ()  # paths of the live arrays that the targets fill
+    # By outermost names that both have: how many leaves of the checkpoint are restored, and how many it has.
     counts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -104,11 +99,8 @@ def match(
     Optimizers need no state yet; their parameters are identified by the names that were saved, else by their numbers.
     Any other Stateful gets its own tensors where dtype and shape are equal, and new ones elsewhere.
 
-    Args:
-        state: The live state.
-        manifest: What is stored.
-        by_address: Asked when there is a CUDA tensor: whether the copy backend can write to its address.
-        strict: With False, what only one of them has is listed, not an error (see :meth:`CheckpointEngine.restore`).
+    Without ``strict``, what only one of them has is listed, and no error (see :meth:`CheckpointEngine.restore`).
+    ``by_address`` is asked when there is a CUDA tensor: whether the copy backend can write to its address.
 
     Raises:
         UnsupportedStateError: ``state`` is not a mapping with strings for keys, or has the ``state_dict()`` of a live

@@ -247,16 +247,7 @@ def renumbered(
     """Return the stored state with the live optimizer's numbers in place of what it calls the parameters.
 
     An optimizer with hooks that receive the stored state first gets it unchanged: they may be there to renumber it.
-
-    Args:
-        optimizer: The live optimizer.
-        own: Its ``state_dict()``.
-        node: The stored state.
-        names: Called only where the stored state has names.
-        path: The optimizer's path in the state.
-
-    Returns:
-        The state, and messages on what in it belongs to no parameter here.
+    Returns messages, too, on what in it belongs to no parameter here. ``names`` is called only where it has names.
     """
     stored = _items(node)
     groups, state, items = own.get("param_groups"), stored.get("state"), stored.get("param_groups")

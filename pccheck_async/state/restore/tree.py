@@ -38,8 +38,7 @@ def rebuild(
         stateful: Returns what takes the place of a Stateful; by default, what its ``state_dict()`` returned.
         depth: Levels of nesting above ``node``.
 
-    Raises:
-        CorruptStoreError: The tree describes no value.
+    Raises CorruptStoreError where the tree describes no value.
     """
     if depth > MAX_DEPTH:
         raise _too_deep()

@@ -36,22 +36,15 @@ _ALIGNMENT: Final = 16
 
 
 class LazyPart:
-    """What of a state is captured while training goes on, and the checks that find out whether it changed meanwhile.
-
-    Attributes:
-        eager: Sources that are not part of it and were not copied: the caller waits until those are captured.
-        any_eager: Whether there are any.
-        versions: The lazy tensors as they were at the call.
-        note_end: Called with what made the checkpoint fail, None where it did not: leaves that were torn repeatedly are
-            captured eagerly from then on. It holds none of the state.
-    """
+    """What of a state is captured while training goes on, and the checks that find out whether it changed meanwhile."""
 
     def __init__(
         self, eager: _Which, versions: Versions, byte_check: ByteCheck | None, constants: Choice | None, by: Splitter
     ) -> None:
-        self.eager = eager
+        self.eager = eager  # sources that are not part of it and were not copied: the caller waits for their capture
         self.any_eager = bool(eager.any())
-        self.versions = versions
+        self.versions = versions  # of the lazy tensors, as they were at the call
+        # Called with what made the checkpoint fail, None where nothing did; it holds none of the state.
         self.note_end = partial(by.note_end, constants)
         self._byte_check = byte_check
         self._constants = constants
@@ -96,14 +89,11 @@ class Splitter:
 
         Args:
             flat: The state.
-            layout: Where its bytes lie.
+            layout: Where its bytes lie; the one that is returned has the copies in place of what was copied.
             optimizers: The attached ones: their steps wait for the capture.
             check_bytes: Keep a copy of the lazy sources, to compare it with what is captured.
             fenced: Devices may wait for the capture in place of the training thread. What lies on the host is copied
                 then, too: a step changes it at once (step counts), and no stream holds that up.
-
-        Returns:
-            The layout with copies in place of what was copied, and the lazy part.
         """
         values, paths = flat.leaves.values, flat.leaves.paths
         owned = optimized(optimizers)
@@ -149,7 +139,7 @@ class Splitter:
         return layout if sources is layout.sources else replace(layout, sources=sources), part
 
     def note_end(self, constants: Choice | None, error: Exception | None) -> None:
-        """See :attr:`LazyPart.note_end`."""
+        """Remember which leaves were torn: those that were repeatedly are captured eagerly from then on."""
         if error is None or isinstance(error, TornCaptureError):
             paths = () if constants is None else constants.paths.values()
             self._torn.note(() if error is None else error.paths, paths)
