@@ -47,10 +47,7 @@ def apart() -> Iterator[None]:
 def refuse_tracing(call: str) -> None:
     """Raise UnsupportedStateError where tensors are traced, fake, or wrapped by a function transform.
 
-    There ``state_dict()`` returns no state that could be saved, and ``load_state_dict()`` fills nothing.
-
-    Args:
-        call: Name of the method that was called.
+    There ``state_dict()`` returns no state that could be saved. ``call`` is the name of the method that was called.
     """
     inside = ""
     if _transform() is not None:

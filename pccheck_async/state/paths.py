@@ -1,11 +1,10 @@
 r"""Names of leaves: ``optimizer.state.0.exp_avg``.
 
-A path joins the keys from the root to the leaf with dots. A dot or backslash inside a key is escaped with a backslash,
-so the path of the key ``"a.b"`` (``a\.b``) differs from that of ``b`` below ``a``. Keys that are not strings are
-written as by ``repr`` (``0``, ``None``, ``(1, 2)``). A string is put in single quotes only where its mapping also has
-another key that would be written the same way (``{0: ..., "0": ...}`` gives ``0`` and ``'0'``); a quote at the
-beginning of a string is escaped (``\'``), and an empty string is written ``''``. So no two leaves of a state share a
-path.
+A path joins the keys from the root to the leaf with dots; a dot or backslash inside a key is escaped with a backslash
+(``a\.b``). Keys that are not strings are written as by ``repr`` (``0``, ``(1, 2)``). A string is put in single quotes
+only where its mapping also has another key that would be written the same way (``{0: ..., "0": ...}`` gives
+``0`` and ``'0'``); a quote at the beginning of a string is escaped (``\'``), and an empty string is written ``''``. So
+no two leaves of a state share a path.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 
@@ -52,12 +51,10 @@ def plain(path: str) -> str:
 
 
 def matcher(pattern: str, *, unescaped: bool = False) -> Callable[[str], bool]:
-    r"""Return a function that tells whether ``pattern`` matches a path.
+    r"""Return a function that tells whether a path is ``pattern`` or matches it as a glob (``*``, ``?``, ``[...]``).
 
-    Args:
-        pattern: A path, or a shell glob (``*``, ``?``, ``[...]``), in which ``*`` also matches dots.
-        unescaped: Compare it with paths without their escapes: then ``model.layers.0.weight`` also matches
-            ``model.layers\.0\.weight``.
+    ``*`` also matches dots. ``unescaped`` compares it with paths without their escapes: then ``model.layers.0.weight``
+    also matches ``model.layers\.0\.weight``.
     """
     glob = re.compile(fnmatch.translate(pattern)).match
 
@@ -75,17 +72,13 @@ def _show(key: Hashable) -> str:
         case int() if type(key) is int and key.bit_length() > 64:
             return hex(key)  # Python refuses to print very long ints in decimal
         case tuple() if type(key) is tuple:
-            return f"({_join(key)})"
+            return f"({', '.join(map(_show_quoted, key))})"
         case np.generic():
             return f"np.{type(key).__name__}({key.item()!r})"  # repr() changed with numpy 2
         case frozenset():
             return f"{{{', '.join(sorted(map(_show_quoted, key)))}}}"
         case _:
             return repr(key)
-
-
-def _join(items: Iterable[Hashable]) -> str:
-    return ", ".join(map(_show_quoted, items))
 
 
 def _show_quoted(key: Hashable) -> str:

@@ -31,11 +31,7 @@ class RawSource(NamedTuple):
 
 
 class PackedSource:
-    """An array stored C-contiguous whatever its strides, device or lazy bits; never materialised as a whole.
-
-    Args:
-        array: A tensor on any device, or a numpy array; it is read at the time of each :meth:`copy`.
-    """
+    """An array stored C-contiguous whatever its strides, device or lazy bits; :meth:`copy` reads it piece by piece."""
 
     __slots__ = ("array", "nbytes")
 
@@ -75,23 +71,16 @@ Source: TypeAlias = RawSource | PackedSource
 
 
 class Sources:
-    """The sources of one capture: their addresses in one table, and what keeps their memory.
-
-    Attributes:
-        nbytes: Length of each source.
-        devices: Indices of the CUDA devices that hold any of them.
-        packed_devices: Those that hold packed ones.
-        owned: Which sources the engine made for itself and the live state cannot reach; None for none.
-    """
+    """The sources of one capture: their addresses in one table, and what keeps their memory."""
 
     def __init__(self, sources: Iterable[Source] = ()) -> None:
         self._addresses: list[int] = []
         self.nbytes: list[int] = []
         self._owners: list[Any] = []  # of a packed source: itself
         self._placed: dict[int, int] = {}  # device by index, of those that are not in host memory
-        self.devices: set[int] = set()
-        self.packed_devices: set[int] = set()
-        self.owned: npt.NDArray[np.bool_] | None = None
+        self.devices: set[int] = set()  # CUDA devices that hold any of them
+        self.packed_devices: set[int] = set()  # those that hold packed ones
+        self.owned: npt.NDArray[np.bool_] | None = None  # copies that the engine made; None for none
         for source in sources:
             if isinstance(source, PackedSource):
                 self.add_packed(source)
@@ -134,7 +123,7 @@ class Sources:
     def moved(self, index: npt.NDArray[np.intp], addresses: npt.NDArray[np.uint64], owner: Any) -> Sources:
         """Return the same sources, those at ``index`` copied to ``addresses`` on their device, which ``owner`` keeps.
 
-        What is moved is owned by the engine from then on; the memory that it came from is let go.
+        The engine owns what was copied; the memory that it came from is let go.
         """
         new = self.with_memory(self.addresses.copy(), self._owners.copy())
         new.addresses[index] = addresses

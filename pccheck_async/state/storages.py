@@ -117,7 +117,7 @@ def _array_view(number: int, leaf: ArrayLeaf, array: np.ndarray[Any, Any]) -> Vi
     steps = tuple(step if size > 1 else 0 for size, step in zip(shape, array.strides, strict=True))
     low, high = span(shape, steps)
     nbytes = itemsize * prod(size for size, step in zip(shape, steps, strict=True) if step)
-    first = _address(array)
+    first = address_of(array)
     root = array
     while isinstance(root.base, np.ndarray):
         root = root.base
@@ -125,7 +125,7 @@ def _array_view(number: int, leaf: ArrayLeaf, array: np.ndarray[Any, Any]) -> Vi
         number=number,
         leaf=leaf,
         owner=root,
-        memory=("cpu", _address(root)),
+        memory=("cpu", address_of(root)),
         low=first + low,
         first=first,
         high=first + high + itemsize,
@@ -137,7 +137,8 @@ def _array_view(number: int, leaf: ArrayLeaf, array: np.ndarray[Any, Any]) -> Vi
     )
 
 
-def _address(array: np.ndarray[Any, Any]) -> int:
+def address_of(array: np.ndarray[Any, Any]) -> int:
+    """Return where the first item of an array is."""
     address: int = array.__array_interface__["data"][0]
     return address
 
@@ -274,64 +275,52 @@ class _Builder:
         end = 0
         for part in ranges:
             offset = -(-end // ALIGNMENT) * ALIGNMENT
-            if part.packed:
-                nbytes = self._pack(number, offset, part)
-            else:
+            if not part.packed:
                 offset += (part.low - base) % _WIDEST
-                nbytes = self._place(number, offset, part)
+            nbytes = self._add_source(part)
+            for view in part.views:
+                leaf, value = view.leaf, view.leaf.value
+                stride, at = view.stride, offset + view.first - part.low
+                if part.packed:
+                    stride, at = _packed_stride(view.shape, stride), offset
+                elif isinstance(value, torch.Tensor) and at % value.element_size():
+                    raise UnsupportedStateError(
+                        f"{leaf.path}: shares memory with another leaf, but not at a multiple of its item size; save a "
+                        "copy of one of them"
+                    )
+                self.entries[view.number] = TensorEntry(
+                    number, view.dtype, view.shape, stride, at, leaf.kind, leaf.requires_grad
+                )
+                self.source_of[view.number] = len(self._sources) - 1
             self._extents += (number, offset, nbytes)
             end = offset + nbytes
         self._sizes.append(end)
 
-    def _pack(self, number: int, offset: int, part: _Range) -> int:
+    def _add_source(self, part: _Range) -> int:
+        """Add the source of a range; return its length."""
         view = part.views[0]
-        stride = _packed_stride(view.shape, view.stride)
-        kept = tuple(slice(None) if step else slice(0, 1) for step in stride)
-        nbytes = self._add_packed(view, 0, lambda value, _: PackedSource(value[(*kept, ...)]))
-        for each in part.views:
-            self._enter(each, number, stride, offset)
-        return nbytes
-
-    def _add_packed(self, view: View, shift: int, pack: Packing) -> int:
-        self._origins.packings[len(self._sources)] = pack
-        source = pack(view.leaf.value, view.owner)
-        self._add_origin(view, shift)
-        self._sources.add_packed(source)
-        return source.nbytes
-
-    def _add_origin(self, view: View, shift: int) -> None:
+        packed, (device, base) = part.packed, view.memory
+        shift, nbytes = 0 if packed else part.low - base, part.high - part.low
         self._origins.leaves.append(view.number)
         self._origins.shifts.append(shift)
-
-    def _place(self, number: int, offset: int, part: _Range) -> int:
-        first = part.views[0]
-        nbytes = part.high - part.low
-        shift = part.low - first.memory[1]
-        device = first.memory[0]
-        if device != "cpu" and device.type != "cuda":
-            self._add_packed(first, shift, lambda value, storage: _flat(value.device, storage, shift, nbytes))
-        else:
-            owners = {id(view.owner): view.owner for view in part.views}
-            owner = first.owner if len(owners) == 1 else tuple(owners.values())
+        if not packed and (device == "cpu" or device.type == "cuda"):
+            owners = {id(each.owner): each.owner for each in part.views}
             self._origins.several |= len(owners) > 1
-            self._add_origin(first, shift)
+            owner = view.owner if len(owners) == 1 else tuple(owners.values())
             self._sources.add(part.low, nbytes, owner, HOST if device == "cpu" else device.index)
-        for view in part.views:
-            at = offset + view.first - part.low
-            value = view.leaf.value
-            if isinstance(value, torch.Tensor) and at % value.element_size():
-                raise UnsupportedStateError(
-                    f"{view.leaf.path}: shares memory with another leaf, but not at a multiple of its item size; save "
-                    "a copy of one of them"
-                )
-            self._enter(view, number, view.stride, at)
-        return nbytes
+            return nbytes
+        kept = tuple(slice(None) if step else slice(0, 1) for step in _packed_stride(view.shape, view.stride))
 
-    def _enter(self, view: View, number: int, stride: tuple[int, ...], offset: int) -> None:
-        leaf = view.leaf
-        entry = TensorEntry(number, view.dtype, view.shape, stride, offset, leaf.kind, leaf.requires_grad)
-        self.entries[view.number] = entry
-        self.source_of[view.number] = len(self._sources) - 1
+        def pack(value: Any, storage: Any) -> PackedSource:
+            if packed:
+                return PackedSource(value[(*kept, ...)])
+            flat = torch.empty(0, dtype=torch.uint8, device=value.device)  # a device whose memory has no plain address
+            return PackedSource(flat.set_(storage, shift, (nbytes,), (1,)))
+
+        self._origins.packings[len(self._sources)] = pack
+        source = pack(view.leaf.value, view.owner)
+        self._sources.add_packed(source)
+        return source.nbytes
 
     def layout(self) -> tuple[Layout, Origins]:
         entries = tuple(entry for entry in self.entries if entry is not None)
@@ -346,13 +335,6 @@ def _empty_entry(leaf: ArrayLeaf) -> TensorEntry:
     else:
         dtype, stride = value.dtype.str, (0,) * value.ndim
     return TensorEntry(None, dtype, tuple(value.shape), stride, 0, leaf.kind, leaf.requires_grad)
-
-
-def _flat(device: torch.device, storage: Any, offset: int, nbytes: int) -> PackedSource:
-    """Bytes of a storage that is not in host memory."""
-    flat = torch.empty(0, dtype=torch.uint8, device=device)
-    flat.set_(storage, offset, (nbytes,), (1,))
-    return PackedSource(flat)
 
 
 def _packed_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,11 +1,10 @@
 """Callbacks that run before Python code reaches for the memory of a tensor in a way that torch does not count.
 
-Torch counts the changes that its own operations make (``Tensor._version``), but not what is written through
-``param.data``, a NumPy array of a tensor, DLPack or a storage: that is how weights are swapped for an evaluation, or
-perturbed around a forward pass. So while there is a callback, the attributes of torch's classes that lead there are
-replaced by ones that call it first and then do what torch's own do. The first callback replaces them, they are restored
-after the last one, and not around each capture: CPython stops caching attributes of a class that changes a thousand
-times.
+``Tensor._version`` counts the changes of torch's own operations, not what is written through ``param.data``, a NumPy
+array of a tensor, DLPack or a storage: that is how weights are swapped for an evaluation, or perturbed around a forward
+pass. So while there is a callback, the attributes of torch's classes that lead there call it first. The first callback
+replaces them, they are restored after the last one, and not around each capture: CPython stops caching attributes of a
+class that changes a thousand times.
 """
 
 from __future__ import annotations

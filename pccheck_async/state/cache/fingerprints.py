@@ -51,8 +51,8 @@ class Fingerprints:
     def same(self, tensors: list[torch.Tensor], *, print_same: bool) -> bool:
         """Return whether as many tensors view their storages as these did.
 
-        Equal dtypes and devices say that none is quantized or on the meta device; that none is sparse is left to
-        whoever asks for their storages. Raises RuntimeError for a tensor without strides.
+        None is quantized or on the meta device then; whether one is sparse, who asks for storages finds out. Raises
+        RuntimeError for a tensor without strides.
 
         Where ``print_same``, their :func:`fingerprint` with addresses is that of others for which this was true: first
         elements are where they were, and unless the storages are, too, :meth:`same_offsets` has to be asked as well.

@@ -1,11 +1,10 @@
 """The layout cache: how leaves lay when they were last laid out, so that they are not laid out again at every save.
 
 A layout depends on what each leaf is (type, dtype, shape, strides, where in its storage it begins) and on how their
-memory relates: which leaves view one storage, and whether storages overlap. It does not depend on the addresses. So
-all of that is compared at every save, with every address and size read anew (offloading, FSDP and ``resize_`` move
-storages), and where nothing differs only the sources are made again. Whatever differs, or cannot be compared quickly,
-leads to a full :func:`lay_out`. Where every storage is where it was and as large as it was, as in everyday training,
-how they relate need not be worked out.
+memory relates (which leaves view one storage, whether storages overlap), not on addresses. All of that is compared at
+every save, with every address and size read anew: offloading, FSDP and ``resize_`` move storages. Where nothing differs
+only the sources are made again; whatever differs, or cannot be compared quickly, leads to a full :func:`lay_out`. Where
+every storage is where it was and as large as it was, as in everyday training, how they relate need not be worked out.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _nbytes: Final = torch.UntypedStorage.nbytes
 
 
 def cached_layout(leaves: Leaves, last: LayoutCache | None = None) -> tuple[Layout, LayoutCache | None]:
-    """Return the layout of ``leaves``; fast where they lie as when ``last`` was made; and the next ``last``.
+    """Return the layout of ``leaves``, quickly where they lie as they did for ``last``, and what is ``last`` next.
 
     Raises:
         UnsupportedStateError: A leaf cannot be saved; names its path.

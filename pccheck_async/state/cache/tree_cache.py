@@ -65,21 +65,13 @@ class ObjectOutline:
 
 @dataclass(slots=True, eq=False)
 class Shape:
-    """A container without its items.
+    """A container without its items."""
 
-    Attributes:
-        kind: Its type.
-        keys: Of a mapping; None for a sequence.
-        key_nodes: Their nodes.
-        names: How the items are called in paths.
-        make: Makes its node.
-    """
-
-    kind: Any
-    keys: list[Any] | None
+    kind: Any  # its type
+    keys: list[Any] | None  # of a mapping; None for a sequence
     key_nodes: list[Node]
-    names: list[str]
-    make: Callable[..., Node]
+    names: list[str]  # of the items in paths
+    make: Callable[..., Node]  # makes its node
 
     def items(self, value: Any) -> Sequence[Any] | None:
         """Return the items of a container that has this shape, None where it has another one."""

@@ -16,7 +16,7 @@ from pccheck_async.format import dtypes
 from pccheck_async.format.manifest import ALIGNMENT, Manifest, TensorEntry, span
 from pccheck_async.state.leaves import Array
 from pccheck_async.state.sources import HOST, as_bits
-from pccheck_async.state.storages import is_dense, is_unresolved
+from pccheck_async.state.storages import address_of, is_dense, is_unresolved
 from pccheck_async.state.targets import Target
 
 _HOST: Final = torch.device("cpu")
@@ -37,15 +37,10 @@ class _NewMemory(NamedTuple):
 
 
 class Allocation:
-    """Uninitialised memory for some arrays of a manifest, shared by arrays that share a storage.
+    """Uninitialised memory for the ``wanted`` arrays of a decoded manifest, shared by arrays that share a storage.
 
-    A storage that only numpy arrays view is allocated by numpy, any other by torch.
-
-    Args:
-        manifest: A decoded, hence checked one: the sizes in it are bounded by its payload.
-        wanted: Indices of the arrays to allocate.
-        devices: CUDA devices by the indices of tensors. A storage is allocated on a device where all its wanted arrays
-            are wanted there, else on the host.
+    A storage that only numpy arrays view is allocated by numpy, any other by torch: on the CUDA device that ``devices``
+    has for all its wanted arrays, by their indices, else on the host.
     """
 
     def __init__(
@@ -53,17 +48,15 @@ class Allocation:
     ) -> None:
         self._manifest = manifest
         self._moved: dict[tuple[int, torch.device], torch.Tensor] = {}
-        views: dict[int, list[TensorEntry]] = {}
-        places: dict[int, set[torch.device]] = {}
+        views: dict[int, list[int]] = {}
         for index in wanted:
-            entry = manifest.tensors[index]
-            if entry.storage is not None:
-                views.setdefault(entry.storage, []).append(entry)
-                places.setdefault(entry.storage, set()).add(devices.get(index, _HOST))
-        self._memories = {
-            storage: _allocate(entries, _HOST if len(places[storage]) > 1 else next(iter(places[storage])))
-            for storage, entries in views.items()
-        }
+            if (storage := manifest.tensors[index].storage) is not None:
+                views.setdefault(storage, []).append(index)
+        self._memories: dict[int, _NewMemory] = {}
+        for storage, indices in views.items():
+            first, *others = {devices.get(index, _HOST) for index in indices}
+            entries = [manifest.tensors[index] for index in indices]
+            self._memories[storage] = _allocate(entries, _HOST if others else first)
 
     def targets(self) -> Iterator[Target]:
         """Yield the memory that has to be filled before any array is used."""
@@ -74,12 +67,9 @@ class Allocation:
                 yield Target(start + low, high - low, memory.address + low - memory.base, flat, device)
 
     def array(self, index: int, device: torch.device = _HOST) -> Array:
-        """Return an array that was allocated.
+        """Return an array: where it was allocated, or a tensor on ``device``, where aliases share memory as well.
 
-        A tensor is where its storage was allocated, or on ``device``, where aliases share memory as on the host.
-
-        Raises:
-            CorruptStoreError: torch or numpy refuses to make an array of this shape and dtype.
+        Raises CorruptStoreError where torch or numpy refuses to make an array of this shape and dtype.
         """
         entry = self._manifest.tensors[index]
         try:
@@ -130,7 +120,7 @@ def _allocate(entries: list[TensorEntry], device: torch.device) -> _NewMemory:
     nbytes = ranges[-1][1] - base
     if all(entry.kind == "ndarray" for entry in entries):
         array = np.empty(nbytes, np.uint8)
-        return _NewMemory(base, array, array.__array_interface__["data"][0], ranges)
+        return _NewMemory(base, array, address_of(array), ranges)
     tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
     return _NewMemory(base, tensor, tensor.data_ptr(), ranges)
 
@@ -139,39 +129,21 @@ def _allocate(entries: list[TensorEntry], device: torch.device) -> _NewMemory:
 
 
 class _Live:
-    """A live array that takes the bytes of a stored one.
-
-    Args:
-        path: Its path.
-        index: The stored array's.
-        entry: And its entry.
-        array: The live array.
-        strict: Its bytes must become the stored ones; otherwise a new array may take its place.
-        by_address: Whether the copy backend can write to the address of a CUDA tensor.
-
-    Attributes:
-        device: Where its memory is; None on the host.
-        steps: Bytes from one element to the next along each dimension.
-        in_place: Its bytes are read right into its memory, not copied there at the end.
-        negated: It is a conjugated or negated view, whose bytes in memory are not its values.
-    """
+    """A live array that takes the bytes of a stored one: its own memory if it is strict, else maybe in a new array."""
 
     def __init__(
         self, path: str, index: int, entry: TensorEntry, array: Array, strict: bool, by_address: Callable[[], bool]
     ) -> None:
         self.path, self.index, self.entry, self.array, self.strict = path, index, entry, array, strict
-        self.device: torch.device | None = None
-        self.negated = False
-        self.steps, self.address = _steps(array), 0
-        if isinstance(array, torch.Tensor):
-            self.device = None if array.is_cpu else array.device
-            self.negated = is_unresolved(array)
-            self.address = array.data_ptr()
-        else:
-            self.address = array.__array_interface__["data"][0]
+        self.steps = _steps(array)  # bytes from one element to the next along each dimension
+        tensor = array if isinstance(array, torch.Tensor) else None
+        self.device = None if tensor is None or tensor.is_cpu else tensor.device  # None: the host
+        self.negated = tensor is not None and is_unresolved(tensor)  # its bytes in memory are not its values
+        self.address: int = array.data_ptr() if isinstance(array, torch.Tensor) else address_of(array)
         reached = self.device is None or (self.device.type == "cuda" and by_address())
         dense = is_dense(entry.shape, self.steps, entry.itemsize)
-        self.in_place = reached and not self.negated and dense and _agree(entry.shape, self.steps, _stored_steps(entry))
+        # Read right into its memory, not copied there at the end:
+        self.in_place = reached and not self.negated and dense and _is_as_stored(entry, self.steps)
 
     def extent(self) -> tuple[int, int]:
         """Return the addresses of the first byte and of the byte after the last."""
@@ -185,7 +157,7 @@ class _Live:
             return False
         if not shift and (one.shape, one.stride, self.steps) == (two.shape, two.stride, other.steps):
             return True
-        return all(_agree(live.entry.shape, live.steps, _stored_steps(live.entry)) for live in (self, other))
+        return all(_is_as_stored(live.entry, live.steps) for live in (self, other))
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
@@ -220,21 +192,20 @@ class Filling:
     def conflicts(self) -> list[str]:
         """Drop arrays that would overwrite another; return the paths of strict ones, each with what it overlaps."""
         troubles = []
-        for cluster in _overlapping([live for live in self._live.values() if live.entry.storage is not None]):
-            for one, other in _pairs(cluster):
-                dropped = not {one.index, other.index} <= self._live.keys()
-                if dropped or one.shares_as_stored(other) or not _share(one, other):
-                    continue
-                loose = next((live for live in (other, one) if not live.strict), None)
-                if loose is not None:
-                    del self._live[loose.index]
-                elif one.negated or other.negated:
-                    troubles.append(
-                        f"{other.path} (a view of the memory of {one.path} here, conjugated or negated; the checkpoint "
-                        "has them apart: give one memory of its own with resolve_conj() or resolve_neg())"
-                    )
-                else:
-                    troubles.append(f"{other.path} (shares memory with {one.path} here, but not in the checkpoint)")
+        for one, other in _overlapping([live for live in self._live.values() if live.entry.storage is not None]):
+            dropped = not {one.index, other.index} <= self._live.keys()
+            if dropped or one.shares_as_stored(other) or not _share(one, other):
+                continue
+            loose = next((live for live in (other, one) if not live.strict), None)
+            if loose is not None:
+                del self._live[loose.index]
+            elif one.negated or other.negated:
+                troubles.append(
+                    f"{other.path} (a view of the memory of {one.path} here, conjugated or negated; the checkpoint "
+                    "has them apart: give one memory of its own with resolve_conj() or resolve_neg())"
+                )
+            else:
+                troubles.append(f"{other.path} (shares memory with {one.path} here, but not in the checkpoint)")
         return troubles
 
     def allocate(self, wanted: set[int]) -> None:
@@ -296,7 +267,7 @@ def difference(entry: TensorEntry, array: Array) -> str:
     if dtype != entry.dtype or tuple(array.shape) != entry.shape:
         return f"{dtype} {tuple(array.shape)} here, {describe(entry)} in the checkpoint"
     steps = _steps(array)
-    if _agree(entry.shape, steps, _stored_steps(entry)):
+    if _is_as_stored(entry, steps):
         return ""
     for size, step, stored in zip(entry.shape, steps, entry.stride, strict=True):
         if size > 1 and step == 0 and stored != 0:
@@ -337,8 +308,10 @@ def _stored_steps(entry: TensorEntry) -> tuple[int, ...]:
     return tuple(step * itemsize for step in entry.stride)
 
 
-def _agree(shape: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    return one == other or all(a == b for size, a, b in zip(shape, one, other, strict=True) if size > 1)
+def _is_as_stored(entry: TensorEntry, steps: tuple[int, ...]) -> bool:
+    """Return whether these are the strides, in bytes, with which an array is stored."""
+    sizes = zip(entry.shape, steps, _stored_steps(entry), strict=True)
+    return all(here == stored for size, here, stored in sizes if size > 1)
 
 
 def _overlaps_itself(shape: tuple[int, ...], steps: tuple[int, ...], itemsize: int) -> bool:
@@ -369,28 +342,25 @@ def _copy(live: _Live, stored: Array) -> None:
     live.array[once] = stored[once]
 
 
-def _overlapping(lives: list[_Live]) -> Iterator[list[_Live]]:
-    """Yield groups of arrays whose spans of memory overlap, unless all of a group share it as in the checkpoint."""
+def _overlapping(lives: list[_Live]) -> Iterator[tuple[_Live, _Live]]:
+    """Yield those whose spans of memory overlap, in its order, except for groups that share it as in the checkpoint."""
     spans = sorted(((str(live.device), *live.extent(), live) for live in lives), key=lambda item: item[:3])
-    groups: list[list[_Live]] = []
+    groups: list[list[tuple[int, int, _Live]]] = []
     memory, end = "", 0
     for where, low, high, live in spans:
         if not groups or where != memory or low >= end:
             groups.append([])
             memory, end = where, high
-        groups[-1].append(live)
+        groups[-1].append((low, high, live))
         end = max(end, high)
-    return (group for group in groups if not all(group[0].shares_as_stored(live) for live in group[1:]))
-
-
-def _pairs(cluster: list[_Live]) -> Iterator[tuple[_Live, _Live]]:
-    """Yield those of a group, in the order of their memory, whose spans overlap."""
-    extents = [live.extent() for live in cluster]
-    for number, (_, end) in enumerate(extents):
-        for other in range(number + 1, len(cluster)):
-            if extents[other][0] >= end:
-                break
-            yield cluster[number], cluster[other]
+    for group in groups:
+        if all(group[0][2].shares_as_stored(live) for _, _, live in group[1:]):
+            continue
+        for number, (_, end, one) in enumerate(group, 1):
+            for low, _, other in group[number:]:
+                if low >= end:
+                    break
+                yield one, other
 
 
 def _share(one: _Live, other: _Live) -> bool:

@@ -19,30 +19,19 @@ _METADATA: Final = "._metadata"
 """Component for the ``_metadata`` that ``nn.Module`` sets on its state; a dot in a key would be escaped."""
 _MOST_COMPARED: Final = 256
 """Views of one storage that are searched for one that overlaps."""
-
-
 _DATA: Final = nodes.BytesNode | nodes.BytearrayNode | nodes.SurrogateStrNode
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredLeaf:
-    """One tensor, array or plain value of a checkpoint. A list or tuple of plain values is one leaf.
+    """One tensor, array or plain value of a checkpoint. A list or tuple of plain values is one leaf."""
 
-    Attributes:
-        names: The components of its path.
-        entry: An array's entry in the manifest; None for a plain value.
-        extent: First byte of the payload that an array views, and the byte after the last; None without elements.
-        alias_of: Path of an earlier leaf that shares bytes with this one: they are stored once.
-        node: A plain value as it is stored.
-        is_metadata: Whether it belongs to the ``_metadata`` (versions) that ``nn.Module`` sets on its state.
-    """
-
-    names: tuple[str, ...]
-    entry: TensorEntry | None = None
-    extent: tuple[int, int] | None = None
-    alias_of: str | None = None
-    node: Node = None
-    is_metadata: bool = False
+    names: tuple[str, ...]  # the components of its path
+    entry: TensorEntry | None = None  # of an array
+    extent: tuple[int, int] | None = None  # first byte of the payload that an array with elements views, and the end
+    alias_of: str | None = None  # path of an earlier leaf that shares bytes with this one: they are stored once
+    node: Node = None  # a plain value as it is stored
+    is_metadata: bool = False  # of the ``_metadata`` (versions) that ``nn.Module`` sets on its state
 
     @property
     def path(self) -> str:
@@ -85,12 +74,7 @@ class StoredLeaf:
 
 @dataclass(slots=True)
 class Listing:
-    """The content of a checkpoint.
-
-    Attributes:
-        leaves: The leaves, in the order of the state.
-        branches: Types of the containers by their paths; the root's path is empty.
-    """
+    """The content of a checkpoint: leaves in the order of the state, and types of the containers by their paths."""
 
     leaves: list[StoredLeaf] = field(default_factory=list)
     branches: dict[str, str] = field(default_factory=dict)
@@ -115,10 +99,11 @@ class _Walk:
 
     def visit(self, node: Node, names: tuple[str, ...], kind: str = "", *, is_metadata: bool = False) -> None:
         """List what is at and below ``node``; ``kind`` names the objects whose state it is."""
+        leaves = self.listing.leaves
         if isinstance(node, StatefulNode):
             self.visit(node.child, names, f"{kind}object of ", is_metadata=is_metadata)
         elif isinstance(node, ArrayNode):
-            self.listing.leaves.append(self._array(node.index, names, is_metadata))
+            leaves.append(self._array(node.index, names, is_metadata))
         elif (isinstance(node, MappingNode) and (node.keys or not names)) or any(
             has_parts(child) or _is_container(child) for _, child in below(node)
         ):
@@ -131,12 +116,12 @@ class _Walk:
                 if has_parts(metadata):
                     self.visit(metadata, (*names, _METADATA), is_metadata=True)
                 else:
-                    self.listing.leaves.append(StoredLeaf((*names, _METADATA), node=metadata, is_metadata=True))
+                    leaves.append(StoredLeaf((*names, _METADATA), node=metadata, is_metadata=True))
         else:
             if has_parts(node):
                 raise CorruptStoreError(f"an array lies inside a {type(node).__name__}")
             rebuild(node, lambda _: None)  # raises where it describes no value
-            self.listing.leaves.append(StoredLeaf(names, node=node, is_metadata=is_metadata))
+            leaves.append(StoredLeaf(names, node=node, is_metadata=is_metadata))
 
     def _array(self, index: int, names: tuple[str, ...], is_metadata: bool) -> StoredLeaf:
         entry = self._manifest.tensors[index]

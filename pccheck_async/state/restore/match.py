@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Final
@@ -43,36 +43,24 @@ _Replace = Callable[[Any], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Restoration:
-    """A restore that was checked and can begin: fill the targets, then call ``finish`` once.
-
-    Attributes:
-        targets: The memory to fill.
-        finish: Makes the state from what was filled, and returns it.
-        missing: Paths that the state has and the checkpoint lacks: they stay as they are.
-        unexpected: Paths that the checkpoint has and the state lacks: they are not read.
-        filled: Paths of the live arrays that the targets fill.
-        counts: By the names of the outermost entries that both have: how many leaves of the checkpoint are restored,
-            and how many it has.
-    """
+    """A restore that was checked and can begin: fill the targets, then call ``finish`` once."""
 
     targets: Targets
-    finish: Callable[[], Any]
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    filled: tuple[str, ...] = ()
+    finish: Callable[[], Any]  # makes the state from what was filled, and returns it
+    missing: tuple[str, ...] = ()  # paths that the state has and the checkpoint lacks: they stay as they are
+    unexpected: tuple[str, ...] = ()  # paths that the checkpoint has and the state lacks: they are not read
+    filled: tuple[str, ...] = ()  # paths of the live arrays that the targets fill
+    # By outermost names that both have: how many leaves of the checkpoint are restored, and how many it has.
     counts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def allocate(manifest: Manifest, keys: Sequence[str] | None = None, device: str | torch.device = "cpu") -> Restoration:
-    """Prepare a restore into new memory.
+    """Prepare a restore into new memory; its ``finish`` returns a nested dict, with a dict in place of each Stateful.
 
     Args:
         manifest: What is stored.
         keys: Paths or globs of the leaves and subtrees to load; None for all. Only their bytes are read.
         device: Where tensors are in the end; numpy arrays stay on the host.
-
-    Returns:
-        A restoration whose ``finish`` returns the nested dict, with the ``state_dict()`` of each Stateful in its place.
 
     Raises:
         StateMismatchError: One of ``keys`` selects nothing.
@@ -97,6 +85,7 @@ def match(
 ) -> Restoration:
     """Prepare a restore into the live ``state``: check it first, and change nothing.
 
+    Its ``finish`` copies what could not be filled in place, calls every ``load_state_dict`` and returns ``state``.
     Tensors and arrays keep their identity and take the stored bytes: in place where they lie in memory as they were
     stored, on the host or (with ``by_address``) on a CUDA device; otherwise by a copy at the end. A container that
     holds a tensor or array takes a saved None in its place, and no other plain value.
@@ -110,15 +99,8 @@ def match(
     Optimizers need no state yet; their parameters are identified by the names that were saved, else by their numbers.
     Any other Stateful gets its own tensors where dtype and shape are equal, and new ones elsewhere.
 
-    Args:
-        state: The live state.
-        manifest: What is stored.
-        by_address: Asked when there is a CUDA tensor: whether the copy backend can write to its address.
-        strict: With False, what only one of them has is listed, not an error (see :meth:`CheckpointEngine.restore`).
-
-    Returns:
-        A restoration whose ``finish`` copies what could not be filled in place, calls every ``load_state_dict`` and
-        returns ``state``.
+    Without ``strict``, what only one of them has is listed, and no error (see :meth:`CheckpointEngine.restore`).
+    ``by_address`` is asked when there is a CUDA tensor: whether the copy backend can write to its address.
 
     Raises:
         UnsupportedStateError: ``state`` is not a mapping with strings for keys, or has the ``state_dict()`` of a live
@@ -171,7 +153,9 @@ class _Matching:
         def finish() -> Mapping[str, Any]:
             with apart():
                 self._filling.finish()
-            with _outside_inference():  # tensors that are made now can be trained, whatever mode the caller is in
+            gradients = torch.is_grad_enabled()  # inference_mode(False) would switch them on
+            # Tensors that are made now can be trained, whatever mode the caller is in.
+            with torch.inference_mode(False), torch.set_grad_enabled(gradients):
                 for action in self._actions + self._last_actions:
                     action()
             return state
@@ -356,10 +340,7 @@ class _Matching:
         return structs.replace(node, keys=[node.keys[i] for i in kept], values=[node.values[i] for i in kept]), own
 
     def _decides(self, own_loading: objects.OwnLoading, key: str, value: Any, node: Node) -> bool:
-        """Return whether a module gets a stored array in new memory, and decides what becomes of it.
-
-        A user's hook that moves or changes live values would otherwise find them filled already.
-        """
+        """Return whether a module gets a stored array in new memory: a user's hook may move or change live values."""
         if not key.startswith(own_loading.all) or is_lazy(value):
             return False
         live = isinstance(value, (torch.Tensor, np.ndarray))
@@ -448,13 +429,6 @@ class _Matching:
         else:
             stored = f"a {type(node).__name__.removesuffix('Node')}"
         self._mismatched.append(f"{path} (a {type(live).__qualname__} here, {stored} in the checkpoint)")
-
-
-@contextmanager
-def _outside_inference() -> Iterator[None]:
-    gradients = torch.is_grad_enabled()  # inference_mode(False) would switch them on
-    with torch.inference_mode(False), torch.set_grad_enabled(gradients):
-        yield
 
 
 def _load_into(live: torch.nn.Module, own: Mapping[Any, Any], stored: Mapping[Any, Any]) -> None:

@@ -32,10 +32,9 @@ _STRICT: Final = ("torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm")
 
 
 def live_state(module: torch.nn.Module) -> Mapping[str, Any]:
-    """Return the module's state with its Parameters themselves in it.
+    """Return the module's state with its Parameters themselves in it, which torch does not copy onto themselves.
 
-    Given back to ``load_state_dict``, a Parameter is copied onto itself, which torch leaves out. A module whose own
-    ``state_dict`` does not take ``keep_vars`` returns detached tensors, which share the Parameters' memory.
+    A module whose own ``state_dict`` does not take ``keep_vars`` returns detached tensors, which share their memory.
     """
     parameters = inspect.signature(module.state_dict).parameters.values()
     takes = any(p.name == "keep_vars" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
@@ -44,15 +43,10 @@ def live_state(module: torch.nn.Module) -> Mapping[str, Any]:
 
 
 class OwnLoading(NamedTuple):
-    """The parts of a module that have hooks or methods of their own for loading, by the prefixes of their keys.
+    """The parts of a module that have hooks or methods of their own for loading, by the prefixes of their keys."""
 
-    Attributes:
-        all: All of them. They may rename keys that are loaded, and resize live tensors.
-        users: Those whose hooks or methods are not torch's: they may also change what fits.
-    """
-
-    all: tuple[str, ...]
-    users: tuple[str, ...]
+    all: tuple[str, ...]  # they may rename keys that are loaded, and resize live tensors
+    users: tuple[str, ...]  # those whose hooks or methods are not torch's: they may also change what fits
 
 
 def own_loading(module: torch.nn.Module) -> OwnLoading:
@@ -85,11 +79,7 @@ _HOOKS: Final = "_optimizer_load_state_dict_pre_hooks"
 
 
 def differences(
-    optimizer: torch.optim.Optimizer,
-    own: Mapping[str, Any],
-    node: Node,
-    tensors: Sequence[TensorEntry],
-    path: str,
+    optimizer: torch.optim.Optimizer, own: Mapping[str, Any], node: Node, tensors: Sequence[TensorEntry], path: str
 ) -> list[str]:
     """Return how the parameters of a live optimizer, whose state is ``own``, differ from those of the stored state.
 
@@ -130,11 +120,9 @@ def _group_differences(optimizer: torch.optim.Optimizer, own: Mapping[str, Any],
     for index, (group, item) in enumerate(zip(groups, stored.items, strict=True)):
         parameters = _items(item).get("params")
         count = len(parameters.items) if isinstance(parameters, ListNode) else 0
-        if len(group["params"]) != count:
-            here = len(group["params"])
+        if (here := len(group["params"])) != count:
             mismatches.append(f"{where}.{index}.params ({here} parameters here, {count} in the checkpoint)")
-        trouble = _other_kind(optimizer, group, item)
-        if trouble:
+        if trouble := _other_kind(optimizer, group, item):
             mismatches.append(f"{where}.{index} ({trouble})")
     return mismatches
 
@@ -142,13 +130,10 @@ def _group_differences(optimizer: torch.optim.Optimizer, own: Mapping[str, Any],
 def _other_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], node: Node) -> str:
     """Return why a stored group is another kind of optimizer's; empty where it may be this one's.
 
-    Flags (None or a bool) that the checkpoint lacks do not count: a newer torch added them, and supplies defaults.
-    Neither do keys that only the checkpoint has (schedulers and users put their own into groups), unless a setting
-    without which this optimizer cannot step is lacking.
+    Flags (None or a bool) may be lacking: a newer torch added them, and supplies defaults. Keys that only the
+    checkpoint has may be those of schedulers and users, unless a setting that this optimizer needs is lacking.
     """
     stored = _items(node).keys()
-    if not stored:
-        return ""
     defaults: Mapping[str, Any] = getattr(optimizer, "defaults", {})
     lacking = {key for key, value in defaults.items() if value is not None and not isinstance(value, bool)} - stored
     beyond = stored - group.keys()
@@ -196,11 +181,10 @@ def _items(node: Node) -> dict[Hashable, Node]:
 
 
 def load(optimizer: torch.optim.Optimizer, state: Any) -> None:
-    """Load ``state``, and undo what torch changes in it on the way.
+    """Load ``state``, and undo what torch changes in it on the way, between the hooks that users registered.
 
     ``load_state_dict`` casts the state of a parameter to the parameter's dtype (float32 moments of a bfloat16 parameter
-    lose their low bits) and iterates over strings in it. Hooks that users registered run before and after that: the
-    repair uses the state as their hooks before loading left it, and their hooks after loading run after the repair.
+    lose their low bits) and iterates over strings in it.
     """
     loaded = [state]  # the last is what torch gets; emptied once it is repaired
     with ExitStack() as hooks:
@@ -263,16 +247,7 @@ def renumbered(
     """Return the stored state with the live optimizer's numbers in place of what it calls the parameters.
 
     An optimizer with hooks that receive the stored state first gets it unchanged: they may be there to renumber it.
-
-    Args:
-        optimizer: The live optimizer.
-        own: Its ``state_dict()``.
-        node: The stored state.
-        names: Called only where the stored state has names.
-        path: The optimizer's path in the state.
-
-    Returns:
-        The state, and messages on what in it belongs to no parameter here.
+    Returns messages, too, on what in it belongs to no parameter here. ``names`` is called only where it has names.
     """
     stored = _items(node)
     groups, state, items = own.get("param_groups"), stored.get("state"), stored.get("param_groups")
@@ -295,7 +270,7 @@ def renumbered(
         if set(order) != set(here) or len(order) != len(here):
             if group.by_name or (group.names and own_names):
                 unknown = [name for name, number in zip(group.names, order, strict=True) if number is None]
-                listed = _some(unknown or group.names)
+                listed = _first_names(unknown or group.names)
                 mismatches.append(f"{path}.param_groups.{index} (of these names no parameter here: {listed})")
             order = here
         numbers.update(zip(group.keys, order, strict=True))
@@ -311,7 +286,7 @@ def renumbered(
             used.add(alias)
     orphans = [str(key) for key, number in number_of.items() if number is None and key not in own.get("state", {})]
     if orphans and len(orphans) == len(number_of):  # beside those of parameters, an optimizer may have other keys
-        mismatches.append(f"{path}.state (of no parameter here: {_some(orphans)})")
+        mismatches.append(f"{path}.state (of no parameter here: {_first_names(orphans)})")
     if mismatches:
         return node, [f"{mismatch[:-1]}; {_ADVICE})" for mismatch in mismatches]
     changed: dict[str, Node] = {"param_groups": ListNode(made)}
@@ -373,5 +348,5 @@ def _plain_items(node: Node) -> list[Hashable]:
     return [values.from_node(item) for item in node.items] if isinstance(node, (ListNode, TupleNode)) else []
 
 
-def _some(names: Sequence[Hashable]) -> str:
+def _first_names(names: Sequence[Hashable]) -> str:
     return ", ".join(map(str, names[:_SHOWN])) + (", ..." if len(names) > _SHOWN else "")

@@ -39,8 +39,7 @@ def rebuild(
         stateful: Returns what takes the place of a Stateful; by default, what its ``state_dict()`` returned.
         depth: Levels of nesting above ``node``.
 
-    Raises:
-        CorruptStoreError: The tree describes no value.
+    Raises CorruptStoreError where the tree describes no value.
     """
     if depth > MAX_DEPTH:
         raise _too_deep()
@@ -127,8 +126,7 @@ def opened(node: Node) -> Node:
 def entries(node: Node) -> list[tuple[Hashable, str, Node]]:
     """Return key or index, name in paths and node of each entry of a mapping, list or tuple; of other nodes, nothing.
 
-    Raises:
-        CorruptStoreError: The keys of a mapping are impossible.
+    Raises CorruptStoreError for impossible keys.
     """
     if isinstance(node, MappingNode):
         keys = mapping_keys(node)
@@ -139,10 +137,7 @@ def entries(node: Node) -> list[tuple[Hashable, str, Node]]:
 
 
 def below(node: Node) -> list[tuple[str, Node]]:
-    """Return name and node of each entry (see :func:`entries`), also of what a Stateful saved; empty for leaves.
-
-    Leaves are arrays, plain values, sets, and empty containers.
-    """
+    """Return name and node of each entry (see :func:`entries`), also of what a Stateful saved; empty for leaves."""
     return [(name, child) for _, name, child in entries(opened(node))]
 
 

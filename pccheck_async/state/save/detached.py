@@ -1,9 +1,8 @@
-"""Dicts that a live object's ``state_dict()`` made, in place of the object.
+"""Dicts that a live object's ``state_dict()`` made, in place of the object: they hold what it held at that moment.
 
-They hold what the object held at that moment. Tensors in them are the object's own; all else is a copy, which the
-object never hears of again. Of optimizers, schedulers and scalers such a dict is known by the values that it shares
-with the live object, so that one which was loaded, or made by hand, is a dict like any other. A module's is filled in
-place, unless it has more than tensors in it (extra state), whoever has it.
+Tensors in them are the object's own; all else is a copy, of which the object never hears. Of optimizers, schedulers and
+scalers such a dict is known by the values that it shares with the live object: one that was loaded, or made by hand, is
+a dict like any other. A module's is filled in place, unless it has more than tensors in it (extra state).
 """
 
 from __future__ import annotations
@@ -48,13 +47,13 @@ def _owner(value: Mapping[Any, Any]) -> str:
 
 
 def refuse_unstepped(value: Mapping[Any, Any], path: str) -> None:
-    """Raise UnsupportedStateError for the state of a live optimizer before its first step.
+    """Raise UnsupportedStateError for the state of a live optimizer before its first step: moments would be missing.
 
-    Whether the optimizer stepped since cannot be told, and then all its moments would be missing. Of an optimizer that
-    keeps none (SGD without momentum) that says nothing.
+    SGD without momentum, which keeps none, is let through.
     """
     state = value.get("state")
-    if isinstance(state, dict) and not state and not all(map(_is_plain_sgd, _groups(value))) and _of_live(value):
+    plain_sgd = all("dampening" in group and group.get("momentum") == 0 for group in _groups(value))
+    if isinstance(state, dict) and not state and not plain_sgd and _of_live(value):
         raise UnsupportedStateError(
             f"{_where(path)} is the state_dict() of an optimizer before its first step, and will stay that; put the "
             "optimizer itself there, which is asked at every checkpoint"
@@ -72,19 +71,14 @@ def _groups(value: Mapping[Any, Any]) -> list[Mapping[str, Any]]:
     return [group for group in dicts if isinstance(group.get("params"), list) and group["params"]]
 
 
-def _is_plain_sgd(group: Mapping[str, Any]) -> bool:
-    return "dampening" in group and group.get("momentum") == 0
-
-
 def _of_live(value: Mapping[Any, Any]) -> bool:
     """Whether a live optimizer has the very same state of a parameter; before there is any, the same settings."""
     state = value.get("state")
     if not isinstance(state, Mapping):
         return False
     if state:
-        return _is_referenced(
-            [next(iter(state.values()))], lambda holder: isinstance(holder, dict) and _keyed_by_tensor(holder)
-        )
+        first = next(iter(state.values()))
+        return _is_referenced([first], lambda holder: isinstance(holder, dict) and _keyed_by_tensor(holder))
     groups = _groups(value)
     shown = [item for group in groups for item in group.values() if isinstance(item, _SETTINGS)]
     if not shown:

@@ -30,8 +30,7 @@ _requires_grad: Final = attrgetter("requires_grad")
 def optimized(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
     """Return the parameters that ``optimizers`` change, and the tensors they keep for them (moments, step counts).
 
-    Optimizers are often given all parameters of a model. Frozen ones they leave as they are, and somebody else may
-    change them (the key encoder of MoCo follows by hand).
+    Frozen parameters are none of them: somebody else may change those (the key encoder of MoCo follows by hand).
     """
     tensors: list[torch.Tensor] = []
     for optimizer in optimizers:
@@ -65,12 +64,7 @@ class ChangingTables:
         self._last: tuple[Outline | None, _Modules] = (None, _Modules([]))
 
     def among(self, objects: Iterable[Any], outline: Outline | None) -> list[torch.Tensor]:
-        """Return those of the modules among ``objects``, which were asked for their ``state_dict()``.
-
-        Args:
-            objects: Of the state.
-            outline: What it made the state of.
-        """
+        """Return those of the modules among ``objects``, from whose ``state_dict()`` the ``outline`` was made."""
         modules = [each for each in objects if isinstance(each, torch.nn.Module)]
         then, last = self._last
         if outline is None or outline is not then or not last.are(modules):
@@ -116,11 +110,7 @@ def _children(modules: Iterable[Any]) -> list[Any]:
 
 
 class LazyMemory:
-    """Ranges of memory, by address.
-
-    Args:
-        tensors: Whose bytes; those with holes between them, and those without plain memory, are left out.
-    """
+    """The ranges of memory that tensors take; those with holes and those without plain memory are left out."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         lows, highs = _ranges(tensors)

@@ -36,31 +36,19 @@ _ALIGNMENT: Final = 16
 
 
 class LazyPart:
-    """What of a state is captured while training goes on, and the checks that find out whether it changed meanwhile.
-
-    Attributes:
-        eager: Sources that are not part of it and were not copied: the caller waits until those are captured.
-        any_eager: Whether there are any.
-        versions: The lazy tensors as they were at the call.
-        note_end: Called with what made the checkpoint fail, None where it did not: leaves that were torn repeatedly are
-            captured eagerly from then on. It holds none of the state.
-    """
+    """What of a state is captured while training goes on, and the checks that find out whether it changed meanwhile."""
 
     def __init__(
-        self,
-        eager: _Which,
-        versions: Versions,
-        byte_check: ByteCheck | None,
-        constants: Choice | None,
-        splitter: Splitter,
+        self, eager: _Which, versions: Versions, byte_check: ByteCheck | None, constants: Choice | None, by: Splitter
     ) -> None:
-        self.eager = eager
+        self.eager = eager  # sources that are not part of it and were not copied: the caller waits for their capture
         self.any_eager = bool(eager.any())
-        self.versions = versions
+        self.versions = versions  # of the lazy tensors, as they were at the call
+        # Called with what made the checkpoint fail, None where nothing did; it holds none of the state.
+        self.note_end = partial(by.note_end, constants)
         self._byte_check = byte_check
         self._constants = constants
-        self._learn = splitter.constants.learn
-        self.note_end = partial(splitter.note_end, constants)
+        self._learn = by.constants.learn
 
     def check_chunk(self, number: int, table: npt.NDArray[np.uint64], captured: memoryview, checksum: int) -> None:
         """Raise TornCaptureError where the bytes of a captured chunk, or their checksum, show that a lazy leaf changed.
@@ -79,11 +67,7 @@ class LazyPart:
 
 
 class Splitter:
-    """Splits states, and remembers what makes the next split quick and right. May be used from several threads.
-
-    Attributes:
-        constants: Checksums of the large leaves that nobody owns.
-    """
+    """Splits states, and remembers what makes the next split quick and right. May be used from several threads."""
 
     def __init__(self) -> None:
         self.constants = Constants()
@@ -105,14 +89,11 @@ class Splitter:
 
         Args:
             flat: The state.
-            layout: Where its bytes lie.
+            layout: Where its bytes lie; the one that is returned has the copies in place of what was copied.
             optimizers: The attached ones: their steps wait for the capture.
             check_bytes: Keep a copy of the lazy sources, to compare it with what is captured.
             fenced: Devices may wait for the capture in place of the training thread. What lies on the host is copied
                 then, too: a step changes it at once (step counts), and no stream holds that up.
-
-        Returns:
-            The layout with copies in place of what was copied, and the lazy part.
         """
         values, paths = flat.leaves.values, flat.leaves.paths
         owned = optimized(optimizers)
@@ -158,27 +139,22 @@ class Splitter:
         return layout if sources is layout.sources else replace(layout, sources=sources), part
 
     def note_end(self, constants: Choice | None, error: Exception | None) -> None:
-        """See :attr:`LazyPart.note_end`."""
+        """Remember which leaves were torn: those that were repeatedly are captured eagerly from then on."""
         if error is None or isinstance(error, TornCaptureError):
             paths = () if constants is None else constants.paths.values()
             self._torn.note(() if error is None else error.paths, paths)
 
 
 class _LazyLeaves:
-    """The leaves of the lazy sources: remembered while the same sources are lazy and lie where they did.
-
-    Attributes:
-        numbers: Of the leaves; None for all of them.
-        memory: Of their storages.
-    """
+    """The leaves of the lazy sources: remembered while the same sources are lazy and lie where they did."""
 
     def __init__(self, lazy: _Which, layout: Layout) -> None:
         self._lazy = lazy
         self._addresses = layout.sources.addresses
         is_lazy = [*lazy.tolist(), False]  # the last one stands for leaves without a source
         numbers = [number for number, source in enumerate(layout.source_of) if is_lazy[source]]
-        self.numbers = numbers if len(numbers) < len(layout.source_of) else None
-        self.memory: StorageMemory | None = None
+        self.numbers = numbers if len(numbers) < len(layout.source_of) else None  # None for all of them
+        self.memory: StorageMemory | None = None  # of their storages
 
     def are_of(self, lazy: _Which, layout: Layout) -> bool:
         """Whether these are the lazy leaves of a layout; its table of addresses stays the same while nothing moves."""
@@ -188,9 +164,7 @@ class _LazyLeaves:
 def copy_small(sources: Sources, wanted: _Which) -> tuple[Sources, _Which]:
     """Copy the small ones of ``wanted``, those on a device into memory of that device.
 
-    Returns:
-        The sources to capture instead, and which of ``wanted`` were too large to be copied (over 1 MiB each, or over
-        16 MiB in all).
+    Returns the sources to capture instead, and which of ``wanted`` were too large (1 MiB each, 16 MiB in all).
     """
     lengths = sources.lengths
     small = wanted & (lengths <= LARGEST_COPY)

@@ -1,10 +1,7 @@
 """How torn captures are found out: leaves that changed while they were captured.
 
-- :class:`Versions` compares torch's version counters and where storages lie. That proves a change, never its absence:
-  fused optimizers and batch normalisation do not count their changes, writes through ``.data``, numpy or DLPack are
-  not counted either, and torch counts an operation only after it ended.
-- :class:`ByteCheck`, on request, compares every captured byte with a copy that was made before the call returned.
-- :class:`TornLeaves` remembers which leaves were torn, so that one that is torn repeatedly is captured eagerly.
+Torn are leaves that code changes outside the steps of attached optimizers. Steps are watched by
+:mod:`pccheck_async.engine.overlap`.
 """
 
 from __future__ import annotations
@@ -41,7 +38,9 @@ _NAMED: Final = 3
 class Versions:
     """Version counters and storages of tensors, as they are when this is made. Holds the tensors and their memory.
 
-    ``memory`` says where their storages are and how large, if that is known already.
+    A difference proves a change; that there is none proves nothing. Fused optimizers, batch normalisation and writes
+    through ``.data``, numpy or DLPack are not counted, and torch counts an operation only after it ended. ``memory``
+    says where the storages are and how large, if that is known already.
     """
 
     def __init__(
@@ -78,12 +77,9 @@ class Versions:
 
 
 class ByteCheck:
-    """A copy of some sources, compared with what is captured of them later. Takes their size in host memory again.
+    """A copy of the ``wanted`` sources, compared with what is captured of them later; ``paths`` name their leaves.
 
-    Args:
-        sources: The sources of the capture.
-        wanted: Which of them to copy, one boolean per source.
-        paths: Path of the leaf of each source, by the source's number.
+    It takes their size in host memory again.
     """
 
     def __init__(self, sources: Sources, wanted: npt.NDArray[np.bool_], paths: Mapping[int, str]) -> None:
@@ -121,8 +117,8 @@ def _copy(sources: Sources, number: int) -> npt.NDArray[np.uint8]:
 class TornLeaves:
     """Leaves that changed in the middle of recent captures. May be used from several threads.
 
-    Without it, a training loop whose code changes weights outside the steps of attached optimizers (sharpness-aware
-    minimisation, updates by hand) would never get a checkpoint. A leaf that is torn once, by chance, stays lazy.
+    A leaf that is torn once, by chance, stays lazy. One that is torn repeatedly is captured eagerly: a loop whose code
+    changes weights by hand (sharpness-aware minimisation) would never get a checkpoint otherwise.
     """
 
     def __init__(self) -> None:
