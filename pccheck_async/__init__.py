@@ -195,7 +195,7 @@ _HOMES = {
     "ResumableLoader": "training.data",
     "ResumableSampler": "training.data",
     "SpaceNeeded": "store.retention",
-    "Stage": "telemetry.stages",
+    "Stage": "telemetry.tracing",
     "Stateful": "state",
     "StoredState": "api.lazy_load",
     "StoredTensor": "api.lazy_load",

@@ -5,13 +5,10 @@ Primitives that know no engine and no store, and import ``errors`` only. :mod:`.
 """
 
 from pccheck_async.telemetry.events import Event, Waited
-from pccheck_async.telemetry.hooks import Hook
 from pccheck_async.telemetry.logs import about, write
-from pccheck_async.telemetry.progress import ReadProgress, reading_progress
-from pccheck_async.telemetry.reporter import Reporter
-from pccheck_async.telemetry.stages import Stage, StageClock
+from pccheck_async.telemetry.reporter import Hook, ReadProgress, Reporter, reading_progress
 from pccheck_async.telemetry.standard_files import fill_standard_files
-from pccheck_async.telemetry.tracing import Sink, Span, Traced, enter_chunk, traced
+from pccheck_async.telemetry.tracing import Sink, Span, Stage, StageClock, Traced, enter_chunk, traced
 
 __all__ = [
     "Event",

@@ -1,50 +1,145 @@
-"""Tells the log and users' hooks what happens, without a line for everything."""
+"""Tells the log and users' callbacks what happens, without a line for everything."""
 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeAlias
 
 from pccheck_async.telemetry.events import Closed, Durable, Event, Failed, Superseded, Waited
-from pccheck_async.telemetry.hooks import Hooks
 from pccheck_async.telemetry.logs import log, write
 
-__all__ = ["Reporter"]
+__all__ = ["Hook", "Hooks", "ReadProgress", "Reporter", "reading_progress"]
 
 P = ParamSpec("P")
+Hook: TypeAlias = Callable[[Event], object]
+ReadProgress: TypeAlias = Callable[[int, int], object]
+"""Takes the bytes of a checkpoint that are done, and all of them. Called on a thread of the engine's: it is quick, and
+calls nothing of the engine. If it raises, that is logged and it is not called again."""
+
 _Line: TypeAlias = tuple[int, str, str, dict[str, Any]]
 """Level, name of the event, text and fields of a record."""
 
+_MOST_EVENTS = 1024
+"""Waiting for a slow hook; more are dropped."""
 _SUMMARY_SECONDS = 600.0
+_LONG_SECONDS = 1.0
+_LAST = 16
+"""Checkpoints among which superseded ones are a burst where they are more than half."""
+
 _SUMMARY = (
     "%(durable)d checkpoint(s) durable in the last %(seconds).0f s (%(nbytes)d bytes), %(superseded)d superseded, "
     "%(failed)d failed; training was kept waiting for %(stall).3f s"
 )
-_LONG_SECONDS = 1.0
-_LAST = 16
-"""Checkpoints among which superseded ones are a burst where they are more than half."""
+_BURST = (
+    "%(count)d of the last %(last)d checkpoints were superseded: more are in flight than the storage of %(store)s can "
+    "take; checkpoint less often, or lower max_in_flight"
+)
+_HELD_UP = (
+    "training was kept waiting for %(seconds).3f s by the checkpoint of step %(step)d (in %(where)s); not said again "
+    "for ten minutes"
+)
+
+
+class Hooks:
+    """Calls hooks with events, in order, on a thread of their own, which starts with the first event that a hook gets.
+
+    May be used from any thread, signal handlers included; never waits for a hook, and never raises what one raises.
+    """
+
+    def __init__(self) -> None:
+        self._hooks: tuple[Hook, ...] = ()
+        self._queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # a signal handler may come in between
+        self._lock = threading.RLock()
+        self._thread: threading.Thread | None = None
+        self._raised: list[Hook] = []  # not every object that can be called can be hashed, or likes to be compared
+        self._closed = False
+        self._ended: Future[None] = Future()
+        self._ended.set_running_or_notify_cancel()
+        self.dropped = 0
+
+    def add(self, hook: Hook) -> Callable[[], None]:
+        """Call ``hook`` with every event from now on. Returns what ends that. Raises TypeError."""
+        if not callable(hook):
+            raise TypeError(f"a hook is called with every event, and {hook!r} cannot be called")
+        with self._lock:
+            self._hooks = (*self._hooks, hook)
+
+        def remove() -> None:
+            with self._lock:
+                self._hooks = tuple(each for each in self._hooks if each is not hook)
+
+        return remove
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._hooks)
+
+    def put(self, event: Event) -> None:
+        """Tell the hooks of an event, soon; dropped and counted where too many wait already."""
+        if not self._hooks or self._closed:
+            return
+        if self._queue.qsize() < _MOST_EVENTS:
+            self._queue.put(event)
+            if self._thread is None:
+                self._start()
+            return
+        with self._lock:
+            self.dropped += 1
+            first = self.dropped == 1
+        if first:
+            with suppress(Exception):  # of a handler of the log; nobody who tells of an event expects it
+                write(logging.WARNING, "event_hook", "events are dropped: %d wait for a slow hook", _MOST_EVENTS)
+
+    def close(self) -> Future[None]:
+        """Take no more events. The future is done when those that were told are delivered; a hook may take long.
+
+        It is done already on the thread that delivers them, which must not wait for itself.
+        """
+        self._closed = True
+        self._queue.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            return self._ended
+        nothing: Future[None] = Future()
+        nothing.set_result(None)
+        return nothing
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                thread = threading.Thread(target=self._deliver, name="pccheck-events", daemon=True)
+                with suppress(RuntimeError):  # no thread can be started any more, while the interpreter exits
+                    thread.start()
+                    self._thread = thread
+
+    def _deliver(self) -> None:
+        while (event := self._queue.get()) is not None:
+            for hook in self._hooks:
+                try:
+                    hook(event)
+                except BaseException as error:  # noqa: BLE001 - hooks are none of the engine's business
+                    if all(hook is not each for each in self._raised):
+                        self._raised.append(hook)
+                        with suppress(Exception):  # of a handler of the log
+                            write(logging.WARNING, "event_hook", "a hook raised %r at %r; said once", error, event)
+        self._ended.set_result(None)
 
 
 class Reporter:
     """One engine's; may be used from any thread, and reentrantly, from signal handlers. Never raises.
 
-    Args:
-        store: Path of the store, for the log.
-        waited: Returns the seconds that training was kept waiting so far.
-
-    Attributes:
-        hooks: Told of every event.
-        nbytes: Of all durable checkpoints.
+    ``waited`` returns the seconds that training was kept waiting so far.
     """
 
     def __init__(self, store: str, waited: Callable[[], float]) -> None:
         self.hooks = Hooks()
-        self.nbytes = 0
+        self.nbytes = 0  # of all durable checkpoints
         self._store = store
         self._waited = waited
         self._lock = threading.RLock()
@@ -64,28 +159,17 @@ class Reporter:
             with suppress(Exception):  # of an error without a text, or a handler of the log: nobody expects it here
                 if logged:
                     error = {"error": f"{type(fields['error']).__name__}: {fields['error']}"} if kind is Failed else {}
-                    self._write([(of.level, of.name, of.text, {**fields, **error})])
-                self._write(lines)
+                    lines = [(of.level, of.name, of.text, {**fields, **error}), *lines]
+                for level, name, text, said in lines:
+                    said["store"] = self._store
+                    write(level, name, text, said, **said)
         if self.hooks:
             self.hooks.put(kind(*arguments, **fields))
 
-    def closed(self, *, durable: int, superseded: int, failed: int, skipped: int) -> None:
-        """Note the engine's end."""
-        self.tell(
-            Closed,
-            durable=durable,
-            superseded=superseded,
-            failed=failed,
-            skipped=skipped,
-            nbytes=self.nbytes,
-            seconds=time.monotonic() - self._began,
-            stall=self._waited(),
-        )
-
-    def _write(self, lines: Sequence[_Line]) -> None:
-        for level, name, text, fields in lines:
-            fields["store"] = self._store
-            write(level, name, text, fields, **fields)
+    def closed(self, **ended: int) -> None:
+        """Note the engine's end, and how many checkpoints were durable, superseded, failed and skipped."""
+        seconds, stall = time.monotonic() - self._began, self._waited()
+        self.tell(Closed, **ended, nbytes=self.nbytes, seconds=seconds, stall=stall)
 
     def _count(self, kind: type[Event], fields: Mapping[str, Any]) -> Sequence[_Line]:
         """Return lines, which are not written under the lock: handlers of the log have locks of their own."""
@@ -94,7 +178,10 @@ class Reporter:
                 return self._count_end(kind, fields)
         if kind is Waited and fields["seconds"] > _LONG_SECONDS:
             with self._lock:
-                return self._count_waiting(fields)
+                now, before = time.monotonic(), self._held_up
+                if before is None or now - before >= _SUMMARY_SECONDS:
+                    self._held_up = now
+                    return [(logging.WARNING, "held_up", _HELD_UP, dict(fields))]
         return ()
 
     def _count_end(self, kind: type[Event], fields: Mapping[str, Any]) -> list[_Line]:
@@ -122,20 +209,25 @@ class Reporter:
             self._burst = superseded > _LAST // 4
         elif superseded > _LAST // 2:
             self._burst = True
-            text = (
-                "%(count)d of the last %(last)d checkpoints were superseded: more are in flight than the storage of "
-                "%(store)s can take; checkpoint less often, or lower max_in_flight"
-            )
-            return [(logging.WARNING, "superseded_burst", text, {"count": superseded, "last": len(self._last)})]
+            said = {"count": superseded, "last": len(self._last)}
+            return [(logging.WARNING, "superseded_burst", _BURST, said)]
         return []
 
-    def _count_waiting(self, fields: Mapping[str, Any]) -> list[_Line]:
-        now = time.monotonic()
-        if self._held_up is not None and now - self._held_up < _SUMMARY_SECONDS:
-            return []
-        self._held_up = now
-        text = (
-            "training was kept waiting for %(seconds).3f s by the checkpoint of step %(step)d (in %(where)s); "
-            "not said again for ten minutes"
-        )
-        return [(logging.WARNING, "held_up", text, dict(fields))]
+
+def reading_progress(callback: ReadProgress | None, nbytes: int) -> Callable[[int], None]:
+    """Return what is called with the bytes of each chunk that is read, or that need not be, of ``nbytes`` in all."""
+    if callback is not None and not callable(callback):
+        raise TypeError(f"progress is called with two numbers of bytes, and {callback!r} cannot be called")
+    done, current = 0, callback
+
+    def advance(nbytes_more: int) -> None:
+        nonlocal done, current
+        done += nbytes_more
+        if current is not None:
+            try:
+                current(done, nbytes)
+            except Exception as error:  # noqa: BLE001 - it is there to look on
+                current = None
+                write(logging.WARNING, "progress", "a progress callback raised %r and is not called any more", error)
+
+    return advance

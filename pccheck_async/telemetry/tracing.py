@@ -1,4 +1,4 @@
-"""What an engine did and when, told span by span to whoever records a run.
+"""What an engine did and when: sums by stage, and spans for whoever records a run.
 
 Nobody records a run in everyday use, and then this costs the lookup of one variable for each timed operation. The
 recorder is found through a context variable, so that a writer need not know for which checkpoint it writes.
@@ -6,11 +6,13 @@ recorder is found through a context variable, so that a writer need not know for
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
-__all__ = ["Sink", "Span", "Traced", "enter_chunk", "tell", "traced"]
+__all__ = ["Sink", "Span", "Stage", "StageClock", "Traced", "enter_chunk", "tell", "traced"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,3 +68,41 @@ def enter_chunk(index: int | None) -> None:
 def tell(now: Traced, name: str, start: float, end: float, nbytes: int) -> None:
     """Tell of a span of the current task."""
     now.sink(Span(name=name, start=start, end=end, nbytes=nbytes, step=now.step, counter=now.counter, chunk=now.chunk))
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of the pipeline: operations, their bytes, and their seconds summed over concurrent operations."""
+
+    count: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+class StageClock:
+    """Adds up counts, bytes and seconds by stage, and tells whoever records the run of each operation."""
+
+    def __init__(self, *names: str) -> None:
+        self._sums: dict[str, list[float]] = {name: [0, 0, 0.0] for name in names}
+
+    @contextmanager
+    def timed(self, name: str, nbytes: int = 0) -> Iterator[None]:
+        """Time a block as one operation of a stage, failed ones included."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.note(name, start, time.perf_counter(), nbytes)
+
+    def note(self, name: str, start: float, end: float, nbytes: int = 0) -> None:
+        """Count an operation of a stage that ran from ``start`` to ``end`` (of ``time.perf_counter()``)."""
+        sums = self._sums[name]
+        sums[0] += 1
+        sums[1] += nbytes
+        sums[2] += end - start
+        if (now := traced.get()) is not None:
+            tell(now, name, start, end, nbytes)
+
+    def stages(self) -> dict[str, Stage]:
+        """Return the sums so far."""
+        return {name: Stage(int(count), int(nbytes), seconds) for name, (count, nbytes, seconds) in self._sums.items()}

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 
@@ -63,7 +64,6 @@ class Limits:
         keep_last: Committed checkpoints that are kept, by whatever rules.
         stream_cpu: Share of a core that one running write takes. PCcheck's writers copy into persistent memory and
             need a core each (1.0: then the rule is its N p <= cores); writers that wait for a device need less.
-        most_entries: Checkpoints that a commit record can name.
     """
 
     storage_bytes: int
@@ -71,19 +71,10 @@ class Limits:
     cores: int
     keep_last: int = 1
     stream_cpu: float = 1.0
-    most_entries: int = MOST_ENTRIES
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The point to run with.
-
-    Attributes:
-        point: N, p and b.
-        seconds: Tw there: what one checkpoint takes to become durable with N in flight.
-        host_memory: Staging memory in bytes.
-        reasons: One sentence for each setting, under its name.
-    """
+class Choice(NamedTuple):
+    """The point to run with, Tw there, its staging memory in bytes, and one sentence for each setting by its name."""
 
     point: Point
     seconds: float
@@ -91,17 +82,11 @@ class Choice:
     reasons: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class FittedTimes:
-    """Times of points, freed from the drift of the machine.
+class FittedTimes(NamedTuple):
+    """Times of points, freed from the drift of the machine."""
 
-    Attributes:
-        seconds: Tw by point.
-        noise: By how much (relative) two of them may differ by chance; infinite where nothing was measured twice.
-    """
-
-    seconds: Mapping[Point, float]
-    noise: float
+    seconds: Mapping[Point, float]  # Tw
+    noise: float  # by how much (relative) two may differ by chance; infinite where nothing was measured twice
 
 
 def shortages(point: Point, limits: Limits, nbytes: int) -> dict[str, str]:
@@ -112,9 +97,9 @@ def shortages(point: Point, limits: Limits, nbytes: int) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     slots = point.max_in_flight + limits.keep_last
-    if limits.keep_last > limits.most_entries:
+    if limits.keep_last > MOST_ENTRIES:
         found["record"] = (
-            f"a commit record names at most {limits.most_entries} checkpoints, not {limits.keep_last}; lower keep_last"
+            f"a commit record names at most {MOST_ENTRIES} checkpoints, not {limits.keep_last}; lower keep_last"
         )
     if slots * nbytes > limits.storage_bytes:
         found["storage"] = (
@@ -158,23 +143,14 @@ def choose(table: Mapping[Point, float], limits: Limits, nbytes: int, noise: flo
     enough = min(costs.values()) * (1 + noise)
     point = min(p for p, cost in costs.items() if cost <= enough)
     host_memory = staging_bytes(nbytes, point, limits.host_memory)
-    reasons = {
-        "max_in_flight": _reason(costs, noise, [p for p in costs if p.max_in_flight < point.max_in_flight]),
-        "writers": _reason(
-            costs, noise, [p for p in costs if p.max_in_flight == point.max_in_flight and p.writers < point.writers]
-        ),
-        "chunk_bytes": _reason(
-            costs,
-            noise,
-            [
-                p
-                for p in costs
-                if (p.max_in_flight, p.writers) == (point.max_in_flight, point.writers)
-                and p.chunk_bytes < point.chunk_bytes
-            ],
-        ),
-        "host_memory": _memory_reason(nbytes, point, host_memory, limits),
-    }
+    reasons = {}
+    by_settings, chosen = {astuple(p): cost for p, cost in costs.items()}, astuple(point)
+    for place, setting in enumerate(fields(Point)):
+        less = [cost for p, cost in by_settings.items() if p[:place] == chosen[:place] and p[place] < chosen[place]]
+        reasons[setting.name] = f"the least measured that is within {noise:.0%} of the best" + (
+            f"; less takes {min(less) / min(costs.values()) - 1:.0%} longer" if less else ""
+        )
+    reasons["host_memory"] = _memory_reason(nbytes, point, host_memory, limits)
     return Choice(point, table[point], host_memory, reasons)
 
 
@@ -224,13 +200,6 @@ def _noise(residuals: np.ndarray[tuple[int], np.dtype[np.float64]], design: np.n
     # The fit goes right through as many measurements as it has parameters: the others tell how far it may be off.
     deviation = 1.48 * float(np.median(np.sort(residuals)[-spare:]))  # of one measurement
     return max(_LEAST_NOISE, 1.25 * math.sqrt(2 / repetitions) * deviation)  # of the difference of two medians
-
-
-def _reason(costs: Mapping[Point, float], noise: float, smaller: Sequence[Point]) -> str:
-    text = f"the least measured that is within {noise:.0%} of the best"
-    if smaller:
-        text += f"; less takes {min(costs[point] for point in smaller) / min(costs.values()) - 1:.0%} longer"
-    return text
 
 
 def _memory_reason(nbytes: int, point: Point, host_memory: int, limits: Limits) -> str:

@@ -1,26 +1,32 @@
-"""Trials for the tuner: what the storage does, and what a real engine does with one way to run it."""
+"""Trials for the tuner in a folder of theirs: what the storage does, and a real engine with one way to run it."""
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
+import shutil
+import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from pccheck_async.engine import EngineConfig, EngineCore, run
-from pccheck_async.errors import CheckpointError
+from pccheck_async.errors import CheckpointError, StoreLockedError, folder_error
 from pccheck_async.format import align
 from pccheck_async.medium import File, Medium
 from pccheck_async.medium.open_medium import IO, open_session
 from pccheck_async.transfer import PAGE_BYTES, aligned_buffer, first_failure
 from pccheck_async.tuning.choice import Point, staging_bytes
 
-__all__ = ["Disk", "Sample", "Trial", "run_trial", "saves_of_trial", "try_disk"]
+__all__ = ["Disk", "Sample", "Trial", "run_trial", "saves_of_trial", "scratch_folder", "try_disk"]
+
+_PREFIX = ".tune-"
 
 _DISK_STREAMS = 4
 _DISK_CHUNK_BYTES = 8 << 20
@@ -32,29 +38,18 @@ _LEAST_SECONDS = 0.05
 _MOST_SAVES = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Disk:
-    """What the storage does without an engine.
+class Disk(NamedTuple):
+    """What the storage does without an engine."""
 
-    Attributes:
-        bandwidth: Bytes per second that are written over what was written before, and flushed.
-        stream_cpu: Share of a core that one running write takes.
-    """
-
-    bandwidth: float
-    stream_cpu: float
+    bandwidth: float  # bytes per second that are written over what was written before, and flushed
+    stream_cpu: float  # share of a core that one running write takes
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
+class Trial(NamedTuple):
     """What a save takes, in seconds: until it is durable, times N (Tw); and until captured, nothing else in flight."""
 
     durable: float
     captured: float
-
-    def scaled(self, factor: float) -> Trial:
-        """Return what a state that is ``factor`` times as large would take, were it all proportional to its size."""
-        return Trial(self.durable * factor, self.captured * factor)
 
 
 class Sample:
@@ -193,3 +188,48 @@ async def _save(core: EngineCore, sample: Sample, count: int) -> Trial:
     for pending in pendings:
         await pending.durable()
     return Trial(time.perf_counter() - began, captured)
+
+
+@contextmanager
+def scratch_folder(folder: Path) -> Iterator[Path]:
+    """Yield a new folder inside ``folder``; afterwards it is gone, and so are the parents that were made for it.
+
+    Also at the interpreter's exit; and what a killed process left there goes when the next one comes.
+
+    Raises:
+        StoreLockedError: another process has a scratch folder there.
+        WriteError: it cannot be made.
+    """
+    missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    try:
+        with ExitStack() as stack:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(_alone(folder))
+                made = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=folder, ignore_cleanup_errors=True)
+            except OSError as error:
+                raise folder_error(error, folder) from error
+            yield Path(stack.enter_context(made))
+    finally:
+        for parent in missing:
+            with suppress(OSError):  # not empty: somebody else put something there
+                parent.rmdir()
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Lock ``folder`` against other tunings, and remove what one that was killed left there."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StoreLockedError(f"another tuning runs in {folder}; each would measure the other") from None
+        except OSError:
+            pass  # a filesystem that locks no folders: what was left there stays
+        else:
+            for left in folder.glob(_PREFIX + "*"):
+                shutil.rmtree(left, ignore_errors=True)
+        yield
+    finally:
+        os.close(fd)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, TypedDict, cast
@@ -13,7 +12,7 @@ from typing import Annotated, Literal, TypedDict, cast
 import msgspec
 
 from pccheck_async.errors import CorruptStoreError, InvalidTuningError, read_error, write_error
-from pccheck_async.medium.folder import open_regular
+from pccheck_async.medium.folder import Folder, open_regular
 from pccheck_async.transfer import available_cores
 from pccheck_async.tuning.choice import Point
 
@@ -185,8 +184,8 @@ def _file(path: str | os.PathLike[str]) -> Path:
 
 
 def _replace(target: Path, data: bytes) -> None:
-    beside = target.with_name(f".{target.name}-{os.getpid()}")
-    target.parent.mkdir(parents=True, exist_ok=True)
+    folder, beside = Folder(target.parent), target.with_name(f".{target.name}-{os.getpid()}")
+    folder.create()
     try:
         with open(beside, "wb", opener=open_regular) as file:
             file.write(data)
@@ -194,11 +193,6 @@ def _replace(target: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(beside, target)
     except BaseException:
-        with suppress(FileNotFoundError):
-            beside.unlink()
+        beside.unlink(missing_ok=True)
         raise
-    folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    folder.sync()

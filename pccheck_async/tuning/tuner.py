@@ -13,10 +13,10 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 from pccheck_async.engine import EngineConfig, EngineCore, OneLoop, decide
 from pccheck_async.errors import InfeasibleError, NoCheckpointError
@@ -28,19 +28,9 @@ from pccheck_async.state import arrange, flatten
 from pccheck_async.training.policy import interval_floor, sustained_interval
 from pccheck_async.transfer import PAGE_BYTES, available_cores, available_memory
 from pccheck_async.transfer.plan import Planner
-from pccheck_async.tuning.choice import (
-    LEAST_BUFFERS,
-    Choice,
-    FittedTimes,
-    Limits,
-    Point,
-    choose,
-    fit_rounds,
-    shortages,
-)
-from pccheck_async.tuning.scratch import scratch_folder
-from pccheck_async.tuning.trials import Disk, Sample, Trial, run_trial, saves_of_trial, try_disk
-from pccheck_async.tuning.tuned import Measurement, Tuning
+from pccheck_async.tuning.choice import LEAST_BUFFERS, Choice, FittedTimes, Limits, Point, choose, fit_rounds, shortages
+from pccheck_async.tuning.trials import Sample, Trial, run_trial, saves_of_trial, scratch_folder, try_disk
+from pccheck_async.tuning.tuned import Measurement, TunedSettings, Tuning
 
 __all__ = ["Progress", "checkpoint_bytes", "tune", "tune_blocking"]
 
@@ -180,20 +170,14 @@ async def _tune(
         disk = await try_disk(space / "disk", io, nbytes=size, seconds=min(_DISK_SECONDS, budget_seconds / 20))
         limits = replace(limits, stream_cpu=disk.stream_cpu)
         most = min(nbytes, free // _STORAGE_SHARE, memory // _MEMORY_SHARE)
-        search = _Search(space, io, limits, nbytes, most, disk, budget_seconds, tell)
+        search = _Search(space, io, limits, nbytes, most, disk.bandwidth, budget_seconds, tell)
         choice = await search.run()
     table = search.measurements()
     bandwidth = max(disk.bandwidth, *(row.bandwidth for row in table))
     tell(1.0, "done")
-    point = choice.point
-    checkpoint_seconds = choice.seconds / point.max_in_flight
+    in_flight = choice.point.max_in_flight
     return Tuning(
-        settings={
-            "max_in_flight": point.max_in_flight,
-            "writers": point.writers,
-            "chunk_bytes": point.chunk_bytes,
-            "host_memory": choice.host_memory,
-        },
+        settings=cast("TunedSettings", asdict(choice.point) | {"host_memory": choice.host_memory}),
         reasons=choice.reasons,
         measurements=table,
         nbytes=nbytes,
@@ -203,74 +187,58 @@ async def _tune(
         stream_cpu=disk.stream_cpu,
         cores=cores,
         seconds=time.perf_counter() - began,
-        checkpoint_seconds=checkpoint_seconds,
-        interval=sustained_interval(choice.seconds, point.max_in_flight, step_seconds) if step_seconds else None,
+        checkpoint_seconds=choice.seconds / in_flight,
+        interval=sustained_interval(choice.seconds, in_flight, step_seconds) if step_seconds else None,
         interval_floor=interval_floor(nbytes, bandwidth, step_seconds) if step_seconds else None,
     )
 
 
+@dataclass
 class _Search:
     """Three lines of points, each measured in rounds, each going on while more is better."""
 
-    def __init__(
-        self,
-        space: Path,
-        io: IO,
-        limits: Limits,
-        nbytes: int,
-        most_sample: int,
-        disk: Disk,
-        budget_seconds: float,
-        tell: Progress,
-    ) -> None:
-        self._space = space
-        self._io = io
-        self._limits = limits
-        self._nbytes = nbytes
-        self._most_sample = most_sample
-        self._bandwidth = disk.bandwidth
-        self._seconds = budget_seconds
-        self._began = time.perf_counter()
-        self._tell = tell
-        self._part = 0.0
-        self._rounds: list[dict[Point, Trial]] = []
-        self._too_much: dict[str, str] = {}
-        self.fitted = FittedTimes({}, 0.0)
-        self.sample_nbytes = 0
+    space: Path
+    io: IO
+    limits: Limits
+    nbytes: int
+    most_sample: int  # bytes
+    bandwidth: float  # of the storage: the most that was seen
+    seconds: float  # about how long it may take
+    tell: Progress
+    part: float = 0.0  # done
+    began: float = field(default_factory=time.perf_counter)
+    rounds: list[dict[Point, Trial]] = field(default_factory=list)
+    too_much: dict[str, str] = field(default_factory=dict)
+    fitted: FittedTimes = field(default_factory=lambda: FittedTimes({}, 0.0))
+    sample_nbytes: int = 0
 
     async def run(self) -> Choice:
         """Measure the lines and choose."""
-        most_chunk = max(_LEAST_CHUNK_BYTES, self._most_sample // _LEAST_CHUNKS)
-        chunk = _chunk_bytes(min(_CHUNK_BYTES, int(self._bandwidth * _CHUNK_SECONDS), most_chunk), self._limits)
+        most_chunk = max(_LEAST_CHUNK_BYTES, self.most_sample // _LEAST_CHUNKS)
+        chunk = _chunk_bytes(min(_CHUNK_BYTES, int(self.bandwidth * _CHUNK_SECONDS), most_chunk), self.limits)
         least_chunk = min(chunk, _LEAST_CHUNK_BYTES)
         # Enough writers, so that they do not hide what more in flight would bring; but no more than the cores feed.
-        most_writers = _power_of_two(int(self._limits.cores / max(self._limits.stream_cpu, 1 / _MOST.writers)))
+        most_writers = _power_of_two(int(self.limits.cores / max(self.limits.stream_cpu, 1 / _MOST.writers)))
         await self._line("max_in_flight", 1, 2, lambda n: Point(n, min(max(_WRITERS, n), most_writers), chunk))
         best = self._choose().point
         await self._line("writers", max(1, best.writers // 4), best.writers, lambda p: replace(best, writers=p))
         best = self._choose().point
-        await self._line(
-            "chunk_bytes",
-            max(least_chunk, chunk // 4),
-            chunk,
-            lambda b: replace(best, chunk_bytes=b),
-            most=min(most_chunk, _MOST.chunk_bytes),
-        )
+        first, most = max(least_chunk, chunk // 4), min(most_chunk, _MOST.chunk_bytes)
+        await self._line("chunk_bytes", first, chunk, lambda b: replace(best, chunk_bytes=b), most=most)
         choice = self._choose()
-        return replace(
-            choice, reasons={name: text + self._too_much.get(name, "") for name, text in choice.reasons.items()}
-        )
+        reasons = {name: text + self.too_much.get(name, "") for name, text in choice.reasons.items()}
+        return choice._replace(reasons=reasons)
 
     def measurements(self) -> tuple[Measurement, ...]:
         """Return what was measured, times scaled to the checkpoints that the tuning is for."""
-        trials = [item for measured in self._rounds for item in measured.items()]
+        trials = [item for measured in self.rounds for item in measured.items()]
         repetitions = Counter(point for point, _ in trials)
         return tuple(
             Measurement(
                 point=point,
                 seconds=seconds,
-                bandwidth=self._nbytes * point.max_in_flight / seconds,
-                capture_bandwidth=self._nbytes / median(trial.captured for found, trial in trials if found == point),
+                bandwidth=self.nbytes * point.max_in_flight / seconds,
+                capture_bandwidth=self.nbytes / median(trial.captured for found, trial in trials if found == point),
                 repetitions=repetitions[point],
             )
             for point, seconds in sorted(self.fitted.seconds.items())
@@ -281,7 +249,7 @@ class _Search:
         return min(max(self.fitted.noise, _LEAST_TOLERANCE), _MOST_TOLERANCE)
 
     def _choose(self) -> Choice:
-        return choose(self.fitted.seconds, self._limits, _storage_bytes(self._nbytes), self._tolerance)
+        return choose(self.fitted.seconds, self.limits, _storage_bytes(self.nbytes), self._tolerance)
 
     async def _line(
         self, name: str, first: int, last: int, at: Callable[[int], Point], most: int | None = None
@@ -291,9 +259,9 @@ class _Search:
         points: list[Point] = []
         value = first
         while value <= most:
-            lacks = shortages(at(value), self._limits, _storage_bytes(self._nbytes))
+            lacks = shortages(at(value), self.limits, _storage_bytes(self.nbytes))
             if lacks:
-                self._too_much[name] = f"; {value} would not fit: {'; '.join(lacks.values())}"
+                self.too_much[name] = f"; {value} would not fit: {'; '.join(lacks.values())}"
                 break
             points.append(at(value))
             value *= 2
@@ -312,31 +280,32 @@ class _Search:
     async def _measure(self, name: str, points: Sequence[Point]) -> None:
         """Measure the points in turns; more often while they are noisy and the line's share of the budget is left."""
         line = _LINES.index(name)
-        end = self._began + self._seconds * (line + 1) / len(_LINES)
+        end = self.began + self.seconds * (line + 1) / len(_LINES)
         sample = Sample(self._sample_bytes(points))
         self.sample_nbytes = max(self.sample_nbytes, sample.nbytes)
+        factor = max(1.0, self.nbytes / sample.nbytes)  # were it all proportional to the size
         for turn in range(_MOST_ROUNDS):
             if turn >= _LEAST_ROUNDS and (self.fitted.noise <= _GOOD_NOISE or time.perf_counter() > end):
                 break
             measured: dict[Point, Trial] = {}
             for point in points if turn % 2 else reversed(points):
                 done = min(1.0, (turn + len(measured) / len(points)) / _PLANNED_ROUNDS)
-                self._part = max(self._part, (line + done) / len(_LINES))
-                self._tell(self._part, _named(point))
-                folder = self._space / f"in-flight-{point.max_in_flight}"
-                trial = await run_trial(folder, self._io, point, sample, self._limits.host_memory)
-                measured[point] = trial.scaled(max(1.0, self._nbytes / sample.nbytes))
-            self._rounds.append(measured)
-            self.fitted = fit_rounds([{p: t.durable for p, t in each.items()} for each in self._rounds])
+                self.part = max(self.part, (line + done) / len(_LINES))
+                self.tell(self.part, _named(point))
+                folder = self.space / f"in-flight-{point.max_in_flight}"
+                trial = await run_trial(folder, self.io, point, sample, self.limits.host_memory)
+                measured[point] = Trial(trial.durable * factor, trial.captured * factor)
+            self.rounds.append(measured)
+            self.fitted = fit_rounds([{p: t.durable for p, t in each.items()} for each in self.rounds])
         best = min(self.fitted.seconds[point] / point.max_in_flight for point in points)
-        self._bandwidth = max(self._bandwidth, self._nbytes / best)
+        self.bandwidth = max(self.bandwidth, self.nbytes / best)
 
     def _sample_bytes(self, points: Sequence[Point]) -> int:
         """As much as the storage takes in a quarter of the budget (three lines, and one that goes on)."""
         saves = sum(_PLANNED_ROUNDS * saves_of_trial(point) + point.max_in_flight for point in points)
-        wanted = int(self._bandwidth * self._seconds / (len(_LINES) + 1) / saves)
+        wanted = int(self.bandwidth * self.seconds / (len(_LINES) + 1) / saves)
         chunks = _LEAST_CHUNKS * max(point.chunk_bytes for point in points)
-        return min(max(wanted, chunks, _LEAST_SAMPLE_BYTES), self._most_sample)
+        return min(max(wanted, chunks, _LEAST_SAMPLE_BYTES), self.most_sample)
 
 
 def _named(point: Point) -> str:

@@ -26,7 +26,7 @@ from pccheck_async.telemetry.events import (
     Skipped,
     Superseded,
 )
-from pccheck_async.telemetry.hooks import Hooks
+from pccheck_async.telemetry.reporter import Hooks
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, StuckWriter
 from tests.engine.test_overlap import held
 
@@ -215,7 +215,7 @@ def test_a_hook_that_hangs_at_the_end_holds_up_no_loop(tmp_path: Path, monkeypat
 def test_events_beyond_the_bound_are_dropped_and_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("pccheck_async.telemetry.hooks._MOST_EVENTS", 3)
+    monkeypatch.setattr("pccheck_async.telemetry.reporter._MOST_EVENTS", 3)
     hooks, go_on, blocked = Hooks(), threading.Event(), threading.Event()
     seen: list[int] = []
 
@@ -281,7 +281,7 @@ def test_a_handler_of_the_log_that_raises_harms_nothing(tmp_path: Path) -> None:
 
 
 def test_nor_does_one_that_raises_where_events_are_dropped_or_a_hook_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pccheck_async.telemetry.hooks._MOST_EVENTS", 1)
+    monkeypatch.setattr("pccheck_async.telemetry.reporter._MOST_EVENTS", 1)
     hooks, go_on, blocked = Hooks(), threading.Event(), threading.Event()
     seen: list[Event] = []
 

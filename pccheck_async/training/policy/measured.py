@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from operator import attrgetter
 from statistics import median
 from typing import NamedTuple
@@ -21,57 +22,44 @@ from pccheck_async.training.policy.meter import Level, OverheadMeter
 __all__ = ["LEAP", "MOST_SECONDS", "Adaptive", "AgeLimit", "CheckFreqInterval", "Measured", "YoungDaly"]
 
 MOST_SECONDS = 600.0
-
 _RETRY = 0.1
 """Part of the age limit after which a checkpoint that failed is tried again where the limit was near."""
-
 LEAP = 8
 """The most by which an interval grows at a time: what looks dear is measured again before all of it is believed."""
-
 _WARM_UP = 2
 """Steps that compile, allocate and fill caches: not like the others."""
-
 _PROFILE = 5
 _CALIBRATIONS = 5
 """Early checkpoints: the first pays for slots and staging memory, four show what one costs (one may be stray)."""
-
 _TAIL = (4, 32)
 """Least and most clean steps to wait for where clean steps are scarce."""
-
 _SURE, _SURE_LATER, _MANY = 2.5, 1.75, 16
 """Standard errors by which the cost must be over the budget before the interval grows: of few periods, and of many."""
-
 _FEWEST = 2
 """Periods without which nobody knows what a checkpoint costs."""
-
 _GO_UP = 1.02
 """A longer interval that is not this much longer is not worth a word."""
-
 _COME_DOWN = 0.85
 """A shorter interval is taken only where it is this much shorter (hysteresis)."""
-
 _LEAVE_OUT_EVERY, _DOUBTFUL = 10, 4
 """Periods after which an interval is left out where there are no clean steps otherwise: as a rule, and in doubt."""
-
 _JUST = 1.01
 """Where N in flight just follow, by which one may seem not to."""
-
 _LEARN = 3
 """Checkpoints that tell what one takes when they do not pile up."""
-
 _TINY = 1e-9
 """Seconds of a step that a coarse clock took for none."""
 
 
-class Measured(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Measured:
     """What a policy found out so far; 0 where it did not yet.
 
     Attributes:
         step_seconds: A step with no checkpoint in flight (t).
         save_seconds: A checkpoint, from admission to durable (Tw).
         cost_seconds: What one costs training: stall and interference.
-        overhead: Stall and interference as a share of the training time, waiting for a place included; None before the
-            first checkpoint.
+        overhead: That as a share of the training time, waiting for a place included; None before the first checkpoint.
     """
 
     step_seconds: float

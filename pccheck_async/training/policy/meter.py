@@ -14,23 +14,18 @@ __all__ = ["Level", "OverheadMeter"]
 
 _CLEAN_ENOUGH = 8
 """Clean steps without which the reference goes further back than one period."""
-
 _WINDOW = 31
 """Periods that count."""
-
 _STRAY = 4.0
 """A clean step so many times as long as all others that are compared with says nothing about steps."""
-
 _BEYOND_NOISE = 2.5
 _SOME = 3
 _MOVED = 3.0
 _LEAST_MOVE = 0.02
 _MEDIAN = 1.25
 """Standard error of a median, in those of a mean."""
-
 _NORMAL = 1.48
 """Standard deviation, in medians of absolute deviations."""
-
 _DEVIATIONS = 128
 _SAMPLES = 16
 
@@ -39,14 +34,10 @@ class Level:
     """A window of measurements: their median, from which a single stray one takes nothing.
 
     Three in a row on one side of the older ones, by more than the tolerance, or two by more than twice that, are a
-    change: the older ones are forgotten.
-    The first measurement is forgotten with the second, where ``odd_first``: what is made only once (slots, staging
-    memory, a plan) is paid for by the first checkpoint.
+    change: the older ones are forgotten. The first measurement is forgotten with the second, where ``odd_first``: what
+    is made only once (slots, staging memory, a plan) is paid for by the first checkpoint.
 
-    Args:
-        window: Measurements kept.
-        tolerance: Relative difference that is no change.
-        odd_first: The first is not like the others.
+    ``window`` measurements are kept; ``tolerance`` is a relative difference that is no change.
     """
 
     def __init__(self, window: int = 9, tolerance: float = 0.15, *, odd_first: bool = False) -> None:
@@ -75,14 +66,6 @@ class Level:
         middle = statistics.median(older)
         limit = times * max(abs(middle) * self._tolerance, tolerance)
         return count if min(recent) > middle + limit or max(recent) < middle - limit else 0
-
-    def forget(self, but: int) -> None:
-        """Forget all but the last ``but`` measurements."""
-        self.values = self.values[-but:]
-
-    def drop(self, count: int) -> None:
-        """Forget the last ``count`` measurements."""
-        self.values = self.values[: max(0, len(self.values) - count)]
 
     @property
     def median(self) -> float:
@@ -180,9 +163,8 @@ class OverheadMeter:
     def close(self, *, first: bool = False, counted: bool = True) -> None:
         """End the period, since the next checkpoint begins.
 
-        Args:
-            first: It had no checkpoint: nothing but clean steps to compare with.
-            counted: What it cost is what a checkpoint costs; not so where checkpoints waited for each other.
+        The ``first`` had no checkpoint: nothing but clean steps to compare with. Where checkpoints waited for each
+        other, what it cost is not what a checkpoint costs, and is not ``counted``.
         """
         busy = self._busy.count
         steps = busy + self._idle.count
@@ -206,7 +188,7 @@ class OverheadMeter:
 
     def forget(self) -> None:
         """Forget what checkpoints cost, but for the last ones."""
-        self._costs.forget(but=2)
+        del self._costs.values[:-2]
 
     @property
     def moved(self) -> bool:
@@ -265,7 +247,7 @@ class OverheadMeter:
         moved = self.moved
         if moved:
             self._tails.clear()
-            self._costs.drop(self._unsure)  # nobody knows since when
+            del self._costs.values[max(0, len(self._costs.values) - self._unsure) :]  # nobody knows since when
         if self._idle.count >= _SOME:
             self._unsure = 0
         self._tails.append(self._idle)
