@@ -6,6 +6,8 @@
 #include "copy.h"
 #include "crc32.h"
 #include "dlpack_forms.h"
+#include "guard.h"
+#include "persist.h"
 #include "transfer.h"
 
 /* Below this, releasing the GIL costs more than it gives. */
@@ -75,6 +77,78 @@ static PyObject *ext_dio_alignment(PyObject *Py_UNUSED(module), PyObject *argume
     return Py_BuildValue("II", memory, offset);
 }
 
+struct store {
+    Py_buffer into, data;
+};
+
+static void store(void *argument)
+{
+    const struct store *store = argument;
+    persist_copy(store->into.buf, store->data.buf, (size_t)store->data.len);
+}
+
+static void write_back(void *argument)
+{
+    const Py_buffer *view = argument;
+    persist_select()->write_back((uintptr_t)view->buf, (uintptr_t)view->buf + (uintptr_t)view->len);
+}
+
+/* Work on memory of a mapped file: None, or NULL and an OSError. */
+static PyObject *run_guarded(void (*body)(void *), void *argument, Py_ssize_t size)
+{
+    int64_t error;
+    if (size < GIL_WORTHY_BYTES) {
+        error = guard_run(body, argument);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        error = guard_run(body, argument);
+        Py_END_ALLOW_THREADS
+    }
+    if (error == 0)
+        Py_RETURN_NONE;
+    errno = (int)-error;
+    return PyErr_SetFromErrno(PyExc_OSError);
+}
+
+static PyObject *ext_store(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    struct store views;
+    PyObject *done = NULL;
+
+    if (!PyArg_ParseTuple(args, "w*y*:store", &views.into, &views.data))
+        return NULL;
+    if (views.into.len == views.data.len)
+        done = run_guarded(store, &views, views.data.len);
+    else
+        PyErr_Format(PyExc_ValueError, "%zd bytes do not fill %zd", views.data.len, views.into.len);
+    PyBuffer_Release(&views.into);
+    PyBuffer_Release(&views.data);
+    return done;
+}
+
+static PyObject *ext_write_back(PyObject *Py_UNUSED(module), PyObject *argument)
+{
+    Py_buffer view;
+    PyObject *done = NULL;
+
+    if (PyObject_GetBuffer(argument, &view, PyBUF_SIMPLE) < 0)
+        return NULL;
+    if (persist_select())
+        done = run_guarded(write_back, &view, view.len);
+    else
+        PyErr_SetString(PyExc_NotImplementedError, "no instruction is known that writes lines back here");
+    PyBuffer_Release(&view);
+    return done;
+}
+
+static PyObject *ext_fence(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(nothing))
+{
+    const struct persist_variant *variant = persist_select();
+    if (variant)
+        variant->fence();
+    Py_RETURN_NONE;
+}
+
 static void set_dlpack_error(int error)
 {
     if (error == -ENOMEM)
@@ -119,6 +193,9 @@ end:
 static PyMethodDef ext_methods[] = {
     {"crc32", ext_crc32, METH_VARARGS, NULL},
     {"gather", ext_gather, METH_VARARGS, NULL},
+    {"store", ext_store, METH_VARARGS, NULL},
+    {"write_back", ext_write_back, METH_O, NULL},
+    {"fence", ext_fence, METH_NOARGS, NULL},
     {"dlpack_forms", ext_dlpack_forms, METH_VARARGS, NULL},
     {"dio_alignment", ext_dio_alignment, METH_O, NULL},
     {NULL, NULL, 0, NULL},
@@ -142,6 +219,9 @@ static int ext_exec(PyObject *module)
             goto fail;
     }
     if (PyModule_AddStringConstant(module, "CRC_IMPLEMENTATION", crc32_select()->name) < 0)
+        goto fail;
+    const struct persist_variant *persist = persist_select();
+    if (PyModule_AddStringConstant(module, "PERSIST_IMPLEMENTATION", persist ? persist->name : "") < 0)
         goto fail;
     Py_DECREF(type);
     return 0;
