@@ -9,7 +9,7 @@ CRC_IMPLEMENTATION: Final[str]
 """What computes CRC-32 on this processor: "vpclmulqdq", "pclmulqdq", "arm64" or "table"."""
 
 PERSIST_IMPLEMENTATION: Final[str]
-"""What writes cache lines back on this processor: "clwb", "clflushopt", "clflush", "dc cvap", "dc cvac"; "" for none."""
+"""What writes cache lines back here: "clwb", "clflushopt", "clflush", "dc cvap", "dc cvac"; "" where nothing does."""
 
 WRITE: Final[int]
 READ: Final[int]
@@ -97,7 +97,7 @@ def store(into: Buffer, data: Buffer, /) -> None:
     """
 
 def write_back(memory: Buffer, /) -> None:
-    """Write back the cache lines that hold ``memory``; :func:`fence` makes them durable, in a file mapped with MAP_SYNC.
+    """Write back the cache lines of ``memory``; in a file mapped with MAP_SYNC, :func:`fence` makes them durable.
 
     Raises:
         OSError: As of :func:`store`.

@@ -149,7 +149,7 @@ class Medium(abc.ABC):
         """Fill ``into``; return the bytes read, short only at the end of the file."""
 
     def stage(self, file: File, offset: int, nbytes: int) -> memoryview | None:
-        """Return where these bytes of ``file`` lie, to be filled before they are written; None: use memory of your own."""
+        """Return where these bytes of ``file`` lie, to be filled and then written; None: use memory of your own."""
         return None
 
     @abc.abstractmethod

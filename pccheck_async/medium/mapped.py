@@ -93,8 +93,10 @@ class MappedFiles(StepwiseMedium, Files):
         return None if file.mapping is None else file.mapping.view[offset : offset + nbytes]
 
     async def write(self, file: File, offset: int, data: memoryview) -> None:
-        if (mapping := file.mapping) is None:
-            return await super().write(file, offset, data)
+        mapping = file.mapping
+        if mapping is None:
+            await super().write(file, offset, data)
+            return
         with self._errors(file.name, map_error), self._clock.timed("write", len(data)):
             await self._settle(file, mapping)
             if len(data) <= _AT_ONCE:

@@ -2,8 +2,8 @@
 
 Three kinds, told apart by trying:
 
-- ``"persistent"``: the filesystem accepts MAP_SYNC (DAX: persistent memory, CXL memory, battery-backed DRAM). Stored bytes
-  are durable once their cache lines were written back and fenced: no system call.
+- ``"persistent"``: the filesystem accepts MAP_SYNC (DAX: persistent memory, CXL memory, battery-backed DRAM). What was
+  stored is durable once its cache lines were written back and fenced: no system call.
 - ``"emulated"``: tmpfs. The same instructions, and nothing survives the power: for tests, and against dying processes.
 - ``"cached"``: pages of the page cache, anywhere else. The kernel flushes them (``msync``).
 """

@@ -1,4 +1,4 @@
-"""Power loss and process death on persistent memory: lines in any order, in pieces of 8 bytes, until they are fenced."""
+"""Power loss and process death on persistent memory: lines in any order, in parts of 8 bytes, until they are fenced."""
 
 from __future__ import annotations
 
