@@ -1,5 +1,6 @@
 #include "persist.h"
 
+#include <pthread.h>
 #include <string.h>
 
 #if defined(__x86_64__)
@@ -166,13 +167,22 @@ static void copy(uint8_t *to, const uint8_t *from, size_t size)
 
 const size_t persist_variant_count = sizeof persist_variants / sizeof *persist_variants;
 
+static const struct persist_variant *selected;
+
+static void select_variant(void)
+{
+    for (size_t i = 0; i < persist_variant_count && !selected; i++) {
+        if (persist_variants[i].supported())
+            selected = &persist_variants[i];
+    }
+}
+
 const struct persist_variant *persist_select(void)
 {
-    for (size_t i = 0; i < persist_variant_count; i++) {
-        if (persist_variants[i].supported())
-            return &persist_variants[i];
-    }
-    return NULL;
+    /* Once: to ask the processor takes microseconds in a virtual machine. */
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, select_variant);
+    return selected;
 }
 
 void persist_copy(void *to, const void *from, size_t size)
