@@ -11,16 +11,6 @@ from pccheck_async.api.reading import with_session
 from pccheck_async.api.sync import SyncCheckpointEngine
 
 __all__ = [
-    "CheckpointEngine",
-    "Connection",
-    "EngineBase",
-    "OpenCheckpoint",
-    "StoredState",
-    "StoredTensor",
-    "SyncCheckpointEngine",
-    "list_checkpoints",
-    "load",
-    "load_sync",
-    "open_checkpoint",
-    "with_session",
-]
+    "CheckpointEngine", "Connection", "EngineBase", "OpenCheckpoint", "StoredState", "StoredTensor",
+    "SyncCheckpointEngine", "list_checkpoints", "load", "load_sync", "open_checkpoint", "with_session",
+]  # fmt: skip
