@@ -17,17 +17,17 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from pccheck_async.engine import Auto, EngineConfig, EngineLoop, decide
+from pccheck_async.api.reading import open_reader, staging_pool, start_session
+from pccheck_async.engine import Auto, EngineLoop
 from pccheck_async.errors import ClosedError, explained
 from pccheck_async.format import CheckpointInfo, Entry, check_step, dtypes
-from pccheck_async.format.manifest import MIN_BLOCK, Manifest, TensorEntry
+from pccheck_async.format.manifest import Manifest, TensorEntry
 from pccheck_async.format.skeleton import ArrayNode, Node, arrays
 from pccheck_async.medium import File
-from pccheck_async.medium.open_medium import IO, Session, open_session
+from pccheck_async.medium.open_medium import IO, Session
 from pccheck_async.state import Allocation, Array, Targets, below, opened, paths, rebuild
 from pccheck_async.state.restore.tree import leaves
-from pccheck_async.store import StoreReader, VerifiedChunks, no_store
-from pccheck_async.transfer import BufferPool, available_cores, available_memory
+from pccheck_async.store import VerifiedChunks
 
 __all__ = ["OpenCheckpoint", "StoredState", "StoredTensor", "open_checkpoint"]
 
@@ -90,22 +90,17 @@ class Connection:
         self.session: Session
         self._loop = EngineLoop("pccheck-open")
         try:
-            self._loop.call(self._open(step, EngineConfig(host_memory=host_memory), io))
+            self._loop.call(self._open(step, host_memory, io))
         except BaseException:
             self.close()  # where the caller was interrupted and does not get it
             self._loop.stop()
             raise
 
-    async def _open(self, step: int | None, config: EngineConfig, io: IO) -> None:
-        cores, memory = available_cores(), available_memory()
-        decided = decide(config, block_bytes=MIN_BLOCK, cores=cores, memory=memory)
-        session = await open_session(self.path, io, writers=decided.writers, copiers=decided.copiers)
+    async def _open(self, step: int | None, host_memory: int | Auto, io: IO) -> None:
+        session = await start_session(self.path, io)
         try:
-            reader = await StoreReader.open(session)
-            if reader is None:
-                raise no_store(session, self.path)
-            decided = decide(config, block_bytes=reader.identity.block_bytes, cores=cores, memory=memory)
-            pool = BufferPool(decided.host_memory, decided.chunk_bytes)
+            reader = await open_reader(session, self.path)
+            pool = staging_pool(reader, host_memory)
 
             async def use(entry: Entry, file: File, manifest: Manifest) -> None:
                 self.entry, self.manifest = entry, manifest

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from pccheck_async.api import folder_session, open_reader
 from pccheck_async.errors import DamagedError, NoCheckpointError, ReadError
 from pccheck_async.format import CheckpointInfo, Entry, Record, check_step
 from pccheck_async.format.manifest import Manifest
@@ -18,7 +19,7 @@ from pccheck_async.medium.open_medium import IO, Session
 from pccheck_async.state import Listing, list_leaves
 from pccheck_async.store import StoreReader, choose, read_manifest
 from pccheck_async.transfer import aligned_buffer
-from pccheck_async.upkeep.reading import Progress, check_chunks, hold_slot, no_checkpoint, open_reader, run_with_session
+from pccheck_async.upkeep.reading import Progress, check_chunks, hold_slot, no_checkpoint, run
 
 __all__ = ["CheckedCheckpoint", "Damage", "RecordCopy", "Verification", "check_payload", "examine_records"]
 __all__ += ["verify_checkpoints"]
@@ -138,32 +139,28 @@ def verify_checkpoints(
     """
     step = check_step(step)
 
-    async def work(session: Session) -> Verification:
-        reader = await open_reader(session, path)
-        copies, record = await _records(reader)
-        wanted = list(record.entries) if every else [entry] if (entry := choose(record.entries, step)) else []
-        if not wanted:
-            raise no_checkpoint(path, step)
-        start = time.perf_counter()
-        count = _Count(progress, sum(entry.manifest_nbytes + entry.nbytes for entry in wanted))
-        checks = [checked for entry in wanted if (checked := await _check(reader, entry, count))]
-        while not checks:  # a running writer dropped them before they could be held
-            checks = [checked] if (checked := await _check(reader, None, count, step)) else []
-        seconds = time.perf_counter() - start
-        return Verification(copies, tuple(checks), count.done, seconds, session.medium.statistics().direct)
+    async def verify() -> Verification:
+        async with folder_session(path, io) as session:
+            reader = await open_reader(session, path)
+            copies, record = await _records(reader)
+            wanted = list(record.entries) if every else [entry] if (entry := choose(record.entries, step)) else []
+            if not wanted:
+                raise no_checkpoint(path, step)
+            start = time.perf_counter()
+            total, done = sum(entry.manifest_nbytes + entry.nbytes for entry in wanted), 0
 
-    return run_with_session(path, io, work)
+            def add(nbytes: int) -> None:
+                nonlocal done
+                done += nbytes
+                progress(min(done, total), total)
 
+            checks = [checked for entry in wanted if (checked := await _check(reader, entry, add))]
+            while not checks:  # a running writer dropped them before they could be held
+                checks = [checked] if (checked := await _check(reader, None, add, step)) else []
+            seconds = time.perf_counter() - start
+            return Verification(copies, tuple(checks), done, seconds, session.medium.statistics().direct)
 
-@dataclass(slots=True)
-class _Count:
-    progress: Progress
-    total: int
-    done: int = 0
-
-    def add(self, nbytes: int) -> None:
-        self.done += nbytes
-        self.progress(min(self.done, self.total), self.total)
+    return run(verify())
 
 
 def examine_records(commit: memoryview, store_id: bytes) -> tuple[RecordCopy, ...]:
@@ -207,7 +204,7 @@ async def _records(reader: StoreReader) -> tuple[tuple[RecordCopy, ...], Record]
 
 
 async def _check(
-    reader: StoreReader, entry: Entry | None, count: _Count, step: int | None = None
+    reader: StoreReader, entry: Entry | None, read: Callable[[int], None], step: int | None = None
 ) -> CheckedCheckpoint | None:
     """Check one checkpoint; None where it was dropped meanwhile. Without an entry, the newest (of ``step``)."""
 
@@ -226,14 +223,14 @@ async def _check(
         if not isinstance(file, File):
             why = str(file) if isinstance(file, ReadError) else "there is no such file"
             return CheckedCheckpoint(info, name, 0, 0, (Damage(name, "slot", 0, offset + nbytes, why),))
-        count.add(nbytes)
+        read(nbytes)
         try:
             manifest = await read_manifest(reader.session.medium, file, chosen, reader.identity.block_bytes)
             listing = list_leaves(manifest)
         except (DamagedError, ReadError) as error:
             damage = Damage(name, "manifest", offset, nbytes, str(error))
             return CheckedCheckpoint(info, name, 0, nbytes, (damage,))
-        damages = await check_payload(reader.session, file, manifest, listing, count.add)
+        damages = await check_payload(reader.session, file, manifest, listing, read)
         return CheckedCheckpoint(info, name, len(manifest.chunks), manifest.payload_nbytes + nbytes, damages)
 
 
