@@ -10,7 +10,6 @@ from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import cached_property
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -29,7 +28,7 @@ from pccheck_async.state import Allocation, Array, Targets, below, opened, paths
 from pccheck_async.state.restore.tree import leaves
 from pccheck_async.store import VerifiedChunks
 
-__all__ = ["OpenCheckpoint", "StoredState", "StoredTensor", "open_checkpoint"]
+__all__ = ["OpenCheckpoint", "StoredState", "StoredTensor", "open_checkpoint", "rows"]
 
 T = TypeVar("T")
 
@@ -240,15 +239,7 @@ class StoredTensor:
         return self._part(number % size, 1, 1)[(0, *rest)]
 
     def _part(self, start: int, count: int, step: int) -> Any:
-        entry = self.entry
-        shape = (count, *entry.shape[1:])
-        stride = (entry.stride[0] * step, *entry.stride[1:])
-        if entry.storage is None or not count:
-            part = structs.replace(entry, shape=shape, stride=stride, storage=None, offset=0)
-        else:
-            offset = entry.offset + start * entry.stride[0] * entry.itemsize
-            part = structs.replace(entry, shape=shape, stride=stride, offset=offset)
-        array = self._connection.read(structs.replace(part, requires_grad=False, kind=_PLAIN.get(part.kind, part.kind)))
+        array = self._connection.read(rows(self.entry, start, count, step))
         if isinstance(array, np.ndarray):
             return array.copy()
         # What lies between the items was read with them, and would stay in memory.
@@ -267,7 +258,18 @@ class StoredTensor:
         return f"StoredTensor({self.path!r}, {self.entry.dtype}, {tuple(self.shape)}, {self.nbytes} bytes)"
 
 
-_PLAIN = {"parameter": "tensor"}
+def rows(entry: TensorEntry, start: int, count: int, step: int = 1) -> TensorEntry:
+    """Return some items of the first dimension, every ``step``-th of them, as an array without autograd."""
+    part = structs.replace(
+        entry,
+        shape=(count, *entry.shape[1:]),
+        stride=(entry.stride[0] * step, *entry.stride[1:]),
+        requires_grad=False,
+        kind="ndarray" if entry.kind == "ndarray" else "tensor",
+    )
+    if entry.storage is None or not count:
+        return structs.replace(part, storage=None, offset=0)
+    return structs.replace(part, offset=entry.offset + start * entry.stride[0] * entry.itemsize)
 
 
 class StoredState(Mapping[str, Any]):
@@ -309,7 +311,8 @@ class StoredState(Mapping[str, Any]):
             found[plain] = None if plain in found else path
         return found
 
-    def _find(self, path: str) -> Node:
+    def node(self, path: str) -> Node:
+        """Return what the manifest says of a leaf or a part. Raises KeyError."""
         exact = path if path in self._nodes else self._unescaped.get(path)
         if exact is None:
             raise KeyError(explained(self._unknown(path)))
@@ -328,7 +331,7 @@ class StoredState(Mapping[str, Any]):
     def __getitem__(self, path: str) -> Any:
         """Read a leaf, or return a part. Raises KeyError, ClosedError, CorruptStoreError, ReadError."""
         self._connection.check_open()
-        node = self._find(path)
+        node = self.node(path)
         if isinstance(opened(node), ArrayNode):
             return self.tensor(path).read()
         if below(node):
@@ -344,7 +347,7 @@ class StoredState(Mapping[str, Any]):
             ClosedError: the checkpoint was closed.
         """
         self._connection.check_open()
-        node = opened(self._find(path))
+        node = opened(self.node(path))
         if not isinstance(node, ArrayNode):
             raise TypeError(f"{path!r} is no tensor")
         return StoredTensor(self._connection, self._connection.manifest.tensors[node.index], path)
@@ -408,7 +411,5 @@ class OpenCheckpoint(StoredState):
         self._connection.check_open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

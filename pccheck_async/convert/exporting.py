@@ -100,7 +100,7 @@ def export_checkpoint(
     target = Path(out)
     connection = Connection(path, check_step(step), torch.device("cpu"), host_memory, io)
     try:
-        selection = select_part(connection.manifest, keys, root)
+        selection = select_part(connection, keys, root)
         if to == "torch":
             connection.call(torch_file.write(selection, connection.chunks, target))
         elif to == "safetensors":

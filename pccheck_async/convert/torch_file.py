@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from pccheck_async.convert.selection import Selection, native, pickled, refusal, torch_name
+from pccheck_async.convert.selection import Selection, native, pickled, torch_name
 from pccheck_async.convert.target import Sink, new_file
 from pccheck_async.format import dtypes
 from pccheck_async.format.manifest import ALIGNMENT, TensorEntry
@@ -43,11 +43,9 @@ async def write(selection: Selection, chunks: VerifiedChunks, path: Path) -> Non
     Raises UnsupportedStateError (lists what ``torch.load(weights_only=True)`` could not read).
     """
     node = native(selection.node, "", selection)
-    for name, entry in selection.arrays.items():
-        if trouble := refusal(entry, "torch"):
-            selection.refused.append(f"{name} {trouble}")
-        elif entry.kind == "ndarray":
-            selection.changed.append(f"{name} (a numpy array, as a tensor)")
+    selection.refuse_arrays("torch")
+    arrays = [name for name, entry in selection.arrays.items() if entry.kind == "ndarray"]
+    selection.changed += [f"{name} (a numpy array, as a tensor)" for name in arrays]
     selection.check("a file of torch.save that is read with weights_only=True")
     storages = _storages(selection)
     async with new_file(path) as file:
