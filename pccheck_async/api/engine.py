@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial, wraps
-from types import TracebackType
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar, cast
 
-from pccheck_async.api.engine_base import EngineBase
+from pccheck_async.api.engine_base import EngineBase, noted_on
 from pccheck_async.engine import Handoff, PendingCheckpoint, run
 from pccheck_async.format import CheckpointInfo, Metadata, Restored
 from pccheck_async.telemetry import ReadProgress
@@ -134,15 +133,9 @@ class CheckpointEngine(EngineBase):
     async def __aenter__(self) -> Self:
         return await self.open()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        with noted_on(error):
             await self._end(self._training.leave(well=error is None), go=error is None)
-        except Exception as failure:
-            if error is None:
-                raise
-            error.add_note(f"closing the engine failed, too: {type(failure).__name__}: {failure}")
 
     def step(self, state: Mapping[str, Any], step: int, *, metadata: Metadata | None = None) -> AsyncStepContext:
         """Return the context of one training step, which checkpoints after it when the policy (``interval``) says so.
