@@ -64,9 +64,7 @@ async def new_file(path: Path) -> AsyncIterator[Sink]:
 def new_folder(path: Path) -> Iterator[Path]:
     """Give a new folder; at the end of the body it is flushed, with what lies in it, and only then gets its name.
 
-    Raises:
-        FileExistsError: there is something of that name already.
-        WriteError: a write or flush failed; nothing is left behind.
+    Raises what :func:`new_file` does.
     """
     with _unnamed(path) as temporary:
         temporary.mkdir()

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from pccheck_async.api import folder_session, open_reader
 from pccheck_async.engine import OneLoop
-from pccheck_async.errors import DamagedError, NoCheckpointError, ReadError
-from pccheck_async.format import CheckpointInfo, Entry, Record, check_step, crc32
+from pccheck_async.errors import NoCheckpointError, ReadError
+from pccheck_async.format import CheckpointInfo, Entry, check_step, crc32
 from pccheck_async.format.manifest import ChunkEntry, Manifest
 from pccheck_async.format.record import slot_name
 from pccheck_async.medium import File
@@ -25,7 +25,7 @@ from pccheck_async.store import StoreReader, choose, read_manifest
 from pccheck_async.transfer import BufferPool, available_memory, first_failure
 
 __all__ = ["LOCK_SECONDS", "Description", "Held", "Progress", "Run", "check_chunks", "describe_checkpoint", "hold"]
-__all__ += ["hold_slot", "make_pool", "no_checkpoint", "run", "runs"]
+__all__ += ["make_pool", "no_checkpoint", "run", "runs"]
 
 T = TypeVar("T")
 
@@ -62,27 +62,14 @@ async def hold(path: str | os.PathLike[str], step: int | None, io: IO) -> AsyncI
     """
     async with folder_session(path, io) as session:
         reader = await open_reader(session, path)
-        async with hold_slot(reader, lambda record: choose(record.entries, step)) as held:
-            if held is None:
-                raise no_checkpoint(path, step)
-            entry, file = held
-            if not isinstance(file, File):
-                raise file
-            manifest = await read_manifest(session.medium, file, entry, reader.identity.block_bytes)
-            yield Held(reader, entry, file, manifest)
-
-
-@asynccontextmanager
-async def hold_slot(
-    reader: StoreReader, pick: Callable[[Record], Entry | None]
-) -> AsyncIterator[tuple[Entry, File | DamagedError | ReadError] | None]:
-    """Hold the slot of the picked checkpoint (see :meth:`StoreReader.lock`) until the context is left."""
-    held = await reader.lock(pick)
-    try:
-        yield held
-    finally:
-        if held is not None and isinstance(held[1], File):
-            await reader.session.medium.close(held[1])
+        held = await reader.lock(lambda record: choose(record.entries, step))
+        if held is None:
+            raise no_checkpoint(path, step)
+        entry, file = held
+        if not isinstance(file, File):
+            raise file
+        manifest = await read_manifest(session.medium, file, entry, reader.identity.block_bytes)
+        yield Held(reader, entry, file, manifest)
 
 
 @dataclass(frozen=True, slots=True)

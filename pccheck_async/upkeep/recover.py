@@ -133,9 +133,8 @@ def recover_store(
         record_state: FileState = "valid" if record else "missing" if commit is None else "damaged"
         found: list[FoundCheckpoint] = []
         if record is None or search:
-            for number in numbers:
-                block_bytes = identity.block_bytes if identity else MIN_BLOCK
-                found.append(await _search(session, number, block_bytes, progress, keep=write, alone=alone))
+            block = identity.block_bytes if identity else MIN_BLOCK
+            found = [await _search(session, number, block, progress, keep=write, alone=alone) for number in numbers]
             if write and any(one.note == _BUSY for one in found):
                 raise StoreLockedError(f"another process writes to a slot of {name}: nothing was written")
             if alone and COMMIT_NAME in await medium.names():
