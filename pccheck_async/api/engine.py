@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar, cast
 
 from pccheck_async.api.engine_base import EngineBase, noted_on
@@ -25,18 +25,18 @@ def _noted(
 ) -> Callable[Concatenate[CheckpointEngine, P], Coroutine[Any, Any, T]]:
     """Count calls that nobody awaits, for a log line when the engine closes: Python's own warning is easily lost."""
 
-    async def begin(call: object, work: Callable[[], Coroutine[Any, Any, T]], self: CheckpointEngine) -> T:
-        self._core.unawaited.pop(call, None)
-        return await work()
-
     @wraps(method)
     def called(self: CheckpointEngine, *arguments: P.args, **named: P.kwargs) -> Coroutine[Any, Any, T]:
         method(self, *arguments, **named).close()  # wrong arguments are refused here, and not where it is awaited
         call = object()
         self._core.unawaited[call] = method.__name__
-        coroutine: Any = begin(call, partial(method, self, *arguments, **named), self)
-        coroutine.__qualname__ = method.__qualname__  # of Python's own warning
-        return cast("Coroutine[Any, Any, T]", coroutine)
+
+        async def begin() -> T:
+            self._core.unawaited.pop(call, None)
+            return await method(self, *arguments, **named)
+
+        begin.__qualname__ = method.__qualname__  # of Python's own warning
+        return begin()
 
     return cast("Callable[Concatenate[CheckpointEngine, P], Coroutine[Any, Any, T]]", called)
 

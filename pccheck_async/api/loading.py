@@ -65,8 +65,7 @@ async def load(
         RuntimeError: torch has no such ``device``.
     """
     async with OneLoop() as loop:
-        state: dict[str, Any] = await loop.run(_load(path, step, keys, device, host_memory, io, progress))
-        return state
+        return await loop.run(_load(path, step, keys, device, host_memory, io, progress))
 
 
 def load_sync(
