@@ -246,11 +246,9 @@ def compare_losses(
 
 def draw(path: Path, uninterrupted: Losses, killed: Losses, resumed: Losses, crash_at: int, restored: int) -> None:
     """Draw the three loss curves, and below them how far the resumed run is from the uninterrupted one."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 6), layout="constrained")
-    FigureCanvasAgg(figure)
     curves, difference = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     styles = (
         ("uninterrupted", uninterrupted, {"color": "0.75", "linewidth": 6}),
