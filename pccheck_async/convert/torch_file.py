@@ -24,7 +24,7 @@ from pccheck_async.convert.target import Sink, new_file
 from pccheck_async.format import dtypes
 from pccheck_async.format.manifest import ALIGNMENT, TensorEntry
 from pccheck_async.format.skeleton import Node
-from pccheck_async.state import rebuild
+from pccheck_async.state import rebuild, viewed_ranges
 from pccheck_async.store import VerifiedChunks
 
 __all__ = ["Archive", "write"]
@@ -90,12 +90,7 @@ def _storages(selection: Selection) -> dict[int, _Storage]:
     storages: dict[int, _Storage] = {}
     for index in sorted(views):
         entries = views[index]
-        ranges: list[tuple[int, int]] = []
-        for low, high in sorted(entry.extent for entry in entries):
-            if ranges and low <= ranges[-1][1]:
-                ranges[-1] = (ranges[-1][0], max(high, ranges[-1][1]))
-            else:
-                ranges.append((low, high))
+        ranges = viewed_ranges(entries)
         names = {torch_name(entry) for entry in entries}
         dtype = dtypes.torch_dtype(str(*names)) if len(names) == 1 else None
         base = ranges[0][0] // ALIGNMENT * ALIGNMENT
