@@ -83,10 +83,6 @@ class Connection:
         self.device = device
         self._pid = os.getpid()
         self._closed = True
-        self.entry: Entry
-        self.manifest: Manifest
-        self.chunks: VerifiedChunks
-        self.session: Session
         self._loop = EngineLoop("pccheck-open")
         try:
             self._loop.call(self._open(step, host_memory, io))
@@ -101,11 +97,11 @@ class Connection:
             reader = await open_reader(session, self.path)
             pool = staging_pool(reader, host_memory)
 
-            async def use(entry: Entry, file: File, manifest: Manifest) -> None:
-                self.entry, self.manifest = entry, manifest
-                self.chunks = VerifiedChunks(session, file, manifest, pool)
+            async def use(entry: Entry, file: File, manifest: Manifest) -> tuple[Entry, File, Manifest]:
+                return entry, file, manifest
 
-            await reader.read(self.path, step, use, keep=True)
+            self.entry, file, self.manifest = await reader.read(self.path, step, use, keep=True)
+            self.chunks = VerifiedChunks(session, file, self.manifest, pool)
         except BaseException:
             await session.close()
             raise
