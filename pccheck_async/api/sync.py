@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from pccheck_async.api.engine_base import EngineBase
+from pccheck_async.api.engine_base import EngineBase, noted_on
 from pccheck_async.engine import PendingCheckpoint, block_on
 from pccheck_async.format import CheckpointInfo, Metadata, Restored
 from pccheck_async.telemetry import ReadProgress
@@ -41,16 +40,9 @@ class SyncCheckpointEngine(EngineBase):
     def __enter__(self) -> Self:
         return self.open()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            with self._training.ending(go=error is None):
-                block_on(self._core, self._training.leave(well=error is None))
-        except Exception as failure:
-            if error is None:
-                raise
-            error.add_note(f"closing the engine failed, too: {type(failure).__name__}: {failure}")
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        with noted_on(error), self._training.ending(go=error is None):
+            block_on(self._core, self._training.leave(well=error is None))
 
     def step(self, state: Mapping[str, Any], step: int, *, metadata: Metadata | None = None) -> StepContext:
         """Return the context of one training step (see :meth:`pccheck_async.CheckpointEngine.step`)."""

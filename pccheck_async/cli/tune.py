@@ -115,12 +115,8 @@ def _tuned(tuning: pccheck.Tuning, path: Path, given: Path, written: Path) -> It
         )
     yield measured
     reasons = table("setting", "value", "why")
-    for name, words in (
-        ("max_in_flight", str),
-        ("writers", str),
-        ("chunk_bytes", binary_size),
-        ("host_memory", binary_size),
-    ):
+    for name in ("max_in_flight", "writers", "chunk_bytes", "host_memory"):
+        words = str if name in ("max_in_flight", "writers") else binary_size
         reasons.add_row(name, words(settings[name]), tuning.reasons[name])
     yield reasons
     sample = "" if tuning.sample_nbytes >= tuning.nbytes else f", measured with at most {size(tuning.sample_nbytes)}"

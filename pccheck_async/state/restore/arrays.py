@@ -109,13 +109,19 @@ class Allocation:
         return tensor.requires_grad_(entry.requires_grad)
 
 
-def _allocate(entries: list[TensorEntry], device: torch.device) -> _NewMemory:
+def viewed_ranges(entries: list[TensorEntry]) -> list[tuple[int, int]]:
+    """Return the ranges of a storage that arrays view, in order; what touches or overlaps is one range."""
     ranges: list[tuple[int, int]] = []
     for low, high in sorted(entry.extent for entry in entries):
         if ranges and low <= ranges[-1][1]:
             ranges[-1] = (ranges[-1][0], max(high, ranges[-1][1]))
         else:
             ranges.append((low, high))
+    return ranges
+
+
+def _allocate(entries: list[TensorEntry], device: torch.device) -> _NewMemory:
+    ranges = viewed_ranges(entries)
     base = ranges[0][0] // ALIGNMENT * ALIGNMENT
     nbytes = ranges[-1][1] - base
     if all(entry.kind == "ndarray" for entry in entries):
