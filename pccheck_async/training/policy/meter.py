@@ -107,11 +107,6 @@ class _Steps:
     seconds: float = 0.0
     longest: tuple[float, ...] = ()  # two
 
-    def add(self, seconds: float) -> None:
-        self.count += 1
-        self.seconds += seconds
-        self.longest = tuple(sorted((*self.longest, seconds))[-2:])
-
     def __add__(self, other: _Steps) -> _Steps:
         longest = tuple(sorted(self.longest + other.longest)[-2:])
         return _Steps(self.count + other.count, self.seconds + other.seconds, longest)
@@ -154,10 +149,11 @@ class OverheadMeter:
     def step(self, report: StepReport) -> None:
         """Take a step."""
         self._stall += report.stall
+        step = _Steps(1, report.seconds, (report.seconds,))
         if report.in_flight:
-            self._busy.add(report.seconds)
+            self._busy += step
         else:
-            self._idle.add(report.seconds)
+            self._idle += step
             self._samples.append(report.seconds)
 
     def close(self, *, first: bool = False, counted: bool = True) -> None:
