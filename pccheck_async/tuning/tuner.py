@@ -80,17 +80,11 @@ async def tune(
 ) -> Tuning:
     """Measure the storage under ``path`` and return the settings for checkpoints of ``nbytes`` there.
 
-    See :meth:`pccheck_async.CheckpointEngine.tune`. Needs no engine and touches no store. It computes, so it has a loop
-    of its own (:class:`pccheck_async.engine.OneLoop`).
-
-    Args:
-        path: Folder of the store; need not exist, and then does not exist afterwards.
-        nbytes: Size of a checkpoint. Of a large one a sample is measured and the times are scaled.
-        config: Its ``keep_last``, and its ``host_memory`` as the budget for staging memory.
-        io: As for :class:`pccheck_async.CheckpointEngine`, but not a writer: one writer has one folder.
-        step_seconds: Time of a training step, for the recommended interval.
-        budget_seconds: About how long it may take; a slow device needs more.
-        progress: Called on this loop's thread with the part done and what is measured.
+    Needs no engine and touches no store: arguments and errors are those of
+    :meth:`pccheck_async.CheckpointEngine.tune`. The folder ``path`` need not exist, and then does not exist afterwards.
+    Of ``config`` only ``keep_last`` and ``host_memory`` (the budget) count; ``io`` is no writer, which has one folder.
+    Of a large checkpoint a sample is measured and the times are scaled. It computes, so it has a loop of its own
+    (:class:`pccheck_async.engine.OneLoop`), on whose thread ``progress`` is called.
 
     Cancellation: ends once every operation ended and the folder is gone; after a SIGKILL the next tuning removes it.
     """
@@ -109,9 +103,12 @@ async def tune(
     cores, memory = available_cores(), available_memory()
     folder = Path(store_path(path))
     free = free_bytes(folder)
+    budget = config.host_memory
+    if budget == "auto":
+        budget = decide(config, block_bytes=PAGE_BYTES, cores=cores, memory=memory).host_memory
     limits = Limits(
         storage_bytes=free + slot_bytes(folder),
-        host_memory=_memory_budget(config, cores, memory),
+        host_memory=budget,
         cores=cores,
         keep_last=config.retention.reserved,
     )
@@ -257,7 +254,8 @@ class _Search:
             for point in points if turn % 2 else reversed(points):
                 done = min(1.0, (turn + len(measured) / len(points)) / _PLANNED_ROUNDS)
                 self.part = max(self.part, (line + done) / len(_LINES))
-                self.tell(self.part, _named(point))
+                chunk = f"chunks of {point.chunk_bytes >> 10} KiB"
+                self.tell(self.part, f"{point.max_in_flight} in flight, {point.writers} writer(s), {chunk}")
                 folder = self.space / f"in-flight-{point.max_in_flight}"
                 trial = await run_trial(folder, self.io, point, sample, self.limits.host_memory)
                 measured[point] = Trial(trial.durable * factor, trial.captured * factor)
@@ -274,10 +272,6 @@ class _Search:
         return min(max(wanted, chunks, _LEAST_SAMPLE_BYTES), self.most_sample)
 
 
-def _named(point: Point) -> str:
-    return f"{point.max_in_flight} in flight, {point.writers} writer(s), chunks of {point.chunk_bytes >> 10} KiB"
-
-
 def _power_of_two(most: int) -> int:
     """The largest of at most ``most``, at least 1."""
     return 1 << max(1, most).bit_length() - 1
@@ -289,12 +283,6 @@ def _chunk_bytes(most: int, limits: Limits) -> int:
 
 def _storage_bytes(nbytes: int) -> int:
     return nbytes + _MANIFEST_BYTES
-
-
-def _memory_budget(config: EngineConfig, cores: int, memory: int) -> int:
-    if config.host_memory != "auto":
-        return config.host_memory
-    return decide(config, block_bytes=PAGE_BYTES, cores=cores, memory=memory).host_memory
 
 
 def _check_feasible(limits: Limits, nbytes: int, free: int) -> None:
