@@ -33,14 +33,7 @@ def mix(*parts: int | str) -> int:
 
 
 class Order:
-    """The samples of every epoch in order, one slice at a time.
-
-    Args:
-        size: Samples in an epoch.
-        seed: What the orders are drawn from, together with the epoch.
-        shuffle: True draws ``torch.randperm``: 8 bytes per sample are kept, and the first slice of an epoch takes time
-            in proportion to ``size``. "keyed" keeps nothing and takes that time for no slice. False counts.
-    """
+    """The samples of every epoch in order, one slice at a time (see :class:`ResumableSampler` for the arguments)."""
 
     def __init__(self, size: int, seed: int, shuffle: Shuffle) -> None:
         self.size, self.seed, self.shuffle = size, seed, shuffle
