@@ -186,7 +186,7 @@ class StuckWriter(WrappingWriter):
         self._changed = threading.Condition()
         self._kinds = frozenset(kinds)
         self._passing = after
-        self._waiting: dict[asyncio.Future[None], Access] = {}
+        self._waiting: dict[Callable[[], object], Access] = {}  # by what lets them go on
 
     @property
     def stuck(self) -> list[Access]:
@@ -206,8 +206,8 @@ class StuckWriter(WrappingWriter):
             if not hold_on:
                 self._kinds = frozenset()
             waiting, self._waiting = self._waiting, {}
-        for future in waiting:
-            future.get_loop().call_soon_threadsafe(_release_one, future)
+        for go_on in waiting:
+            go_on()
 
     def wait_stuck(self, count: int = 1, timeout: float | None = 30.0) -> None:
         """Block until ``count`` operations hang. Raises TimeoutError after ``timeout`` seconds."""
@@ -222,22 +222,17 @@ class StuckWriter(WrappingWriter):
             if chosen:
                 self._passing -= 1
             if stuck:
-                gate = asyncio.get_running_loop().create_future()
-                self._waiting[gate] = access
+                gate = asyncio.Event()
+                self._waiting[partial(asyncio.get_running_loop().call_soon_threadsafe, gate.set)] = access
                 self._changed.notify_all()
         if not stuck:
             return await call()
 
         async def hang() -> T:
-            await gate
+            await gate.wait()
             return await call()
 
         return await uninterrupted(hang())
-
-
-def _release_one(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 class ThrottledWriter(WrappingWriter):
