@@ -194,7 +194,7 @@ class Adaptive(Profiling):
         self._saves = Level(odd_first=True)
         self._captures = Level(odd_first=True)
         self._starts = 0
-        self._ended = False  # that checkpoint, as far as reports tell
+        self._ended = False  # the last checkpoint, as far as reports tell
         self._after = 0  # steps since then
         self._longest = 0.0  # of the checkpoints that ended in this period
         self._priced = False  # this period: it is only being waited for a longer interval

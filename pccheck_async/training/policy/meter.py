@@ -89,7 +89,7 @@ class Level:
         if len(self.values) < 3:
             return 0.0
         middle = self.median
-        return 1.48 * statistics.median(abs(value - middle) for value in self.values)
+        return _NORMAL * statistics.median(abs(value - middle) for value in self.values)
 
 
 class Cost(NamedTuple):
