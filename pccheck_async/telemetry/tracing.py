@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
-__all__ = ["Sink", "Span", "Stage", "StageClock", "Traced", "enter_chunk", "traced"]
+__all__ = ["Sink", "Span", "Stage", "StageClock", "Traced", "enter_chunk", "tell", "traced"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +65,11 @@ def enter_chunk(index: int | None) -> None:
         traced.set(replace(now, chunk=index))
 
 
+def tell(now: Traced, name: str, start: float, end: float, nbytes: int) -> None:
+    """Tell of a span of the current task."""
+    now.sink(Span(name=name, start=start, end=end, nbytes=nbytes, step=now.step, counter=now.counter, chunk=now.chunk))
+
+
 @dataclass(frozen=True, slots=True)
 class Stage:
     """One stage of the pipeline: operations, their bytes, and their seconds summed over concurrent operations."""
@@ -96,8 +101,7 @@ class StageClock:
         sums[1] += nbytes
         sums[2] += end - start
         if (now := traced.get()) is not None:
-            place = {"step": now.step, "counter": now.counter, "chunk": now.chunk}
-            now.sink(Span(name=name, start=start, end=end, nbytes=nbytes, **place))
+            tell(now, name, start, end, nbytes)
 
     def stages(self) -> dict[str, Stage]:
         """Return the sums so far."""
