@@ -8,7 +8,7 @@ from functools import wraps
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar, cast
 
 from pccheck_async.api.engine_base import EngineBase, noted_on
-from pccheck_async.engine import Handoff, PendingCheckpoint, run
+from pccheck_async.engine import Handoff, OneLoop, PendingCheckpoint, run
 from pccheck_async.format import CheckpointInfo, Metadata, Restored
 from pccheck_async.telemetry import ReadProgress
 from pccheck_async.training import AsyncStepContext, TrainingStep
@@ -329,12 +329,14 @@ class CheckpointEngine(EngineBase):
         self._core.check_alive()
         nbytes = checkpoint_bytes(self._core, state, nbytes)
         await self._core.loop.run(self._core.assembly.scheduler.drain())
-        return await tune(
-            self._core.path,
-            nbytes=nbytes,
-            config=self._core.config,
-            io=self._core.io,
-            step_seconds=step_seconds,
-            budget_seconds=budget_seconds,
-            progress=progress,
-        )
+        async with OneLoop("pccheck-tune") as loop:
+            measuring = tune(
+                self._core.path,
+                nbytes=nbytes,
+                config=self._core.config,
+                io=self._core.io,
+                step_seconds=step_seconds,
+                budget_seconds=budget_seconds,
+                progress=progress,
+            )
+            return await loop.run(measuring)

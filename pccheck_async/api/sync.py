@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any, NoReturn, Self
 
 from pccheck_async.api.engine_base import EngineBase, noted_on
-from pccheck_async.engine import PendingCheckpoint, block_on
+from pccheck_async.engine import OneLoop, PendingCheckpoint, block_on
 from pccheck_async.format import CheckpointInfo, Metadata, Restored
 from pccheck_async.telemetry import ReadProgress
 from pccheck_async.training import StepContext, TrainingStep
-from pccheck_async.tuning import Progress, Tuning, checkpoint_bytes, tune_blocking
+from pccheck_async.tuning import Progress, Tuning, checkpoint_bytes, tune
 
 __all__ = ["SyncCheckpointEngine"]
 
@@ -115,12 +115,14 @@ class SyncCheckpointEngine(EngineBase):
         self._core.check_alive()
         nbytes = checkpoint_bytes(self._core, state, nbytes)
         self._core.loop.call(self._core.assembly.scheduler.drain())
-        return tune_blocking(
-            self._core.path,
-            nbytes=nbytes,
-            config=self._core.config,
-            io=self._core.io,
-            step_seconds=step_seconds,
-            budget_seconds=budget_seconds,
-            progress=progress,
-        )
+        with OneLoop("pccheck-tune") as loop:
+            measuring = tune(
+                self._core.path,
+                nbytes=nbytes,
+                config=self._core.config,
+                io=self._core.io,
+                step_seconds=step_seconds,
+                budget_seconds=budget_seconds,
+                progress=progress,
+            )
+            return loop.call(measuring)

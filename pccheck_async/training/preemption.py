@@ -160,13 +160,8 @@ class _Signals:
 
     def _watch_time(self, request: _Request) -> None:
         name = _name(request.signum)
-        write(
-            logging.WARNING,
-            "preemption",
-            "got %s: saving once more after this training step, then the process goes, in %g s at the latest",
-            name,
-            request.seconds,
-        )
+        text = "got %s: saving once more after this training step, then the process goes, in %g s at the latest"
+        write(logging.WARNING, "preemption", text, name, request.seconds)
         for each in request.asked:
             each.limit(request.until)
         request.wait_woken()
@@ -314,11 +309,10 @@ class Preemption:
         if not go:
             _signals.drop(request)
             return
-        name = _name(request.signum)
         if failure is not None:
-            self.write("%s: gave up: %s; nothing newer than %s", name, failure, self.newest)
+            self.say("gave up: %s; nothing newer than %s", failure, self.newest)
         elif not self.finished:
-            self.write("%s: the engine was closed; %s; the process goes", name, self.newest)
+            self.say("the engine was closed; %s; the process goes", self.newest)
         _signals.let_go(request)
 
     def _others(self, request: _Request) -> bool:

@@ -121,10 +121,7 @@ def shortages(point: Point, limits: Limits, nbytes: int) -> dict[str, str]:
 
 
 def choose(table: Mapping[Point, float], limits: Limits, nbytes: int, noise: float) -> Choice:
-    """Choose the least that is as good as the best.
-
-    Of the points that :class:`Limits` allow, those whose Tw(N)/N is at most ``1 + noise`` times the least are equally
-    good; of them the one with the smallest N, of these with the smallest p, of these with the smallest b.
+    """Choose the least of the points that :class:`Limits` allow of which Tw(N)/N is within the noise of the best.
 
     Args:
         table: Tw in seconds by point.

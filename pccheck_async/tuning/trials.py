@@ -85,7 +85,6 @@ async def try_disk(folder: Path, io: IO, *, nbytes: int, seconds: float) -> Disk
         began, busy = time.perf_counter(), time.process_time()
         written = await _write(session.medium, file, data, count, seconds, once=False)
         took, busy = time.perf_counter() - began, time.process_time() - busy
-        await session.medium.close(file)
         await session.medium.remove(_DISK_FILE)
     finally:
         await session.close()
@@ -115,14 +114,9 @@ async def _write(writer: Medium, file: File, data: memoryview, chunks: int, seco
 
 
 async def run_trial(folder: Path, io: IO, point: Point, sample: Sample, host_memory: int) -> Trial:
-    """Save the sample back to back with an engine at ``point``.
+    """Save the sample back to back with an engine at ``point``, with at most ``host_memory`` bytes of staging memory.
 
-    Args:
-        folder: Of the store, which is created the first time; its slots are written once before it is timed.
-        io: As for :class:`pccheck_async.CheckpointEngine`.
-        point: How to run the engine.
-        sample: What to save.
-        host_memory: Most staging memory in bytes.
+    The store in ``folder`` is created the first time; its slots are written once before it is timed.
     """
     config = EngineConfig(
         max_in_flight=point.max_in_flight,
@@ -205,7 +199,9 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
         with ExitStack() as stack:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(_alone(folder))
+                fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                stack.callback(os.close, fd)
+                _lock(fd, folder)
                 made = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=folder, ignore_cleanup_errors=True)
             except OSError as error:
                 raise folder_error(error, folder) from error
@@ -216,20 +212,13 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
                 parent.rmdir()
 
 
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _lock(fd: int, folder: Path) -> None:
     """Lock ``folder`` against other tunings, and remove what one that was killed left there."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StoreLockedError(f"another tuning runs in {folder}; each would measure the other") from None
-        except OSError:
-            pass  # a filesystem that locks no folders: what was left there stays
-        else:
-            for left in folder.glob(_PREFIX + "*"):
-                shutil.rmtree(left, ignore_errors=True)
-        yield
-    finally:
-        os.close(fd)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise StoreLockedError(f"another tuning runs in {folder}; each would measure the other") from None
+    except OSError:
+        return  # a filesystem that locks no folders: what was left there stays
+    for left in folder.glob(_PREFIX + "*"):
+        shutil.rmtree(left, ignore_errors=True)

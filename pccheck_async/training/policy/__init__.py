@@ -13,8 +13,7 @@ from pccheck_async.training.policy.formulas import (
     sustained_interval,
     young_seconds,
 )
-from pccheck_async.training.policy.measured import Adaptive, CheckFreqInterval, Measured, YoungDaly
-from pccheck_async.training.policy.pccheck import PCcheckInterval
+from pccheck_async.training.policy.measured import Adaptive, CheckFreqInterval, Measured, PCcheckInterval, YoungDaly
 
 __all__ = [
     "Adaptive",
