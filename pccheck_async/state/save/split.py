@@ -20,7 +20,7 @@ import torch
 from pccheck_async.errors import TornCaptureError
 from pccheck_async.state.cache.constants import Choice, Constants
 from pccheck_async.state.save.flatten import FlatState
-from pccheck_async.state.save.lazy import ChangingTables, LazySources, optimized, sharing_nothing
+from pccheck_async.state.save.lazy import LazySources, changed_by_forward, optimized, sharing_nothing
 from pccheck_async.state.save.torn import ByteCheck, StorageMemory, TornLeaves, Versions
 from pccheck_async.state.sources import PackedSource, RawSource, Sources, device_bytes
 from pccheck_async.state.storages import Layout
@@ -72,7 +72,6 @@ class Splitter:
     def __init__(self) -> None:
         self.constants = Constants()
         self._torn = TornLeaves()
-        self._tables = ChangingTables()
         self._lazy_sources = LazySources()
         self._members: _LazyLeaves | None = None
 
@@ -97,7 +96,7 @@ class Splitter:
         """
         values, paths = flat.leaves.values, flat.leaves.paths
         owned = optimized(optimizers)
-        if flat.objects and (changing := self._tables.among(flat.objects, flat.outline)):
+        if changing := changed_by_forward(flat.objects):
             owned = sharing_nothing(owned, changing)
         sources = layout.sources
         lazy = self._lazy_sources.among(sources, owned)
