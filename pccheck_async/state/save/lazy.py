@@ -90,7 +90,8 @@ def covered(sources: Sources, tensors: Sequence[torch.Tensor]) -> _Which:
     lows, highs = lows[np.append(True, apart)], highs[np.append(apart, True)]
     addresses = sources.addresses.astype(np.int64)
     at = np.searchsorted(lows, addresses, side="right") - 1
-    return (at >= 0) & (addresses + sources.lengths <= highs[at]) & ~sources.packed
+    inside: _Which = (at >= 0) & (addresses + sources.lengths <= highs[at]) & ~sources.packed
+    return inside
 
 
 def _ranges(tensors: Sequence[torch.Tensor]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
