@@ -111,22 +111,21 @@ def match(
     refuse_tracing("restore")
     check_outermost(state)
     refuse_filling(state)
-    matching = _Matching(manifest, by_address, strict, cache(lambda: objects.names_in(state)))
-    matching.outermost(state)
-    return matching.restoration(state)
+    return _Matching(state, manifest, by_address, strict).restoration()
 
 
 class _Matching:
     """One walk over the live state and the skeleton side by side."""
 
     def __init__(
-        self, manifest: Manifest, by_address: Callable[[], bool], strict: bool, names: Callable[[], objects.Names]
+        self, state: Mapping[str, Any], manifest: Manifest, by_address: Callable[[], bool], strict: bool
     ) -> None:
         assert isinstance(manifest.skeleton, DictNode)
+        self._state = state
         self._skeleton = manifest.skeleton
         self._tensors = manifest.tensors
         self._strict = strict
-        self._names = names
+        self._names = cache(lambda: objects.names_in(state))
         self._filling = Filling(manifest, by_address)
         self._missing: list[str] = []
         self._unexpected: list[str] = []
@@ -140,7 +139,8 @@ class _Matching:
         self._last_actions: list[Callable[[], None]] = []  # generators: what loads before them may draw from them
         self._objects: dict[int, Any] = {}  # live Statefuls by the identity of their node
 
-    def restoration(self, state: Mapping[str, Any]) -> Restoration:
+    def restoration(self) -> Restoration:
+        self._outermost()
         self._mismatched += self._filling.conflicts()
         if self._mismatched or (self._strict and (self._missing or self._unexpected)):
             raise self._error()
@@ -158,7 +158,7 @@ class _Matching:
             with torch.inference_mode(False), torch.set_grad_enabled(gradients):
                 for action in self._actions + self._last_actions:
                     action()
-            return state
+            return self._state
 
         missing, unexpected = tuple(self._missing), tuple(self._unexpected)
         return Restoration(targets, finish, missing, unexpected, self._filling.paths, self._counts)
@@ -193,9 +193,9 @@ class _Matching:
                     return f"; a model {where} is wrapped by {wrapper}: {inside}"
         return ""
 
-    def outermost(self, state: Mapping[str, Any]) -> None:
-        setter = state.__setitem__ if isinstance(state, MutableMapping) else None
-        for key, value, child, path in self._common(state, self._skeleton, ""):
+    def _outermost(self) -> None:
+        setter = self._state.__setitem__ if isinstance(self._state, MutableMapping) else None
+        for key, value, child, path in self._common(self._state, self._skeleton, ""):
             matched, missing, unread = self._matched, len(self._missing), self._unread
             self._value(value, child, path, None if setter is None else partial(setter, key))
             if self._matched == matched and len(self._missing) > missing and path not in self._disjoint:
@@ -373,13 +373,10 @@ class _Matching:
                 self._stateful(live, node, path)
             else:
                 self._pair(live, node.child, path)
-        elif isinstance(live, Mapping) and isinstance(node, MappingNode):
-            for key, name, child in entries(node):
-                if key in live:
-                    self._pair(live[key], child, paths.child(path, name))
-        elif isinstance(live, (list, tuple)) and isinstance(node, (ListNode, nodes.TupleNode)):
-            for index, (value, child) in enumerate(zip(live, node.items, strict=False)):
-                self._pair(value, child, paths.child(path, str(index)))
+        else:
+            for value, child, below in _beside(live, node, path):
+                if value is not _NOWHERE:
+                    self._pair(value, child, below)
 
     def _generators(self, live: RNGState, node: Node, path: str) -> None:
         if not isinstance(node, MappingNode):
@@ -449,13 +446,19 @@ def _without_place(live: Any, node: Node, path: str) -> Iterator[str]:
         if live is _NOWHERE:
             yield path
     elif has_parts(node):
-        there: Mapping[Any, Any] = {}
-        if isinstance(node, MappingNode):
-            there = live if isinstance(live, Mapping) else {}
-        elif isinstance(live, (list, tuple)):
-            there = dict(enumerate(live))
-        for key, name, child in entries(node):
-            yield from _without_place(there.get(key, _NOWHERE), child, paths.child(path, name))
+        for value, child, below in _beside(live, node, path):
+            yield from _without_place(value, child, below)
+
+
+def _beside(live: Any, node: Node, path: str) -> Iterator[tuple[Any, Node, str]]:
+    """Yield each entry of a stored container as live value (``_NOWHERE`` where there is none), node and path."""
+    there: Mapping[Any, Any] = {}
+    if isinstance(node, MappingNode):
+        there = live if isinstance(live, Mapping) else {}
+    elif isinstance(live, (list, tuple)):
+        there = dict(enumerate(live))
+    for key, name, child in entries(node):
+        yield there.get(key, _NOWHERE), child, paths.child(path, name)
 
 
 def _has_live_parts(live: Any) -> bool:
