@@ -359,8 +359,8 @@ class _Matching:
         differences += objects.differences(live, own, node, self._tensors, path)
         self._mismatched += differences
         if not differences:
-            for index, device in objects.places(live, own, node):
-                self._filling.prefer(index, device)
+            for _, index, parameter in objects.like_parameters(live, own, node):
+                self._filling.prefer(index, parameter.device)
         self._pair(own, node, path)
         return node
 
@@ -381,7 +381,6 @@ class _Matching:
     def _generators(self, live: RNGState, node: Node, path: str) -> None:
         if not isinstance(node, MappingNode):
             self._differs(path, live, node)
-            return
         cuda = next((child for key, _, child in entries(node) if key == "cuda"), None)
         if trouble := live.mismatch(len(cuda.items) if isinstance(cuda, ListNode) else None):
             self._mismatched.append(f"{path}.{trouble}")

@@ -10,18 +10,7 @@ from msgspec import structs
 
 from pccheck_async.errors import CorruptStoreError, StateMismatchError
 from pccheck_async.format import skeleton as nodes
-from pccheck_async.format.skeleton import (
-    MAX_DEPTH,
-    MOST_ALIKE,
-    ArrayNode,
-    DictNode,
-    ListNode,
-    MappingNode,
-    Node,
-    StatefulNode,
-    TupleNode,
-    too_alike,
-)
+from pccheck_async.format.skeleton import ArrayNode, DictNode, ListNode, MappingNode, Node, StatefulNode, TupleNode
 from pccheck_async.state import paths, values
 
 # -- from nodes to the values that were saved
@@ -80,14 +69,14 @@ def mapping_keys(node: MappingNode, depth: int = 0) -> list[Hashable]:
 
 
 def _check_depth(depth: int) -> None:
-    if depth > MAX_DEPTH:
-        raise CorruptStoreError(f"the state is nested more than {MAX_DEPTH} levels deep")
+    if depth > nodes.MAX_DEPTH:
+        raise CorruptStoreError(f"the state is nested more than {nodes.MAX_DEPTH} levels deep")
 
 
 def _distinct(items: list[Node], depth: int) -> list[Hashable]:
     keys = [_key(node, depth) for node in items]
-    if too_alike(items, keys):
-        raise CorruptStoreError(f"more than {MOST_ALIKE} keys of a mapping or items of a set have the same hash")
+    if nodes.too_alike(items, keys):
+        raise CorruptStoreError(f"more than {nodes.MOST_ALIKE} keys of a mapping or items of a set have the same hash")
     if len(set(keys)) != len(keys):
         raise CorruptStoreError("the keys of a mapping or the items of a set are not all different")
     return keys

@@ -14,16 +14,7 @@ import numpy as np
 
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format import skeleton
-from pccheck_async.format.skeleton import (
-    MAX_DEPTH,
-    MOST_ALIKE,
-    DictNode,
-    ListNode,
-    Node,
-    StatefulNode,
-    TupleNode,
-    too_alike,
-)
+from pccheck_async.format.skeleton import DictNode, ListNode, Node, StatefulNode, TupleNode
 from pccheck_async.state import paths, values
 from pccheck_async.state.cache import tree_cache as cached
 from pccheck_async.state.cache.tree_cache import Outline, Visited, same_objects
@@ -119,8 +110,8 @@ class _Flattener:
 
     def container(self, value: Any, path: str, depth: int, last: Outline | None) -> Visited:
         kind = type(value)
-        if depth > MAX_DEPTH:
-            raise UnsupportedStateError(f"{path}: nested more than {MAX_DEPTH} levels deep; flatten it")
+        if depth > skeleton.MAX_DEPTH:
+            raise UnsupportedStateError(f"{path}: nested more than {skeleton.MAX_DEPTH} levels deep; flatten it")
         if id(value) in self._open:
             raise UnsupportedStateError(f"{path}: a {kind.__qualname__} that contains itself cannot be saved")
         self._open.add(id(value))
@@ -264,8 +255,8 @@ def _shape(value: Any, path: str, depth: int, make: Callable[..., Node]) -> cach
 
 def _key(key: Any, path: str, depth: int) -> Node:
     """The node of a dict's key or a set's item: hashable, without arrays, equal to itself."""
-    if depth > MAX_DEPTH:
-        raise UnsupportedStateError(f"{path}: a key nested more than {MAX_DEPTH} levels deep")
+    if depth > skeleton.MAX_DEPTH:
+        raise UnsupportedStateError(f"{path}: a key nested more than {skeleton.MAX_DEPTH} levels deep")
     kind = type(key)
     if kind is tuple:
         return TupleNode([_key(item, path, depth + 1) for item in key])
@@ -289,10 +280,10 @@ def _set(items: Iterable[Any], path: str, depth: int) -> list[Node]:
 
 
 def _check_alike(nodes: Sequence[Node], keys: Sequence[Any], path: str) -> None:
-    if too_alike(nodes, keys):
+    if skeleton.too_alike(nodes, keys):
         raise UnsupportedStateError(
-            f"{path}: more than {MOST_ALIKE} keys or items have the same hash, and could not be read back in time that "
-            "is worth the wait; store them in a list"
+            f"{path}: more than {skeleton.MOST_ALIKE} keys or items have the same hash, and could not be read back in "
+            "time that is worth the wait; store them in a list"
         )
 
 
