@@ -222,18 +222,14 @@ def _boxes(shape: tuple[int, ...], first: int, last: int) -> Iterator[tuple[int 
         yield ()
         return
     row = prod(shape[1:])
-    head, tail = -(-first // row), last // row  # whole rows
-    if head > tail:  # inside one row
-        yield from _inside(shape, tail, first - tail * row, last - tail * row)
-        return
-    if first < head * row:
-        yield from _inside(shape, head - 1, first - (head - 1) * row, row)
-    if head < tail:
-        yield (slice(head, tail),)
-    if tail * row < last:
-        yield from _inside(shape, tail, 0, last - tail * row)
-
-
-def _inside(shape: tuple[int, ...], index: int, first: int, last: int) -> Iterator[tuple[int | slice, ...]]:
-    for rest in _boxes(shape[1:], first, last):
-        yield (index, *rest)
+    while first < last:
+        index, start = divmod(first, row)
+        rows = 0 if start else (last - first) // row
+        if rows:
+            yield (slice(index, index + rows),)
+            first += rows * row
+        else:  # inside one row
+            end = min(last - index * row, row)
+            for rest in _boxes(shape[1:], start, end):
+                yield (index, *rest)
+            first = index * row + end

@@ -151,13 +151,7 @@ def count(node: Node) -> int:
 
 def has_parts(node: Node) -> bool:
     """Return whether there is an array or a Stateful in a tree."""
-    waiting = [node]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, (ArrayNode, StatefulNode)):
-            return True
-        waiting.extend(nodes.children(node))
-    return False
+    return any(isinstance(each, (ArrayNode, StatefulNode)) for each in nodes.walk(node))
 
 
 # -- the part that ``load(keys=...)`` asks for
