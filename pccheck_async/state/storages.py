@@ -24,7 +24,7 @@ from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format import dtypes
 from pccheck_async.format.manifest import ALIGNMENT, TensorEntry, span
 from pccheck_async.state.leaves import ArrayLeaf
-from pccheck_async.state.sources import HOST, PackedSource, Sources
+from pccheck_async.state.sources import HOST, PackedSource, RawSource, Source, Sources
 from pccheck_async.state.tensor_access import untyped_storage
 
 _WIDEST: Final = 16
@@ -201,7 +201,7 @@ def lay_out(leaves: Iterable[ArrayLeaf]) -> tuple[Layout, Origins]:
         builder.add_storage(_ranges(group))
     entries = tuple(entry for entry in builder.entries if entry is not None)
     extents = np.array(builder.extents, np.int64).reshape(-1, 3)
-    layout = Layout(entries, tuple(builder.sizes), extents, builder.sources, tuple(builder.source_of))
+    layout = Layout(entries, tuple(builder.sizes), extents, Sources(builder.sources), tuple(builder.source_of))
     return layout, builder.origins
 
 
@@ -269,7 +269,7 @@ class _Builder:
         self.source_of: list[int] = []
         self.sizes: list[int] = []
         self.extents: list[int] = []
-        self.sources = Sources()
+        self.sources: list[Source] = []
         self.origins = Origins()
 
     def add_storage(self, ranges: list[_Range]) -> None:
@@ -311,7 +311,7 @@ class _Builder:
             owners = {id(each.owner): each.owner for each in part.views}
             self.origins.several |= len(owners) > 1
             owner = view.owner if len(owners) == 1 else tuple(owners.values())
-            self.sources.add(part.low, nbytes, owner, HOST if device == "cpu" else device.index)
+            self.sources.append(RawSource(part.low, nbytes, owner, HOST if device == "cpu" else device.index))
             return nbytes
         kept = tuple(slice(None) if step else slice(0, 1) for step in _packed_stride(view.shape, view.stride))
 
@@ -323,7 +323,7 @@ class _Builder:
 
         self.origins.packings[len(self.sources)] = pack
         source = pack(view.leaf.value, view.owner)
-        self.sources.add_packed(source)
+        self.sources.append(source)
         return source.nbytes
 
 

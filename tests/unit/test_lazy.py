@@ -13,14 +13,12 @@ from pccheck_async import SyncCheckpointEngine, load_sync
 from pccheck_async.state import PackedSource, Sources, Versions
 from pccheck_async.state.cache import fingerprints
 from pccheck_async.state.save.lazy import LazySources, changed_by_forward, covered, optimized, sharing_nothing
+from pccheck_async.state.sources import RawSource
 from pccheck_async.transfer import PAGE_BYTES
 
 
 def sources_of(*tensors: torch.Tensor) -> Sources:
-    sources = Sources()
-    for tensor in tensors:
-        sources.add(tensor.data_ptr(), tensor.nbytes, tensor)
-    return sources
+    return Sources(RawSource(tensor.data_ptr(), tensor.nbytes, tensor) for tensor in tensors)
 
 
 def those_covered(lazy: Sequence[torch.Tensor], *tensors: torch.Tensor) -> list[bool]:
@@ -106,8 +104,7 @@ def test_parameters_without_memory_trouble_nobody(tmp_path: Path, odd: Callable[
 
 
 def test_packed_sources_are_not_covered() -> None:
-    sources = Sources()
-    sources.add_packed(PackedSource(torch.zeros(5)))
+    sources = Sources([PackedSource(torch.zeros(5))])
     assert not covered(sources, [torch.zeros(5)]).any()
 
 
