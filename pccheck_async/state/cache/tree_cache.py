@@ -59,8 +59,6 @@ class Shape:
 class Flat:
     """Items none of which is a container: arrays, which have these ``paths``, and plain values."""
 
-    __slots__ = ("_arrays", "_first", "_kinds", "_paths", "_plain", "_values", "nodes")
-
     def __init__(self, items: Sequence[Any], nodes: list[Node], paths: list[str]) -> None:
         self.nodes = nodes
         self._paths = paths
@@ -96,8 +94,6 @@ class Flat:
 
 class Rows:
     """Dicts of flat items (one per parameter, or per module), taken all at once; the arrays have these ``paths``."""
-
-    __slots__ = ("_flat", "_keys", "_lengths", "nodes")
 
     def __init__(self, dicts: Sequence[dict[Any, Any]], nodes: list[Node], paths: list[str]) -> None:
         self.nodes = nodes

@@ -86,21 +86,17 @@ def match(
     """Prepare a restore into the live ``state``: check it first, and change nothing.
 
     Its ``finish`` copies what could not be filled in place, calls every ``load_state_dict`` and returns ``state``.
-    Tensors and arrays keep their identity and take the stored bytes: in place where they lie in memory as they were
-    stored, on the host or (with ``by_address``) on a CUDA device; otherwise by a copy at the end. A container that
-    holds a tensor or array takes a saved None in its place, and no other plain value.
+    Arrays are filled in place where they lie in memory as they were stored, otherwise by a copy at the end. A container
+    that holds an array takes a saved None in its place, and no other plain value.
 
     A live plain value (without tensors, arrays and objects) takes whatever was saved: lists, dicts and sets are
     refilled with content of their type, any other value is replaced in its container. An object that was saved inside
     needs an entry at its own path: an object, or a plain value, which takes the object's state.
 
-    Modules compare strictly, except for extra state and for submodules with hooks before ``load_state_dict`` or methods
-    of their own for loading: those decide whether the stored state fits, and may raise after other things changed.
     Optimizers need no state yet; their parameters are identified by the names that were saved, else by their numbers.
-    Any other Stateful gets its own tensors where dtype and shape are equal, and new ones elsewhere.
-
-    Without ``strict``, what only one of them has is listed, and no error (see :meth:`CheckpointEngine.restore`).
-    ``by_address`` is asked when there is a CUDA tensor: whether the copy backend can write to its address.
+    Any other Stateful gets its own tensors where dtype and shape are equal, and new ones elsewhere. What ``strict``
+    means, and how modules compare, is said at :meth:`CheckpointEngine.restore`. ``by_address`` is asked when there is a
+    CUDA tensor: whether the copy backend can write to its address.
 
     Raises:
         UnsupportedStateError: ``state`` is not a mapping with strings for keys, or has the ``state_dict()`` of a live
