@@ -59,10 +59,7 @@ class Fingerprints:
 
 def _forms(tensors: list[torch.Tensor]) -> object:
     """Dtypes, shapes, strides and devices: from DLPack's C API where possible, about five times as fast."""
-    print_ = fingerprint(tensors)
-    if print_ is not None:
-        return print_
-    return [(tensor.dtype, tensor.shape, tensor.stride(), tensor.device) for tensor in tensors]
+    return fingerprint(tensors) or [(each.dtype, each.shape, each.stride(), each.device) for each in tensors]
 
 
 def fingerprint(tensors: list[torch.Tensor], *, addresses: bool = False) -> bytes | None:

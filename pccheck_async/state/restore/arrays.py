@@ -74,9 +74,9 @@ class Allocation:
         entry = self._manifest.tensors[index]
         try:
             return self._ndarray(entry) if entry.kind == "ndarray" else self._tensor(entry, device)
+        except torch.cuda.OutOfMemoryError:
+            raise
         except (RuntimeError, ValueError, OverflowError) as error:
-            if isinstance(error, torch.cuda.OutOfMemoryError):
-                raise
             raise CorruptStoreError(f"array {index} of the checkpoint cannot be made: {error}") from error
 
     def _ndarray(self, entry: TensorEntry) -> np.ndarray[Any, Any]:

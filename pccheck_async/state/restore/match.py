@@ -224,7 +224,7 @@ class _Matching:
         elif type(live) in _SEQUENCES and type(node) is _SEQUENCES[type(live)]:
             self._items(live, node.items, path)  # type: ignore[union-attr]
         else:
-            self._differs(path, live, node)
+            self._differs(live, node, path)
 
     def _items(self, live: Sequence[Any], nodes: Sequence[Node], path: str) -> None:
         if len(live) != len(nodes):
@@ -238,7 +238,7 @@ class _Matching:
         self._matched += 1
         if not isinstance(node, ArrayNode):
             if strict:
-                self._differs(path, live, node)
+                self._differs(live, node, path)
             return
         trouble = difference(self._tensors[node.index], live)
         if not trouble:
@@ -254,7 +254,7 @@ class _Matching:
         elif replace is not None:
             self._rebuild_later(node, replace)
         elif has_parts(node):
-            self._differs(path, live, node)
+            self._differs(live, node, path)
         elif not _savable(live, node):
             self._mismatched.append(f"{path} (another value, in a container that cannot change; use a dict or a list)")
 
@@ -270,7 +270,7 @@ class _Matching:
         child = node.child if isinstance(node, StatefulNode) else node
         actions, load, inference = self._actions, live.load_state_dict, False
         if node is None:  # saved before there was an object
-            self._differs(path, live, node)
+            self._differs(live, node, path)
             return
         if isinstance(live, torch.nn.Module):
             child, own = self._module(live, child, path)
@@ -308,24 +308,19 @@ class _Matching:
     def _module(self, live: torch.nn.Module, node: Node, path: str) -> tuple[Node, Mapping[Any, Any]]:
         """Compare a module; return the stored state to load, and the module's own state."""
         if not isinstance(node, MappingNode):
-            self._differs(path, live, node)
+            self._differs(live, node, path)
             return node, {}
         with naming_owner("state_dict", path, live):
             own = objects.live_state(live)
         own_loading, missing = objects.own_loading(live), len(self._missing)
         common = self._common(own, node, path, own_loading.all if self._strict else ())
         for key, value, child, below in common:
-            is_array = isinstance(value, (torch.Tensor, np.ndarray))
-            if str(key).rpartition(".")[2] == _EXTRA_STATE:
-                self._pair(value, child, below)  # of any type and size; the module decides
-            elif not isinstance(value, torch.Tensor) and not isinstance(child, ArrayNode):
-                self._pair(value, child, below)  # what a state_dict() of its own adds
-            elif self._decides(own_loading, str(key), value, child):
-                pass
-            elif is_array:
-                self._array(value, child, below)
-            else:
-                self._differs(below, value, child)
+            is_extra = str(key).rpartition(".")[2] == _EXTRA_STATE  # of any type and size; the module decides
+            if is_extra or not (isinstance(value, torch.Tensor) or isinstance(child, ArrayNode)):
+                self._pair(value, child, below)  # the latter is what a state_dict() of its own adds
+            elif not self._decides(own_loading, str(key), value, child):
+                compare = self._array if isinstance(value, (torch.Tensor, np.ndarray)) else self._differs
+                compare(value, child, below)
         self._matched += len(common)
         if own and not common and len(self._missing) > missing:
             self._disjoint.append(path)
@@ -347,7 +342,7 @@ class _Matching:
     def _optimizer(self, live: torch.optim.Optimizer, node: Node, path: str) -> Node:
         """Compare an optimizer; return the stored state to load."""
         if not isinstance(node, MappingNode):
-            self._differs(path, live, node)
+            self._differs(live, node, path)
             return node
         with naming_owner("state_dict", path, live):
             own = live.state_dict()
@@ -376,7 +371,7 @@ class _Matching:
 
     def _generators(self, live: RNGState, node: Node, path: str) -> None:
         if not isinstance(node, MappingNode):
-            self._differs(path, live, node)
+            self._differs(live, node, path)
         cuda = next((child for key, _, child in entries(node) if key == "cuda"), None)
         if trouble := live.mismatch(len(cuda.items) if isinstance(cuda, ListNode) else None):
             self._mismatched.append(f"{path}.{trouble}")
@@ -414,7 +409,7 @@ class _Matching:
     def _stored_object(self, node: StatefulNode) -> Any:
         return self._objects[id(node)] if id(node) in self._objects else self._rebuild(node.child)
 
-    def _differs(self, path: str, live: Any, node: Node) -> None:
+    def _differs(self, live: Any, node: Node, path: str) -> None:
         if isinstance(node, ArrayNode):
             entry = self._tensors[node.index]
             stored = f"{'an array' if entry.kind == 'ndarray' else 'a tensor'} {describe(entry)}"

@@ -140,11 +140,9 @@ class _Flattener:
     def ordered(self, value: OrderedDict[Any, Any], path: str, depth: int, last: Outline | None) -> Visited:
         _refuse_attributes(value, path, allowed=("_metadata",))
         outer, self._in_metadata = self._in_metadata, True
-        known = last.metadata if isinstance(last, cached.ContainerOutline) else ()
+        known = last.metadata[0][1] if isinstance(last, cached.ContainerOutline) and last.metadata else None
         metadata = [
-            self.node(item, paths.child(path, "<_metadata>"), depth + 1, known[0][1] if known else None)
-            for name, item in vars(value).items()
-            if name == "_metadata"
+            self.node(item, paths.child(path, "<_metadata>"), depth + 1, known) for item in vars(value).values()
         ]
         self._in_metadata = outer
         return self.inside(value, path, depth, last, metadata, make=skeleton.OrderedDictNode)
