@@ -23,13 +23,12 @@ from pccheck_async.state import paths
 from pccheck_async.state.ambient import apart, refuse_tracing
 from pccheck_async.state.leaves import Array
 from pccheck_async.state.restore import objects
-from pccheck_async.state.restore.arrays import Allocation, Filling, describe, difference
+from pccheck_async.state.restore.arrays import Allocation, Filling, Targets, describe, difference
 from pccheck_async.state.restore.tree import count, entries, has_parts, mapping_keys, rebuild, select
 from pccheck_async.state.rng import RNGState
 from pccheck_async.state.save.detached import refuse_filling
 from pccheck_async.state.save.flatten import check_outermost, flatten, naming_owner
 from pccheck_async.state.stateful import is_stateful
-from pccheck_async.state.targets import Targets
 
 _MAPPINGS: Final[Mapping[type, type]] = {dict: DictNode, OrderedDict: nodes.OrderedDictNode, Counter: nodes.CounterNode}
 _SEQUENCES: Final[Mapping[type, type]] = {list: ListNode, tuple: nodes.TupleNode}
