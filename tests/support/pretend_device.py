@@ -248,14 +248,14 @@ def keep_on(monkeypatch: pytest.MonkeyPatch, devices: Sequence[PretendDevice], p
 
     def cached_layout_on_devices(leaves: Leaves, last: LayoutCache | None) -> tuple[Layout, LayoutCache | None]:
         layout, last = cached_layout(leaves, last)
-        placed = Sources()
+        placed = []
         for source in layout.sources:
             assert isinstance(source, RawSource)
             index = place(source.address, source.nbytes)
             if index != HOST:
                 devices[index].adopt(source.address, source.nbytes)
-            placed.add(*source[:3], index)
-        return replace(layout, sources=placed), last
+            placed.append(source._replace(device=index))
+        return replace(layout, sources=Sources(placed)), last
 
     def make(operations: Operations, mode: DeviceMode) -> CopyBackend:
         return CudaCopy(operations, devices.__getitem__, mode)
