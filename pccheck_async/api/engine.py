@@ -203,11 +203,11 @@ class CheckpointEngine(EngineBase):
             ClosedError: the engine is not open, or belongs to a parent process.
             CheckpointError: this checkpoint failed during its capture, or an earlier one failed and nobody awaited it.
         """
-        pending, start = self._core.admit(state, step, metadata, overlap=overlap)
+        pending, start = self._core.start_checkpoint(state, step, metadata, overlap=overlap)
         try:
             await (pending.eager_captured() if overlap else pending.captured())
         except asyncio.CancelledError:
-            await self._core.in_flight.abort(pending, self._training.patience)
+            await run(self._core, self._core.abort(pending))
             raise
         except Exception as error:
             if not self._core.in_flight.warn_of(pending, error):
@@ -335,7 +335,7 @@ class CheckpointEngine(EngineBase):
         """
         self._core.check_alive()
         nbytes = checkpoint_bytes(self._core, state, nbytes)
-        await self._core.loop.run(self._core.assembly.scheduler.drain())
+        await self._core.loop.run(self._core.wait_ended())
         return await tune(
             self._core.path,
             nbytes=nbytes,

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from pccheck_async.api.reading import with_session
-from pccheck_async.engine import Auto, EngineConfig, OneLoop, decide
+from pccheck_async.engine import Auto, EngineConfig, EngineLoop, decide
 from pccheck_async.format import CheckpointInfo, Entry, check_step
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.medium import File
@@ -65,7 +65,7 @@ async def load(
         ReadError: the device failed.
         RuntimeError: torch has no such ``device``.
     """
-    async with OneLoop() as loop:
+    async with EngineLoop("pccheck-read") as loop:
         state: dict[str, Any] = await loop.run(_load(path, step, keys, device, host_memory, io, progress))
         return state
 
@@ -81,7 +81,7 @@ def load_sync(
     progress: ReadProgress | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint, blocking (see :func:`load`)."""
-    with OneLoop() as loop:
+    with EngineLoop("pccheck-read") as loop:
         return loop.call(_load(path, step, keys, device, host_memory, io, progress))
 
 
@@ -98,7 +98,7 @@ def list_checkpoints(path: str | os.PathLike[str], *, io: IO = "python") -> list
     if isinstance(io, str):
         operations = OperationsAtOnce()
         return _at_once(_list_and_close(Session(operations, Files(path, operations), "")))
-    with OneLoop() as loop:
+    with EngineLoop("pccheck-read") as loop:
         return loop.call(with_session(path, io, _list, EngineConfig(writers=1)))
 
 

@@ -68,7 +68,7 @@ class SyncCheckpointEngine(EngineBase):
 
         A KeyboardInterrupt while it waits aborts the checkpoint.
         """
-        pending, start = self._core.admit(state, step, metadata, overlap=overlap)
+        pending, start = self._core.start_checkpoint(state, step, metadata, overlap=overlap)
         try:
             if overlap:
                 pending.wait_eager_captured()
@@ -78,7 +78,7 @@ class SyncCheckpointEngine(EngineBase):
             if not self._core.in_flight.warn_of(pending, error):
                 raise
         except BaseException:  # KeyboardInterrupt
-            self._core.in_flight.abort_blocking(pending, self._training.patience)
+            block_on(self._core, self._core.abort(pending))
             raise
         finally:
             self._core.stalls.note_call(pending, start)
@@ -122,7 +122,7 @@ class SyncCheckpointEngine(EngineBase):
         """Measure and return the settings for an engine here (see :meth:`pccheck_async.CheckpointEngine.tune`)."""
         self._core.check_alive()
         nbytes = checkpoint_bytes(self._core, state, nbytes)
-        self._core.loop.call(self._core.assembly.scheduler.drain())
+        self._core.loop.call(self._core.wait_ended())
         return tune_blocking(
             self._core.path,
             nbytes=nbytes,

@@ -6,9 +6,8 @@ It may import: store and what is below.
 
 from pccheck_async.engine.config import Auto, Decisions, EngineConfig, check_flag, decide
 from pccheck_async.engine.core import EngineCore
-from pccheck_async.engine.handoff import Handoff, block_on, run
 from pccheck_async.engine.inline_capture import InlineCaptures
-from pccheck_async.engine.loop import EngineLoop, OneLoop
+from pccheck_async.engine.loop import EngineLoop, Handoff, block_on, run
 from pccheck_async.engine.metrics import openmetrics, scalars
 from pccheck_async.engine.overlap import Guard
 from pccheck_async.engine.pending import CheckpointProgress, PendingCheckpoint
@@ -30,7 +29,6 @@ __all__ = [
     "Guard",
     "Handoff",
     "InlineCaptures",
-    "OneLoop",
     "PendingCheckpoint",
     "Policy",
     "SaveReport",

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from pccheck_async.engine.config import EngineConfig, decide
-from pccheck_async.engine.in_flight import InFlight
 from pccheck_async.engine.inline_capture import InlineCaptures
 from pccheck_async.engine.loop import EngineLoop
 from pccheck_async.engine.pending import PendingCheckpoint
@@ -58,7 +57,7 @@ class Assembly:
         config: EngineConfig,
         *,
         loop: EngineLoop,
-        in_flight: InFlight,
+        ended: Callable[[PendingCheckpoint, Exception | None, bool, int], None],
         reporter: Reporter,
         collect: Callable[[], Status],
     ) -> None:
@@ -69,7 +68,7 @@ class Assembly:
             io: Name of an I/O backend, or a writer.
             config: The user's settings.
             loop: The engine's, on which this is called.
-            in_flight: The engine's checkpoints; counters go on from the largest of the store.
+            ended: As for :class:`Scheduler`.
             reporter: Told of what happens.
             collect: As for :class:`Publisher`.
 
@@ -109,7 +108,7 @@ class Assembly:
                 planner=self.planner,
                 max_in_flight=config.max_in_flight,
                 clock=self.clock,
-                ended=in_flight.note_end,
+                ended=ended,
                 reporter=reporter,
                 path=path,
             )
@@ -122,7 +121,6 @@ class Assembly:
                 post=loop.post,
                 reporter=reporter,
             )
-            in_flight.run_by(loop, self.scheduler, store.committed.largest_counter)
             # Of other writers' folders only they know what and where they are.
             self.publisher = Publisher(path, collect) if isinstance(io, str) else None
         except BaseException:

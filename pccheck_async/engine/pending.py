@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from pccheck_async.engine.loop import finish, wait_for
+from pccheck_async.engine.loop import until_done
 from pccheck_async.engine.promise import Moment, wait_for_any
 from pccheck_async.errors import ClosedError
 from pccheck_async.format import CheckpointInfo
@@ -144,14 +144,14 @@ class PendingCheckpoint:
         if outcome is not None and outcome[1] is None:
             await asyncio.sleep(0)  # others may run, and cancel
             return outcome[0]
-        with self._waiting(moment):
-            return await wait_for(moment.future())
+        with self._waiting_for(moment):
+            return await asyncio.wrap_future(moment.future())
 
     def _block(self, moment: Moment[T], timeout: float | None = None) -> T:
         outcome = moment.outcome
         if outcome is not None and outcome[1] is None:
             return outcome[0]
-        with self._waiting(moment):
+        with self._waiting_for(moment):
             try:
                 return moment.result(timeout)
             except TimeoutError:
@@ -161,30 +161,27 @@ class PendingCheckpoint:
                 raise TimeoutError(f"{where} after {timeout} s; it goes on") from None
 
     @contextmanager
-    def _waiting(self, moment: Moment[Any]) -> Iterator[None]:
-        """Whoever waits here while it fails gets to know of that; whoever gave up waiting before does not."""
-        if not moment.over and os.getpid() != self._pid:
-            raise ClosedError("this checkpoint is on its way in the parent process; a forked child cannot wait for it")
+    def waiting(self) -> Iterator[None]:
+        """Count as one who waits for it: nobody else is told of a failure meanwhile."""
         waiter = object()
         self._waiters.add(waiter)
         try:
             yield
-        except BaseException as error:
-            if error is moment.error:
-                self.failure_told = True
-            raise
         finally:
             self._waiters.discard(waiter)
 
     @contextmanager
-    def aborting(self) -> Iterator[None]:
-        """Let whoever aborts it count as one who waits: nobody else is told of the failure meanwhile."""
-        waiter = object()
-        self._waiters.add(waiter)
-        try:
-            yield
-        finally:
-            self._waiters.discard(waiter)
+    def _waiting_for(self, moment: Moment[Any]) -> Iterator[None]:
+        """Whoever waits here while it fails gets to know of that; whoever gave up waiting before does not."""
+        if not moment.over and os.getpid() != self._pid:
+            raise ClosedError("this checkpoint is on its way in the parent process; a forked child cannot wait for it")
+        with self.waiting():
+            try:
+                yield
+            except BaseException as error:
+                if error is moment.error:
+                    self.failure_told = True
+                raise
 
     def __repr__(self) -> str:
         return f"<PendingCheckpoint step={self.step} counter={self.counter} {self.progress.phase}>"
@@ -206,7 +203,7 @@ class PendingCheckpoint:
     async def out_of_reach(self) -> None:
         """Wait until nothing reads the live state any more. A failure is not raised, and not told."""
         if not self._captured.over:
-            await finish(self._captured.future())
+            await until_done(self._captured.future())
 
     def wait_out_of_reach(self, timeout: float | None = None, enough: Moment[Any] | None = None) -> bool:
         """Block until nothing reads the live state any more, or until ``enough`` happened. A failure is not told.
@@ -260,7 +257,3 @@ class PendingCheckpoint:
         """Note the failure."""
         for moment in (self._eager_captured, self._captured, self._durable):
             moment.set_error(error)
-
-    def set_told(self) -> None:
-        """Note that the user got to know of the failure."""
-        self.failure_told = True

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from pccheck_async.engine.handoff import Handoff
+from pccheck_async.engine.loop import Handoff
 from pccheck_async.errors import DamagedError, ReadError, StateMismatchError
 from pccheck_async.format import Entry, Restored
 from pccheck_async.format.manifest import Manifest

@@ -135,10 +135,10 @@ class Scheduler:
         await asyncio.wait((task,))
         return True
 
-    async def abandon(self, pending: PendingCheckpoint, error: CheckpointError, max_stall: float | None) -> bool:
-        """Fail a checkpoint with ``error`` before its capture ended; return once nothing reads the live state any more.
+    async def stop_capture(self, pending: PendingCheckpoint, max_stall: float | None) -> bool:
+        """Give a capture up that holds training up for too long; return once nothing reads the live state any more.
 
-        Its writes may take longer: buffers, slot and permit go back when they ended (I9).
+        The checkpoint fails; its writes may take longer: buffers, slot and permit go back when they ended (I9).
 
         Returns:
             False where it was captured already, and goes on.
@@ -147,8 +147,12 @@ class Scheduler:
         if job is None or job.task is None or pending.is_captured:
             return False
         self._reporter.tell(Abandoned, step=pending.step, counter=pending.counter, seconds=max_stall)
+        error = CheckpointError(
+            f"abandoned the checkpoint of step {pending.step}: its capture held an optimizer's step up for longer than "
+            f"max_stall = {max_stall} s"
+        )
         job.abandoned = error  # the task may end before this does
-        pending.set_told()
+        pending.failure_told = True
         job.task.cancel()
         await job.capture.stop()
         pending.set_failed(error)
@@ -159,7 +163,7 @@ class Scheduler:
 
         Args:
             timeout: None waits for all.
-            last: Nothing comes after it: it ends when :meth:`limit` says so, too.
+            last: Nothing comes after it: it ends when :meth:`end_last_drains_at` says so, too.
 
         Cancellation: only stops the waiting.
         """
@@ -182,7 +186,7 @@ class Scheduler:
             if (task := self.tasks.get(pending)) is not None:
                 task.cancel()
 
-    def limit(self, until: float | None) -> None:
+    def end_last_drains_at(self, until: float | None) -> None:
         """Let last drains, those that wait already too, end at a time of the monotonic clock; None: when all ended."""
         self._until = until
         for drain in self._last_drains:

@@ -181,7 +181,7 @@ async def _save(core: EngineCore, sample: Sample, count: int) -> Trial:
     pendings = []
     for _ in range(count):
         sample.change()
-        pending, start = core.admit(sample.state, None, None)
+        pending, start = core.start_checkpoint(sample.state, None, None)
         await pending.captured()
         captured = captured or time.perf_counter() - start
         pendings.append(pending)

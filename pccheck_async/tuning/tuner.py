@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
-from pccheck_async.engine import EngineConfig, EngineCore, OneLoop, decide
+from pccheck_async.engine import EngineConfig, EngineCore, EngineLoop, decide
 from pccheck_async.errors import InfeasibleError, NoCheckpointError
 from pccheck_async.format.manifest import MIN_BLOCK
 from pccheck_async.medium import Medium
@@ -100,7 +100,7 @@ async def tune(
         WriteError: the storage failed.
         ValueError: an argument is out of range.
     """
-    async with OneLoop("pccheck-tune") as loop:
+    async with EngineLoop("pccheck-tune") as loop:
         return await loop.run(_tune(path, nbytes, config, io, step_seconds, budget_seconds, progress))
 
 
@@ -115,7 +115,7 @@ def tune_blocking(
     progress: Progress | None = None,
 ) -> Tuning:
     """Measure and choose, blocking (see :func:`tune`)."""
-    with OneLoop("pccheck-tune") as loop:
+    with EngineLoop("pccheck-tune") as loop:
         return loop.call(_tune(path, nbytes, config, io, step_seconds, budget_seconds, progress))
 
 

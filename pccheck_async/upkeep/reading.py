@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from pccheck_async.api import with_session
-from pccheck_async.engine import EngineConfig, OneLoop
+from pccheck_async.engine import EngineConfig, EngineLoop
 from pccheck_async.errors import DamagedError, NoCheckpointError, ReadError
 from pccheck_async.format import CheckpointInfo, Entry, Record, check_step, crc32
 from pccheck_async.format.manifest import ChunkEntry, Manifest
@@ -37,7 +37,7 @@ def run_with_session(
     path: str | os.PathLike[str], io: IO, work: Callable[[Session], Coroutine[Any, Any, T]], *, small: bool = False
 ) -> T:
     """Block until ``work`` is done with what moves bytes of one folder; ``small``: one thread that moves them does."""
-    with OneLoop() as loop:
+    with EngineLoop("pccheck-read") as loop:
         return loop.call(with_session(path, io, work, EngineConfig(writers=1) if small else EngineConfig()))
 
 

@@ -24,10 +24,10 @@ from pccheck_async import (
     list_checkpoints,
     load_sync,
 )
-from pccheck_async.engine import EngineConfig
+from pccheck_async.engine import EngineConfig, run
 from pccheck_async.engine.assembly import Assembly
 from pccheck_async.engine.in_flight import InFlight
-from pccheck_async.engine.loop import finish
+from pccheck_async.engine.loop import until_done
 from pccheck_async.medium import Medium, folder
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.folder import open_regular
@@ -139,7 +139,7 @@ def test_nobody_else_is_told_of_a_checkpoint_while_it_is_aborted() -> None:
     in_flight = InFlight(EngineConfig(), Reporter("store", lambda: 0.0))
     for aborted in (True, False):
         pending = in_flight.add(1)
-        with pending.aborting() if aborted else nullcontext():
+        with pending.waiting() if aborted else nullcontext():
             in_flight.note_end(pending, error := CheckpointError("cancelled"), superseded=False, nbytes=0)
             pending.set_failed(error)
             with nullcontext() if aborted else pytest.raises(CheckpointError):
@@ -174,7 +174,7 @@ def test_a_failure_that_a_cancelled_waiter_saw_is_not_logged(caplog: pytest.LogC
     async def main() -> None:
         future: concurrent.futures.Future[None] = concurrent.futures.Future()
         future.set_running_or_notify_cancel()
-        waiting = asyncio.create_task(finish(future))
+        waiting = asyncio.create_task(until_done(future))
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.sleep(0)
@@ -225,9 +225,9 @@ def test_cancelled_after_its_capture_it_goes_on_and_its_failure_is_told(tmp_path
         async with CheckpointEngine(tmp_path, io=stuck) as engine:
             stuck.writer.hold("write")
             core = probe(engine).core
-            pending, _ = core.admit(state_of(1), 1, None)
+            pending, _ = core.start_checkpoint(state_of(1), 1, None)
             await asyncio.to_thread(pending.wait_captured)
-            await core.in_flight.abort(pending, None)  # what a cancelled checkpoint() does, too late
+            await run(core, core.abort(pending))  # what a cancelled checkpoint() does, too late
             stuck.writer.release()
             with pytest.raises(WriteError):
                 await engine.drain()

@@ -30,7 +30,7 @@ def test_phases_of_a_checkpoint(tmp_path: Path) -> None:
         pending = engine.checkpoint(state(), step=1)  # returns captured
         io.writer.wait_stuck(10)
         assert pending.progress == CheckpointProgress("writing", NBYTES, NBYTES, 0)
-        waiting, _ = probe(engine).core.admit(state(), 2, None)
+        waiting, _ = probe(engine).core.start_checkpoint(state(), 2, None)
         assert waiting.progress == CheckpointProgress("waiting", 0, 0, 0)
         io.writer.hold("flush")
         io.writer.release(hold_on=True)

@@ -311,7 +311,7 @@ def test_a_handler_from_before_is_called_and_decides(tmp_path: Path) -> None:
             assert engine.latest
             assert engine.latest.step == 0
             assert signal.getsignal(signal.SIGTERM) == before
-            probe(engine).training.preemption.limit(time.monotonic())  # the deadline has passed
+            probe(engine).training.preemption.end_last_drains_at(time.monotonic())  # the deadline has passed
             with engine.step(model.state, 1):  # it goes on, and so may drains
                 model.train(1)
             stuck.writer.hold("flush")
