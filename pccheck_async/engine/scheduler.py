@@ -26,7 +26,7 @@ from pccheck_async.medium import Medium, Piece
 from pccheck_async.store import SlotLease, Store
 from pccheck_async.telemetry import Reporter, Sink, StageClock, Traced, about, enter_chunk, traced
 from pccheck_async.telemetry.events import Abandoned, Captured
-from pccheck_async.transfer import BufferPool, Limiter, aligned_buffer, first_failure
+from pccheck_async.transfer import BufferPool, aligned_buffer, first_failure
 from pccheck_async.transfer.plan import Planner
 
 __all__ = ["Job", "Scheduler"]
@@ -103,7 +103,7 @@ class Scheduler:
         self._ended = ended
         self._reporter = reporter
         self._path = path
-        self._limiter = Limiter(max_in_flight)
+        self._turns = asyncio.Semaphore(max_in_flight)
         self._manifests = ManifestEncoder()
         self._jobs: dict[PendingCheckpoint, Job] = {}
         self._until: float | None = None
@@ -213,11 +213,11 @@ class Scheduler:
             traced.set(Traced(job.trace, pending.step, pending.counter))
         try:
             try:
-                permit = await self._limiter.acquire()
+                await self._turns.acquire()  # first come, first served
                 try:
                     info, superseded = await self._save(job)
                 finally:
-                    permit.release()  # only after the slot that the commit freed is free
+                    self._turns.release()  # only after the slot that the commit freed is free
             finally:
                 job.release()  # every operation on it has ended
         except asyncio.CancelledError:

@@ -5,7 +5,6 @@ Two rooms inside have doors of their own: ``operations/`` (write, read, flush, c
 telemetry and errors.
 """
 
-from pccheck_async.transfer.limiter import Limiter
 from pccheck_async.transfer.machine import available_cores, available_memory
 from pccheck_async.transfer.memory import PAGE_BYTES, address_of, aligned_buffer, contiguous_buffer, map_memory
 from pccheck_async.transfer.plan import PackedPiece, Segments
@@ -16,7 +15,6 @@ __all__ = [
     "PAGE_BYTES",
     "BufferLease",
     "BufferPool",
-    "Limiter",
     "PackedPiece",
     "Segments",
     "address_of",
