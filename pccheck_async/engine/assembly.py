@@ -11,7 +11,6 @@ from pccheck_async.engine.config import EngineConfig, decide
 from pccheck_async.engine.inline_capture import InlineCaptures
 from pccheck_async.engine.loop import EngineLoop
 from pccheck_async.engine.pending import PendingCheckpoint
-from pccheck_async.engine.restorer import Restorer
 from pccheck_async.engine.scheduler import Scheduler
 from pccheck_async.engine.status_publisher import Publisher
 from pccheck_async.format.manifest import MIN_BLOCK
@@ -44,7 +43,6 @@ class Assembly:
         inline_captures: Captures small ones inside ``checkpoint()``.
         clock: Stage times.
         scheduler: Runs checkpoints.
-        restorer: Runs restores.
         publisher: Tells other processes; None for a folder that only a user's writer knows.
     """
 
@@ -76,7 +74,7 @@ class Assembly:
             StoreLockedError, CorruptStoreError, StoreFullError: as :func:`open_store`.
             WriteError: the folder cannot be written.
         """
-        self._loop = loop
+        self.loop, self.reporter = loop, reporter
         cores, memory = available_cores(), available_memory()
         first = decide(config, block_bytes=MIN_BLOCK, cores=cores, memory=memory)
         # Known before any file is open: a child forked meanwhile lets go of them.
@@ -111,15 +109,6 @@ class Assembly:
                 ended=ended,
                 reporter=reporter,
                 path=path,
-            )
-            self.restorer = Restorer(
-                store=store,
-                writer=session.medium,
-                backend=backend,
-                pool=self.pool,
-                clock=self.clock,
-                post=loop.post,
-                reporter=reporter,
             )
             # Of other writers' folders only they know what and where they are.
             self.publisher = Publisher(path, collect) if isinstance(io, str) else None
@@ -165,7 +154,7 @@ class Assembly:
     async def _end(self, closer: asyncio.Task[Any] | None, seconds: float | None = None) -> None:
         self._stop_publishing(5.0 if seconds is None else min(5.0, seconds))
         await self.scheduler.cancel_all()  # nothing but the removal of slots, unless the drain was cancelled
-        await self._loop.end_others(closer)  # restores of other threads
+        await self.loop.end_others(closer)  # restores of other threads
         await self.session.close()
         self.backend.close()
         self.pool.close()

@@ -22,6 +22,7 @@ from pccheck_async.engine.overlap import Guard
 from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.engine.policy import TrainingHooks
 from pccheck_async.engine.promise import Moment
+from pccheck_async.engine.restore import restore
 from pccheck_async.engine.scheduler import Job
 from pccheck_async.engine.statistics import EngineStatistics, Stalls
 from pccheck_async.engine.status_publisher import make_status
@@ -393,7 +394,7 @@ class EngineCore:
             for pending in reading:
                 yield pending.out_of_reach()  # what is restored would tear its capture
         self.guard.wait()
-        restored: Restored | None = yield from assembly.restorer.restore(state, step, progress, strict=strict)
+        restored: Restored | None = yield from restore(assembly, state, step, progress, strict=strict)
         if restored is None and step is not None:
             raise NoCheckpointError(f"{self.path} has no checkpoint of step {step}")
         return restored

@@ -28,7 +28,6 @@ from pccheck_async.store.reading import (
     pool_for,
     read_manifest,
     read_payload,
-    verify_payload,
     warn_damaged,
 )
 from pccheck_async.store.retention import Best, KeepAll, Retention, SpaceNeeded, make_best
@@ -60,7 +59,6 @@ __all__ = [
     "read_payload",
     "stored_identity",
     "unread_record",
-    "verify_payload",
     "warn_damaged",
     "why_no_store",
 ]

@@ -27,8 +27,7 @@ from pccheck_async.transfer import BufferLease, BufferPool, Segments, address_of
 from pccheck_async.transfer.copying import CopyBackend
 from pccheck_async.transfer.plan import scatter_segments
 
-__all__ = ["Fallback", "VerifiedChunks", "choose", "pool_for", "read_manifest", "read_payload", "verify_payload"]
-__all__ += ["warn_damaged"]
+__all__ = ["Fallback", "VerifiedChunks", "choose", "pool_for", "read_manifest", "read_payload", "warn_damaged"]
 
 
 def choose(
@@ -193,13 +192,6 @@ async def read_payload(
     except BaseExceptionGroup as errors:
         failure = first_failure(errors)
         raise failure from failure.__cause__
-
-
-async def verify_payload(
-    medium: Medium, backend: CopyBackend, pool: BufferPool, file: File, manifest: Manifest
-) -> None:
-    """Read every chunk, and copy nothing. Raises DamagedError, ReadError."""
-    await read_payload(medium, backend, pool, file, manifest, Targets(), every=True)
 
 
 async def _read_chunk(

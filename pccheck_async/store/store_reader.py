@@ -17,8 +17,9 @@ from pccheck_async.format.record import COMMIT_NAME, IDENTITY_NAME, slot_name, s
 from pccheck_async.medium import File
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import Session
+from pccheck_async.state import Targets
 from pccheck_async.store.commit_file import read_identity, read_record
-from pccheck_async.store.reading import Fallback, choose, read_manifest, verify_payload, warn_damaged
+from pccheck_async.store.reading import Fallback, choose, read_manifest, read_payload, warn_damaged
 from pccheck_async.transfer import BufferPool
 from pccheck_async.transfer.copying import CopyBackend
 
@@ -168,7 +169,7 @@ class StoreReader:
                 if superseded:
                     largest = max((chunk.nbytes for chunk in manifest.chunks), default=MIN_BLOCK)
                     pool, backend = BufferPool(2 * largest, largest), CopyBackend(self.session.operations)
-                    await verify_payload(self.session.medium, backend, pool, file, manifest)
+                    await read_payload(self.session.medium, backend, pool, file, manifest, Targets(), every=True)
                 result = await use(entry, file, manifest)
                 if superseded and fallback.failure is not None:
                     warn_damaged(fallback.failure[0], entry, fallback.failure[1])
