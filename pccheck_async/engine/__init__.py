@@ -4,9 +4,9 @@ The engine knows a policy as a protocol, and of training steps what :class:`Trai
 It may import: store and what is below.
 """
 
+from pccheck_async.engine.capture import InlineCaptures
 from pccheck_async.engine.config import Auto, Decisions, EngineConfig, check_flag, decide
 from pccheck_async.engine.core import EngineCore
-from pccheck_async.engine.inline_capture import InlineCaptures
 from pccheck_async.engine.loop import EngineLoop, Handoff, block_on, run
 from pccheck_async.engine.metrics import openmetrics, scalars
 from pccheck_async.engine.overlap import Guard

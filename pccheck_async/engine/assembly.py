@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from pccheck_async.engine.capture import InlineCaptures
 from pccheck_async.engine.config import EngineConfig, decide
-from pccheck_async.engine.inline_capture import InlineCaptures
 from pccheck_async.engine.loop import EngineLoop
 from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.engine.scheduler import Scheduler
