@@ -19,9 +19,8 @@ from pccheck_async.engine.config import EngineConfig
 from pccheck_async.engine.in_flight import InFlight
 from pccheck_async.engine.loop import EngineLoop, Handoff, Until, block_on, outlast
 from pccheck_async.engine.overlap import Guard
-from pccheck_async.engine.pending import PendingCheckpoint
+from pccheck_async.engine.pending import Moment, PendingCheckpoint
 from pccheck_async.engine.policy import TrainingHooks
-from pccheck_async.engine.promise import Moment
 from pccheck_async.engine.restore import restore
 from pccheck_async.engine.scheduler import Job
 from pccheck_async.engine.statistics import EngineStatistics, Stalls

@@ -26,8 +26,7 @@ from typing import Any
 
 import torch
 
-from pccheck_async.engine.pending import PendingCheckpoint
-from pccheck_async.engine.promise import Moment
+from pccheck_async.engine.pending import Moment, PendingCheckpoint
 from pccheck_async.engine.step_hooks import StepHooks, hooks_of, hooks_of_all
 from pccheck_async.errors import TornCaptureError
 from pccheck_async.state import LazyPart, Versions, notify, stop_notifying, storage_address
