@@ -330,7 +330,7 @@ class CheckpointEngine(EngineBase):
             InfeasibleError: nothing fits; names what is missing.
             NoCheckpointError: neither ``state`` nor ``nbytes`` nor a checkpoint says the size.
             StoreLockedError: another tuning runs in this folder.
-            ValueError: ``io`` is a single writer, or an argument is out of range.
+            ValueError: ``io`` is a single medium, or an argument is out of range.
             WriteError: the storage failed.
         """
         self._core.check_alive()

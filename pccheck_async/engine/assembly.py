@@ -43,7 +43,7 @@ class Assembly:
         inline_captures: Captures small ones inside ``checkpoint()``.
         clock: Stage times.
         scheduler: Runs checkpoints.
-        publisher: Tells other processes; None for a folder that only a user's writer knows.
+        publisher: Tells other processes; None for a folder that only a user's medium knows.
     """
 
     session: Session
@@ -63,7 +63,7 @@ class Assembly:
 
         Args:
             path: Folder of the store.
-            io: Name of an I/O backend, or a writer.
+            io: Name of an I/O backend, or a medium.
             config: The user's settings.
             loop: The engine's, on which this is called.
             ended: As for :class:`Scheduler`.
@@ -101,7 +101,7 @@ class Assembly:
             self.clock = StageClock("capture", "commit", "restore")
             self.scheduler = Scheduler(
                 store=store,
-                writer=session.medium,
+                medium=session.medium,
                 pool=self.pool,
                 planner=self.planner,
                 max_in_flight=config.max_in_flight,
@@ -110,7 +110,7 @@ class Assembly:
                 reporter=reporter,
                 path=path,
             )
-            # Of other writers' folders only they know what and where they are.
+            # Of other media only they know what and where they are.
             self.publisher = Publisher(path, collect) if isinstance(io, str) else None
         except BaseException:
             await session.close()

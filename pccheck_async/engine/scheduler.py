@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import partial
 
 from pccheck_async.engine.capture import Capture
@@ -66,44 +66,25 @@ class Job:
             self.overlapped.compare()
 
 
+@dataclass(eq=False, kw_only=True)
 class Scheduler:
-    """Runs admitted checkpoints on the engine's loop.
+    """Runs admitted checkpoints on the engine's loop."""
 
-    Args:
-        store: Where they go.
-        writer: Writes the chunks.
-        pool: Staging buffers, one chunk each.
-        planner: Lays states out.
-        max_in_flight: Most checkpoints between admission and their end.
-        clock: Stage times.
-        ended: Called with every checkpoint that ended, its error, whether it was superseded, and its bytes;
-            before anyone is told, but for one that was abandoned.
-        reporter: Told of what happens before that.
-        path: Of the store, for the log.
-    """
+    store: Store
+    medium: Medium
+    pool: BufferPool
+    planner: Planner
+    max_in_flight: InitVar[int]
+    clock: StageClock
+    ended: Callable[[PendingCheckpoint, Exception | None, bool, int], None]
+    """Called with every checkpoint that ended, its error, whether it was superseded, and its bytes; before anyone is
+    told, but for one whose capture was stopped."""
+    reporter: Reporter
+    path: str
+    """Of the store, for the log."""
 
-    def __init__(
-        self,
-        *,
-        store: Store,
-        writer: Medium,
-        pool: BufferPool,
-        planner: Planner,
-        max_in_flight: int,
-        clock: StageClock,
-        ended: Callable[[PendingCheckpoint, Exception | None, bool, int], None],
-        reporter: Reporter,
-        path: str,
-    ) -> None:
-        self._store = store
-        self._writer = writer
-        self._pool = pool
-        self._planner = planner
-        self._clock = clock
-        self._ended = ended
-        self._reporter = reporter
-        self._path = path
-        self._turns = asyncio.Semaphore(max_in_flight)
+    def __post_init__(self, max_in_flight: int) -> None:
+        self._turns = asyncio.Semaphore(max_in_flight)  # first come, first served
         self._manifests = ManifestEncoder()
         self._jobs: dict[PendingCheckpoint, Job] = {}
         self._until: float | None = None
@@ -146,7 +127,7 @@ class Scheduler:
         job = self._jobs.get(pending)
         if job is None or job.task is None or pending.is_captured:
             return False
-        self._reporter.tell(Abandoned, step=pending.step, counter=pending.counter, seconds=max_stall)
+        self.reporter.tell(Abandoned, step=pending.step, counter=pending.counter, seconds=max_stall)
         error = CheckpointError(
             f"abandoned the checkpoint of step {pending.step}: its capture held an optimizer's step up for longer than "
             f"max_stall = {max_stall} s"
@@ -208,12 +189,12 @@ class Scheduler:
 
     async def _run(self, job: Job) -> None:
         pending = job.pending
-        about.set({"store": self._path, "step": pending.step, "counter": pending.counter})
+        about.set({"store": self.path, "step": pending.step, "counter": pending.counter})
         if job.trace is not None:
             traced.set(Traced(job.trace, pending.step, pending.counter))
         try:
             try:
-                await self._turns.acquire()  # first come, first served
+                await self._turns.acquire()
                 try:
                     info, superseded = await self._save(job)
                 finally:
@@ -224,19 +205,19 @@ class Scheduler:
             error = job.abandoned or CheckpointError(
                 f"the checkpoint of step {pending.step} was cancelled; nothing was committed"
             )
-            self._ended(pending, error, False, 0)
+            self.ended(pending, error, False, 0)
             pending.set_failed(error)
         except Exception as error:  # noqa: BLE001 - it belongs to whoever awaits the checkpoint
             if job.overlapped is not None:
                 job.overlapped.note_end(error)
-            self._ended(pending, error, False, 0)
+            self.ended(pending, error, False, 0)
             pending.set_failed(error)
         else:
             if job.overlapped is not None:
                 job.overlapped.note_end(None)
-            self._ended(pending, None, superseded, info.nbytes)
+            self.ended(pending, None, superseded, info.nbytes)
             pending.set_durable(info, superseded=superseded)
-            await self._store.slots.remove_surplus()  # only now: whatever happens to it, the checkpoint is durable
+            await self.store.slots.remove_surplus()  # only now: whatever happens to it, the checkpoint is durable
 
     async def _save(self, job: Job) -> tuple[CheckpointInfo, bool]:
         """Capture what is not captured yet, write, and commit: what is durable then, and whether that is newer."""
@@ -244,19 +225,19 @@ class Scheduler:
         if (inline := capture.inline) is not None:
             pending.nbytes = pending.captured_nbytes = inline.plan.payload_nbytes
             enter_chunk(0)
-            self._clock.note("capture", *inline.seconds, inline.entry.nbytes)
+            self.clock.note("capture", *inline.seconds, inline.entry.nbytes)
             enter_chunk(None)
             self._note_captured(pending)
             return await self._write_one_chunk(job, inline.buffer)
-        plan = self._planner.plan(capture.layout)
+        plan = self.planner.plan(capture.layout)
         pending.nbytes = plan.payload_nbytes
         fenced = None if job.overlapped is None else job.overlapped.set_fence
         await capture.begin(plan, partial(self._note_captured, pending), pending.set_eager_captured, fenced)
         # The last buffer is for those that have their slot: else two would wait for each other.
-        if len(plan.chunks) != 1 or self._pool.available <= 1:
+        if len(plan.chunks) != 1 or self.pool.available <= 1:
             slot, entry = await self._copy_and_write(job)
-            return await self._finish(job, slot, entry)
-        lease = await self._pool.lease()
+            return await self._commit(job, slot, entry)
+        lease = await self.pool.lease()
         try:
             tensors = capture.layout.tensors
             if len(tensors) >= _MANY:  # behind the submission of the copy, which is put into the loop below
@@ -271,16 +252,16 @@ class Scheduler:
     async def _write_one_chunk(self, job: Job, buffer: memoryview) -> tuple[CheckpointInfo, bool]:
         """Write a buffer that begins with all of a state, with the manifest behind that where there is room."""
         data = self._encode(job, job.capture.entries())
-        padded = align(len(data), self._store.block_bytes)
-        start = align(job.capture.plan.payload_nbytes, self._store.block_bytes)
+        padded = align(len(data), self.store.block_bytes)
+        start = align(job.capture.plan.payload_nbytes, self.store.block_bytes)
         rest = [(0, buffer[: start + padded])]
         if start + padded > len(buffer):
             rest = [(0, buffer[:start]), (start, aligned_buffer(padded))]
         rest[-1][1][-padded:] = data.ljust(padded, b"\0")
         slot = await self._reserve(job, len(data))  # last: who has it gives it back
-        return await self._finish(job, slot, self._entry(job, slot, data), rest)
+        return await self._commit(job, slot, self._entry(job, slot, data), rest)
 
-    async def _finish(
+    async def _commit(
         self, job: Job, slot: SlotLease, entry: Entry, rest: Sequence[Piece] = ()
     ) -> tuple[CheckpointInfo, bool]:
         """Write the rest of a captured checkpoint and commit it: what is durable then, and whether that is newer."""
@@ -292,15 +273,15 @@ class Scheduler:
 
         start = time.perf_counter()
         try:
-            committed = await self._store.commit(slot, entry, rest, written, chain=job.overlapped is None)
+            committed = await self.store.commit(slot, entry, rest, written, chain=job.overlapped is None)
         finally:
-            self._clock.note("commit", start, time.perf_counter())
-        return (entry.info, False) if committed else (self._store.committed.record.entries[0].info, True)
+            self.clock.note("commit", start, time.perf_counter())
+        return (entry.info, False) if committed else (self.store.committed.record.entries[0].info, True)
 
     def _note_captured(self, pending: PendingCheckpoint) -> None:
         at = pending.captured_at if pending.is_captured else time.monotonic()  # a small one before it came here
         seconds, nbytes = max(0.0, at - pending.admitted_at), pending.nbytes or 0
-        self._reporter.tell(Captured, step=pending.step, counter=pending.counter, nbytes=nbytes, seconds=seconds)
+        self.reporter.tell(Captured, step=pending.step, counter=pending.counter, nbytes=nbytes, seconds=seconds)
         pending.set_captured()
 
     async def _copy_and_write(self, job: Job) -> tuple[SlotLease, Entry]:
@@ -312,10 +293,10 @@ class Scheduler:
                 reserving = group.create_task(self._reserve_largest(job))
                 describing = group.create_task(self._write_manifest(job, reserving))
                 for index in job.capture.order():
-                    if not reserving.done() and self._pool.available <= 1:
+                    if not reserving.done() and self.pool.available <= 1:
                         # The last buffer is for those that have their slot: else two would wait for each other.
                         await asyncio.wait((reserving,))
-                    lease = await self._pool.lease()
+                    lease = await self.pool.lease()
                     saving = self._save_chunk(job, index, reserving, lease.view)
                     # The lease outlives the task, also one that is cancelled before it ran at all (I9).
                     group.create_task(saving).add_done_callback(lambda _, lease=lease: lease.release())  # type: ignore[misc]
@@ -325,8 +306,8 @@ class Scheduler:
             if reserving is not None and not reserving.cancelled() and reserving.exception() is None:
                 # Every operation on it has ended; the manifest's may have been one of them.
                 end = job.capture.plan.payload_nbytes if job.capture.copied.is_set() else None
-                end = None if end is None else align(end, self._store.block_bytes)
-                await self._store.release(reserving.result(), end)
+                end = None if end is None else align(end, self.store.block_bytes)
+                await self.store.release(reserving.result(), end)
             failure = first_failure(error) if isinstance(error, BaseExceptionGroup) else error
             raise failure from failure.__cause__
         return reserving.result(), describing.result()
@@ -338,22 +319,22 @@ class Scheduler:
         return await self._reserve(job, len(self._encode(job, largest)))
 
     async def _reserve(self, job: Job, manifest_nbytes: int) -> SlotLease:
-        block = self._store.block_bytes
+        block = self.store.block_bytes
         nbytes = align(job.capture.plan.payload_nbytes, block) + align(manifest_nbytes, block)
         # One block to spare: the next checkpoint's step and plain values may take a few more bytes.
-        return await self._store.reserve(nbytes + block)
+        return await self.store.reserve(nbytes + block)
 
     async def _save_chunk(self, job: Job, index: int, reserving: asyncio.Task[SlotLease], buffer: memoryview) -> None:
         chunk = job.capture.plan.chunks[index]
         await self._copy_chunk(job, index, buffer)
         slot = await asyncio.shield(reserving)
-        await self._writer.write(slot.file, chunk.offset, buffer[: chunk.nbytes])
+        await self.medium.write(slot.file, chunk.offset, buffer[: chunk.nbytes])
         job.pending.written_nbytes += chunk.nbytes
 
     async def _copy_chunk(self, job: Job, index: int, buffer: memoryview) -> None:
         nbytes = job.capture.plan.chunks[index].nbytes
         enter_chunk(index)
-        with self._clock.timed("capture", nbytes):
+        with self.clock.timed("capture", nbytes):
             await job.capture.copy(index, buffer[:nbytes])
         job.pending.captured_nbytes += nbytes
 
@@ -363,14 +344,14 @@ class Scheduler:
         slot = await asyncio.shield(reserving)
         data = self._encode(job, job.capture.entries())
         entry = self._entry(job, slot, data)
-        size = self._pool.buffer_bytes
+        size = self.pool.buffer_bytes
         for start in range(0, len(data), size):
             part = data[start : start + size]
-            padded = align(len(part), self._store.block_bytes)
-            lease = await self._pool.lease()
+            padded = align(len(part), self.store.block_bytes)
+            lease = await self.pool.lease()
             try:
                 lease.view[:padded] = part.ljust(padded, b"\0")
-                await self._writer.write(slot.file, entry.manifest_offset + start, lease.view[:padded])
+                await self.medium.write(slot.file, entry.manifest_offset + start, lease.view[:padded])
             finally:
                 lease.release()
         return entry
@@ -384,7 +365,7 @@ class Scheduler:
             time=job.capture.time,
             nbytes=nbytes,
             slot=slot.slot,
-            manifest_offset=align(nbytes, self._store.block_bytes),
+            manifest_offset=align(nbytes, self.store.block_bytes),
             manifest_nbytes=len(data),
             manifest_checksum=crc32(data),
             pinned=False,

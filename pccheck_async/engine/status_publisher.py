@@ -40,7 +40,7 @@ _making = ForkLock()
 class Publisher:
     """Writes twice a second, on a thread of its own: a write to a busy filesystem may take long, and holds nobody up.
 
-    Not through the store's writer: nothing here is ever flushed, nothing depends on it, and what goes wrong is logged
+    Not through the store's medium: nothing here is ever flushed, nothing depends on it, and what goes wrong is logged
     once and has no other consequence.
 
     Args:

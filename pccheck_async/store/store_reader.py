@@ -33,7 +33,7 @@ LOCK_SECONDS = 30.0
 
 def no_store(session: Session, path: str | os.PathLike[str], what: str = "no store") -> NoCheckpointError:
     """Return what to raise where there is no store."""
-    if isinstance(session.medium, Files):  # of other writers' folders only they know what and where they are
+    if isinstance(session.medium, Files):  # of other media only they know what and where they are
         return NoCheckpointError(why_no_store(path, what))
     return NoCheckpointError(f"{os.fspath(path)} holds {what}")
 

@@ -92,7 +92,7 @@ async def try_disk(folder: Path, io: IO, *, nbytes: int, seconds: float) -> Disk
     return Disk(written * chunk / took, min(1.0, busy / took / _DISK_STREAMS))
 
 
-async def _write(writer: Medium, file: File, data: memoryview, chunks: int, seconds: float, *, once: bool) -> int:
+async def _write(medium: Medium, file: File, data: memoryview, chunks: int, seconds: float, *, once: bool) -> int:
     """Write chunk after chunk, over and over or ``once``, for ``seconds``; flush; return how many."""
     end = time.perf_counter() + seconds
     written = 0
@@ -101,7 +101,7 @@ async def _write(writer: Medium, file: File, data: memoryview, chunks: int, seco
         nonlocal written
         while not written or (time.perf_counter() < end and not (once and written == chunks)):
             number, written = written, written + 1
-            await writer.write(file, number % chunks * len(data), data)
+            await medium.write(file, number % chunks * len(data), data)
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -110,7 +110,7 @@ async def _write(writer: Medium, file: File, data: memoryview, chunks: int, seco
     except BaseExceptionGroup as error:
         failure = first_failure(error)
         raise failure from failure.__cause__
-    await writer.make_durable([(file, ())])
+    await medium.make_durable([(file, ())])
     return written
 
 

@@ -87,7 +87,7 @@ async def tune(
         path: Folder of the store; need not exist, and then does not exist afterwards.
         nbytes: Size of a checkpoint. Of a large one a sample is measured and the times are scaled.
         config: Its ``keep_last``, and its ``host_memory`` as the budget for staging memory.
-        io: As for :class:`pccheck_async.CheckpointEngine`, but not a writer: one writer has one folder.
+        io: As for :class:`pccheck_async.CheckpointEngine`, but not a medium: that has one folder.
         step_seconds: Time of a training step, for the recommended interval.
         budget_seconds: About how long it may take; a slow device needs more.
         progress: Called from another thread with the part done and what is measured.
