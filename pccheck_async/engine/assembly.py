@@ -34,15 +34,6 @@ class Assembly:
     """What an engine is made of once its store is open.
 
     Attributes:
-        session: Operations, and the files of the store.
-        store: Where checkpoints go.
-        decisions: The numbers behind every "auto".
-        backend: Copies.
-        pool: Staging buffers.
-        planner: Lays states out.
-        inline_captures: Captures small ones inside ``checkpoint()``.
-        clock: Stage times.
-        scheduler: Runs checkpoints.
         publisher: Tells other processes; None for a folder that only a user's medium knows.
     """
 
@@ -61,14 +52,7 @@ class Assembly:
     ) -> None:
         """Lock (or create) the store, recover, and make everything around it.
 
-        Args:
-            path: Folder of the store.
-            io: Name of an I/O backend, or a medium.
-            config: The user's settings.
-            loop: The engine's, on which this is called.
-            ended: As for :class:`Scheduler`.
-            reporter: Told of what happens.
-            collect: As for :class:`Publisher`.
+        ``ended`` is as for :class:`Scheduler`, ``collect`` as for :class:`Publisher`.
 
         Raises:
             StoreLockedError, CorruptStoreError, StoreFullError: as :func:`open_store`.

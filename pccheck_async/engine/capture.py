@@ -205,15 +205,11 @@ class Capture:
     It is released once, by the one who has it last: the caller of :meth:`Captures.start` where the engine's loop never
     heard of it, else the scheduler when every operation on it has ended.
 
-    Args:
+    Attributes:
         skeleton: The tree with every plain value in it.
         layout: Where the tensors' bytes lie; holds their storages alive.
-        backend: Copies them.
-        admission: What the backend has to wait for before it does.
         lazy: What of it is captured while training goes on; None where the caller waits for all of it.
         inline: All of it, where it was captured inline: nothing of the live state is read any more.
-
-    Attributes:
         time: Seconds since the epoch.
         plan: The chunks; there from :meth:`begin` on, or from the beginning where it was captured inline.
         copied: Set when the last chunk was copied; there from :meth:`begin` on.

@@ -37,10 +37,6 @@ class Counts:
 class InFlight:
     """Gives counters away, and remembers every checkpoint until it ended and its failure was told.
 
-    Args:
-        config: How many may be in flight, and what to do with further ones and with failures.
-        reporter: Told of what happens.
-
     Attributes:
         lock: Held while a checkpoint is admitted; reentrant, as a signal handler may ask for statistics meanwhile.
         counter: The largest counter that was given away.

@@ -38,21 +38,18 @@ __all__ = ["Guard", "Overlapped"]
 class Overlapped:
     """One overlapped capture: which tensors must not change before it ended, and whether one did.
 
-    Args:
-        pending: Its checkpoint.
-        lazy: The tensors that are captured while training goes on.
-
     Attributes:
+        fence: Over once there is a fence behind which a device may change what is captured.
         note_end: Called with what made the checkpoint fail, None where it did not.
     """
 
     def __init__(self, pending: PendingCheckpoint, lazy: LazyPart) -> None:
         self.pending = pending
+        self.fence: Moment[Fence] = Moment()
         self.note_end = lazy.note_end
         self._versions: Versions | None = lazy.versions
         self._addresses = lazy.versions.memory[0]
         self._torn: TornCaptureError | None = None
-        self._fence: Moment[Fence] = Moment()
         self._lock = threading.RLock()  # a finalizer that reaches for memory may find it taken by its own thread
 
     @property
@@ -70,18 +67,9 @@ class Overlapped:
         """Addresses of the storages that are captured while training goes on."""
         return frozenset(self._addresses)
 
-    def set_fence(self, fence: Fence) -> None:
-        """Note the fence behind which a device may change what is captured. Called on any thread, at most once."""
-        self._fence.set_result(fence)
-
-    def wait(self, timeout: float | None, *, for_fence: bool) -> bool:
-        """Block until nothing reads the live state any more, or until there is a fence. False where it took longer."""
-        return self.pending.wait_out_of_reach(timeout, self._fence if for_fence else None)
-
     def hold_up(self) -> bool:
         """Let the devices wait, on the caller's current streams; False where there is no fence, or they cannot."""
-        fence = self._fence
-        return fence.over and fence.result().hold_up()
+        return self.fence.over and self.fence.result().hold_up()
 
     def compare(self) -> None:
         """Compare the tensors with their versions for the last time: the caller may change everything from now on.
@@ -108,7 +96,7 @@ class Overlapped:
     def check(self) -> None:
         """Raise TornCaptureError if anything is known to have changed. Called before the commit."""
         self.compare()
-        self._fence = Moment()  # the copies ended; users may keep their checkpoint for long
+        self.fence = Moment()  # the copies ended; users may keep their checkpoint for long
         if self._torn is not None:
             raise self._torn
 
@@ -170,7 +158,7 @@ class Guard:
     def watch(self, pending: PendingCheckpoint, lazy: LazyPart) -> Overlapped:
         """Make steps wait from now on until the capture of a checkpoint with a lazy part ended."""
         capture = Overlapped(pending, lazy)
-        pending.call_when_captured(capture.compare)
+        pending.compare = capture.compare
         if self._others is None:
             self._others = hooks_of_all()
             self._others.add(before=self.before_any_step)
@@ -213,7 +201,7 @@ class Guard:
         start = time.perf_counter()
         try:
             timeout = None if deadline == math.inf else max(0.0, deadline - start)
-            if not capture.wait(timeout, for_fence=for_fence):
+            if not capture.pending.wait_out_of_reach(timeout, capture.fence if for_fence else None):
                 self._abandon(capture.pending)
         finally:
             self._waited(capture.pending, time.perf_counter() - start)

@@ -171,7 +171,7 @@ class PendingCheckpoint:
         self.stall = 0.0
         self.nbytes: int | None = None
         self.captured_nbytes = self.written_nbytes = 0
-        self._compare: Callable[[], None] | None = None
+        self.compare: Callable[[], None] | None = None  # before whoever waits for the capture may change the state
         self._eager_captured: Moment[None] = Moment()
         self._captured: Moment[None] = Moment()
         self._durable: Moment[CheckpointInfo] = Moment()
@@ -197,8 +197,8 @@ class PendingCheckpoint:
             CheckpointError: what made the checkpoint fail before its capture was complete.
         """
         await self._wait(self._captured)
-        if self._compare is not None:
-            self._compare()
+        if self.compare is not None:
+            self.compare()
 
     async def durable(self) -> CheckpointInfo:
         """Wait until the checkpoint is committed.
@@ -227,8 +227,8 @@ class PendingCheckpoint:
     def wait_captured(self, timeout: float | None = None) -> None:
         """Block until captured, for code that is not async (see :meth:`captured`). Raises TimeoutError."""
         self._block(self._captured, timeout)
-        if self._compare is not None:
-            self._compare()
+        if self.compare is not None:
+            self.compare()
 
     def done(self) -> bool:
         """Return whether it is durable, superseded or failed."""
@@ -295,10 +295,6 @@ class PendingCheckpoint:
         return f"<PendingCheckpoint step={self.step} counter={self.counter} {self.progress.phase}>"
 
     # -- the engine's side
-
-    def call_when_captured(self, compare: Callable[[], None]) -> None:
-        """Call ``compare`` before anyone who waits for the capture is told that the state may be changed."""
-        self._compare = compare
 
     async def eager_captured(self) -> None:
         """Wait until the eager leaves are captured: all that may change before the next optimizer step."""

@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 
 from pccheck_async.engine.capture import Capture
@@ -39,31 +39,18 @@ _MANY = 1000
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """An admitted checkpoint.
-
-    Attributes:
-        pending: What its caller got.
-        capture: What to save.
-        metadata: The user's.
-        overlapped: What finds out that its capture was torn; None where training waits for all of it.
-        trace: Told what is done for it, if anyone records that.
-        task: Runs it.
-        abandoned: What it fails with, once its capture was abandoned.
-    """
+    """An admitted checkpoint."""
 
     pending: PendingCheckpoint
     capture: Capture
     metadata: dict[str, str | int | float | bool | None]
-    overlapped: Overlapped | None = None
-    trace: Sink | None = None
-    task: asyncio.Task[None] | None = None
+    overlapped: Overlapped | None
+    """Finds out that its capture was torn; None where training waits for all of it."""
+    trace: Sink | None
+    """Told what is done for it."""
+    task: asyncio.Task[None] = field(init=False)
     abandoned: CheckpointError | None = None
-
-    def release(self) -> None:
-        """Let go of the state: whoever keeps the checkpoint, or the error that ended it, would keep that, too."""
-        self.capture.release()
-        if self.overlapped is not None:
-            self.overlapped.compare()
+    """What it fails with, once its capture was stopped."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -93,15 +80,14 @@ class Scheduler:
     @property
     def tasks(self) -> dict[PendingCheckpoint, asyncio.Task[None]]:
         """Those of the checkpoints that have not ended."""
-        return {pending: job.task for pending, job in self._jobs.items() if job.task is not None}
+        return {pending: job.task for pending, job in self._jobs.items()}
 
     def start(self, job: Job) -> None:
         """Admit a checkpoint. Called in the order of counters, which is the order in which they are served."""
         pending = job.pending
+        job.task = asyncio.get_running_loop().create_task(self._run(job), name=f"checkpoint {pending.counter}")
         self._jobs[pending] = job
-        task = asyncio.get_running_loop().create_task(self._run(job), name=f"checkpoint {pending.counter}")
-        job.task = task
-        task.add_done_callback(lambda _: self._jobs.pop(pending))
+        job.task.add_done_callback(lambda _: self._jobs.pop(pending))
 
     async def abort(self, pending: PendingCheckpoint) -> bool:
         """Cancel a checkpoint whose capture has not ended and wait until nothing of it is running (I9).
@@ -125,7 +111,7 @@ class Scheduler:
             False where it was captured already, and goes on.
         """
         job = self._jobs.get(pending)
-        if job is None or job.task is None or pending.is_captured:
+        if job is None or pending.is_captured:
             return False
         self.reporter.tell(Abandoned, step=pending.step, counter=pending.counter, seconds=max_stall)
         error = CheckpointError(
@@ -142,9 +128,7 @@ class Scheduler:
     async def drain(self, timeout: float | None = None, *, last: bool = False) -> list[PendingCheckpoint]:
         """Wait until every checkpoint admitted so far ended; return those that did not within ``timeout`` seconds.
 
-        Args:
-            timeout: None waits for all.
-            last: Nothing comes after it: it ends when :meth:`end_last_drains_at` says so, too.
+        ``last``: nothing comes after it, and it ends when :meth:`end_last_drains_at` says so, too.
 
         Cancellation: only stops the waiting.
         """
@@ -200,7 +184,10 @@ class Scheduler:
                 finally:
                     self._turns.release()  # only after the slot that the commit freed is free
             finally:
-                job.release()  # every operation on it has ended
+                # Every operation on it has ended; whoever keeps the checkpoint, or its error, shall not keep the state.
+                job.capture.release()
+                if job.overlapped is not None:
+                    job.overlapped.compare()
         except asyncio.CancelledError:
             error = job.abandoned or CheckpointError(
                 f"the checkpoint of step {pending.step} was cancelled; nothing was committed"
@@ -231,7 +218,7 @@ class Scheduler:
             return await self._write_one_chunk(job, inline.buffer)
         plan = self.planner.plan(capture.layout)
         pending.nbytes = plan.payload_nbytes
-        fenced = None if job.overlapped is None else job.overlapped.set_fence
+        fenced = None if job.overlapped is None else job.overlapped.fence.set_result
         await capture.begin(plan, partial(self._note_captured, pending), pending.set_eager_captured, fenced)
         # The last buffer is for those that have their slot: else two would wait for each other.
         if len(plan.chunks) != 1 or self.pool.available <= 1:

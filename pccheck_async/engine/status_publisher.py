@@ -42,10 +42,6 @@ class Publisher:
 
     Not through the store's medium: nothing here is ever flushed, nothing depends on it, and what goes wrong is logged
     once and has no other consequence.
-
-    Args:
-        store: Path of the store.
-        collect: Returns what to publish.
     """
 
     def __init__(self, store: str, collect: Callable[[], Status]) -> None:
@@ -161,14 +157,8 @@ def make_status(
 ) -> Status:
     """Put together what is published.
 
-    Args:
-        statistics: The engine's.
-        started: When it was opened, in seconds since the epoch.
-        in_flight: Checkpoints on their way.
-        committed: Durable ones, newest first.
-        newest: The one that was admitted last.
-        report: On the last training step.
-        failure: What stopped the store from taking commits.
+    ``started`` is in seconds since the epoch, ``committed`` newest first; ``newest`` was admitted last, ``report`` is
+    on the last training step, and ``failure`` stopped the store from taking commits.
     """
     now, clock, saves, interval = time.time(), time.monotonic(), statistics.save_seconds, statistics.interval
     next_step = next_time = None
