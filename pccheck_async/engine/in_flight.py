@@ -137,10 +137,7 @@ class InFlight:
 
     def take_reports(self) -> list[SaveReport]:
         """Return reports on the checkpoints that became durable since the last call."""
-        reports = []
-        while self._reports:
-            reports.append(self._reports.popleft())
-        return reports
+        return [self._reports.popleft() for _ in range(len(self._reports))]
 
     def raise_untold(self) -> None:
         """Raise the first failure that nobody awaited (or warn of it), with the others as notes on it."""

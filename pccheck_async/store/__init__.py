@@ -30,7 +30,7 @@ from pccheck_async.store.reading import (
     read_payload,
     warn_damaged,
 )
-from pccheck_async.store.retention import Best, KeepAll, Retention, SpaceNeeded, make_best
+from pccheck_async.store.retention import Best, KeepAll, Retention, SpaceNeeded, check_count, make_best
 from pccheck_async.store.slots import SlotLease
 from pccheck_async.store.store import DroppedMeanwhileError, ReadLease, Store, StoreStatistics, open_store
 from pccheck_async.store.store_reader import StoreReader, no_store, why_no_store
@@ -48,6 +48,7 @@ __all__ = [
     "StoreReader",
     "StoreStatistics",
     "VerifiedChunks",
+    "check_count",
     "choose",
     "lock_commit",
     "make_best",

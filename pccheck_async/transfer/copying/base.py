@@ -40,11 +40,8 @@ class CopyStatistics:
 class CopyBackend:
     """Copies host memory by address; torch copies what has no plain address, and all memory of devices.
 
-    Every coroutine waits until its operations ended, cancelled or not, and keeps ``keepalive`` until then.
-
-    Args:
-        operations: Performs the copies.
-        reason: Why device memory, if there is any, is copied by torch.
+    Every coroutine waits until its operations ended, cancelled or not, and keeps ``keepalive`` until then. ``reason``
+    says why device memory, if there is any, is copied by torch.
 
     Attributes:
         by_address: Whether it copies the memory of CUDA devices by address. If not, call :meth:`Sources.pack_devices`
@@ -52,7 +49,6 @@ class CopyBackend:
         pinning: Pins staging memory, if that is of use.
     """
 
-    name = "host"
     by_address = False
     pinning: Pinning | None = None
 

@@ -52,7 +52,6 @@ class CudaCopy(CopyBackend):
         prepare: Slow preparation that needs no device (imports); called at once, on the thread that launches copies.
     """
 
-    name = "cuda"
     by_address = True
 
     def __init__(
