@@ -60,21 +60,16 @@ _KEPT = 4
 
 @dataclass(slots=True, eq=False)
 class InlineCapture:
-    """A state captured into one chunk.
-
-    Attributes:
-        plan: Of the state.
-        buffer: Begins with the chunk; room for a manifest behind it.
-        entry: Offset, length and checksum of the chunk.
-        seconds: When the copy began and ended (of ``time.perf_counter()``).
-        free: Where the buffer goes when nothing reads it any more.
-    """
+    """A state captured into one chunk."""
 
     plan: Plan
     buffer: memoryview
+    """Begins with the chunk; room for a manifest behind it."""
     entry: ChunkEntry
     seconds: tuple[float, float]
+    """When the copy began and ended (of ``time.perf_counter()``)."""
     free: deque[memoryview]
+    """Where the buffer goes when nothing reads it any more."""
 
 
 class InlineCaptures:
@@ -173,8 +168,7 @@ class Captures:
             check_bytes: Keep a copy of what is lazy, to compare it with what is captured.
             inline: Captures small states, if there are no ``optimizers``.
 
-        Raises:
-            UnsupportedStateError: naming the path of what cannot be saved; or called where tensors are traced.
+        Raises UnsupportedStateError, naming the path of what cannot be saved; or called where tensors are traced.
         """
         refuse_tracing("checkpoint")
         outline, layout_cache = self._last

@@ -91,12 +91,8 @@ class Decisions:
 def decide(config: EngineConfig, *, block_bytes: int, cores: int, memory: int, cuda: bool = False) -> Decisions:
     """Turn every "auto" into a number.
 
-    Args:
-        config: The user's settings.
-        block_bytes: Block size of the store; chunks are whole blocks.
-        cores: Cores this process may use.
-        memory: Bytes of memory this process can still take.
-        cuda: Whether there is a CUDA device.
+    Chunks are whole blocks of the store. The process may use ``cores`` and can still take ``memory`` bytes; ``cuda``:
+    there is a CUDA device.
     """
     reasons: dict[str, str] = {}
     if config.host_memory == "auto":

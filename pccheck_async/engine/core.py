@@ -441,15 +441,8 @@ class EngineCore:
 
     def _status(self) -> Status:
         """Return what other processes may know."""
-        return make_status(
-            self.statistics(),
-            started=self._began,
-            in_flight=self.in_flight.checkpoints(),
-            committed=self.infos,
-            newest=self.in_flight.newest,
-            report=self.training.last_report,
-            failure=self.assembly.store.latch.failure,
-        )
+        checkpoints, report, failure = self.in_flight, self.training.last_report, self.assembly.store.latch.failure
+        return make_status(self.statistics(), self._began, checkpoints, self.infos, report, failure)
 
 
 def _caller() -> str:

@@ -197,8 +197,8 @@ class Guard:
     """Makes steps of attached optimizers wait while what they change is being captured.
 
     Args:
-        max_stall: Most seconds that a step waits; a capture that takes longer is abandoned.
-        abandon: Ends a checkpoint; returns once nothing of its capture is running.
+        max_stall: Most seconds that a step waits.
+        stop_capture: Ends a capture that takes longer; returns once nothing of it is running.
         waited: Called with a checkpoint and the seconds that a step waited for its capture.
         accessed: Called with tensors and storages for whose memory code reaches, captured or not.
 
@@ -210,13 +210,13 @@ class Guard:
     def __init__(
         self,
         max_stall: float | None,
-        abandon: Callable[[PendingCheckpoint], None],
+        stop_capture: Callable[[PendingCheckpoint], None],
         waited: Callable[[PendingCheckpoint, float], None],
         accessed: Callable[[Any], None],
     ) -> None:
         self._pid = os.getpid()
         self._max_stall = max_stall
-        self._abandon = abandon
+        self._stop_capture = stop_capture
         self._waited = waited
         self._accessed = accessed
         self._hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepHooks] = weakref.WeakKeyDictionary()
@@ -287,9 +287,8 @@ class Guard:
             return
         start = time.perf_counter()
         try:
-            timeout = None if deadline == math.inf else max(0.0, deadline - start)
-            if not capture.pending.wait_out_of_reach(timeout, capture.fence if for_fence else None):
-                self._abandon(capture.pending)
+            if not capture.pending.wait_out_of_reach(deadline - start, capture.fence if for_fence else None):
+                self._stop_capture(capture.pending)
         finally:
             self._waited(capture.pending, time.perf_counter() - start)
 
