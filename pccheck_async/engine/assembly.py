@@ -54,9 +54,7 @@ class Assembly:
 
         ``ended`` is as for :class:`Scheduler`, ``collect`` as for :class:`Publisher`.
 
-        Raises:
-            StoreLockedError, CorruptStoreError, StoreFullError: as :func:`open_store`.
-            WriteError: the folder cannot be written.
+        Raises what :func:`open_store` does; WriteError where the folder cannot be written.
         """
         self.loop, self.reporter = loop, reporter
         cores, memory = available_cores(), available_memory()

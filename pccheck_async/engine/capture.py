@@ -161,12 +161,9 @@ class Captures:
         CUDA devices, the checkpoint sees what the current streams have queued by now
         (see :meth:`CopyBackend.mark_queued_work`).
 
-        Args:
-            state: The app state.
-            backend: Copies the tensors.
-            optimizers: Those whose steps wait for the capture: what only they change is lazy. None: nothing is lazy.
-            check_bytes: Keep a copy of what is lazy, to compare it with what is captured.
-            inline: Captures small states, if there are no ``optimizers``.
+        Steps of ``optimizers`` wait for the capture, so what only they change is lazy; ``check_bytes`` keeps a copy of
+        that, to compare it with what is captured. Without optimizers nothing is lazy, and ``inline`` captures what is
+        small.
 
         Raises UnsupportedStateError, naming the path of what cannot be saved; or called where tensors are traced.
         """
@@ -243,12 +240,9 @@ class Capture:
     ) -> None:
         """Get ready to copy; where the backend copies the state on its device first, it may be out of reach already.
 
-        Args:
-            plan: The chunks.
-            captured: Called when the live state is out of reach.
-            eager_captured: Called when the eager part of it is, if there is a lazy one.
-            fenced: Told, on any thread, of the fence behind which the live state is out of reach, where there is one
-                before it is for everyone.
+        ``captured`` is called when the live state is out of reach, ``eager_captured`` when the eager part of it is, if
+        there is a lazy one, and ``fenced``, on any thread, with the fence behind which the live state is out of reach,
+        where there is one before it is for everyone.
 
         Cancellation: ends once what was started ended.
         """

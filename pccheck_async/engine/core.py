@@ -348,7 +348,7 @@ class EngineCore:
             pending.wait_out_of_reach()  # failures are told where the checkpoint itself is awaited
 
     def drain(self) -> Handoff:
-        """Wait until every checkpoint admitted so far ended; raise the failure of one that nobody saw."""
+        """Do what :meth:`wait_ended` does; raise the failure of a checkpoint that nobody saw."""
         self.check_alive()
         yield self.wait_ended()
         self.in_flight.raise_untold()

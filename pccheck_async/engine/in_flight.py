@@ -40,7 +40,6 @@ class InFlight:
     Attributes:
         lock: Held while a checkpoint is admitted; reentrant, as a signal handler may ask for statistics meanwhile.
         counter: The largest counter that was given away.
-        counts: How many checkpoints took which course.
         newest: The checkpoint that was admitted last, None before the first.
         save_seconds: Times from admission to durable.
         capture_seconds: Times from admission until captured, of durable checkpoints.

@@ -55,8 +55,7 @@ class EngineLoop:
         The future ends when the coroutine has ended, also after a cancellation, and it cannot itself be cancelled:
         whoever waits for it knows that nothing is running any more.
 
-        Raises:
-            ClosedError: the loop was stopped, or (in the future) is stopped before the coroutine ended.
+        Raises ClosedError where the loop was stopped, or (in the future) is stopped before the coroutine ended.
         """
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         future.set_running_or_notify_cancel()
@@ -97,8 +96,7 @@ class EngineLoop:
     async def end_others(self, spared: asyncio.Task[Any] | None = None) -> None:
         """Refuse new coroutines, cancel those of other threads, and wait until they ended. Called on this loop.
 
-        Args:
-            spared: What ends by itself when the caller has.
+        ``spared`` ends by itself when the caller has.
         """
         with self._guard:
             self._stopping = True

@@ -34,20 +34,13 @@ _NAMED = 5
 def restore(
     parts: Assembly, state: Mapping[str, Any], step: int | None, progress: ReadProgress | None, *, strict: bool
 ) -> Handoff:
-    """Restore the newest checkpoint (or that of ``step``), falling back where one is damaged.
-
-    Returns:
-        A :class:`Handoff` that returns a :class:`Restored`, or None where there is no checkpoint.
-    """
+    """Restore the newest checkpoint (or that of ``step``), falling back where one is damaged; None: there is none."""
     start = time.perf_counter()
     begun: list[str] = []  # paths of live arrays that a damaged checkpoint may have filled
     fallback, committed = Fallback(step), parts.store.committed
 
     def find() -> tuple[Entry, bool] | None:
-        """Choose among what may be whole, and only then among what is known to be damaged, for its error.
-
-        Returns the checkpoint, and whether it was superseded.
-        """
+        """Return what to read, and whether it was superseded; what is known to be damaged comes last, for its error."""
         entries, record = committed.entries, committed.record
         if (entry := choose(entries, step, fallback.unreadable, record.superseded)) is not None:
             return entry, entry not in entries

@@ -90,25 +90,19 @@ class Scheduler:
         job.task.add_done_callback(lambda _: self._jobs.pop(pending))
 
     async def abort(self, pending: PendingCheckpoint) -> bool:
-        """Cancel a checkpoint whose capture has not ended and wait until nothing of it is running (I9).
-
-        Returns:
-            False where it was captured already, and goes on.
-        """
-        task = self.tasks.get(pending)
-        if task is None or pending.is_captured:
+        """Cancel a checkpoint, and wait until nothing of it runs (I9); False where it was captured, and goes on."""
+        job = self._jobs.get(pending)
+        if job is None or pending.is_captured:
             return False
-        task.cancel()
-        await asyncio.wait((task,))
+        job.task.cancel()
+        await asyncio.wait((job.task,))
         return True
 
     async def stop_capture(self, pending: PendingCheckpoint, max_stall: float | None) -> bool:
         """Give a capture up that holds training up for too long; return once nothing reads the live state any more.
 
-        The checkpoint fails; its writes may take longer: buffers, slot and permit go back when they ended (I9).
-
-        Returns:
-            False where it was captured already, and goes on.
+        The checkpoint fails; its writes may take longer: buffers, slot and turn go back when they ended (I9). False
+        where it was captured already, and goes on.
         """
         job = self._jobs.get(pending)
         if job is None or pending.is_captured:
@@ -148,8 +142,8 @@ class Scheduler:
     def give_up(self, pendings: Iterable[PendingCheckpoint]) -> None:
         """Begin no commit of these any more, whenever their operations end; one that is under way may end well."""
         for pending in pendings:
-            if (task := self.tasks.get(pending)) is not None:
-                task.cancel()
+            if (job := self._jobs.get(pending)) is not None:
+                job.task.cancel()
 
     def end_last_drains_at(self, until: float | None) -> None:
         """Let last drains, those that wait already too, end at a time of the monotonic clock; None: when all ended."""

@@ -132,11 +132,8 @@ class StoreReader:
     ) -> T:
         """Lock the newest checkpoint and use it; the next older one where it is damaged, also a superseded one.
 
-        Args:
-            path: Folder of the store, for messages.
-            step: Use that of this step instead; then damage raises.
-            use: What to do with its entry, its slot and its manifest.
-            keep: Leave the slot open and locked where ``use`` returned.
+        With a ``step``, that of this step is used, and damage raises. ``keep`` leaves the slot open and locked where
+        ``use`` returned; ``path`` is for messages.
 
         Raises:
             NoCheckpointError: there is none, or none of ``step``.

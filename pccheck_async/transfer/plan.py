@@ -155,11 +155,7 @@ def segments(chunk: Chunk, sources: Sources) -> Segments:
 
 
 def scatter_segments(chunk_offset: int, chunk_nbytes: int, targets: Targets) -> Segments:
-    """Return what takes the bytes of a chunk, which lies at ``chunk_offset`` in the payload.
-
-    Returns:
-        Segments in any order, which may overlap; none if no target has bytes in the chunk: it need not be read.
-    """
+    """Return what takes the bytes of a chunk, in any order and maybe overlapping; none: it need not be read."""
     return _by_device(*targets.segments(chunk_offset, chunk_nbytes))
 
 
