@@ -26,7 +26,7 @@ from pccheck_async.medium import Medium, Piece
 from pccheck_async.store import SlotLease, Store
 from pccheck_async.telemetry import Reporter, Sink, StageClock, Traced, about, enter_chunk, traced
 from pccheck_async.telemetry.events import Abandoned, Captured
-from pccheck_async.transfer import BufferPool, aligned_buffer, first_failure
+from pccheck_async.transfer import BufferPool, Tasks, aligned_buffer
 from pccheck_async.transfer.plan import Planner
 
 __all__ = ["Job", "Scheduler"]
@@ -269,7 +269,7 @@ class Scheduler:
         """Capture a state into a slot, manifest included; when this returns every write has ended."""
         reserving: asyncio.Task[SlotLease] | None = None
         try:
-            async with asyncio.TaskGroup() as group:
+            async with Tasks() as group:
                 # Beside the capture: what makes the trainer wait is the copy, never the store.
                 reserving = group.create_task(self._reserve_largest(job))
                 describing = group.create_task(self._write_manifest(job, reserving))
@@ -283,14 +283,13 @@ class Scheduler:
                     group.create_task(saving).add_done_callback(lambda _, lease=lease: lease.release())  # type: ignore[misc]
                     if index % _CHUNKS_AT_ONCE == 0:
                         await asyncio.sleep(0)  # those begin while the others are still being made
-        except BaseException as error:  # noqa: BLE001 - raised again below, out of its group
+        except BaseException:
             if reserving is not None and not reserving.cancelled() and reserving.exception() is None:
                 # Every operation on it has ended; the manifest's may have been one of them.
                 end = job.capture.plan.payload_nbytes if job.capture.copied.is_set() else None
                 end = None if end is None else align(end, self.store.block_bytes)
                 await self.store.release(reserving.result(), end)
-            failure = first_failure(error) if isinstance(error, BaseExceptionGroup) else error
-            raise failure from failure.__cause__
+            raise
         return reserving.result(), describing.result()
 
     async def _reserve_largest(self, job: Job) -> SlotLease:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import os
 import shutil
@@ -21,7 +20,7 @@ from pccheck_async.errors import CheckpointError, StoreLockedError, folder_error
 from pccheck_async.format import align
 from pccheck_async.medium import File, Medium
 from pccheck_async.medium.open_medium import IO, open_session
-from pccheck_async.transfer import PAGE_BYTES, aligned_buffer, first_failure
+from pccheck_async.transfer import PAGE_BYTES, Tasks, aligned_buffer
 from pccheck_async.tuning.choice import Point, staging_bytes
 
 __all__ = ["Disk", "Sample", "Trial", "run_trial", "saves_of_trial", "scratch_folder", "try_disk"]
@@ -103,13 +102,9 @@ async def _write(medium: Medium, file: File, data: memoryview, chunks: int, seco
             number, written = written, written + 1
             await medium.write(file, number % chunks * len(data), data)
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(_DISK_STREAMS):
-                group.create_task(stream())
-    except BaseExceptionGroup as error:
-        failure = first_failure(error)
-        raise failure from failure.__cause__
+    async with Tasks() as group:
+        for _ in range(_DISK_STREAMS):
+            group.create_task(stream())
     await medium.make_durable([(file, ())])
     return written
 
