@@ -232,9 +232,8 @@ class Scheduler:
 
     async def _write_one_chunk(self, job: Job, buffer: memoryview) -> tuple[CheckpointInfo, bool]:
         """Write a buffer that begins with all of a state, with the manifest behind that where there is room."""
-        data = self._encode(job, job.capture.entries())
+        data, start = self._encode(job, job.capture.entries()), job.capture.plan.payload_nbytes
         padded = align(len(data), self.store.block_bytes)
-        start = align(job.capture.plan.payload_nbytes, self.store.block_bytes)
         rest = [(0, buffer[: start + padded])]
         if start + padded > len(buffer):
             rest = [(0, buffer[:start]), (start, aligned_buffer(padded))]
@@ -287,7 +286,6 @@ class Scheduler:
             if reserving is not None and not reserving.cancelled() and reserving.exception() is None:
                 # Every operation on it has ended; the manifest's may have been one of them.
                 end = job.capture.plan.payload_nbytes if job.capture.copied.is_set() else None
-                end = None if end is None else align(end, self.store.block_bytes)
                 await self.store.release(reserving.result(), end)
             raise
         return reserving.result(), describing.result()
@@ -299,10 +297,8 @@ class Scheduler:
         return await self._reserve(job, len(self._encode(job, largest)))
 
     async def _reserve(self, job: Job, manifest_nbytes: int) -> SlotLease:
-        block = self.store.block_bytes
-        nbytes = align(job.capture.plan.payload_nbytes, block) + align(manifest_nbytes, block)
         # One block to spare: the next checkpoint's step and plain values may take a few more bytes.
-        return await self.store.reserve(nbytes + block)
+        return await self.store.reserve(job.capture.plan.payload_nbytes + manifest_nbytes + self.store.block_bytes)
 
     async def _save_chunk(self, job: Job, index: int, reserving: asyncio.Task[SlotLease], buffer: memoryview) -> None:
         chunk = job.capture.plan.chunks[index]
@@ -345,7 +341,7 @@ class Scheduler:
             time=job.capture.time,
             nbytes=nbytes,
             slot=slot.slot,
-            manifest_offset=align(nbytes, self.store.block_bytes),
+            manifest_offset=nbytes,  # whole blocks
             manifest_nbytes=len(data),
             manifest_checksum=crc32(data),
             pinned=False,
