@@ -124,15 +124,8 @@ class InFlight:
         elif superseded:
             tell(Superseded, step=step, counter=counter, seconds=seconds)
         else:
-            tell(
-                Durable,
-                step=step,
-                counter=counter,
-                nbytes=nbytes,
-                seconds=seconds,
-                capture_seconds=captured,
-                stall=stall,
-            )
+            times = {"seconds": seconds, "capture_seconds": captured, "stall": stall}
+            tell(Durable, step=step, counter=counter, nbytes=nbytes, **times)
 
     def take_reports(self) -> list[SaveReport]:
         """Return reports on the checkpoints that became durable since the last call."""
@@ -147,8 +140,6 @@ class InFlight:
             # Whoever waits for one will be told, or be cancelled before that: then it is for the next call.
             self._failed = [each for each in failed if each[0].awaited]
             untold = [each for each in failed if each not in self._failed]
-        if not untold:
-            return
         untold = [(pending, error) for pending, error in untold if not self.warn_of(pending, error)]
         if not untold:
             return

@@ -252,14 +252,14 @@ class PendingCheckpoint:
         if outcome is not None and outcome[1] is None:
             await asyncio.sleep(0)  # others may run, and cancel
             return outcome[0]
-        with self._waiting_for(moment):
+        with self.waiting(moment):
             return await asyncio.wrap_future(moment.future())
 
     def _block(self, moment: Moment[T], timeout: float | None = None) -> T:
         outcome = moment.outcome
         if outcome is not None and outcome[1] is None:
             return outcome[0]
-        with self._waiting_for(moment):
+        with self.waiting(moment):
             try:
                 return moment.result(timeout)
             except TimeoutError:
@@ -269,27 +269,23 @@ class PendingCheckpoint:
                 raise TimeoutError(f"{where} after {timeout} s; it goes on") from None
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count as one who waits for it: nobody else is told of a failure meanwhile."""
+    def waiting(self, moment: Moment[Any] | None = None) -> Iterator[None]:
+        """Count as one who waits for it: nobody else is told of a failure meanwhile.
+
+        Whoever waits for ``moment`` while it fails gets to know of that; whoever gave up waiting before does not.
+        """
+        if moment is not None and not moment.over and os.getpid() != self._pid:
+            raise ClosedError("this checkpoint is on its way in the parent process; a forked child cannot wait for it")
         waiter = object()
         self._waiters.add(waiter)
         try:
             yield
+        except BaseException as error:
+            if moment is not None and error is moment.error:
+                self.failure_told = True
+            raise
         finally:
             self._waiters.discard(waiter)
-
-    @contextmanager
-    def _waiting_for(self, moment: Moment[Any]) -> Iterator[None]:
-        """Whoever waits here while it fails gets to know of that; whoever gave up waiting before does not."""
-        if not moment.over and os.getpid() != self._pid:
-            raise ClosedError("this checkpoint is on its way in the parent process; a forked child cannot wait for it")
-        with self.waiting():
-            try:
-                yield
-            except BaseException as error:
-                if error is moment.error:
-                    self.failure_told = True
-                raise
 
     def __repr__(self) -> str:
         return f"<PendingCheckpoint step={self.step} counter={self.counter} {self.progress.phase}>"

@@ -63,10 +63,8 @@ def restore(
             raise
         else:
             if superseded:
-                newer, why = fallback.failure or (
-                    committed.record.entries[0],
-                    DamagedError("found damaged by an earlier restore"),
-                )
+                known = committed.record.entries[0], DamagedError("found damaged by an earlier restore")
+                newer, why = fallback.failure or known
                 warn_damaged(newer, entry, why)
             seconds = time.perf_counter() - start
             parts.reporter.tell(
