@@ -201,7 +201,7 @@ class Until(NamedTuple):
         try:
             await asyncio.wait((waiter,), timeout=self.timeout)
         finally:
-            if not waiter.cancel():
+            if not waiter.cancel() and not waiter.cancelled():
                 waiter.exception()  # retrieved: what it holds is for others
         return self.future.done()
 
