@@ -8,7 +8,7 @@ from functools import wraps
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar, cast
 
 from pccheck_async.api.engine_base import EngineBase, noted_on
-from pccheck_async.engine import Handoff, OneLoop, PendingCheckpoint, run
+from pccheck_async.engine import EngineLoop, Handoff, PendingCheckpoint, run
 from pccheck_async.format import CheckpointInfo, Metadata, Restored
 from pccheck_async.telemetry import ReadProgress
 from pccheck_async.training import AsyncStepContext, TrainingStep
@@ -196,11 +196,11 @@ class CheckpointEngine(EngineBase):
             ClosedError: the engine is not open, or belongs to a parent process.
             CheckpointError: this checkpoint failed during its capture, or an earlier one failed and nobody awaited it.
         """
-        pending, start = self._core.admit(state, step, metadata, overlap=overlap)
+        pending, start = self._core.start_checkpoint(state, step, metadata, overlap=overlap)
         try:
             await (pending.eager_captured() if overlap else pending.captured())
         except asyncio.CancelledError:
-            await self._core.in_flight.abort(pending, self._training.patience)
+            await run(self._core, self._core.abort(pending))
             raise
         except Exception as error:
             if not self._core.in_flight.warn_of(pending, error):
@@ -323,13 +323,13 @@ class CheckpointEngine(EngineBase):
             InfeasibleError: nothing fits; names what is missing.
             NoCheckpointError: neither ``state`` nor ``nbytes`` nor a checkpoint says the size.
             StoreLockedError: another tuning runs in this folder.
-            ValueError: ``io`` is a single writer, or an argument is out of range.
+            ValueError: ``io`` is a single medium, or an argument is out of range.
             WriteError: the storage failed.
         """
         self._core.check_alive()
         nbytes = checkpoint_bytes(self._core, state, nbytes)
-        await self._core.loop.run(self._core.assembly.scheduler.drain())
-        async with OneLoop("pccheck-tune") as loop:
+        await self._core.loop.run(self._core.wait_ended())
+        async with EngineLoop("pccheck-tune") as loop:
             measuring = tune(
                 self._core.path,
                 nbytes=nbytes,

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from pccheck_async.api.reading import folder_session, open_reader, staging_pool, start_session
-from pccheck_async.engine import Auto, OneLoop
+from pccheck_async.engine import Auto, EngineLoop
 from pccheck_async.format import CheckpointInfo, Entry, check_step
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.medium import File
@@ -64,7 +64,7 @@ async def load(
         ReadError: the device failed.
         RuntimeError: torch has no such ``device``.
     """
-    async with OneLoop() as loop:
+    async with EngineLoop("pccheck-read") as loop:
         return await loop.run(_load(path, step, keys, device, host_memory, io, progress))
 
 
@@ -79,7 +79,7 @@ def load_sync(
     progress: ReadProgress | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint, blocking (see :func:`load`)."""
-    with OneLoop() as loop:
+    with EngineLoop("pccheck-read") as loop:
         return loop.call(_load(path, step, keys, device, host_memory, io, progress))
 
 
@@ -97,7 +97,7 @@ def list_checkpoints(path: str | os.PathLike[str], *, io: IO = "python") -> list
         operations = OperationsAtOnce()
         medium = Files(path, operations)
         return _at_once(_list(Session(operations, medium, ""), medium.close))
-    with OneLoop() as loop:
+    with EngineLoop("pccheck-read") as loop:
         session = loop.call(start_session(path, io))
         return loop.call(_list(session, session.close))
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn, Self
 
 from pccheck_async.api.engine_base import EngineBase, noted_on
-from pccheck_async.engine import OneLoop, PendingCheckpoint, block_on
+from pccheck_async.engine import EngineLoop, PendingCheckpoint, block_on
 from pccheck_async.format import CheckpointInfo, Metadata, Restored
 from pccheck_async.telemetry import ReadProgress
 from pccheck_async.training import StepContext, TrainingStep
@@ -60,7 +60,7 @@ class SyncCheckpointEngine(EngineBase):
 
         A KeyboardInterrupt while it waits aborts the checkpoint.
         """
-        pending, start = self._core.admit(state, step, metadata, overlap=overlap)
+        pending, start = self._core.start_checkpoint(state, step, metadata, overlap=overlap)
         try:
             if overlap:
                 pending.wait_eager_captured()
@@ -70,7 +70,7 @@ class SyncCheckpointEngine(EngineBase):
             if not self._core.in_flight.warn_of(pending, error):
                 raise
         except BaseException:  # KeyboardInterrupt
-            self._core.in_flight.abort_blocking(pending, self._training.patience)
+            block_on(self._core, self._core.abort(pending))
             raise
         finally:
             self._core.stalls.note_call(pending, start)
@@ -114,8 +114,8 @@ class SyncCheckpointEngine(EngineBase):
         """Measure and return the settings for an engine here (see :meth:`pccheck_async.CheckpointEngine.tune`)."""
         self._core.check_alive()
         nbytes = checkpoint_bytes(self._core, state, nbytes)
-        self._core.loop.call(self._core.assembly.scheduler.drain())
-        with OneLoop("pccheck-tune") as loop:
+        self._core.loop.call(self._core.wait_ended())
+        with EngineLoop("pccheck-tune") as loop:
             measuring = tune(
                 self._core.path,
                 nbytes=nbytes,

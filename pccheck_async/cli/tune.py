@@ -72,7 +72,7 @@ def tune(
     """
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from pccheck_async.engine import EngineConfig, OneLoop
+    from pccheck_async.engine import EngineConfig, EngineLoop
     from pccheck_async.tuning import tune as measure
 
     config = EngineConfig(keep_last=keep_last, host_memory=host_memory or "auto")
@@ -84,7 +84,7 @@ def tune(
     stderr = terminal(stderr=True)
     with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
         task = bar.add_task("", total=1.0)
-        with OneLoop("pccheck-tune") as loop:
+        with EngineLoop("pccheck-tune") as loop:
             measuring = measure(
                 path,
                 nbytes=nbytes,

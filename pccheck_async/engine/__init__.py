@@ -4,18 +4,16 @@ The engine knows a policy as a protocol, and of training steps what :class:`Trai
 It may import: store and what is below.
 """
 
+from pccheck_async.engine.capture import InlineCaptures
 from pccheck_async.engine.config import Auto, Decisions, EngineConfig, check_flag, decide
 from pccheck_async.engine.core import EngineCore
-from pccheck_async.engine.handoff import Handoff, block_on, run
-from pccheck_async.engine.inline_capture import InlineCaptures
-from pccheck_async.engine.loop import EngineLoop, OneLoop
+from pccheck_async.engine.loop import EngineLoop, Handoff, block_on, run
 from pccheck_async.engine.metrics import openmetrics, scalars
-from pccheck_async.engine.overlap import Guard
+from pccheck_async.engine.overlap import Guard, StepHooks, hooks_of, unwrapped
 from pccheck_async.engine.pending import CheckpointProgress, PendingCheckpoint
 from pccheck_async.engine.policy import Decision, Policy, SaveReport, StepReport, TrainingHooks
 from pccheck_async.engine.scheduler import Scheduler
 from pccheck_async.engine.statistics import Distribution, EngineStatistics
-from pccheck_async.engine.step_hooks import StepHooks, hooks_of, unwrapped
 
 __all__ = [
     "Auto",
@@ -30,7 +28,6 @@ __all__ = [
     "Guard",
     "Handoff",
     "InlineCaptures",
-    "OneLoop",
     "PendingCheckpoint",
     "Policy",
     "SaveReport",

@@ -7,7 +7,7 @@ from numbers import Real
 from typing import Literal
 
 from pccheck_async.format import align
-from pccheck_async.store import Best, Retention, make_best
+from pccheck_async.store import Best, Retention, check_count, make_best
 
 __all__ = ["Auto", "Decisions", "EngineConfig", "check_flag", "decide"]
 
@@ -45,11 +45,11 @@ class EngineConfig:
     exit_timeout: float = 60.0
 
     def __post_init__(self) -> None:
-        _check_count("max_in_flight", self.max_in_flight)
+        check_count("max_in_flight", self.max_in_flight)
         _ = self.retention
         for name in ("chunk_bytes", "host_memory", "writers"):
             if getattr(self, name) != "auto":
-                _check_count(name, getattr(self, name))
+                check_count(name, getattr(self, name))
         if self.device not in ("auto", "snapshot", "stream"):
             raise ValueError(f"device is 'auto', 'snapshot' or 'stream', not {self.device!r}")
         if self.on_busy not in ("wait", "skip"):
@@ -91,12 +91,8 @@ class Decisions:
 def decide(config: EngineConfig, *, block_bytes: int, cores: int, memory: int, cuda: bool = False) -> Decisions:
     """Turn every "auto" into a number.
 
-    Args:
-        config: The user's settings.
-        block_bytes: Block size of the store; chunks are whole blocks.
-        cores: Cores this process may use.
-        memory: Bytes of memory this process can still take.
-        cuda: Whether there is a CUDA device.
+    Chunks are whole blocks of the store. The process may use ``cores`` and can still take ``memory`` bytes; ``cuda``:
+    there is a CUDA device.
     """
     reasons: dict[str, str] = {}
     if config.host_memory == "auto":
@@ -134,11 +130,6 @@ def check_flag(name: str, value: object) -> None:
     """Raise ValueError where a setting is not a bool."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} is True or False, not {value!r}")
-
-
-def _check_count(name: str, value: object) -> None:
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name} is a whole number of at least 1, not {value!r}")
 
 
 def _check_seconds(name: str, value: object, other: str = "") -> None:

@@ -28,10 +28,9 @@ from pccheck_async.store.reading import (
     pool_for,
     read_manifest,
     read_payload,
-    verify_payload,
     warn_damaged,
 )
-from pccheck_async.store.retention import Best, KeepAll, Retention, SpaceNeeded, make_best
+from pccheck_async.store.retention import Best, KeepAll, Retention, SpaceNeeded, check_count, make_best
 from pccheck_async.store.slots import SlotLease
 from pccheck_async.store.store import DroppedMeanwhileError, ReadLease, Store, StoreStatistics, open_store
 from pccheck_async.store.store_reader import StoreReader, no_store, why_no_store
@@ -49,6 +48,7 @@ __all__ = [
     "StoreReader",
     "StoreStatistics",
     "VerifiedChunks",
+    "check_count",
     "choose",
     "lock_commit",
     "make_best",
@@ -60,7 +60,6 @@ __all__ = [
     "read_payload",
     "stored_identity",
     "unread_record",
-    "verify_payload",
     "warn_damaged",
     "why_no_store",
 ]

@@ -175,9 +175,9 @@ class TrainingRun(TrainingHooks):
         core, preemption, start = self.core, self.preemption, time.perf_counter()
         try:
             if this.pending is None or this.pending.skipped:
-                this.pending, _ = core.admit(this.state, this.step, this.metadata)
+                this.pending, _ = core.start_checkpoint(this.state, this.step, this.metadata)
             pending = this.pending
-            yield core.assembly.scheduler.drain(last=True)
+            yield core.wait_ended(last=True)
             core.stalls.note_call(pending, start)
             info = pending.result(0)
         except TimeoutError:
@@ -252,7 +252,7 @@ class TrainingRun(TrainingHooks):
                 yield from self._save_last_step(well=well)
         except BaseException as error:
             if not isinstance(error, Exception):  # cancelled: as in closing, what is in flight is not waited for
-                yield core.assembly.scheduler.cancel_all()
+                yield core.cancel_all()
             try:
                 yield from core.close()
             except Exception as failure:  # noqa: BLE001 - told with the first one
@@ -266,11 +266,13 @@ class TrainingRun(TrainingHooks):
             return
         newest = core.in_flight.newest
         if newest is not None and newest.counter > last.counter and newest.step >= last.step:
-            yield core.assembly.scheduler.drain(last=True)
+            yield core.wait_ended(last=True)
             if not newest.failed:
                 return
         if self._is_as_it_was(last, well=well):
-            core.admit(last.state, last.step, last.metadata, last=True)  # closing waits for it, and tells its failure
+            core.start_checkpoint(
+                last.state, last.step, last.metadata, last=True
+            )  # closing waits for it, and tells its failure
 
     def _is_as_it_was(self, this: TrainingStep, *, well: bool) -> bool:
         """Whether the state is still that of the end of this step, as far as can be told; else say what happened.

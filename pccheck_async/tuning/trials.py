@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import os
 import shutil
@@ -21,7 +20,7 @@ from pccheck_async.errors import CheckpointError, StoreLockedError, folder_error
 from pccheck_async.format import align
 from pccheck_async.medium import File, Medium
 from pccheck_async.medium.open_medium import IO, open_session
-from pccheck_async.transfer import PAGE_BYTES, aligned_buffer, first_failure
+from pccheck_async.transfer import PAGE_BYTES, Tasks, aligned_buffer
 from pccheck_async.tuning.choice import Point, staging_bytes
 
 __all__ = ["Disk", "Sample", "Trial", "run_trial", "saves_of_trial", "scratch_folder", "try_disk"]
@@ -91,7 +90,7 @@ async def try_disk(folder: Path, io: IO, *, nbytes: int, seconds: float) -> Disk
     return Disk(written * chunk / took, min(1.0, busy / took / _DISK_STREAMS))
 
 
-async def _write(writer: Medium, file: File, data: memoryview, chunks: int, seconds: float, *, once: bool) -> int:
+async def _write(medium: Medium, file: File, data: memoryview, chunks: int, seconds: float, *, once: bool) -> int:
     """Write chunk after chunk, over and over or ``once``, for ``seconds``; flush; return how many."""
     end = time.perf_counter() + seconds
     written = 0
@@ -100,16 +99,12 @@ async def _write(writer: Medium, file: File, data: memoryview, chunks: int, seco
         nonlocal written
         while not written or (time.perf_counter() < end and not (once and written == chunks)):
             number, written = written, written + 1
-            await writer.write(file, number % chunks * len(data), data)
+            await medium.write(file, number % chunks * len(data), data)
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(_DISK_STREAMS):
-                group.create_task(stream())
-    except BaseExceptionGroup as error:
-        failure = first_failure(error)
-        raise failure from failure.__cause__
-    await writer.make_durable([(file, ())])
+    async with Tasks() as group:
+        for _ in range(_DISK_STREAMS):
+            group.create_task(stream())
+    await medium.make_durable([(file, ())])
     return written
 
 
@@ -175,7 +170,7 @@ async def _save(core: EngineCore, sample: Sample, count: int) -> Trial:
     pendings = []
     for _ in range(count):
         sample.change()
-        pending, start = core.admit(sample.state, None, None)
+        pending, start = core.start_checkpoint(sample.state, None, None)
         await pending.captured()
         captured = captured or time.perf_counter() - start
         pendings.append(pending)

@@ -84,7 +84,7 @@ async def tune(
     :meth:`pccheck_async.CheckpointEngine.tune`. The folder ``path`` need not exist, and then does not exist afterwards.
     Of ``config`` only ``keep_last`` and ``host_memory`` (the budget) count; ``io`` is no writer, which has one folder.
     Of a large checkpoint a sample is measured and the times are scaled. It computes, so it has a loop of its own
-    (:class:`pccheck_async.engine.OneLoop`), on whose thread ``progress`` is called.
+    (:class:`pccheck_async.engine.EngineLoop`), on whose thread ``progress`` is called.
 
     Cancellation: ends once every operation ended and the folder is gone; after a SIGKILL the next tuning removes it.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from pccheck_async.format.manifest import TensorEntry
 from pccheck_async.medium.open_medium import IO, Session
 from pccheck_async.state import StoredLeaf, list_leaves
 from pccheck_async.store import VerifiedChunks
-from pccheck_async.transfer import first_failure
+from pccheck_async.transfer import Tasks
 from pccheck_async.upkeep.reading import Held, Progress, hold, make_pool, run
 
 __all__ = ["Comparison", "Difference", "LeafDifference", "compare_checkpoints", "compare_elements"]
@@ -241,13 +240,9 @@ class _Comparing:
 
     async def _read(self, here: tuple[int, int], there: tuple[int, int]) -> tuple[memoryview, memoryview]:
         """Read a range of the payload of each, at the same time."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                one = group.create_task(self._one.read(*here))
-                other = group.create_task(self._other.read(*there))
-        except BaseExceptionGroup as errors:
-            failure = first_failure(errors)
-            raise failure from failure.__cause__
+        async with Tasks() as group:
+            one = group.create_task(self._one.read(*here))
+            other = group.create_task(self._other.read(*there))
         return one.result(), other.result()
 
 

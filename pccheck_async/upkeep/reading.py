@@ -5,7 +5,6 @@ A checkpoint that is held has its slot locked shared, so that no writer reuses t
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from pccheck_async.api import folder_session, open_reader
-from pccheck_async.engine import OneLoop
+from pccheck_async.engine import EngineLoop
 from pccheck_async.errors import NoCheckpointError, ReadError
 from pccheck_async.format import CheckpointInfo, Entry, check_step, crc32
 from pccheck_async.format.manifest import ChunkEntry, Manifest
@@ -22,7 +21,7 @@ from pccheck_async.medium import File
 from pccheck_async.medium.open_medium import IO, Session
 from pccheck_async.state import StoredLeaf, list_leaves
 from pccheck_async.store import StoreReader, choose, read_manifest
-from pccheck_async.transfer import BufferPool, available_memory, first_failure
+from pccheck_async.transfer import BufferPool, Tasks, available_memory
 
 __all__ = ["LOCK_SECONDS", "Description", "Held", "Progress", "Run", "check_chunks", "describe_checkpoint", "hold"]
 __all__ += ["make_pool", "no_checkpoint", "run", "runs"]
@@ -35,7 +34,7 @@ LOCK_SECONDS = 1.0
 
 def run(work: Coroutine[Any, Any, T]) -> T:
     """Block until ``work`` is done, on a loop of its own."""
-    with OneLoop() as loop:
+    with EngineLoop("pccheck-read") as loop:
         return loop.call(work)
 
 
@@ -230,14 +229,11 @@ async def check_chunks(
 
     pool = make_pool(manifest)
     try:
-        async with asyncio.TaskGroup() as group:
+        async with Tasks() as group:
             for run in runs(manifest.chunks, pool.buffer_bytes):
                 lease = await pool.lease()
                 # The lease outlives the task, also one that is cancelled before it ran at all.
                 group.create_task(check(run, lease.view)).add_done_callback(lambda _, lease=lease: lease.release())  # type: ignore[misc]
-    except BaseExceptionGroup as errors:
-        failure = first_failure(errors)
-        raise failure from failure.__cause__
     finally:
         pool.close()
 

@@ -193,9 +193,9 @@ async def _replace_files(medium: Medium, names: Collection[str], files: Mapping[
     return tuple(kept)
 
 
-async def _identity(writer: Medium) -> tuple[FileState, Identity | None]:
+async def _identity(medium: Medium) -> tuple[FileState, Identity | None]:
     try:
-        identity = await stored_identity(writer)
+        identity = await stored_identity(medium)
     except NewerFormatError as error:
         raise NewerFormatError(f"{error}: nothing was written; recover it with the version that made it") from None
     except CorruptStoreError:

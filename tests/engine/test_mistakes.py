@@ -145,11 +145,11 @@ def test_a_pin_of_no_step(tmp_path: Path) -> None:
 def test_waiting_in_vain_says_for_what(tmp_path: Path) -> None:
     device = Device()
     with SyncCheckpointEngine(tmp_path, io=device) as engine:
-        device.writer.hold("write", "flush")
+        device.medium.hold("write", "flush")
         pending = engine.checkpoint(STATE, step=5)
         with pytest.raises(TimeoutError, match=r"the checkpoint of step 5 is \w+ after 0.01 s; it goes on"):
             pending.result(0.01)
-        device.writer.release()
+        device.medium.release()
         assert pending.result().step == 5
 
 

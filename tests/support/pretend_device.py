@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from pccheck_async.engine import assembly as pipeline
-from pccheck_async.engine import capture, restorer
+from pccheck_async.engine import capture, restore
 from pccheck_async.state import HOST, Layout, LayoutCache, Restoration, Sources, Targets, cached_layout, match
 from pccheck_async.state.leaves import Leaves
 from pccheck_async.state.sources import RawSource
@@ -271,5 +271,5 @@ def keep_on(monkeypatch: pytest.MonkeyPatch, devices: Sequence[PretendDevice], p
         return replace(found, targets=Targets(placed))
 
     monkeypatch.setattr(capture, "cached_layout", cached_layout_on_devices)
-    monkeypatch.setattr(restorer, "match", match_on_devices)
+    monkeypatch.setattr(restore, "match", match_on_devices)
     monkeypatch.setattr(pipeline, "make_backend", make)

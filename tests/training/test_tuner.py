@@ -33,7 +33,7 @@ from pccheck_async import (
     load_sync,
     read_tuning,
 )
-from pccheck_async.engine import EngineConfig, OneLoop
+from pccheck_async.engine import EngineConfig, EngineLoop
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.filesystem import free_bytes
@@ -51,7 +51,7 @@ SHORT = 0.1
 
 def tune_blocking(path: Path, **options: Any) -> Tuning:
     """Measures without an engine."""
-    with OneLoop() as loop:
+    with EngineLoop("pccheck-read") as loop:
         return loop.call(tune(path, **options))
 
 
