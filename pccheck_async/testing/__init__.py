@@ -26,17 +26,6 @@ from pccheck_async.testing.medium_conformance import MEDIUM_CHECKS
 from pccheck_async.testing.power_loss import Image, Snapshot, power_loss_images
 
 __all__ = [
-    "CHANGES",
-    "MEDIUM_CHECKS",
-    "Access",
-    "CrashDisk",
-    "CrashWriter",
-    "FailingWriter",
-    "Image",
-    "ImageWriter",
-    "Snapshot",
-    "StuckWriter",
-    "ThrottledWriter",
-    "WrappingWriter",
-    "power_loss_images",
-]
+    "CHANGES", "MEDIUM_CHECKS", "Access", "CrashDisk", "CrashWriter", "FailingWriter", "Image", "ImageWriter",
+    "Snapshot", "StuckWriter", "ThrottledWriter", "WrappingWriter", "power_loss_images",
+]  # fmt: skip

@@ -12,18 +12,6 @@ from pccheck_async.transfer.pool import BufferLease, BufferPool
 from pccheck_async.transfer.uninterrupted import Tasks, to_its_end, uninterrupted
 
 __all__ = [
-    "PAGE_BYTES",
-    "BufferLease",
-    "BufferPool",
-    "PackedPiece",
-    "Segments",
-    "Tasks",
-    "address_of",
-    "aligned_buffer",
-    "available_cores",
-    "available_memory",
-    "contiguous_buffer",
-    "map_memory",
-    "to_its_end",
-    "uninterrupted",
-]
+    "PAGE_BYTES", "BufferLease", "BufferPool", "PackedPiece", "Segments", "Tasks", "address_of", "aligned_buffer",
+    "available_cores", "available_memory", "contiguous_buffer", "map_memory", "to_its_end", "uninterrupted",
+]  # fmt: skip

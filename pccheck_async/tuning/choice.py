@@ -19,16 +19,9 @@ from pccheck_async.format import align
 from pccheck_async.format.record import MOST_ENTRIES
 
 __all__ = [
-    "LEAST_BUFFERS",
-    "Choice",
-    "FittedTimes",
-    "Limits",
-    "Point",
-    "choose",
-    "fit_rounds",
-    "shortages",
+    "LEAST_BUFFERS", "Choice", "FittedTimes", "Limits", "Point", "choose", "fit_rounds", "shortages",
     "staging_bytes",
-]
+]  # fmt: skip
 
 LEAST_BUFFERS = 2
 """Chunks of staging memory without which copying and writing cannot overlap."""
