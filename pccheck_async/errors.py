@@ -11,23 +11,10 @@ import os
 from collections.abc import Sequence
 
 __all__ = [
-    "CheckpointError",
-    "ClosedError",
-    "CorruptStoreError",
-    "DamagedError",
-    "InfeasibleError",
-    "InvalidTuningError",
-    "NoCheckpointError",
-    "ReadError",
-    "StateMismatchError",
-    "StoreError",
-    "StoreFailedError",
-    "StoreFullError",
-    "StoreLockedError",
-    "TornCaptureError",
-    "UnsupportedStateError",
-    "WriteError",
-]
+    "CheckpointError", "ClosedError", "CorruptStoreError", "DamagedError", "InfeasibleError", "InvalidTuningError",
+    "NoCheckpointError", "ReadError", "StateMismatchError", "StoreError", "StoreFailedError", "StoreFullError",
+    "StoreLockedError", "TornCaptureError", "UnsupportedStateError", "WriteError",
+]  # fmt: skip
 
 
 _ESCAPES = r" (in a path, \. is a dot inside a key)"

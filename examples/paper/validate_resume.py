@@ -55,8 +55,8 @@ def build_model(context: int, layers: int, width: int, heads: int, dropout: floa
     """
     model: Any = GPT(context, layers, width, heads, dropout)
     model.norm = FeatureNorm(width)
-    for block in model.blocks:
-        spectral_norm(block.mlp[0])
+    for block in model.blocks.layers:
+        spectral_norm(block.linear1)
     trained: nn.Module = model
     return trained
 

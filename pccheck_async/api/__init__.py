@@ -5,22 +5,13 @@ It may import: tuning and what is below.
 
 from pccheck_async.api.engine import CheckpointEngine
 from pccheck_async.api.engine_base import EngineBase
-from pccheck_async.api.lazy_load import Connection, OpenCheckpoint, StoredState, StoredTensor, open_checkpoint
+from pccheck_async.api.lazy_load import Connection, OpenCheckpoint, StoredState, StoredTensor, open_checkpoint, rows
 from pccheck_async.api.loading import list_checkpoints, load, load_sync
-from pccheck_async.api.reading import with_session
+from pccheck_async.api.reading import folder_session, open_reader
 from pccheck_async.api.sync import SyncCheckpointEngine
 
 __all__ = [
-    "CheckpointEngine",
-    "Connection",
-    "EngineBase",
-    "OpenCheckpoint",
-    "StoredState",
-    "StoredTensor",
-    "SyncCheckpointEngine",
-    "list_checkpoints",
-    "load",
-    "load_sync",
-    "open_checkpoint",
-    "with_session",
-]
+    "CheckpointEngine", "Connection", "EngineBase", "OpenCheckpoint", "StoredState", "StoredTensor",
+    "SyncCheckpointEngine", "folder_session", "list_checkpoints", "load", "load_sync", "open_checkpoint", "open_reader",
+    "rows",
+]  # fmt: skip

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
-from functools import partial, wraps
-from types import TracebackType
+from functools import wraps
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar, cast
 
-from pccheck_async.api.engine_base import EngineBase
-from pccheck_async.engine import Handoff, PendingCheckpoint, run
+from pccheck_async.api.engine_base import EngineBase, noted_on
+from pccheck_async.engine import EngineLoop, Handoff, PendingCheckpoint, run
 from pccheck_async.format import CheckpointInfo, Metadata, Restored
 from pccheck_async.telemetry import ReadProgress
 from pccheck_async.training import AsyncStepContext, TrainingStep
@@ -26,18 +25,18 @@ def _noted(
 ) -> Callable[Concatenate[CheckpointEngine, P], Coroutine[Any, Any, T]]:
     """Count calls that nobody awaits, for a log line when the engine closes: Python's own warning is easily lost."""
 
-    async def begin(call: object, work: Callable[[], Coroutine[Any, Any, T]], self: CheckpointEngine) -> T:
-        self._core.unawaited.pop(call, None)
-        return await work()
-
     @wraps(method)
     def called(self: CheckpointEngine, *arguments: P.args, **named: P.kwargs) -> Coroutine[Any, Any, T]:
         method(self, *arguments, **named).close()  # wrong arguments are refused here, and not where it is awaited
         call = object()
         self._core.unawaited[call] = method.__name__
-        coroutine: Any = begin(call, partial(method, self, *arguments, **named), self)
-        coroutine.__qualname__ = method.__qualname__  # of Python's own warning
-        return cast("Coroutine[Any, Any, T]", coroutine)
+
+        async def begin() -> T:
+            self._core.unawaited.pop(call, None)
+            return await method(self, *arguments, **named)
+
+        begin.__qualname__ = method.__qualname__  # of Python's own warning
+        return begin()
 
     return cast("Callable[Concatenate[CheckpointEngine, P], Coroutine[Any, Any, T]]", called)
 
@@ -137,15 +136,9 @@ class CheckpointEngine(EngineBase):
     async def __aenter__(self) -> Self:
         return await self.open()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        with noted_on(error):
             await self._end(self._training.leave(well=error is None), go=error is None)
-        except Exception as failure:
-            if error is None:
-                raise
-            error.add_note(f"closing the engine failed, too: {type(failure).__name__}: {failure}")
 
     def step(self, state: Mapping[str, Any], step: int, *, metadata: Metadata | None = None) -> AsyncStepContext:
         """Return the context of one training step, which checkpoints after it when the policy (``interval``) says so.
@@ -206,11 +199,11 @@ class CheckpointEngine(EngineBase):
             ClosedError: the engine is not open, or belongs to a parent process.
             CheckpointError: this checkpoint failed during its capture, or an earlier one failed and nobody awaited it.
         """
-        pending, start = self._core.admit(state, step, metadata, overlap=overlap)
+        pending, start = self._core.start_checkpoint(state, step, metadata, overlap=overlap)
         try:
             await (pending.eager_captured() if overlap else pending.captured())
         except asyncio.CancelledError:
-            await self._core.in_flight.abort(pending, self._training.patience)
+            await run(self._core, self._core.abort(pending))
             raise
         except Exception as error:
             if not self._core.in_flight.warn_of(pending, error):
@@ -333,18 +326,20 @@ class CheckpointEngine(EngineBase):
             InfeasibleError: nothing fits; names what is missing.
             NoCheckpointError: neither ``state`` nor ``nbytes`` nor a checkpoint says the size.
             StoreLockedError: another tuning runs in this folder.
-            ValueError: ``io`` is a single writer, or an argument is out of range.
+            ValueError: ``io`` is a single medium, or an argument is out of range.
             WriteError: the storage failed.
         """
         self._core.check_alive()
         nbytes = checkpoint_bytes(self._core, state, nbytes)
-        await self._core.loop.run(self._core.assembly.scheduler.drain())
-        return await tune(
-            self._core.path,
-            nbytes=nbytes,
-            config=self._core.config,
-            io=self._core.io,
-            step_seconds=step_seconds,
-            budget_seconds=budget_seconds,
-            progress=progress,
-        )
+        await self._core.loop.run(self._core.wait_ended())
+        async with EngineLoop("pccheck-tune") as loop:
+            measuring = tune(
+                self._core.path,
+                nbytes=nbytes,
+                config=self._core.config,
+                io=self._core.io,
+                step_seconds=step_seconds,
+                budget_seconds=budget_seconds,
+                progress=progress,
+            )
+            return await loop.run(measuring)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
 from difflib import get_close_matches
@@ -31,7 +32,7 @@ from pccheck_async.training import TrainingRun
 from pccheck_async.training.policy import make_policy
 from pccheck_async.tuning import checkpoint_bytes
 
-__all__ = ["EngineBase"]
+__all__ = ["EngineBase", "noted_on"]
 
 
 class EngineBase:
@@ -195,6 +196,17 @@ class EngineBase:
     def path(self) -> str:
         """Folder of the store."""
         return self._core.path
+
+
+@contextmanager
+def noted_on(error: BaseException | None) -> Iterator[None]:
+    """Where a context is left with an ``error``, let that pass, with a note of what closing the engine raises."""
+    try:
+        yield
+    except Exception as failure:
+        if error is None:
+            raise
+        error.add_note(f"closing the engine failed, too: {type(failure).__name__}: {failure}")
 
 
 def _unknown(engine: str, name: str) -> TypeError:

@@ -10,26 +10,25 @@ from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import cached_property
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
 from msgspec import structs
 
-from pccheck_async.engine import Auto, EngineConfig, EngineLoop, decide
+from pccheck_async.api.reading import open_reader, staging_pool, start_session
+from pccheck_async.engine import Auto, EngineLoop
 from pccheck_async.errors import ClosedError, explained
 from pccheck_async.format import CheckpointInfo, Entry, check_step, dtypes
-from pccheck_async.format.manifest import MIN_BLOCK, Manifest, TensorEntry
+from pccheck_async.format.manifest import Manifest, TensorEntry
 from pccheck_async.format.skeleton import ArrayNode, Node, arrays
 from pccheck_async.medium import File
-from pccheck_async.medium.open_medium import IO, Session, open_session
+from pccheck_async.medium.open_medium import IO, Session
 from pccheck_async.state import Allocation, Array, Targets, below, opened, paths, rebuild
 from pccheck_async.state.restore.tree import leaves
-from pccheck_async.store import StoreReader, VerifiedChunks, no_store
-from pccheck_async.transfer import BufferPool, available_cores, available_memory
+from pccheck_async.store import VerifiedChunks
 
-__all__ = ["OpenCheckpoint", "StoredState", "StoredTensor", "open_checkpoint"]
+__all__ = ["OpenCheckpoint", "StoredState", "StoredTensor", "open_checkpoint", "rows"]
 
 T = TypeVar("T")
 
@@ -84,34 +83,25 @@ class Connection:
         self.device = device
         self._pid = os.getpid()
         self._closed = True
-        self.entry: Entry
-        self.manifest: Manifest
-        self.chunks: VerifiedChunks
-        self.session: Session
         self._loop = EngineLoop("pccheck-open")
         try:
-            self._loop.call(self._open(step, EngineConfig(host_memory=host_memory), io))
+            self._loop.call(self._open(step, host_memory, io))
         except BaseException:
             self.close()  # where the caller was interrupted and does not get it
             self._loop.stop()
             raise
 
-    async def _open(self, step: int | None, config: EngineConfig, io: IO) -> None:
-        cores, memory = available_cores(), available_memory()
-        decided = decide(config, block_bytes=MIN_BLOCK, cores=cores, memory=memory)
-        session = await open_session(self.path, io, writers=decided.writers, copiers=decided.copiers)
+    async def _open(self, step: int | None, host_memory: int | Auto, io: IO) -> None:
+        session = await start_session(self.path, io)
         try:
-            reader = await StoreReader.open(session)
-            if reader is None:
-                raise no_store(session, self.path)
-            decided = decide(config, block_bytes=reader.identity.block_bytes, cores=cores, memory=memory)
-            pool = BufferPool(decided.host_memory, decided.chunk_bytes)
+            reader = await open_reader(session, self.path)
+            pool = staging_pool(reader, host_memory)
 
-            async def use(entry: Entry, file: File, manifest: Manifest) -> None:
-                self.entry, self.manifest = entry, manifest
-                self.chunks = VerifiedChunks(session, file, manifest, pool)
+            async def use(entry: Entry, file: File, manifest: Manifest) -> tuple[Entry, File, Manifest]:
+                return entry, file, manifest
 
-            await reader.read(self.path, step, use, keep=True)
+            self.entry, file, self.manifest = await reader.read(self.path, step, use, keep=True)
+            self.chunks = VerifiedChunks(session, file, self.manifest, pool)
         except BaseException:
             await session.close()
             raise
@@ -245,15 +235,7 @@ class StoredTensor:
         return self._part(number % size, 1, 1)[(0, *rest)]
 
     def _part(self, start: int, count: int, step: int) -> Any:
-        entry = self.entry
-        shape = (count, *entry.shape[1:])
-        stride = (entry.stride[0] * step, *entry.stride[1:])
-        if entry.storage is None or not count:
-            part = structs.replace(entry, shape=shape, stride=stride, storage=None, offset=0)
-        else:
-            offset = entry.offset + start * entry.stride[0] * entry.itemsize
-            part = structs.replace(entry, shape=shape, stride=stride, offset=offset)
-        array = self._connection.read(structs.replace(part, requires_grad=False, kind=_PLAIN.get(part.kind, part.kind)))
+        array = self._connection.read(rows(self.entry, start, count, step))
         if isinstance(array, np.ndarray):
             return array.copy()
         # What lies between the items was read with them, and would stay in memory.
@@ -272,7 +254,18 @@ class StoredTensor:
         return f"StoredTensor({self.path!r}, {self.entry.dtype}, {tuple(self.shape)}, {self.nbytes} bytes)"
 
 
-_PLAIN = {"parameter": "tensor"}
+def rows(entry: TensorEntry, start: int, count: int, step: int = 1) -> TensorEntry:
+    """Return some items of the first dimension, every ``step``-th of them, as an array without autograd."""
+    part = structs.replace(
+        entry,
+        shape=(count, *entry.shape[1:]),
+        stride=(entry.stride[0] * step, *entry.stride[1:]),
+        requires_grad=False,
+        kind="ndarray" if entry.kind == "ndarray" else "tensor",
+    )
+    if entry.storage is None or not count:
+        return structs.replace(part, storage=None, offset=0)
+    return structs.replace(part, offset=entry.offset + start * entry.stride[0] * entry.itemsize)
 
 
 class StoredState(Mapping[str, Any]):
@@ -314,7 +307,8 @@ class StoredState(Mapping[str, Any]):
             found[plain] = None if plain in found else path
         return found
 
-    def _find(self, path: str) -> Node:
+    def node(self, path: str) -> Node:
+        """Return what the manifest says of a leaf or a part. Raises KeyError."""
         exact = path if path in self._nodes else self._unescaped.get(path)
         if exact is None:
             raise KeyError(explained(self._unknown(path)))
@@ -333,7 +327,7 @@ class StoredState(Mapping[str, Any]):
     def __getitem__(self, path: str) -> Any:
         """Read a leaf, or return a part. Raises KeyError, ClosedError, CorruptStoreError, ReadError."""
         self._connection.check_open()
-        node = self._find(path)
+        node = self.node(path)
         if isinstance(opened(node), ArrayNode):
             return self.tensor(path).read()
         if below(node):
@@ -349,7 +343,7 @@ class StoredState(Mapping[str, Any]):
             ClosedError: the checkpoint was closed.
         """
         self._connection.check_open()
-        node = opened(self._find(path))
+        node = opened(self.node(path))
         if not isinstance(node, ArrayNode):
             raise TypeError(f"{path!r} is no tensor")
         return StoredTensor(self._connection, self._connection.manifest.tensors[node.index], path)
@@ -413,7 +407,5 @@ class OpenCheckpoint(StoredState):
         self._connection.check_open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from pccheck_async.api.reading import with_session
-from pccheck_async.engine import Auto, EngineConfig, OneLoop, decide
+from pccheck_async.api.reading import folder_session, open_reader, staging_pool, start_session
+from pccheck_async.engine import Auto, EngineLoop
 from pccheck_async.format import CheckpointInfo, Entry, check_step
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.medium import File
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import IO, Session, check_io
 from pccheck_async.state import allocate
-from pccheck_async.store import StoreReader, no_store, pool_for, read_payload
+from pccheck_async.store import StoreReader, pool_for, read_payload
 from pccheck_async.telemetry import ReadProgress, reading_progress
-from pccheck_async.transfer import BufferPool, available_cores, available_memory
 from pccheck_async.transfer.copying import CopyBackend
 from pccheck_async.transfer.operations.python import OperationsAtOnce
 
@@ -65,9 +64,8 @@ async def load(
         ReadError: the device failed.
         RuntimeError: torch has no such ``device``.
     """
-    async with OneLoop() as loop:
-        state: dict[str, Any] = await loop.run(_load(path, step, keys, device, host_memory, io, progress))
-        return state
+    async with EngineLoop("pccheck-read") as loop:
+        return await loop.run(_load(path, step, keys, device, host_memory, io, progress))
 
 
 def load_sync(
@@ -81,7 +79,7 @@ def load_sync(
     progress: ReadProgress | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint, blocking (see :func:`load`)."""
-    with OneLoop() as loop:
+    with EngineLoop("pccheck-read") as loop:
         return loop.call(_load(path, step, keys, device, host_memory, io, progress))
 
 
@@ -97,21 +95,19 @@ def list_checkpoints(path: str | os.PathLike[str], *, io: IO = "python") -> list
     check_io(io)
     if isinstance(io, str):
         operations = OperationsAtOnce()
-        return _at_once(_list_and_close(Session(operations, Files(path, operations), "")))
-    with OneLoop() as loop:
-        return loop.call(with_session(path, io, _list, EngineConfig(writers=1)))
+        medium = Files(path, operations)
+        return _at_once(_list(Session(operations, medium, ""), medium.close))
+    with EngineLoop("pccheck-read") as loop:
+        session = loop.call(start_session(path, io))
+        return loop.call(_list(session, session.close))
 
 
-async def _list(session: Session) -> list[CheckpointInfo]:
-    reader = await StoreReader.open(session)
-    return [entry.info for entry in (await reader.record()).entries] if reader else []
-
-
-async def _list_and_close(session: Session) -> list[CheckpointInfo]:
+async def _list(session: Session, close: Callable[[], Awaitable[None]]) -> list[CheckpointInfo]:
     try:
-        return await _list(session)
+        reader = await StoreReader.open(session)
+        return [entry.info for entry in (await reader.record()).entries] if reader else []
     finally:
-        await session.medium.close()
+        await close()
 
 
 def _at_once(work: Coroutine[Any, Any, T]) -> T:
@@ -134,18 +130,10 @@ async def _load(
     io: IO,
     progress: ReadProgress | None,
 ) -> dict[str, Any]:
-    config = EngineConfig(host_memory=host_memory)
     step = check_step(step)
-
-    async def work(session: Session) -> dict[str, Any]:
-        reader = await StoreReader.open(session)
-        if reader is None:
-            raise no_store(session, path)
-        decided = decide(
-            config, block_bytes=reader.identity.block_bytes, cores=available_cores(), memory=available_memory()
-        )
-        pool = BufferPool(decided.host_memory, decided.chunk_bytes)
-        backend = CopyBackend(session.operations)
+    async with folder_session(path, io) as session:
+        reader = await open_reader(session, path)
+        pool, backend = staging_pool(reader, host_memory), CopyBackend(session.operations)
 
         async def read(_: Entry, file: File, manifest: Manifest) -> dict[str, Any]:
             loading = allocate(manifest, keys, torch.device(device))
@@ -156,5 +144,3 @@ async def _load(
             return state
 
         return await reader.read(path, step, read)
-
-    return await with_session(path, io, work, config)

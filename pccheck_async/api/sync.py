@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from pccheck_async.api.engine_base import EngineBase
-from pccheck_async.engine import PendingCheckpoint, block_on
+from pccheck_async.api.engine_base import EngineBase, noted_on
+from pccheck_async.engine import EngineLoop, PendingCheckpoint, block_on
 from pccheck_async.format import CheckpointInfo, Metadata, Restored
 from pccheck_async.telemetry import ReadProgress
 from pccheck_async.training import StepContext, TrainingStep
-from pccheck_async.tuning import Progress, Tuning, checkpoint_bytes, tune_blocking
+from pccheck_async.tuning import Progress, Tuning, checkpoint_bytes, tune
 
 __all__ = ["SyncCheckpointEngine"]
 
@@ -41,16 +40,9 @@ class SyncCheckpointEngine(EngineBase):
     def __enter__(self) -> Self:
         return self.open()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            with self._training.ending(go=error is None):
-                block_on(self._core, self._training.leave(well=error is None))
-        except Exception as failure:
-            if error is None:
-                raise
-            error.add_note(f"closing the engine failed, too: {type(failure).__name__}: {failure}")
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        with noted_on(error), self._training.ending(go=error is None):
+            block_on(self._core, self._training.leave(well=error is None))
 
     def step(self, state: Mapping[str, Any], step: int, *, metadata: Metadata | None = None) -> StepContext:
         """Return the context of one training step (see :meth:`pccheck_async.CheckpointEngine.step`)."""
@@ -68,7 +60,7 @@ class SyncCheckpointEngine(EngineBase):
 
         A KeyboardInterrupt while it waits aborts the checkpoint.
         """
-        pending, start = self._core.admit(state, step, metadata, overlap=overlap)
+        pending, start = self._core.start_checkpoint(state, step, metadata, overlap=overlap)
         try:
             if overlap:
                 pending.wait_eager_captured()
@@ -78,7 +70,7 @@ class SyncCheckpointEngine(EngineBase):
             if not self._core.in_flight.warn_of(pending, error):
                 raise
         except BaseException:  # KeyboardInterrupt
-            self._core.in_flight.abort_blocking(pending, self._training.patience)
+            block_on(self._core, self._core.abort(pending))
             raise
         finally:
             self._core.stalls.note_call(pending, start)
@@ -122,13 +114,15 @@ class SyncCheckpointEngine(EngineBase):
         """Measure and return the settings for an engine here (see :meth:`pccheck_async.CheckpointEngine.tune`)."""
         self._core.check_alive()
         nbytes = checkpoint_bytes(self._core, state, nbytes)
-        self._core.loop.call(self._core.assembly.scheduler.drain())
-        return tune_blocking(
-            self._core.path,
-            nbytes=nbytes,
-            config=self._core.config,
-            io=self._core.io,
-            step_seconds=step_seconds,
-            budget_seconds=budget_seconds,
-            progress=progress,
-        )
+        self._core.loop.call(self._core.wait_ended())
+        with EngineLoop("pccheck-tune") as loop:
+            measuring = tune(
+                self._core.path,
+                nbytes=nbytes,
+                config=self._core.config,
+                io=self._core.io,
+                step_seconds=step_seconds,
+                budget_seconds=budget_seconds,
+                progress=progress,
+            )
+            return loop.call(measuring)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 import difflib
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,6 +19,7 @@ import torch
 
 from pccheck_async.api import SyncCheckpointEngine
 from pccheck_async.bench.raw_disk import slot_file
+from pccheck_async.medium.folder import sync
 
 __all__ = ["METHODS", "Method", "PCcheck", "Tensors", "UnknownMethodError", "find_methods"]
 
@@ -113,9 +113,9 @@ class _OneFile(Method):
     def save(self, tensors: Tensors, step: int) -> Callable[[], object]:
         temporary = self.file.with_suffix(".tmp")
         self._write(temporary, tensors, step)
-        _flush(temporary)  # or the name could come to stand for bytes that were never written
+        sync(temporary)  # or the name could come to stand for bytes that were never written
         temporary.rename(self.file)
-        _flush(self.folder)  # or the old name could come back
+        sync(self.folder)  # or the old name could come back
         return lambda: None  # the save was durable when it returned
 
     @abc.abstractmethod
@@ -184,8 +184,8 @@ class Dcp(Method):
         return FileSystemWriter(target, thread_count=2)
 
     def _flush_names(self, target: Path) -> None:
-        _flush(target)  # without it a power failure can take back the rename of `.metadata`, and so the checkpoint
-        _flush(self.folder)
+        sync(target)  # without it a power failure can take back the rename of `.metadata`, and so the checkpoint
+        sync(self.folder)
 
 
 class DcpAsync(Dcp):
@@ -252,11 +252,3 @@ def find_methods(names: Sequence[str]) -> list[type[Method]]:
 
 def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
-
-
-def _flush(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

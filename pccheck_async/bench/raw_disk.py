@@ -57,19 +57,15 @@ class RawDisk:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._view = aligned_buffer(nbytes)
+        self.view = aligned_buffer(nbytes)
         for start in range(0, nbytes, 4096):
-            self._view[start : start + 8] = os.urandom(8)
-
-    def data(self) -> bytes:
-        """Return what is in the memory."""
-        return bytes(self._view)
+            self.view[start : start + 8] = os.urandom(8)
 
     def seconds(self, path: Path, way: Way, *, write: bool) -> float:
         """Overwrite the file's first bytes and flush, or read them. A slot that is written is one no record names."""
         fd = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_DIRECT)
         offsets = range(0, self.nbytes, way.block)
-        pieces = [(offset, self._view[offset : offset + way.block]) for offset in offsets]
+        pieces = [(offset, self.view[offset : offset + way.block]) for offset in offsets]
         try:
             start = time.perf_counter()
             _by_threads(fd, pieces, way.streams, os.pwritev if write else os.preadv)

@@ -82,13 +82,11 @@ def as_json(found: Comparison) -> str:
 
 def draw(found: Comparison, path: Path) -> None:
     """Draw medians and quartiles of stall and of time to durable, side by side; needs matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     measured = [outcome for outcome in found.outcomes if not outcome.problem]
     names = [outcome.method for outcome in measured]
     figure = Figure(figsize=(10, 1.6 + 0.5 * len(names)), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2, sharey=True)
     colors = ["tab:blue" if name == "pccheck" else "0.6" for name in names]
     titles = {"stall": "the call returns (training waits)", "durable": "durable"}

@@ -11,14 +11,14 @@ import os
 import signal
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import Annotated, Never
 
 import typer
 
 from pccheck_async.cli import stores
 from pccheck_async.cli.bench import bench
-from pccheck_async.cli.output import complain, flow_help, reporting
+from pccheck_async.cli.demo import demo
+from pccheck_async.cli.output import complain, flow_help
 from pccheck_async.cli.tune import tune
 from pccheck_async.cli.watch import watch
 from pccheck_async.telemetry import fill_standard_files
@@ -49,33 +49,6 @@ def options(
     ] = False,
 ) -> None:
     """Options of the command itself."""
-
-
-@reporting
-def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 60,
-    interval: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")] = 10,
-    crash_at: Annotated[int, typer.Option(help="The killed run dies in the middle of the save of this step.")] = 40,
-    store: Annotated[
-        Path | None, typer.Option(help="Put the runs into a new folder in here (default: the system's place).")
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the loss curves into this file (needs matplotlib).")] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Do not delete the stores and loss files at the end.")] = False,
-    device: Annotated[str, typer.Option(help="Where to train: cpu, cuda or auto.")] = "cpu",
-) -> int:
-    """Train a small GPT three times: uninterrupted, killed in the middle of a save, and resumed; compare every bit.
-
-    Exit status: 0 all losses and the whole final state are equal in every bit, 1 they are not or a run failed, 2 wrong
-    usage.
-    """
-    from pccheck_async.cli.demo import run
-
-    if not interval < crash_at <= steps:
-        raise typer.BadParameter(
-            f"--crash-at {crash_at} must lie after the first checkpoint (--interval {interval}) and not after the last "
-            f"step (--steps {steps}): the killed run needs an older checkpoint to go back to"
-        )
-    return run(steps=steps, interval=interval, crash_at=crash_at, within=store, plot=plot, keep=keep, device=device)
 
 
 for command in (

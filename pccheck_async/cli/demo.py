@@ -12,14 +12,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from pccheck_async import CheckpointError, CheckpointInfo, compare_checkpoints, list_checkpoints
-from pccheck_async.cli.output import complain, no_plot, printable, size, terminal
+import pccheck_async as pccheck
+from pccheck_async.cli.output import FAILED, complain, no_plot, printable, reporting, size, terminal
 
 KILL_ATTEMPTS = 3
 POLL_SECONDS = 0.2
@@ -42,47 +43,54 @@ class Run:
         """What the training process prints."""
         return self.loss_file.with_suffix(".log")
 
-    def losses(self) -> Losses:
-        """The rows written so far."""
-        return read_losses(self.loss_file)
-
-    def newest(self) -> CheckpointInfo | None:
+    def newest(self) -> pccheck.CheckpointInfo | None:
         """The newest durable checkpoint, read beside the writer."""
-        return next(iter(list_checkpoints(self.store)), None)
+        return next(iter(pccheck.list_checkpoints(self.store)), None)
 
 
-def run(
-    *, steps: int, interval: int, crash_at: int, within: Path | None, plot: Path | None, keep: bool, device: str
+@reporting
+def demo(
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 60,
+    interval: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")] = 10,
+    crash_at: Annotated[int, typer.Option(help="The killed run dies in the middle of the save of this step.")] = 40,
+    store: Annotated[
+        Path | None, typer.Option(help="Put the runs into a new folder in here (default: the system's place).")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the loss curves into this file (needs matplotlib).")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Do not delete the stores and loss files at the end.")] = False,
+    device: Annotated[str, typer.Option(help="Where to train: cpu, cuda or auto.")] = "cpu",
 ) -> int:
-    """Run the demonstration and return the exit status."""
+    """Train a small GPT three times: uninterrupted, killed in the middle of a save, and resumed; compare every bit.
+
+    Exit status: 0 all losses and the whole final state are equal in every bit, 1 they are not or a run failed, 2 wrong
+    usage.
+    """
+    if not interval < crash_at <= steps:
+        raise typer.BadParameter(
+            f"--crash-at {crash_at} must lie after the first checkpoint (--interval {interval}) and not after the last "
+            f"step (--steps {steps}): the killed run needs an older checkpoint to go back to"
+        )
     if problem := no_plot(plot):
         complain(problem)
         return 2
     console = terminal(markup=True)
-    try:
-        if within is not None:
-            within.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix="pccheck-demo-", dir=within))
-    except OSError as error:
-        complain(error)
-        return 1
+    if store is not None:
+        store.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="pccheck-demo-", dir=store))
     options = [f"--steps={steps}", f"--interval={interval}", f"--device={device}"]
-    equal = False
     try:
-        equal = _demonstrate(console, folder, options, steps, crash_at, plot)
+        return 0 if _demonstrate(console, folder, options, steps, crash_at, plot) else FAILED
     except RunFailedError as error:
         why, *last_lines = error.args
         complain(why)
         for line in last_lines:
             print(f"  {printable(line)}", file=sys.stderr)
-    except (CheckpointError, OSError) as error:
-        complain(error)
+        return FAILED
     finally:
         if keep:
             console.print(f"Kept: {folder}", soft_wrap=True, markup=False)
         else:
             shutil.rmtree(folder, ignore_errors=True)
-    return 0 if equal else 1
 
 
 def _demonstrate(
@@ -111,10 +119,11 @@ def _demonstrate(
         f"(exit status {-signal.SIGKILL}).\nIts newest durable checkpoint was that of step {durable.step} "
         f"({size(durable.nbytes)}). The resumed run went on from it and computed steps {durable.step + 1} to {steps}."
     )
-    losses = compare_losses(uninterrupted.losses(), killed.losses(), resumed.losses(), steps, crash_at, durable.step)
+    rows = read_losses(uninterrupted.loss_file), read_losses(killed.loss_file), read_losses(resumed.loss_file)
+    losses = compare_losses(*rows, steps, crash_at, durable.step)
     console.print(losses.table)
-    state = compare_checkpoints(uninterrupted.store, resumed.store)
-    console.print(f"Losses: {losses.equal} of {losses.total} equal in every bit.")
+    state = pccheck.compare_checkpoints(uninterrupted.store, resumed.store)
+    console.print(f"Losses: {losses.equal} of {steps} equal in every bit.")
     equal = f"{state.leaves - len(state.differences)} of {state.leaves} leaves equal in every bit"
     console.print(
         f"Final state (model, optimizer, scheduler, random numbers, data position): {equal}, "
@@ -123,7 +132,7 @@ def _demonstrate(
     for each in state.differences[:10]:
         console.print(f"  different: {each.path}", markup=False)
     if plot is not None:
-        draw(plot, uninterrupted.losses(), killed.losses(), resumed.losses(), crash_at, durable.step)
+        draw(plot, *rows, crash_at, durable.step)
         console.print(f"Picture: {plot}", soft_wrap=True, markup=False)
     all_equal = losses.all_equal and not state.differences
     verdict = "[bold green]Every bit is equal." if all_equal else "[bold red]The runs differ."
@@ -133,7 +142,7 @@ def _demonstrate(
 
 def _train_until_killed(
     console: Console, folder: Path, options: list[str], crash_at: int
-) -> tuple[Run, CheckpointInfo]:
+) -> tuple[Run, pccheck.CheckpointInfo]:
     """Train until the SIGKILL; again where the save was so fast that the kill came after it."""
     for attempt in range(1, KILL_ATTEMPTS + 1):
         name = f"killed{attempt if attempt > 1 else ''}"
@@ -171,7 +180,7 @@ def _train(run: Run, options: list[str], expected_status: int, console: Console)
         )
 
 
-def _tell(console: Console, run: Run, told: CheckpointInfo | None) -> CheckpointInfo | None:
+def _tell(console: Console, run: Run, told: pccheck.CheckpointInfo | None) -> pccheck.CheckpointInfo | None:
     """Print a line where a newer checkpoint than the one told of is durable, and return the newest."""
     newest = run.newest()
     if newest is not None and newest != told:
@@ -201,18 +210,12 @@ def read_losses(path: Path) -> Losses:
     return {int(row[0]): Loss(float(row[1]), row[2]) for row in rows if len(row) == 3 and len(row[2]) == 8}
 
 
-@dataclass(frozen=True)
-class LossComparison:
-    """Rows of which both the killed run (as far as it came) and the resumed run have the uninterrupted run's bits."""
+class LossComparison(NamedTuple):
+    """Steps of which both the killed run (as far as it came) and the resumed run have the uninterrupted run's bits."""
 
-    total: int
     equal: int
+    all_equal: bool
     table: Table
-
-    @property
-    def all_equal(self) -> bool:
-        """Whether there is a row for every step and all are equal."""
-        return 0 < self.total == self.equal
 
 
 def compare_losses(
@@ -238,16 +241,14 @@ def compare_losses(
                 *(row.bits if row else "-" for row in rows),
                 ("equal" if same else "[bold red]DIFFERENT[/]") + marks.get(step, ""),
             )
-    return LossComparison(steps, equal, table)
+    return LossComparison(equal, equal == steps, table)
 
 
 def draw(path: Path, uninterrupted: Losses, killed: Losses, resumed: Losses, crash_at: int, restored: int) -> None:
     """Draw the three loss curves, and below them how far the resumed run is from the uninterrupted one."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 6), layout="constrained")
-    FigureCanvasAgg(figure)
     curves, difference = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     styles = (
         ("uninterrupted", uninterrupted, {"color": "0.75", "linewidth": 6}),

@@ -30,45 +30,26 @@ from torch import Tensor, nn
 from pccheck_async import CheckpointEngine, CheckpointError, RNGState, list_checkpoints
 
 
-class Block(nn.Module):
-    """Causal self-attention and an MLP, each on a normalised residual stream."""
-
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.heads, self.dropout = heads, nn.Dropout(dropout)
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, length, width) to the same shape."""
-        batch, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
-        scores = (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).masked_fill(future, -math.inf)
-        attended = (self.dropout(scores.softmax(-1)) @ v).transpose(1, 2).reshape(batch, length, width)
-        x = x + self.dropout(self.out(attended))
-        refined: Tensor = x + self.dropout(self.mlp(self.norm2(x)))
-        return refined
-
-
 class GPT(nn.Module):
     """A decoder over bytes; the output layer shares its weights with the input embedding."""
 
     def __init__(self, context: int, layers: int, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(256, width), nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(Block(width, heads, dropout) for _ in range(layers)))
+        block = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout, "gelu", batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if name.endswith("out.weight") else 0.02)
+                residual = name.endswith(("out_proj.weight", "linear2.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
         self.head.weight = self.tokens.weight
 
     def forward(self, x: Tensor) -> Tensor:
         """Map bytes (batch, length) to logits of the next byte (batch, length, 256)."""
         hidden = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
-        logits: Tensor = self.head(self.norm(self.blocks(hidden)))
+        future = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
+        logits: Tensor = self.head(self.norm(self.blocks(hidden, future, is_causal=True)))
         return logits
 
 

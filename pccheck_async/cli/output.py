@@ -22,6 +22,7 @@ from rich.box import SIMPLE
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
+from rich.tree import Tree
 
 from pccheck_async.errors import CheckpointError, NoCheckpointError
 
@@ -37,6 +38,7 @@ DIFFERENT = 4
 
 _MOST_JSON_BITS = 4096
 _LONG_WORD = 20
+_LONGEST_LINE = 1 << 14
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i)?B?", re.ASCII)
 
 
@@ -44,7 +46,7 @@ class Report(NamedTuple):
     """The answer of a command: what ``--json`` prints, what is printed without it, and the exit status."""
 
     document: Any
-    text: Iterable[str | Table]
+    text: Iterable[str | Table | Tree]
     status: int = 0
 
 
@@ -222,18 +224,21 @@ def _strict(value: Any) -> Any:
 # -- on the terminal
 
 
-def terminal(*, stderr: bool = False, markup: bool = False) -> Console:
+def terminal(*, stderr: bool = False, markup: bool = False, width: int | None = None) -> Console:
     """Return stdout, or stderr. Names and reasons come from files: they are no markup."""
-    width = None if stderr or sys.stdout.isatty() else 200
+    if width is None and not stderr and not sys.stdout.isatty():
+        width = 200
     return Console(stderr=stderr, width=width, markup=markup, emoji=False, highlight=False)
 
 
-def show(text: Iterable[str | Table]) -> None:
-    """Print lines and tables on stdout. Nothing is cut off: a table too wide for the terminal becomes lines."""
+def show(text: Iterable[str | Table | Tree]) -> None:
+    """Print lines, tables and trees on stdout. Nothing is cut off: a table too wide for the terminal becomes lines."""
     screen = terminal()
     for part in text:
         if isinstance(part, str):
             screen.print(part, soft_wrap=True)
+        elif isinstance(part, Tree):
+            terminal(width=_LONGEST_LINE).print(part)
         else:
             _show_table(screen, part)
 

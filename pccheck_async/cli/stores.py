@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json as jsonlib
 import re
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.tree import Tree
 
@@ -45,7 +42,6 @@ from pccheck_async.errors import NoCheckpointError
 if TYPE_CHECKING:
     from pccheck_async.state import StoredLeaf
 
-_LONGEST_LINE = 1 << 14
 _MOST_LEAVES = 8
 _MOST_CHANGES = 20
 _PLACE = re.compile(r"(.*)@(-?\d{1,20})", re.ASCII | re.DOTALL)
@@ -116,7 +112,7 @@ def _leaf_as_json(leaf: StoredLeaf) -> dict[str, Any]:
     return facts | {"payload": leaf.extent or None, "alias_of": leaf.alias_of}
 
 
-def _described(description: pccheck.Description) -> Iterator[str]:
+def _described(description: pccheck.Description) -> Iterator[str | Tree]:
     branches: dict[tuple[str, ...], Tree] = {(): Tree(f"step {description.info.step}")}
 
     def branch(names: tuple[str, ...]) -> Tree:
@@ -129,12 +125,7 @@ def _described(description: pccheck.Description) -> Iterator[str]:
     for leaf in description.leaves:
         if not leaf.is_metadata:
             branch(leaf.names[:-1]).add(_leaf(leaf))
-    drawn = TextIOWrapper(BytesIO(), sys.stdout.encoding, errors="backslashreplace")  # of ASCII where that is all
-    # As wide as it takes: no line is cut off at the end of the terminal's.
-    wide = Console(file=drawn, width=_LONGEST_LINE, color_system=None, markup=False, emoji=False, highlight=False)
-    wide.print(branches[()])
-    drawn.seek(0)
-    yield from (line.rstrip() for line in drawn)
+    yield branches[()]
     info, chunks = description.info, description.chunks
     arrays = sum(leaf.entry is not None for leaf in description.leaves)
     values = sum(leaf.entry is None and not leaf.is_metadata for leaf in description.leaves)

@@ -72,8 +72,8 @@ def tune(
     """
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from pccheck_async.engine import EngineConfig
-    from pccheck_async.tuning import tune_blocking
+    from pccheck_async.engine import EngineConfig, EngineLoop
+    from pccheck_async.tuning import tune as measure
 
     config = EngineConfig(keep_last=keep_last, host_memory=host_memory or "auto")
     nbytes = nbytes or next((info.nbytes for info in pccheck.list_checkpoints(path)), None)
@@ -84,14 +84,16 @@ def tune(
     stderr = terminal(stderr=True)
     with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
         task = bar.add_task("", total=1.0)
-        tuning = tune_blocking(
-            path,
-            nbytes=nbytes,
-            config=config,
-            step_seconds=step_seconds,
-            budget_seconds=budget_seconds,
-            progress=lambda done, what: bar.update(task, completed=done, description=what),
-        )
+        with EngineLoop("pccheck-tune") as loop:
+            measuring = measure(
+                path,
+                nbytes=nbytes,
+                config=config,
+                step_seconds=step_seconds,
+                budget_seconds=budget_seconds,
+                progress=lambda done, what: bar.update(task, completed=done, description=what),
+            )
+            tuning = loop.call(measuring)
     written = tuning.write(out or path)
     return Report(msgspec.to_builtins(tuning) | {"path": str(written)}, _tuned(tuning, path, out or path, written))
 
@@ -115,12 +117,8 @@ def _tuned(tuning: pccheck.Tuning, path: Path, given: Path, written: Path) -> It
         )
     yield measured
     reasons = table("setting", "value", "why")
-    for name, words in (
-        ("max_in_flight", str),
-        ("writers", str),
-        ("chunk_bytes", binary_size),
-        ("host_memory", binary_size),
-    ):
+    for name in ("max_in_flight", "writers", "chunk_bytes", "host_memory"):
+        words = str if name in ("max_in_flight", "writers") else binary_size
         reasons.add_row(name, words(settings[name]), tuning.reasons[name])
     yield reasons
     sample = "" if tuning.sample_nbytes >= tuning.nbytes else f", measured with at most {size(tuning.sample_nbytes)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -98,9 +99,8 @@ def export_checkpoint(
     if to not in ("torch", "safetensors", "dcp"):
         raise ValueError(f"to is 'torch', 'safetensors' or 'dcp', not {to!r}")
     target = Path(out)
-    connection = Connection(path, check_step(step), torch.device("cpu"), host_memory, io)
-    try:
-        selection = select_part(connection.manifest, keys, root)
+    with closing(Connection(path, check_step(step), torch.device("cpu"), host_memory, io)) as connection:
+        selection = select_part(connection, keys, root)
         if to == "torch":
             connection.call(torch_file.write(selection, connection.chunks, target))
         elif to == "safetensors":
@@ -111,7 +111,5 @@ def export_checkpoint(
             dcp_folder.write(selection, connection, target)
         nbytes = sum(part.stat().st_size for part in (target, *target.rglob("*")) if part.is_file())
         info = connection.entry.info
-    finally:
-        connection.close()
     tensors = len(selection.arrays)
     return Exported(info, target, nbytes, tensors, len(selection.leaves) - tensors, tuple(selection.changed))

@@ -16,20 +16,12 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from pccheck_async.api import Connection
-from pccheck_async.convert.selection import SAFETENSORS, Selection, contiguous, refusal, torch_name
+from pccheck_async.api import Connection, rows
+from pccheck_async.convert.selection import SAFETENSORS, Selection, contiguous, torch_name
 from pccheck_async.convert.target import new_file
+from pccheck_async.format import skeleton as nodes
 from pccheck_async.format.manifest import TensorEntry
-from pccheck_async.format.skeleton import (
-    ArrayNode,
-    CounterNode,
-    DictNode,
-    ListNode,
-    Node,
-    OrderedDictNode,
-    StatefulNode,
-    TupleNode,
-)
+from pccheck_async.format.skeleton import ArrayNode, Node
 from pccheck_async.state import Array, as_bits, paths
 
 __all__ = ["STATE", "StoredArray", "StoredStructure", "parts", "write"]
@@ -73,11 +65,9 @@ class StoredStructure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 async def write(selection: Selection, connection: Connection, path: Path) -> None:
     """Write the selection; memory is bounded by a few chunks. Raises UnsupportedStateError (lists what is refused)."""
     arrays = selection.arrays
-    for name, entry in arrays.items():
-        if trouble := refusal(entry, "safetensors"):
-            selection.refused.append(f"{name} {trouble}")
-        if name.encode(errors="ignore").decode() != name:
-            selection.refused.append(f"{name!r} (a name with half a surrogate pair)")
+    selection.refuse_arrays("safetensors")
+    halves = [name for name in arrays if name.encode(errors="ignore").decode() != name]
+    selection.refused += [f"{name!r} (a name with half a surrogate pair)" for name in halves]
     if "__metadata__" in arrays:
         selection.refused.append("__metadata__ (a name that the format uses itself)")
     selection.check("safetensors")
@@ -156,11 +146,11 @@ def _renumbered(node: Node, numbers: dict[int, int]) -> Node:
     match node:
         case ArrayNode():
             return ArrayNode(numbers[node.index])
-        case StatefulNode():
-            return StatefulNode(_renumbered(node.child, numbers))
-        case ListNode() | TupleNode():
+        case nodes.StatefulNode():
+            return nodes.StatefulNode(_renumbered(node.child, numbers))
+        case nodes.ListNode() | nodes.TupleNode():
             return type(node)([_renumbered(item, numbers) for item in node.items])
-        case DictNode() | OrderedDictNode() | CounterNode():
+        case nodes.DictNode() | nodes.OrderedDictNode() | nodes.CounterNode():
             return structs.replace(node, values=[_renumbered(value, numbers) for value in node.values])
         case _:
             return node
@@ -186,17 +176,14 @@ async def _pieces(connection: Connection, entries: list[TensorEntry]) -> AsyncGe
 
 
 def parts(entry: TensorEntry, nbytes: int) -> Iterator[TensorEntry]:
-    """Yield an array in parts of its first dimension of at most about ``nbytes`` each, without autograd."""
-    entry = structs.replace(entry, requires_grad=False, kind="ndarray" if entry.kind == "ndarray" else "tensor")
+    """Yield an array in parts of its first dimension of at most about ``nbytes`` each."""
     whole = math.prod(entry.shape) * entry.itemsize
-    if entry.storage is None or not entry.shape or whole <= nbytes:
+    if not entry.shape or whole <= nbytes:
         yield entry
         return
     count = max(1, nbytes * entry.shape[0] // whole)
     for start in range(0, entry.shape[0], count):
-        shape = (min(count, entry.shape[0] - start), *entry.shape[1:])
-        offset = entry.offset + start * entry.stride[0] * entry.itemsize
-        yield structs.replace(entry, shape=shape, offset=offset)
+        yield rows(entry, start, min(count, entry.shape[0] - start))
 
 
 def _bytes(array: Array) -> memoryview:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Final, Literal, TypeAlias
@@ -11,25 +11,12 @@ import numpy as np
 import torch
 from msgspec import structs
 
+from pccheck_async.api import Connection, StoredState
 from pccheck_async.errors import StateMismatchError, UnsupportedStateError
 from pccheck_async.format import dtypes
+from pccheck_async.format import skeleton as nodes
 from pccheck_async.format.manifest import Manifest, TensorEntry
-from pccheck_async.format.skeleton import (
-    ArrayNode,
-    BigIntNode,
-    BytesNode,
-    CounterNode,
-    DictNode,
-    FrozenSetNode,
-    Node,
-    NumpyDtypeNode,
-    NumpyScalarNode,
-    OrderedDictNode,
-    SetNode,
-    StatefulNode,
-    TupleNode,
-    arrays,
-)
+from pccheck_async.format.skeleton import ArrayNode, Node, NumpyDtypeNode, NumpyScalarNode, TupleNode, arrays
 from pccheck_async.state import atom, below, from_node, opened, paths, select
 from pccheck_async.state.restore.tree import leaves
 
@@ -60,6 +47,11 @@ class Selection:
         tensors = self.manifest.tensors
         return {path: tensors[node.index] for path, node in self.leaves.items() if isinstance(node, ArrayNode)}
 
+    def refuse_arrays(self, to: Format) -> None:
+        """Note which arrays the format cannot hold."""
+        troubles = {path: refusal(entry, to) for path, entry in self.arrays.items()}
+        self.refused += [f"{path} {trouble}" for path, trouble in troubles.items() if trouble]
+
     def check(self, what: str) -> None:
         """Raise UnsupportedStateError where anything was refused; lists it."""
         if self.refused:
@@ -70,24 +62,20 @@ class Selection:
             )
 
 
-def select_part(manifest: Manifest, keys: Sequence[str] | None, root: str | None) -> Selection:
+def select_part(connection: Connection, keys: Sequence[str] | None, root: str | None) -> Selection:
     """Choose what to export: what globs over leaf paths select, or all, of the part ``root``.
 
     Raises StateMismatchError where one of ``keys`` selects nothing, or there is no container ``root``.
     """
+    manifest = connection.manifest
     node = manifest.skeleton if keys is None else select(manifest.skeleton, keys)
-    for spelled in (str, paths.plain):  # as paths are written; where there is none, without their escapes
-        part, missing = _descend(node, root or "", spelled)
-        if not missing:
-            break
-    else:
-        there = ", ".join(name for name, _ in below(part)[:20]) or "nothing"
-        raise StateMismatchError(
-            f"there is no {root!r} to export; at {missing!r} there are: {there}", missing=[root or ""]
-        )
-    node = part
-    if root and not below(node):
-        raise StateMismatchError(f"{root!r} is a leaf; export its container with keys=[{root!r}]", missing=[root])
+    if root:
+        try:
+            node = StoredState(connection, node).node(root)
+        except KeyError as error:
+            raise StateMismatchError(f"nothing to export: {error.args[0]}", missing=[root]) from None
+        if not below(node):
+            raise StateMismatchError(f"{root!r} is a leaf; export its container with keys=[{root!r}]", missing=[root])
     node = opened(node)
     chosen = Selection(manifest, node, dict(leaves(node)) if below(node) else {})
     named = {leaf.index for leaf in chosen.leaves.values() if isinstance(leaf, ArrayNode)}
@@ -96,44 +84,32 @@ def select_part(manifest: Manifest, keys: Sequence[str] | None, root: str | None
     return chosen
 
 
-def _descend(node: Node, path: str, spelled: Callable[[str], str]) -> tuple[Node, str]:
-    """Follow a path as far as there is something; return what is there, and the rest of the path."""
-    while path:
-        inside = [(spelled(name), child) for name, child in below(node)]
-        matches = [(name, child) for name, child in inside if f"{path}.".startswith(f"{name}.")]
-        if not matches:
-            break
-        name, node = max(matches, key=lambda pair: len(pair[0]))
-        path = path[len(name) + 1 :]
-    return node, path
-
-
 def native(node: Node, path: str, selection: Selection) -> Node:
     """Return the tree without objects, and with Python's values for numpy's scalars; note these, and what is refused.
 
     Keys are no leaves, and are named by the mapping that has them.
     """
     match node:
-        case StatefulNode():
+        case nodes.StatefulNode():
             return native(opened(node), path, selection)
-        case DictNode() | OrderedDictNode() | CounterNode():
+        case nodes.DictNode() | nodes.OrderedDictNode() | nodes.CounterNode():
             values = [native(child, paths.child(path, name), selection) for name, child in below(node)]
             keys = [_key(key, path, selection) for key in node.keys]
-            if isinstance(node, OrderedDictNode):
+            if isinstance(node, nodes.OrderedDictNode):
                 metadata = [native(each, path, selection) for each in node.metadata]
-                return OrderedDictNode(keys, values, metadata)
+                return nodes.OrderedDictNode(keys, values, metadata)
             return type(node)(keys, values)
-        case SetNode():
-            return SetNode([_key(item, path, selection) for item in node.items])
+        case nodes.SetNode():
+            return nodes.SetNode([_key(item, path, selection) for item in node.items])
         case NumpyScalarNode():
             return native(_scalar(node, path, selection), path, selection)
-        case FrozenSetNode():
+        case nodes.FrozenSetNode():
             trouble = "a frozenset"
         case NumpyDtypeNode():
             trouble = "a dtype of numpy"
-        case BytesNode() if not node.data:
+        case nodes.BytesNode() if not node.data:
             trouble = "bytes, but none; it takes a pickle that is not allowed"
-        case BigIntNode() if len(node.data) > _MOST_INT_BYTES:
+        case nodes.BigIntNode() if len(node.data) > _MOST_INT_BYTES:
             trouble = f"an int of {len(node.data)} bytes"
         case _ if below(node):
             items = [native(child, paths.child(path, name), selection) for name, child in below(node)]

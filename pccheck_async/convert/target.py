@@ -16,6 +16,7 @@ from typing import Any
 import aiofiles
 
 from pccheck_async.errors import CheckpointError, write_error
+from pccheck_async.medium.folder import sync
 from pccheck_async.transfer import uninterrupted
 
 __all__ = ["Sink", "new_file", "new_folder", "publish", "rename_new"]
@@ -63,15 +64,13 @@ async def new_file(path: Path) -> AsyncIterator[Sink]:
 def new_folder(path: Path) -> Iterator[Path]:
     """Give a new folder; at the end of the body it is flushed, with what lies in it, and only then gets its name.
 
-    Raises:
-        FileExistsError: there is something of that name already.
-        WriteError: a write or flush failed; nothing is left behind.
+    Raises what :func:`new_file` does.
     """
     with _unnamed(path) as temporary:
         temporary.mkdir()
         yield temporary
         for part in (*temporary.rglob("*"), temporary):
-            _sync(part)  # crash: a name that appears before what it stands for
+            sync(part)  # crash: a name that appears before what it stands for
 
 
 @contextmanager
@@ -101,7 +100,7 @@ def publish(temporary: Path, path: Path) -> None:
         raise FileExistsError(f"{path} was made by somebody else meanwhile; give another name")
     if failure:
         raise OSError(failure, os.strerror(failure), os.fspath(path))
-    _sync(path.parent)  # the name itself
+    sync(path.parent)  # the name itself
 
 
 def rename_new(temporary: Path, path: Path) -> int:
@@ -124,11 +123,3 @@ def _claim_and_rename(temporary: Path, path: Path) -> int:
     except OSError as error:
         return errno.EEXIST if error.errno == errno.ENOTEMPTY else error.errno or errno.EIO
     return 0
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -19,12 +19,12 @@ from typing import Any, Final
 
 import torch
 
-from pccheck_async.convert.selection import Selection, native, pickled, refusal, torch_name
+from pccheck_async.convert.selection import Selection, native, pickled, torch_name
 from pccheck_async.convert.target import Sink, new_file
 from pccheck_async.format import dtypes
 from pccheck_async.format.manifest import ALIGNMENT, TensorEntry
 from pccheck_async.format.skeleton import Node
-from pccheck_async.state import rebuild
+from pccheck_async.state import rebuild, viewed_ranges
 from pccheck_async.store import VerifiedChunks
 
 __all__ = ["Archive", "write"]
@@ -43,11 +43,9 @@ async def write(selection: Selection, chunks: VerifiedChunks, path: Path) -> Non
     Raises UnsupportedStateError (lists what ``torch.load(weights_only=True)`` could not read).
     """
     node = native(selection.node, "", selection)
-    for name, entry in selection.arrays.items():
-        if trouble := refusal(entry, "torch"):
-            selection.refused.append(f"{name} {trouble}")
-        elif entry.kind == "ndarray":
-            selection.changed.append(f"{name} (a numpy array, as a tensor)")
+    selection.refuse_arrays("torch")
+    arrays = [name for name, entry in selection.arrays.items() if entry.kind == "ndarray"]
+    selection.changed += [f"{name} (a numpy array, as a tensor)" for name in arrays]
     selection.check("a file of torch.save that is read with weights_only=True")
     storages = _storages(selection)
     async with new_file(path) as file:
@@ -92,12 +90,7 @@ def _storages(selection: Selection) -> dict[int, _Storage]:
     storages: dict[int, _Storage] = {}
     for index in sorted(views):
         entries = views[index]
-        ranges: list[tuple[int, int]] = []
-        for low, high in sorted(entry.extent for entry in entries):
-            if ranges and low <= ranges[-1][1]:
-                ranges[-1] = (ranges[-1][0], max(high, ranges[-1][1]))
-            else:
-                ranges.append((low, high))
+        ranges = viewed_ranges(entries)
         names = {torch_name(entry) for entry in entries}
         dtype = dtypes.torch_dtype(str(*names)) if len(names) == 1 else None
         base = ranges[0][0] // ALIGNMENT * ALIGNMENT

@@ -7,12 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from pccheck_async.engine.capture import InlineCaptures
 from pccheck_async.engine.config import EngineConfig, decide
-from pccheck_async.engine.in_flight import InFlight
-from pccheck_async.engine.inline_capture import InlineCaptures
 from pccheck_async.engine.loop import EngineLoop
 from pccheck_async.engine.pending import PendingCheckpoint
-from pccheck_async.engine.restorer import Restorer
 from pccheck_async.engine.scheduler import Scheduler
 from pccheck_async.engine.status_publisher import Publisher
 from pccheck_async.format.manifest import MIN_BLOCK
@@ -36,17 +34,7 @@ class Assembly:
     """What an engine is made of once its store is open.
 
     Attributes:
-        session: Operations, and the files of the store.
-        store: Where checkpoints go.
-        decisions: The numbers behind every "auto".
-        backend: Copies.
-        pool: Staging buffers.
-        planner: Lays states out.
-        inline_captures: Captures small ones inside ``checkpoint()``.
-        clock: Stage times.
-        scheduler: Runs checkpoints.
-        restorer: Runs restores.
-        publisher: Tells other processes; None for a folder that only a user's writer knows.
+        publisher: Tells other processes; None for a folder that only a user's medium knows.
     """
 
     session: Session
@@ -58,26 +46,17 @@ class Assembly:
         config: EngineConfig,
         *,
         loop: EngineLoop,
-        in_flight: InFlight,
+        ended: Callable[[PendingCheckpoint, Exception | None, bool, int], None],
         reporter: Reporter,
         collect: Callable[[], Status],
     ) -> None:
         """Lock (or create) the store, recover, and make everything around it.
 
-        Args:
-            path: Folder of the store.
-            io: Name of an I/O backend, or a writer.
-            config: The user's settings.
-            loop: The engine's, on which this is called.
-            in_flight: The engine's checkpoints; counters go on from the largest of the store.
-            reporter: Told of what happens.
-            collect: As for :class:`Publisher`.
+        ``ended`` is as for :class:`Scheduler`, ``collect`` as for :class:`Publisher`.
 
-        Raises:
-            StoreLockedError, CorruptStoreError, StoreFullError: as :func:`open_store`.
-            WriteError: the folder cannot be written.
+        Raises what :func:`open_store` does; WriteError where the folder cannot be written.
         """
-        self._loop = loop
+        self.loop, self.reporter = loop, reporter
         cores, memory = available_cores(), available_memory()
         first = decide(config, block_bytes=MIN_BLOCK, cores=cores, memory=memory)
         # Known before any file is open: a child forked meanwhile lets go of them.
@@ -106,26 +85,16 @@ class Assembly:
             self.clock = StageClock("capture", "commit", "restore")
             self.scheduler = Scheduler(
                 store=store,
-                writer=session.medium,
+                medium=session.medium,
                 pool=self.pool,
                 planner=self.planner,
                 max_in_flight=config.max_in_flight,
                 clock=self.clock,
-                ended=in_flight.note_end,
+                ended=ended,
                 reporter=reporter,
                 path=path,
             )
-            self.restorer = Restorer(
-                store=store,
-                writer=session.medium,
-                backend=backend,
-                pool=self.pool,
-                clock=self.clock,
-                post=loop.post,
-                reporter=reporter,
-            )
-            in_flight.run_by(loop, self.scheduler, store.committed.largest_counter)
-            # Of other writers' folders only they know what and where they are.
+            # Of other media only they know what and where they are.
             self.publisher = Publisher(path, collect) if isinstance(io, str) else None
         except BaseException:
             await session.close()
@@ -169,7 +138,7 @@ class Assembly:
     async def _end(self, closer: asyncio.Task[Any] | None, seconds: float | None = None) -> None:
         self._stop_publishing(5.0 if seconds is None else min(5.0, seconds))
         await self.scheduler.cancel_all()  # nothing but the removal of slots, unless the drain was cancelled
-        await self._loop.end_others(closer)  # restores of other threads
+        await self.loop.end_others(closer)  # restores of other threads
         await self.session.close()
         self.backend.close()
         self.pool.close()

@@ -15,7 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,13 +26,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pccheck_async.engine.inline_capture import InlineCapture, InlineCaptures
+from pccheck_async.format import align, crc32
 from pccheck_async.format.manifest import ChunkEntry
 from pccheck_async.state import (
     Layout,
     LayoutCache,
     LazyPart,
     Outline,
+    PackedSource,
+    Sources,
     Splitter,
     cached_layout,
     flatten_unchecked,
@@ -37,10 +42,101 @@ from pccheck_async.state import (
     no_functions,
     refuse_tracing,
 )
+from pccheck_async.transfer import PAGE_BYTES, PackedPiece, contiguous_buffer
 from pccheck_async.transfer.copying import CopyBackend, Fence, Fenced
-from pccheck_async.transfer.plan import Plan, segments
+from pccheck_async.transfer.operations import Operations
+from pccheck_async.transfer.plan import Plan, Planner, segments
 
-__all__ = ["Capture", "Captures"]
+__all__ = ["Capture", "Captures", "InlineCaptures"]
+
+
+_MOST_SOURCES = 64
+"""Each takes a microsecond of the interpreter."""
+_MANIFEST_NBYTES = 64 << 10
+"""Room behind the bytes of a state."""
+_KEPT = 4
+"""Buffers for the next captures."""
+
+
+@dataclass(slots=True, eq=False)
+class InlineCapture:
+    """A state captured into one chunk."""
+
+    plan: Plan
+    buffer: memoryview
+    """Begins with the chunk; room for a manifest behind it."""
+    entry: ChunkEntry
+    seconds: tuple[float, float]
+    """When the copy began and ended (of ``time.perf_counter()``)."""
+    free: deque[memoryview]
+    """Where the buffer goes when nothing reads it any more."""
+
+
+class InlineCaptures:
+    """Captures states of at most ``most_bytes``, on the caller's thread. May be used from several threads.
+
+    To hand such a state to the engine's thread, and to be told that it is captured, takes several times as long as to
+    copy it. So all of it is copied at once, into one of the ``free`` buffers and with its checksum; the engine is left
+    to describe and write it.
+    """
+
+    def __init__(self, operations: Operations, planner: Planner, most_bytes: int) -> None:
+        self._operations = operations
+        self._planner = planner
+        self._most_bytes = most_bytes
+        self._buffer_bytes = align(most_bytes, PAGE_BYTES) + _MANIFEST_NBYTES
+        self.free: deque[memoryview] = deque(maxlen=_KEPT)
+        self._last: tuple[Plan | None, object, bytes] = (None, None, b"")
+
+    def capture(self, layout: Layout) -> InlineCapture | None:
+        """Copy a state in host memory; None where it is too large, or has no bytes at all."""
+        sources = layout.sources
+        if sources.devices or len(sources) > _MOST_SOURCES or sum(sources.nbytes) > self._most_bytes:
+            return None
+        start = time.perf_counter()
+        plan = self._planner.plan(layout)
+        if len(plan.chunks) != 1 or plan.payload_nbytes > self._buffer_bytes:
+            return None
+        nbytes = plan.payload_nbytes
+        table, packed = self._segments(plan, sources)
+        try:
+            buffer = self.free.pop()
+        except IndexError:
+            buffer = self._allocate()
+        checksum = self._operations.gather_at_once(table, buffer[:nbytes])
+        if packed:
+            for source, low, high, offset in packed:
+                source.copy(low, high, buffer[offset : offset + high - low])
+            checksum = crc32(buffer[:nbytes])
+        entry = ChunkEntry(0, nbytes, checksum)
+        return InlineCapture(plan, buffer, entry, (start, time.perf_counter()), self.free)
+
+    def _allocate(self) -> memoryview:
+        """Return a new buffer, and keep the others that are allocated with it for later captures."""
+        size = self._buffer_bytes
+        memory = contiguous_buffer(_KEPT * size)
+        self.free.extend(memory[start : start + size] for start in range(size, len(memory), size))
+        return memory[:size]
+
+    def _segments(self, plan: Plan, sources: Sources) -> tuple[bytes, Sequence[PackedPiece]]:
+        """Do what :func:`pccheck_async.transfer.plan.segments` does, faster for few parts: without numpy."""
+        addresses = sources.addresses
+        last_plan, last_addresses, table = self._last
+        if last_plan is plan and last_addresses is addresses:  # the layout cache gives the same while nothing moved
+            return table, ()
+        rows = array("Q")
+        packed: list[PackedPiece] = []
+        for number, low, offset, length in plan.chunks[0].table.tolist():
+            if address := int(addresses[number]):
+                rows.extend((address + low, offset, length))
+            else:
+                source = sources[number]
+                assert isinstance(source, PackedSource)
+                packed.append((source, low, low + length, offset))
+        table = rows.tobytes()
+        if not packed and not addresses.flags.writeable:
+            self._last = plan, addresses, table
+        return table, packed
 
 
 class Captures:
@@ -65,15 +161,11 @@ class Captures:
         CUDA devices, the checkpoint sees what the current streams have queued by now
         (see :meth:`CopyBackend.mark_queued_work`).
 
-        Args:
-            state: The app state.
-            backend: Copies the tensors.
-            optimizers: Those whose steps wait for the capture: what only they change is lazy. None: nothing is lazy.
-            check_bytes: Keep a copy of what is lazy, to compare it with what is captured.
-            inline: Captures small states, if there are no ``optimizers``.
+        Steps of ``optimizers`` wait for the capture, so what only they change is lazy; ``check_bytes`` keeps a copy of
+        that, to compare it with what is captured. Without optimizers nothing is lazy, and ``inline`` captures what is
+        small.
 
-        Raises:
-            UnsupportedStateError: naming the path of what cannot be saved; or called where tensors are traced.
+        Raises UnsupportedStateError, naming the path of what cannot be saved; or called where tensors are traced.
         """
         refuse_tracing("checkpoint")
         outline, layout_cache = self._last
@@ -104,15 +196,11 @@ class Capture:
     It is released once, by the one who has it last: the caller of :meth:`Captures.start` where the engine's loop never
     heard of it, else the scheduler when every operation on it has ended.
 
-    Args:
+    Attributes:
         skeleton: The tree with every plain value in it.
         layout: Where the tensors' bytes lie; holds their storages alive.
-        backend: Copies them.
-        admission: What the backend has to wait for before it does.
         lazy: What of it is captured while training goes on; None where the caller waits for all of it.
         inline: All of it, where it was captured inline: nothing of the live state is read any more.
-
-    Attributes:
         time: Seconds since the epoch.
         plan: The chunks; there from :meth:`begin` on, or from the beginning where it was captured inline.
         copied: Set when the last chunk was copied; there from :meth:`begin` on.
@@ -152,12 +240,9 @@ class Capture:
     ) -> None:
         """Get ready to copy; where the backend copies the state on its device first, it may be out of reach already.
 
-        Args:
-            plan: The chunks.
-            captured: Called when the live state is out of reach.
-            eager_captured: Called when the eager part of it is, if there is a lazy one.
-            fenced: Told, on any thread, of the fence behind which the live state is out of reach, where there is one
-                before it is for everyone.
+        ``captured`` is called when the live state is out of reach, ``eager_captured`` when the eager part of it is, if
+        there is a lazy one, and ``fenced``, on any thread, with the fence behind which the live state is out of reach,
+        where there is one before it is for everyone.
 
         Cancellation: ends once what was started ended.
         """
@@ -254,7 +339,7 @@ class Capture:
         """Let go of the state, and of copies of it; nothing is being copied any more. Idempotent."""
         inline, self.inline, self.lazy = self.inline, None, None
         if inline is not None:
-            inline.release()
+            inline.free.append(inline.buffer)  # for other captures: nothing reads it any more
         else:
             self._sources.release()
 

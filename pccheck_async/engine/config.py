@@ -8,7 +8,7 @@ from typing import Literal
 
 from pccheck_async.format import align
 from pccheck_async.medium.open_medium import MediumName
-from pccheck_async.store import Best, Retention, make_best
+from pccheck_async.store import Best, Retention, check_count, make_best
 
 __all__ = ["Auto", "Decisions", "EngineConfig", "check_flag", "decide"]
 
@@ -47,11 +47,11 @@ class EngineConfig:
     exit_timeout: float = 60.0
 
     def __post_init__(self) -> None:
-        _check_count("max_in_flight", self.max_in_flight)
+        check_count("max_in_flight", self.max_in_flight)
         _ = self.retention
         for name in ("chunk_bytes", "host_memory", "writers"):
             if getattr(self, name) != "auto":
-                _check_count(name, getattr(self, name))
+                check_count(name, getattr(self, name))
         if self.medium not in ("auto", "files", "mapped"):
             raise ValueError(f"medium is 'auto', 'files' or 'mapped', not {self.medium!r}")
         if self.device not in ("auto", "snapshot", "stream"):
@@ -95,12 +95,8 @@ class Decisions:
 def decide(config: EngineConfig, *, block_bytes: int, cores: int, memory: int, cuda: bool = False) -> Decisions:
     """Turn every "auto" into a number.
 
-    Args:
-        config: The user's settings.
-        block_bytes: Block size of the store; chunks are whole blocks.
-        cores: Cores this process may use.
-        memory: Bytes of memory this process can still take.
-        cuda: Whether there is a CUDA device.
+    Chunks are whole blocks of the store. The process may use ``cores`` and can still take ``memory`` bytes; ``cuda``:
+    there is a CUDA device.
     """
     reasons: dict[str, str] = {}
     if config.host_memory == "auto":
@@ -138,11 +134,6 @@ def check_flag(name: str, value: object) -> None:
     """Raise ValueError where a setting is not a bool."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} is True or False, not {value!r}")
-
-
-def _check_count(name: str, value: object) -> None:
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name} is a whole number of at least 1, not {value!r}")
 
 
 def _check_seconds(name: str, value: object, other: str = "") -> None:

@@ -16,13 +16,12 @@ from typing import Any
 from pccheck_async.engine.assembly import Assembly
 from pccheck_async.engine.capture import Captures
 from pccheck_async.engine.config import EngineConfig
-from pccheck_async.engine.handoff import Handoff, Until, block_on, outlast
 from pccheck_async.engine.in_flight import InFlight
-from pccheck_async.engine.loop import EngineLoop
+from pccheck_async.engine.loop import EngineLoop, Handoff, Until, block_on, outlast
 from pccheck_async.engine.overlap import Guard
-from pccheck_async.engine.pending import PendingCheckpoint
+from pccheck_async.engine.pending import Moment, PendingCheckpoint
 from pccheck_async.engine.policy import TrainingHooks
-from pccheck_async.engine.promise import Moment
+from pccheck_async.engine.restore import restore
 from pccheck_async.engine.scheduler import Job
 from pccheck_async.engine.statistics import EngineStatistics, Stalls
 from pccheck_async.engine.status_publisher import make_status
@@ -53,8 +52,8 @@ class EngineCore:
     """One store, one loop, one scheduler; every method may be called from any thread.
 
     Methods that return a :data:`Handoff` run plain code on the caller's thread (``state_dict()``,
-    ``load_state_dict()``) and yield what has to run on the engine's loop; :func:`.handoff.block_on` and
-    :func:`.handoff.run` drive them.
+    ``load_state_dict()``) and yield what has to run on the engine's loop; :func:`.loop.block_on` and
+    :func:`.loop.run` drive them.
 
     Attributes:
         training: Answers for the training around the engine; whoever runs training steps puts its own in this place.
@@ -80,7 +79,7 @@ class EngineCore:
         self.pid = os.getpid()
         self._began = 0.0
         self.captures = Captures()
-        self.guard = Guard(config.max_stall, self.in_flight.abandon, self.stalls.note_step, self.captures.note_access)
+        self.guard = Guard(config.max_stall, self._stop_capture, self.stalls.note_step, self.captures.note_access)
         self._opening = Assembly()
         self._assembly: Assembly | None = None  # once it is open
         self._closed: Moment[Exception | None] = Moment()  # and what kept all of it from being closed
@@ -125,11 +124,12 @@ class EngineCore:
             self.io,
             self.config,
             loop=self.loop,
-            in_flight=self.in_flight,
+            ended=self.in_flight.note_end,
             reporter=self.reporter,
             collect=self._status,
         )
         self._assembly = self._opening
+        self.in_flight.counter = self._assembly.store.committed.largest_counter
 
     def close(self, deadline: float | None = None) -> Handoff:
         """Drain, then close; idempotent. Raises the failures that nobody saw.
@@ -243,7 +243,7 @@ class EngineCore:
 
     # -- checkpoints
 
-    def admit(
+    def start_checkpoint(
         self,
         state: Mapping[str, Any],
         step: int | None,
@@ -298,7 +298,8 @@ class EngineCore:
                     pending.set_captured()
         except BaseException:  # KeyboardInterrupt: nobody will wait for it before changing the state
             if pending is not None:
-                self.in_flight.withdraw(pending, self.training.patience)
+                block_on(self, self.abort(pending))
+                self.in_flight.withdraw(pending)
             raise
         finally:
             if not taken:  # skipped after all, or the engine was closed meanwhile
@@ -310,9 +311,34 @@ class EngineCore:
         """The step of the newest durable checkpoint."""
         return next((info.step for info in self.infos), None)
 
-    def limit(self, until: float | None) -> None:
-        """Let last drains end at a time of the monotonic clock."""
-        self.loop.post(self.assembly.scheduler.limit, until)
+    def abort(self, pending: PendingCheckpoint) -> Handoff:
+        """Cancel a checkpoint whose capture has not ended; nothing of it is running any more then, cancelled or not.
+
+        Where the process goes because a signal asked for it, this waits no longer: the device may be stuck.
+        """
+        with pending.waiting():
+            try:
+                aborting, _ = self.loop.submit(self.assembly.scheduler.abort(pending))
+            except ClosedError:
+                return  # closing ended it
+            patience = self.training.patience
+            try:
+                if patience is None:
+                    yield from outlast(aborting)
+                else:
+                    yield Until(aborting, patience)
+            finally:
+                if aborting.done() and aborting.exception() is None and aborting.result():
+                    pending.failure_told = True  # else it was captured already and goes on
+
+    def _stop_capture(self, pending: PendingCheckpoint) -> None:
+        with suppress(ClosedError):  # closing ended it
+            if self.loop.call(self.assembly.scheduler.stop_capture(pending, self.config.max_stall)):
+                self.in_flight.counts.abandoned += 1
+
+    def end_last_drains_at(self, until: float | None) -> None:
+        """Let drains that are the last end at a time of the monotonic clock; None: when every checkpoint ended."""
+        self.loop.post(self.assembly.scheduler.end_last_drains_at, until)
 
     def wait_captured(self) -> None:
         """Block until no capture of a checkpoint admitted so far reads the live state any more."""
@@ -322,9 +348,21 @@ class EngineCore:
             pending.wait_out_of_reach()  # failures are told where the checkpoint itself is awaited
 
     def drain(self) -> Handoff:
-        """Wait until every checkpoint admitted so far ended; raise the failure of one that nobody saw."""
-        yield self.check_alive().scheduler.drain()
+        """Do what :meth:`wait_ended` does; raise the failure of a checkpoint that nobody saw."""
+        self.check_alive()
+        yield self.wait_ended()
         self.in_flight.raise_untold()
+
+    async def wait_ended(self, *, last: bool = False) -> None:
+        """Wait on the engine's loop until every checkpoint admitted so far ended; tells nobody of failures.
+
+        ``last``: nothing comes after it; it ends when :meth:`end_last_drains_at` says so, too.
+        """
+        await self.assembly.scheduler.drain(last=last)
+
+    async def cancel_all(self) -> None:
+        """Cancel every checkpoint, on the engine's loop, and wait until it ended."""
+        await self.assembly.scheduler.cancel_all()
 
     # -- reading
 
@@ -355,7 +393,7 @@ class EngineCore:
             for pending in reading:
                 yield pending.out_of_reach()  # what is restored would tear its capture
         self.guard.wait()
-        restored: Restored | None = yield from assembly.restorer.restore(state, step, progress, strict=strict)
+        restored: Restored | None = yield from restore(assembly, state, step, progress, strict=strict)
         if restored is None and step is not None:
             raise NoCheckpointError(f"{self.path} has no checkpoint of step {step}")
         return restored
@@ -403,15 +441,8 @@ class EngineCore:
 
     def _status(self) -> Status:
         """Return what other processes may know."""
-        return make_status(
-            self.statistics(),
-            started=self._began,
-            in_flight=self.in_flight.checkpoints(),
-            committed=self.infos,
-            newest=self.in_flight.newest,
-            report=self.training.last_report,
-            failure=self.assembly.store.latch.failure,
-        )
+        checkpoints, report, failure = self.in_flight, self.training.last_report, self.assembly.store.latch.failure
+        return make_status(self.statistics(), self._began, checkpoints, self.infos, report, failure)
 
 
 def _caller() -> str:

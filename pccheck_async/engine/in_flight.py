@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 import warnings
 from collections import deque
-from concurrent import futures
 from dataclasses import dataclass
 
 from pccheck_async.engine.config import EngineConfig
-from pccheck_async.engine.loop import EngineLoop, finish
 from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.engine.policy import SaveReport
-from pccheck_async.engine.scheduler import Scheduler
 from pccheck_async.engine.statistics import Spread
-from pccheck_async.errors import CheckpointError, ClosedError
+from pccheck_async.errors import CheckpointError
 from pccheck_async.telemetry import Reporter
 from pccheck_async.telemetry.events import Admitted, Durable, Failed, Skipped, Superseded
 
@@ -41,14 +37,9 @@ class Counts:
 class InFlight:
     """Gives counters away, and remembers every checkpoint until it ended and its failure was told.
 
-    Args:
-        config: How many may be in flight, and what to do with further ones and with failures.
-        reporter: Told of what happens.
-
     Attributes:
         lock: Held while a checkpoint is admitted; reentrant, as a signal handler may ask for statistics meanwhile.
         counter: The largest counter that was given away.
-        counts: How many checkpoints took which course.
         newest: The checkpoint that was admitted last, None before the first.
         save_seconds: Times from admission to durable.
         capture_seconds: Times from admission until captured, of durable checkpoints.
@@ -65,8 +56,6 @@ class InFlight:
         self._in_flight: dict[PendingCheckpoint, None] = {}
         self._failed: list[tuple[PendingCheckpoint, Exception]] = []
         self._reports: deque[SaveReport] = deque(maxlen=_MOST_REPORTS)
-        self._loop: EngineLoop
-        self._scheduler: Scheduler
 
     def __len__(self) -> int:
         return len(self._in_flight)
@@ -75,10 +64,6 @@ class InFlight:
         """Return the checkpoints admitted and not ended, oldest first."""
         with self.lock:
             return list(self._in_flight)
-
-    def run_by(self, loop: EngineLoop, scheduler: Scheduler, counter: int) -> None:
-        """Note what runs the checkpoints of an engine that was opened, and the largest counter of its store."""
-        self._loop, self._scheduler, self.counter = loop, scheduler, counter
 
     def add(self, step: int | None) -> PendingCheckpoint:
         """Admit a checkpoint: give the next counter away, and note all of it before the engine's loop hears of it."""
@@ -103,33 +88,8 @@ class InFlight:
         self._reporter.tell(Skipped, step=step, counter=newest.counter, in_flight=self._config.max_in_flight)
         return PendingCheckpoint.standing_for(newest, newest.step if step is None else step)
 
-    # -- ending one before its capture ended, from outside the engine's loop
-
-    async def abort(self, pending: PendingCheckpoint, patience: float | None) -> None:
-        """Cancel a checkpoint whose capture has not ended; returns once nothing of it is running, cancelled or not.
-
-        Args:
-            pending: The checkpoint.
-            patience: Most seconds to wait for operations that run, None for as long as they take.
-        """
-        with pending.aborting():
-            if (aborting := self._start_abort(pending)) is not None:
-                if patience is None:
-                    await finish(aborting)
-                else:  # the device may be stuck, and the process goes
-                    await asyncio.wait((asyncio.wrap_future(aborting),), timeout=patience)
-                _note_abort(pending, aborting)
-
-    def abort_blocking(self, pending: PendingCheckpoint, patience: float | None) -> None:
-        """Do the same as :meth:`abort`, blocking."""
-        with pending.aborting():
-            if (aborting := self._start_abort(pending)) is not None:
-                futures.wait([aborting], patience)
-                _note_abort(pending, aborting)
-
-    def withdraw(self, pending: PendingCheckpoint, patience: float | None) -> None:
-        """End a checkpoint that its caller does not get to know, whether the engine's loop heard of it or not."""
-        self.abort_blocking(pending, patience)
+    def withdraw(self, pending: PendingCheckpoint) -> None:
+        """End a checkpoint that its caller does not get to know, where the engine's loop never heard of it."""
         with self.lock:
             if pending.is_captured or pending not in self._in_flight:
                 return  # the loop heard of it, and ended it or has seen it captured
@@ -138,26 +98,6 @@ class InFlight:
         error = CheckpointError(f"the checkpoint of step {pending.step} was interrupted")
         self._reporter.tell(Failed, step=pending.step, counter=pending.counter, error=error)
         pending.set_failed(error)
-
-    def abandon(self, pending: PendingCheckpoint) -> None:
-        """Give a capture up that holds training up for too long; returns once nothing reads the live state."""
-        max_stall = self._config.max_stall
-        error = CheckpointError(
-            f"abandoned the checkpoint of step {pending.step}: its capture held an optimizer's step up for longer than "
-            f"max_stall = {max_stall} s"
-        )
-        try:
-            abandoned = self._loop.call(self._scheduler.abandon(pending, error, max_stall))
-        except ClosedError:
-            return  # closing ended it
-        if abandoned:
-            self.counts.abandoned += 1
-
-    def _start_abort(self, pending: PendingCheckpoint) -> futures.Future[bool] | None:
-        try:
-            return self._loop.submit(self._scheduler.abort(pending))[0]
-        except ClosedError:
-            return None  # closing ended it
 
     # -- their ends
 
@@ -184,22 +124,12 @@ class InFlight:
         elif superseded:
             tell(Superseded, step=step, counter=counter, seconds=seconds)
         else:
-            tell(
-                Durable,
-                step=step,
-                counter=counter,
-                nbytes=nbytes,
-                seconds=seconds,
-                capture_seconds=captured,
-                stall=stall,
-            )
+            times = {"seconds": seconds, "capture_seconds": captured, "stall": stall}
+            tell(Durable, step=step, counter=counter, nbytes=nbytes, **times)
 
     def take_reports(self) -> list[SaveReport]:
         """Return reports on the checkpoints that became durable since the last call."""
-        reports = []
-        while self._reports:
-            reports.append(self._reports.popleft())
-        return reports
+        return [self._reports.popleft() for _ in range(len(self._reports))]
 
     def raise_untold(self) -> None:
         """Raise the first failure that nobody awaited (or warn of it), with the others as notes on it."""
@@ -210,15 +140,13 @@ class InFlight:
             # Whoever waits for one will be told, or be cancelled before that: then it is for the next call.
             self._failed = [each for each in failed if each[0].awaited]
             untold = [each for each in failed if each not in self._failed]
-        if not untold:
-            return
         untold = [(pending, error) for pending, error in untold if not self.warn_of(pending, error)]
         if not untold:
             return
         (told, first), *others = untold
-        told.set_told()
+        told.failure_told = True
         for pending, error in others:
-            pending.set_told()
+            pending.failure_told = True
             first.add_note(f"the checkpoint of step {pending.step} failed too: {error}")
         raise first
 
@@ -226,11 +154,6 @@ class InFlight:
         """Warn of a failure where ``on_error`` says so, in the name of the caller's caller; else return False."""
         if self._config.on_error != "warn":
             return False
-        pending.set_told()
+        pending.failure_told = True
         warnings.warn(f"the checkpoint of step {pending.step} failed: {error}", RuntimeWarning, stacklevel=3)
         return True
-
-
-def _note_abort(pending: PendingCheckpoint, aborting: futures.Future[bool]) -> None:
-    if aborting.done() and aborting.exception() is None and aborting.result():
-        pending.set_told()  # else it was captured already and goes on

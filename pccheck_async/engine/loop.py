@@ -1,8 +1,8 @@
-"""The engine's own event loop on a thread of its own.
+"""The engine's own event loop on a thread of its own, and work that alternates between it and the caller's thread.
 
 A training step blocks the loop it runs on for its whole length. Captures and writes must go on meanwhile, so the engine
 never runs on the caller's loop. Callers reach it from any thread (:meth:`EngineLoop.call`) or any loop
-(:meth:`EngineLoop.run`).
+(:meth:`EngineLoop.run`), and by a :data:`Handoff` where part of the work is theirs (``state_dict()``).
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from contextlib import suppress
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 from pccheck_async.errors import ClosedError
 from pccheck_async.state import exempt_this_thread
@@ -24,13 +25,13 @@ try:  # here, and not when the first loop is made: on a caller's loop
 except ImportError:
     from asyncio import new_event_loop  # type: ignore[assignment]
 
-__all__ = ["EngineLoop", "OneLoop", "finish", "wait_for"]
+__all__ = ["EngineLoop", "Handoff", "Until", "block_on", "outlast", "run", "until_done"]
 
 T = TypeVar("T")
 
 
 class EngineLoop:
-    """An event loop (uvloop where it is installed) on a daemon thread."""
+    """An event loop (uvloop where it is installed) on a daemon thread; as a context manager it ends with the block."""
 
     def __init__(self, name: str = "pccheck-engine") -> None:
         fill_standard_files()  # before the files of a store are opened
@@ -54,8 +55,7 @@ class EngineLoop:
         The future ends when the coroutine has ended, also after a cancellation, and it cannot itself be cancelled:
         whoever waits for it knows that nothing is running any more.
 
-        Raises:
-            ClosedError: the loop was stopped, or (in the future) is stopped before the coroutine ended.
+        Raises ClosedError where the loop was stopped, or (in the future) is stopped before the coroutine ended.
         """
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         future.set_running_or_notify_cancel()
@@ -96,8 +96,7 @@ class EngineLoop:
     async def end_others(self, spared: asyncio.Task[Any] | None = None) -> None:
         """Refuse new coroutines, cancel those of other threads, and wait until they ended. Called on this loop.
 
-        Args:
-            spared: What ends by itself when the caller has.
+        ``spared`` ends by itself when the caller has.
         """
         with self._guard:
             self._stopping = True
@@ -129,10 +128,10 @@ class EngineLoop:
         """
         future, cancel = self.submit(coroutine)
         try:
-            return await wait_for(future)
+            return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             cancel()
-            await finish(future)
+            await until_done(future)
             raise
         except GeneratorExit:  # thrown away: it cannot await anything any more
             if self._thread.is_alive():  # else this is a forked child, where nothing runs
@@ -157,8 +156,17 @@ class EngineLoop:
             self._ended.set_result(None)
         return self._ended
 
-    async def stopped(self) -> None:
-        """Do the same as :meth:`stop`, for coroutines of other loops. Cancellation: raised once it has ended."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Do the same as :meth:`stop`. Cancellation: raised once it has ended."""
         await uninterrupted(asyncio.wrap_future(self.ask_to_stop()))
 
     def _serve(self) -> None:
@@ -176,43 +184,91 @@ class EngineLoop:
                 self._ended.set_result(None)
 
 
-class OneLoop:
-    """A loop for the length of one call, blocking or awaited."""
+class Until(NamedTuple):
+    """Wait until a future is done, at most ``timeout`` seconds; the result is whether it is done."""
 
-    def __init__(self, name: str = "pccheck-read") -> None:
-        self._name = name
+    future: concurrent.futures.Future[Any]
+    timeout: float | None = None
 
-    def __enter__(self) -> EngineLoop:
-        self._loop = EngineLoop(self._name)
-        return self._loop
+    def block(self) -> bool:
+        """Wait, blocking."""
+        concurrent.futures.wait([self.future], self.timeout)
+        return self.future.done()
 
-    def __exit__(self, *_: object) -> None:
-        self._loop.stop()
-
-    async def __aenter__(self) -> EngineLoop:
-        return self.__enter__()
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._loop.stopped()
-
-
-async def wait_for(future: concurrent.futures.Future[T]) -> T:
-    """Await a future of another thread. Cancellation: only stops the waiting."""
-    return await asyncio.wrap_future(future)
-
-
-async def finish(future: concurrent.futures.Future[Any]) -> None:
-    """Wait until ``future`` is done, whatever it holds.
-
-    Cancellation: ignored.
-    """
-    if future.done():
-        return
-    waiter = asyncio.wrap_future(future)
-    while not waiter.done():
+    async def wait(self) -> bool:
+        """Wait on the caller's loop. Cancellation: only stops the waiting."""
+        waiter = asyncio.wrap_future(self.future)
         try:
-            await asyncio.wait((waiter,))
-        except asyncio.CancelledError:
-            continue
-    if not waiter.cancelled():
-        waiter.exception()  # retrieved
+            await asyncio.wait((waiter,), timeout=self.timeout)
+        finally:
+            if not waiter.cancel() and not waiter.cancelled():
+                waiter.exception()  # retrieved: what it holds is for others
+        return self.future.done()
+
+
+async def until_done(future: concurrent.futures.Future[Any]) -> None:
+    """Wait until ``future`` is done, whatever it holds. Cancellation: ignored."""
+    while not future.done():
+        with suppress(asyncio.CancelledError):
+            await Until(future).wait()
+
+
+class _Engine(Protocol):
+    loop: EngineLoop
+
+
+_Work: TypeAlias = Coroutine[Any, Any, Any] | Until
+Handoff: TypeAlias = Generator[_Work, Any, Any]
+"""A generator that runs plain code on the caller's thread (``state_dict()``, ``load_state_dict()``).
+
+It yields coroutines for the engine's loop, and futures to wait for, and gets their results. It never waits itself: that
+thread may have a loop.
+"""
+
+
+def outlast(future: concurrent.futures.Future[Any]) -> Handoff:
+    """Wait until ``future`` is done, however often the caller is cancelled; raise that afterwards."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            yield Until(future)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+
+
+def block_on(engine: _Engine, handoff: Handoff, work: Callable[[], _Work] | None = None) -> Any:
+    """Drive ``handoff`` from this thread, blocking it while the engine's loop works; ``work`` is how to go on."""
+    work = work or partial(next, handoff)
+    try:
+        while True:
+            step = work()
+            try:
+                result = step.block() if isinstance(step, Until) else engine.loop.call(step)
+            except BaseException as error:  # noqa: BLE001 - the handoff decides what it means
+                work = partial(handoff.throw, error)
+            else:
+                work = partial(handoff.send, result)
+    except StopIteration as end:
+        return end.value
+
+
+async def run(engine: _Engine, handoff: Handoff) -> Any:
+    """Drive ``handoff`` from a coroutine on any loop. Cancellation: ends what runs on the engine's loop first."""
+    work: Callable[[], _Work] = lambda: next(handoff)  # noqa: E731
+    try:
+        while True:
+            step = work()
+            try:
+                result = await (step.wait() if isinstance(step, Until) else engine.loop.run(step))
+            except GeneratorExit:  # the coroutine was thrown away, and cannot await anything any more
+                with suppress(asyncio.CancelledError):
+                    block_on(engine, handoff, partial(handoff.throw, asyncio.CancelledError()))
+                raise
+            except BaseException as error:  # noqa: BLE001 - the handoff decides what it means
+                work = partial(handoff.throw, error)
+            else:
+                work = partial(handoff.send, result)
+    except StopIteration as end:
+        return end.value

@@ -8,7 +8,7 @@ label ``store``. :data:`METRICS` lists all of them, and the text says the same i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from typing import Any, Literal, NamedTuple, Protocol
 
 from pccheck_async.engine.statistics import Distribution, EngineStatistics
@@ -85,8 +85,7 @@ METRICS = (
 """A metric whose value is not known yet has no sample."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(NamedTuple):
     """One number: what comes after its family's name, its labels, and the value."""
 
     suffix: str
@@ -94,15 +93,14 @@ class Sample:
     value: float
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
+class Family(NamedTuple):
     """Samples of one metric."""
 
     name: str
     kind: Kind
     help: str
-    unit: Literal["seconds", "bytes", ""] = ""
-    samples: list[Sample] = field(default_factory=list)
+    unit: Literal["seconds", "bytes", ""]
+    samples: list[Sample]
 
 
 class _Source(Protocol):

@@ -21,39 +21,122 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pccheck_async.engine.pending import PendingCheckpoint
-from pccheck_async.engine.promise import Moment
-from pccheck_async.engine.step_hooks import StepHooks, hooks_of, hooks_of_all
+from pccheck_async.engine.pending import Moment, PendingCheckpoint
 from pccheck_async.errors import TornCaptureError
 from pccheck_async.state import LazyPart, Versions, notify, stop_notifying, storage_address
 from pccheck_async.transfer.copying import Fence
 
-__all__ = ["Guard", "Overlapped"]
+__all__ = ["Guard", "Overlapped", "StepHooks", "hooks_of", "unwrapped"]
+
+
+Callback = Callable[[torch.optim.Optimizer], None]
+
+
+class StepHooks:
+    """What is called before and after each step of one optimizer, or before those of all.
+
+    The hooks that call it are never removed: torch goes through its table of hooks meanwhile, and what is taken out of
+    that as an engine closes is an error in the step of another thread. Without callbacks they do nothing.
+    """
+
+    def __init__(self) -> None:
+        self.before: tuple[Callback, ...] = ()
+        self.after: tuple[Callback, ...] = ()
+        self._lock = threading.RLock()
+
+    def add(self, *, before: Callback | None = None, after: Callback | None = None) -> None:
+        """Call ``before`` and ``after`` from now on."""
+        with self._lock:
+            self.before += () if before is None else (before,)
+            self.after += () if after is None else (after,)
+
+    def remove(self, callback: Callback) -> None:
+        """Do not call it any more."""
+        with self._lock:
+            self.before = tuple(each for each in self.before if each != callback)
+            self.after = tuple(each for each in self.after if each != callback)
+
+    def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """What torch calls first."""
+        for callback in self.before:
+            callback(optimizer)
+
+    def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """What torch calls last."""
+        for callback in self.after:
+            callback(optimizer)
+
+
+_hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepHooks] = weakref.WeakKeyDictionary()
+
+
+def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer whose step calls hooks: that inside a trainer's wrapper which only inherits its class.
+
+    Those of Accelerate, Lightning and Fabric are such. Torch marks the ``step`` of a class when one of it is made.
+    """
+    seen: list[object] = []
+    while not getattr(getattr(type(optimizer), "step", None), "hooked", False) and all(
+        each is not optimizer for each in seen
+    ):
+        seen.append(optimizer)
+        try:
+            inner = optimizer.optimizer  # type: ignore[attr-defined]
+        except Exception:  # noqa: BLE001 - a property of somebody's; it is not what training shall end by
+            break
+        if not isinstance(inner, torch.optim.Optimizer):
+            break
+        optimizer = inner
+    return optimizer
+
+
+def hooks_of(optimizer: torch.optim.Optimizer) -> StepHooks:
+    """Return those of an optimizer. Raises TypeError where it has none."""
+    try:
+        _ = optimizer.param_groups
+        hooks = _hooks.get(optimizer)
+        if hooks is None:
+            hooks = StepHooks()
+            optimizer.register_step_pre_hook(hooks.before_step)
+            optimizer.register_step_post_hook(hooks.after_step)
+            _hooks[optimizer] = hooks
+    except AttributeError:  # wrappers may inherit the methods, and have nothing that calls hooks
+        raise TypeError(
+            f"a {type(optimizer).__qualname__} has no hooks around its step; attach the torch.optim.Optimizer "
+            "inside it, or call engine.wait_captured() before each of its steps"
+        ) from None
+    return hooks
+
+
+@cache
+def hooks_of_all() -> StepHooks:
+    """Return those before every step of every optimizer."""
+    hooks = StepHooks()
+    register_optimizer_step_pre_hook(hooks.before_step)
+    return hooks
 
 
 class Overlapped:
     """One overlapped capture: which tensors must not change before it ended, and whether one did.
 
-    Args:
-        pending: Its checkpoint.
-        lazy: The tensors that are captured while training goes on.
-
     Attributes:
+        fence: Over once there is a fence behind which a device may change what is captured.
         note_end: Called with what made the checkpoint fail, None where it did not.
     """
 
     def __init__(self, pending: PendingCheckpoint, lazy: LazyPart) -> None:
         self.pending = pending
+        self.fence: Moment[Fence] = Moment()
         self.note_end = lazy.note_end
         self._versions: Versions | None = lazy.versions
         self._addresses = lazy.versions.memory[0]
         self._torn: TornCaptureError | None = None
-        self._fence: Moment[Fence] = Moment()
         self._lock = threading.RLock()  # a finalizer that reaches for memory may find it taken by its own thread
 
     @property
@@ -71,18 +154,9 @@ class Overlapped:
         """Addresses of the storages that are captured while training goes on."""
         return frozenset(self._addresses)
 
-    def set_fence(self, fence: Fence) -> None:
-        """Note the fence behind which a device may change what is captured. Called on any thread, at most once."""
-        self._fence.set_result(fence)
-
-    def wait(self, timeout: float | None, *, for_fence: bool) -> bool:
-        """Block until nothing reads the live state any more, or until there is a fence. False where it took longer."""
-        return self.pending.wait_out_of_reach(timeout, self._fence if for_fence else None)
-
     def hold_up(self) -> bool:
         """Let the devices wait, on the caller's current streams; False where there is no fence, or they cannot."""
-        fence = self._fence
-        return fence.over and fence.result().hold_up()
+        return self.fence.over and self.fence.result().hold_up()
 
     def compare(self) -> None:
         """Compare the tensors with their versions for the last time: the caller may change everything from now on.
@@ -109,7 +183,7 @@ class Overlapped:
     def check(self) -> None:
         """Raise TornCaptureError if anything is known to have changed. Called before the commit."""
         self.compare()
-        self._fence = Moment()  # the copies ended; users may keep their checkpoint for long
+        self.fence = Moment()  # the copies ended; users may keep their checkpoint for long
         if self._torn is not None:
             raise self._torn
 
@@ -123,8 +197,8 @@ class Guard:
     """Makes steps of attached optimizers wait while what they change is being captured.
 
     Args:
-        max_stall: Most seconds that a step waits; a capture that takes longer is abandoned.
-        abandon: Ends a checkpoint; returns once nothing of its capture is running.
+        max_stall: Most seconds that a step waits.
+        stop_capture: Ends a capture that takes longer; returns once nothing of it is running.
         waited: Called with a checkpoint and the seconds that a step waited for its capture.
         accessed: Called with tensors and storages for whose memory code reaches, captured or not.
 
@@ -136,13 +210,13 @@ class Guard:
     def __init__(
         self,
         max_stall: float | None,
-        abandon: Callable[[PendingCheckpoint], None],
+        stop_capture: Callable[[PendingCheckpoint], None],
         waited: Callable[[PendingCheckpoint, float], None],
         accessed: Callable[[Any], None],
     ) -> None:
         self._pid = os.getpid()
         self._max_stall = max_stall
-        self._abandon = abandon
+        self._stop_capture = stop_capture
         self._waited = waited
         self._accessed = accessed
         self._hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepHooks] = weakref.WeakKeyDictionary()
@@ -171,7 +245,7 @@ class Guard:
     def watch(self, pending: PendingCheckpoint, lazy: LazyPart) -> Overlapped:
         """Make steps wait from now on until the capture of a checkpoint with a lazy part ended."""
         capture = Overlapped(pending, lazy)
-        pending.call_when_captured(capture.compare)
+        pending.compare = capture.compare
         if self._others is None:
             self._others = hooks_of_all()
             self._others.add(before=self.before_any_step)
@@ -213,9 +287,8 @@ class Guard:
             return
         start = time.perf_counter()
         try:
-            timeout = None if deadline == math.inf else max(0.0, deadline - start)
-            if not capture.wait(timeout, for_fence=for_fence):
-                self._abandon(capture.pending)
+            if not capture.pending.wait_out_of_reach(deadline - start, capture.fence if for_fence else None):
+                self._stop_capture(capture.pending)
         finally:
             self._waited(capture.pending, time.perf_counter() - start)
 

@@ -1,23 +1,131 @@
-"""A checkpoint on its way: captured, then durable."""
+"""A checkpoint on its way: captured, then durable; each is a moment that any thread may note or wait for."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from operator import attrgetter
+from typing import Any, Generic, Literal, TypeVar
 
-from pccheck_async.engine.loop import finish, wait_for
-from pccheck_async.engine.promise import Moment, wait_for_any
+from pccheck_async.engine.loop import until_done
 from pccheck_async.errors import ClosedError
 from pccheck_async.format import CheckpointInfo
 
-__all__ = ["CheckpointProgress", "PendingCheckpoint"]
+__all__ = ["CheckpointProgress", "Moment", "PendingCheckpoint", "wait_for_any"]
 
 T = TypeVar("T")
+_is_over = attrgetter("over")
+
+
+class Moment(Generic[T]):
+    """Something that happens once, with a result or an error, for any thread to note and any thread to ask for.
+
+    Most moments are over when somebody asks, or nobody ever does. So a future, which takes longer to make than all else
+    here, is made only for coroutines that have to wait; a thread waits at a lock of its own. There is none that a
+    signal handler could find taken: the first caller of ``dict.setdefault`` wins.
+    """
+
+    __slots__ = ("_facts",)
+
+    def __init__(self) -> None:
+        self._facts: dict[str, Any] = {}  # "outcome": result and error; "future", "threads": of those who wait
+
+    @property
+    def over(self) -> bool:
+        """Whether it has happened."""
+        return "outcome" in self._facts
+
+    @property
+    def outcome(self) -> tuple[T, BaseException | None] | None:
+        """Its result, and what went wrong if something did; None where it has not happened yet."""
+        return self._facts.get("outcome")
+
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong; None where nothing did, or it has not happened yet."""
+        outcome = self.outcome
+        return None if outcome is None else outcome[1]
+
+    def set_result(self, result: T) -> None:
+        """Note that it happened; whoever was first decided."""
+        self._decide((result, None))
+
+    def set_error(self, error: BaseException) -> None:
+        """Note that it will not happen; whoever was first decided."""
+        self._decide((None, error))
+
+    def result(self, timeout: float | None = None) -> T:
+        """Block until it has happened. Raises its error, or TimeoutError."""
+        if "outcome" not in self._facts and not wait_for_any((self,), timeout):
+            raise TimeoutError
+        outcome: tuple[T, BaseException | None] = self._facts["outcome"]
+        result, error = outcome
+        if error is not None:
+            raise error
+        return result
+
+    def future(self) -> Future[T]:
+        """Return a future of it; nobody can cancel that."""
+        if not self.over:
+            future: Future[T] = self._facts.setdefault("future", _running())
+            if not self.over:
+                return future  # whoever decides will find it
+        over: Future[T] = _running()
+        _tell(over, self._facts["outcome"])
+        return over
+
+    def _threads(self) -> list[threading.Lock]:
+        threads: list[threading.Lock] = self._facts.setdefault("threads", [])
+        return threads
+
+    def _decide(self, outcome: tuple[Any, BaseException | None]) -> None:
+        if self._facts.setdefault("outcome", outcome) is not outcome:
+            return
+        for thread in [*self._facts.get("threads", ())]:
+            with suppress(RuntimeError):  # another moment that it waits for was first
+                thread.release()
+        future = self._facts.get("future")
+        if future is not None:
+            _tell(future, outcome)
+
+
+def wait_for_any(moments: Sequence[Moment[Any]], timeout: float | None = None) -> bool:
+    """Block until one of them has happened; False where that takes longer than ``timeout`` seconds.
+
+    Interrupted, it leaves no lock behind that whoever decides would wait for, as futures do.
+    """
+    mine = threading.Lock()
+    mine.acquire()
+    try:
+        for moment in moments:
+            moment._threads().append(mine)
+        if not any(map(_is_over, moments)):  # else whoever decided may not have found it
+            mine.acquire(timeout=-1 if timeout is None else min(max(timeout, 0), threading.TIMEOUT_MAX))
+    finally:
+        for moment in moments:
+            if not moment.over and mine in (threads := moment._threads()):  # not where it was interrupted before
+                threads.remove(mine)
+    return any(map(_is_over, moments))
+
+
+def _running() -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+def _tell(future: Future[Any], outcome: tuple[Any, BaseException | None]) -> None:
+    result, error = outcome
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +171,7 @@ class PendingCheckpoint:
         self.stall = 0.0
         self.nbytes: int | None = None
         self.captured_nbytes = self.written_nbytes = 0
-        self._compare: Callable[[], None] | None = None
+        self.compare: Callable[[], None] | None = None  # before whoever waits for the capture may change the state
         self._eager_captured: Moment[None] = Moment()
         self._captured: Moment[None] = Moment()
         self._durable: Moment[CheckpointInfo] = Moment()
@@ -89,8 +197,8 @@ class PendingCheckpoint:
             CheckpointError: what made the checkpoint fail before its capture was complete.
         """
         await self._wait(self._captured)
-        if self._compare is not None:
-            self._compare()
+        if self.compare is not None:
+            self.compare()
 
     async def durable(self) -> CheckpointInfo:
         """Wait until the checkpoint is committed.
@@ -119,8 +227,8 @@ class PendingCheckpoint:
     def wait_captured(self, timeout: float | None = None) -> None:
         """Block until captured, for code that is not async (see :meth:`captured`). Raises TimeoutError."""
         self._block(self._captured, timeout)
-        if self._compare is not None:
-            self._compare()
+        if self.compare is not None:
+            self.compare()
 
     def done(self) -> bool:
         """Return whether it is durable, superseded or failed."""
@@ -144,14 +252,14 @@ class PendingCheckpoint:
         if outcome is not None and outcome[1] is None:
             await asyncio.sleep(0)  # others may run, and cancel
             return outcome[0]
-        with self._waiting(moment):
-            return await wait_for(moment.future())
+        with self.waiting(moment):
+            return await asyncio.wrap_future(moment.future())
 
     def _block(self, moment: Moment[T], timeout: float | None = None) -> T:
         outcome = moment.outcome
         if outcome is not None and outcome[1] is None:
             return outcome[0]
-        with self._waiting(moment):
+        with self.waiting(moment):
             try:
                 return moment.result(timeout)
             except TimeoutError:
@@ -161,28 +269,21 @@ class PendingCheckpoint:
                 raise TimeoutError(f"{where} after {timeout} s; it goes on") from None
 
     @contextmanager
-    def _waiting(self, moment: Moment[Any]) -> Iterator[None]:
-        """Whoever waits here while it fails gets to know of that; whoever gave up waiting before does not."""
-        if not moment.over and os.getpid() != self._pid:
+    def waiting(self, moment: Moment[Any] | None = None) -> Iterator[None]:
+        """Count as one who waits for it: nobody else is told of a failure meanwhile.
+
+        Whoever waits for ``moment`` while it fails gets to know of that; whoever gave up waiting before does not.
+        """
+        if moment is not None and not moment.over and os.getpid() != self._pid:
             raise ClosedError("this checkpoint is on its way in the parent process; a forked child cannot wait for it")
         waiter = object()
         self._waiters.add(waiter)
         try:
             yield
         except BaseException as error:
-            if error is moment.error:
+            if moment is not None and error is moment.error:
                 self.failure_told = True
             raise
-        finally:
-            self._waiters.discard(waiter)
-
-    @contextmanager
-    def aborting(self) -> Iterator[None]:
-        """Let whoever aborts it count as one who waits: nobody else is told of the failure meanwhile."""
-        waiter = object()
-        self._waiters.add(waiter)
-        try:
-            yield
         finally:
             self._waiters.discard(waiter)
 
@@ -190,10 +291,6 @@ class PendingCheckpoint:
         return f"<PendingCheckpoint step={self.step} counter={self.counter} {self.progress.phase}>"
 
     # -- the engine's side
-
-    def call_when_captured(self, compare: Callable[[], None]) -> None:
-        """Call ``compare`` before anyone who waits for the capture is told that the state may be changed."""
-        self._compare = compare
 
     async def eager_captured(self) -> None:
         """Wait until the eager leaves are captured: all that may change before the next optimizer step."""
@@ -206,7 +303,7 @@ class PendingCheckpoint:
     async def out_of_reach(self) -> None:
         """Wait until nothing reads the live state any more. A failure is not raised, and not told."""
         if not self._captured.over:
-            await finish(self._captured.future())
+            await until_done(self._captured.future())
 
     def wait_out_of_reach(self, timeout: float | None = None, enough: Moment[Any] | None = None) -> bool:
         """Block until nothing reads the live state any more, or until ``enough`` happened. A failure is not told.
@@ -260,7 +357,3 @@ class PendingCheckpoint:
         """Note the failure."""
         for moment in (self._eager_captured, self._captured, self._durable):
             moment.set_error(error)
-
-    def set_told(self) -> None:
-        """Note that the user got to know of the failure."""
-        self.failure_told = True

@@ -90,15 +90,13 @@ class Policy(Protocol):
 class TrainingHooks:
     """What an engine asks the training around it. These are the answers where there are no training steps."""
 
+    last_report: StepReport | None = None
+    """The last training step that went well: for the status file."""
+
     @property
     def decision(self) -> Decision:
         """What the policy has decided: for statistics."""
         return Decision(None, None, "no policy")
-
-    @property
-    def last_report(self) -> StepReport | None:
-        """The last training step that went well: for the status file."""
-        return None
 
     @property
     def patience(self) -> float | None:

@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 
 from pccheck_async.engine.capture import Capture
@@ -26,7 +26,7 @@ from pccheck_async.medium import Medium, Piece
 from pccheck_async.store import SlotLease, Store
 from pccheck_async.telemetry import Reporter, Sink, StageClock, Traced, about, enter_chunk, traced
 from pccheck_async.telemetry.events import Abandoned, Captured
-from pccheck_async.transfer import BufferPool, Limiter, aligned_buffer, first_failure
+from pccheck_async.transfer import BufferPool, Tasks, aligned_buffer
 from pccheck_async.transfer.plan import Planner
 
 __all__ = ["Job", "Scheduler"]
@@ -39,71 +39,39 @@ _MANY = 1000
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """An admitted checkpoint.
-
-    Attributes:
-        pending: What its caller got.
-        capture: What to save.
-        metadata: The user's.
-        overlapped: What finds out that its capture was torn; None where training waits for all of it.
-        trace: Told what is done for it, if anyone records that.
-        task: Runs it.
-        abandoned: What it fails with, once its capture was abandoned.
-    """
+    """An admitted checkpoint."""
 
     pending: PendingCheckpoint
     capture: Capture
     metadata: dict[str, str | int | float | bool | None]
-    overlapped: Overlapped | None = None
-    trace: Sink | None = None
-    task: asyncio.Task[None] | None = None
+    overlapped: Overlapped | None
+    """Finds out that its capture was torn; None where training waits for all of it."""
+    trace: Sink | None
+    """Told what is done for it."""
+    task: asyncio.Task[None] = field(init=False)
     abandoned: CheckpointError | None = None
-
-    def release(self) -> None:
-        """Let go of the state: whoever keeps the checkpoint, or the error that ended it, would keep that, too."""
-        self.capture.release()
-        if self.overlapped is not None:
-            self.overlapped.compare()
+    """What it fails with, once its capture was stopped."""
 
 
+@dataclass(eq=False, kw_only=True)
 class Scheduler:
-    """Runs admitted checkpoints on the engine's loop.
+    """Runs admitted checkpoints on the engine's loop."""
 
-    Args:
-        store: Where they go.
-        writer: Writes the chunks.
-        pool: Staging buffers, one chunk each.
-        planner: Lays states out.
-        max_in_flight: Most checkpoints between admission and their end.
-        clock: Stage times.
-        ended: Called with every checkpoint that ended, its error, whether it was superseded, and its bytes;
-            before anyone is told, but for one that was abandoned.
-        reporter: Told of what happens before that.
-        path: Of the store, for the log.
-    """
+    store: Store
+    medium: Medium
+    pool: BufferPool
+    planner: Planner
+    max_in_flight: InitVar[int]
+    clock: StageClock
+    ended: Callable[[PendingCheckpoint, Exception | None, bool, int], None]
+    """Called with every checkpoint that ended, its error, whether it was superseded, and its bytes; before anyone is
+    told, but for one whose capture was stopped."""
+    reporter: Reporter
+    path: str
+    """Of the store, for the log."""
 
-    def __init__(
-        self,
-        *,
-        store: Store,
-        writer: Medium,
-        pool: BufferPool,
-        planner: Planner,
-        max_in_flight: int,
-        clock: StageClock,
-        ended: Callable[[PendingCheckpoint, Exception | None, bool, int], None],
-        reporter: Reporter,
-        path: str,
-    ) -> None:
-        self._store = store
-        self._writer = writer
-        self._pool = pool
-        self._planner = planner
-        self._clock = clock
-        self._ended = ended
-        self._reporter = reporter
-        self._path = path
-        self._limiter = Limiter(max_in_flight)
+    def __post_init__(self, max_in_flight: int) -> None:
+        self._turns = asyncio.Semaphore(max_in_flight)  # first come, first served
         self._manifests = ManifestEncoder()
         self._jobs: dict[PendingCheckpoint, Job] = {}
         self._until: float | None = None
@@ -112,43 +80,40 @@ class Scheduler:
     @property
     def tasks(self) -> dict[PendingCheckpoint, asyncio.Task[None]]:
         """Those of the checkpoints that have not ended."""
-        return {pending: job.task for pending, job in self._jobs.items() if job.task is not None}
+        return {pending: job.task for pending, job in self._jobs.items()}
 
     def start(self, job: Job) -> None:
         """Admit a checkpoint. Called in the order of counters, which is the order in which they are served."""
         pending = job.pending
+        job.task = asyncio.get_running_loop().create_task(self._run(job), name=f"checkpoint {pending.counter}")
         self._jobs[pending] = job
-        task = asyncio.get_running_loop().create_task(self._run(job), name=f"checkpoint {pending.counter}")
-        job.task = task
-        task.add_done_callback(lambda _: self._jobs.pop(pending))
+        job.task.add_done_callback(lambda _: self._jobs.pop(pending))
 
     async def abort(self, pending: PendingCheckpoint) -> bool:
-        """Cancel a checkpoint whose capture has not ended and wait until nothing of it is running (I9).
-
-        Returns:
-            False where it was captured already, and goes on.
-        """
-        task = self.tasks.get(pending)
-        if task is None or pending.is_captured:
+        """Cancel a checkpoint, and wait until nothing of it runs (I9); False where it was captured, and goes on."""
+        job = self._jobs.get(pending)
+        if job is None or pending.is_captured:
             return False
-        task.cancel()
-        await asyncio.wait((task,))
+        job.task.cancel()
+        await asyncio.wait((job.task,))
         return True
 
-    async def abandon(self, pending: PendingCheckpoint, error: CheckpointError, max_stall: float | None) -> bool:
-        """Fail a checkpoint with ``error`` before its capture ended; return once nothing reads the live state any more.
+    async def stop_capture(self, pending: PendingCheckpoint, max_stall: float | None) -> bool:
+        """Give a capture up that holds training up for too long; return once nothing reads the live state any more.
 
-        Its writes may take longer: buffers, slot and permit go back when they ended (I9).
-
-        Returns:
-            False where it was captured already, and goes on.
+        The checkpoint fails; its writes may take longer: buffers, slot and turn go back when they ended (I9). False
+        where it was captured already, and goes on.
         """
         job = self._jobs.get(pending)
-        if job is None or job.task is None or pending.is_captured:
+        if job is None or pending.is_captured:
             return False
-        self._reporter.tell(Abandoned, step=pending.step, counter=pending.counter, seconds=max_stall)
+        self.reporter.tell(Abandoned, step=pending.step, counter=pending.counter, seconds=max_stall)
+        error = CheckpointError(
+            f"abandoned the checkpoint of step {pending.step}: its capture held an optimizer's step up for longer than "
+            f"max_stall = {max_stall} s"
+        )
         job.abandoned = error  # the task may end before this does
-        pending.set_told()
+        pending.failure_told = True
         job.task.cancel()
         await job.capture.stop()
         pending.set_failed(error)
@@ -157,9 +122,7 @@ class Scheduler:
     async def drain(self, timeout: float | None = None, *, last: bool = False) -> list[PendingCheckpoint]:
         """Wait until every checkpoint admitted so far ended; return those that did not within ``timeout`` seconds.
 
-        Args:
-            timeout: None waits for all.
-            last: Nothing comes after it: it ends when :meth:`limit` says so, too.
+        ``last``: nothing comes after it, and it ends when :meth:`end_last_drains_at` says so, too.
 
         Cancellation: only stops the waiting.
         """
@@ -179,10 +142,10 @@ class Scheduler:
     def give_up(self, pendings: Iterable[PendingCheckpoint]) -> None:
         """Begin no commit of these any more, whenever their operations end; one that is under way may end well."""
         for pending in pendings:
-            if (task := self.tasks.get(pending)) is not None:
-                task.cancel()
+            if (job := self._jobs.get(pending)) is not None:
+                job.task.cancel()
 
-    def limit(self, until: float | None) -> None:
+    def end_last_drains_at(self, until: float | None) -> None:
         """Let last drains, those that wait already too, end at a time of the monotonic clock; None: when all ended."""
         self._until = until
         for drain in self._last_drains:
@@ -204,35 +167,38 @@ class Scheduler:
 
     async def _run(self, job: Job) -> None:
         pending = job.pending
-        about.set({"store": self._path, "step": pending.step, "counter": pending.counter})
+        about.set({"store": self.path, "step": pending.step, "counter": pending.counter})
         if job.trace is not None:
             traced.set(Traced(job.trace, pending.step, pending.counter))
         try:
             try:
-                permit = await self._limiter.acquire()
+                await self._turns.acquire()
                 try:
                     info, superseded = await self._save(job)
                 finally:
-                    permit.release()  # only after the slot that the commit freed is free
+                    self._turns.release()  # only after the slot that the commit freed is free
             finally:
-                job.release()  # every operation on it has ended
+                # Every operation on it has ended; whoever keeps the checkpoint, or its error, shall not keep the state.
+                job.capture.release()
+                if job.overlapped is not None:
+                    job.overlapped.compare()
         except asyncio.CancelledError:
             error = job.abandoned or CheckpointError(
                 f"the checkpoint of step {pending.step} was cancelled; nothing was committed"
             )
-            self._ended(pending, error, False, 0)
+            self.ended(pending, error, False, 0)
             pending.set_failed(error)
         except Exception as error:  # noqa: BLE001 - it belongs to whoever awaits the checkpoint
             if job.overlapped is not None:
                 job.overlapped.note_end(error)
-            self._ended(pending, error, False, 0)
+            self.ended(pending, error, False, 0)
             pending.set_failed(error)
         else:
             if job.overlapped is not None:
                 job.overlapped.note_end(None)
-            self._ended(pending, None, superseded, info.nbytes)
+            self.ended(pending, None, superseded, info.nbytes)
             pending.set_durable(info, superseded=superseded)
-            await self._store.slots.remove_surplus()  # only now: whatever happens to it, the checkpoint is durable
+            await self.store.slots.remove_surplus()  # only now: whatever happens to it, the checkpoint is durable
 
     async def _save(self, job: Job) -> tuple[CheckpointInfo, bool]:
         """Capture what is not captured yet, write, and commit: what is durable then, and whether that is newer."""
@@ -240,19 +206,19 @@ class Scheduler:
         if (inline := capture.inline) is not None:
             pending.nbytes = pending.captured_nbytes = inline.plan.payload_nbytes
             enter_chunk(0)
-            self._clock.note("capture", *inline.seconds, inline.entry.nbytes)
+            self.clock.note("capture", *inline.seconds, inline.entry.nbytes)
             enter_chunk(None)
             self._note_captured(pending)
             return await self._write_one_chunk(job, inline.buffer)
-        plan = self._planner.plan(capture.layout)
+        plan = self.planner.plan(capture.layout)
         pending.nbytes = plan.payload_nbytes
-        fenced = None if job.overlapped is None else job.overlapped.set_fence
+        fenced = None if job.overlapped is None else job.overlapped.fence.set_result
         await capture.begin(plan, partial(self._note_captured, pending), pending.set_eager_captured, fenced)
         # The last buffer is for those that have their slot: else two would wait for each other.
-        if len(plan.chunks) != 1 or self._pool.available <= 1:
+        if len(plan.chunks) != 1 or self.pool.available <= 1:
             slot, entry = await self._copy_and_write(job)
-            return await self._finish(job, slot, entry)
-        lease = await self._pool.lease()
+            return await self._commit(job, slot, entry)
+        lease = await self.pool.lease()
         try:
             tensors = capture.layout.tensors
             if len(tensors) >= _MANY:  # behind the submission of the copy, which is put into the loop below
@@ -266,17 +232,16 @@ class Scheduler:
 
     async def _write_one_chunk(self, job: Job, buffer: memoryview) -> tuple[CheckpointInfo, bool]:
         """Write a buffer that begins with all of a state, with the manifest behind that where there is room."""
-        data = self._encode(job, job.capture.entries())
-        padded = align(len(data), self._store.block_bytes)
-        start = align(job.capture.plan.payload_nbytes, self._store.block_bytes)
+        data, start = self._encode(job, job.capture.entries()), job.capture.plan.payload_nbytes
+        padded = align(len(data), self.store.block_bytes)
         rest = [(0, buffer[: start + padded])]
         if start + padded > len(buffer):
             rest = [(0, buffer[:start]), (start, aligned_buffer(padded))]
         rest[-1][1][-padded:] = data.ljust(padded, b"\0")
         slot = await self._reserve(job, len(data))  # last: who has it gives it back
-        return await self._finish(job, slot, self._entry(job, slot, data), rest)
+        return await self._commit(job, slot, self._entry(job, slot, data), rest)
 
-    async def _finish(
+    async def _commit(
         self, job: Job, slot: SlotLease, entry: Entry, rest: Sequence[Piece] = ()
     ) -> tuple[CheckpointInfo, bool]:
         """Write the rest of a captured checkpoint and commit it: what is durable then, and whether that is newer."""
@@ -288,43 +253,41 @@ class Scheduler:
 
         start = time.perf_counter()
         try:
-            committed = await self._store.commit(slot, entry, rest, written, chain=job.overlapped is None)
+            committed = await self.store.commit(slot, entry, rest, written, chain=job.overlapped is None)
         finally:
-            self._clock.note("commit", start, time.perf_counter())
-        return (entry.info, False) if committed else (self._store.committed.record.entries[0].info, True)
+            self.clock.note("commit", start, time.perf_counter())
+        return (entry.info, False) if committed else (self.store.committed.record.entries[0].info, True)
 
     def _note_captured(self, pending: PendingCheckpoint) -> None:
         at = pending.captured_at if pending.is_captured else time.monotonic()  # a small one before it came here
         seconds, nbytes = max(0.0, at - pending.admitted_at), pending.nbytes or 0
-        self._reporter.tell(Captured, step=pending.step, counter=pending.counter, nbytes=nbytes, seconds=seconds)
+        self.reporter.tell(Captured, step=pending.step, counter=pending.counter, nbytes=nbytes, seconds=seconds)
         pending.set_captured()
 
     async def _copy_and_write(self, job: Job) -> tuple[SlotLease, Entry]:
         """Capture a state into a slot, manifest included; when this returns every write has ended."""
         reserving: asyncio.Task[SlotLease] | None = None
         try:
-            async with asyncio.TaskGroup() as group:
+            async with Tasks() as group:
                 # Beside the capture: what makes the trainer wait is the copy, never the store.
                 reserving = group.create_task(self._reserve_largest(job))
                 describing = group.create_task(self._write_manifest(job, reserving))
                 for index in job.capture.order():
-                    if not reserving.done() and self._pool.available <= 1:
+                    if not reserving.done() and self.pool.available <= 1:
                         # The last buffer is for those that have their slot: else two would wait for each other.
                         await asyncio.wait((reserving,))
-                    lease = await self._pool.lease()
+                    lease = await self.pool.lease()
                     saving = self._save_chunk(job, index, reserving, lease.view)
                     # The lease outlives the task, also one that is cancelled before it ran at all (I9).
                     group.create_task(saving).add_done_callback(lambda _, lease=lease: lease.release())  # type: ignore[misc]
                     if index % _CHUNKS_AT_ONCE == 0:
                         await asyncio.sleep(0)  # those begin while the others are still being made
-        except BaseException as error:  # noqa: BLE001 - raised again below, out of its group
+        except BaseException:
             if reserving is not None and not reserving.cancelled() and reserving.exception() is None:
                 # Every operation on it has ended; the manifest's may have been one of them.
                 end = job.capture.plan.payload_nbytes if job.capture.copied.is_set() else None
-                end = None if end is None else align(end, self._store.block_bytes)
-                await self._store.release(reserving.result(), end)
-            failure = first_failure(error) if isinstance(error, BaseExceptionGroup) else error
-            raise failure from failure.__cause__
+                await self.store.release(reserving.result(), end)
+            raise
         return reserving.result(), describing.result()
 
     async def _reserve_largest(self, job: Job) -> SlotLease:
@@ -334,22 +297,20 @@ class Scheduler:
         return await self._reserve(job, len(self._encode(job, largest)))
 
     async def _reserve(self, job: Job, manifest_nbytes: int) -> SlotLease:
-        block = self._store.block_bytes
-        nbytes = align(job.capture.plan.payload_nbytes, block) + align(manifest_nbytes, block)
         # One block to spare: the next checkpoint's step and plain values may take a few more bytes.
-        return await self._store.reserve(nbytes + block)
+        return await self.store.reserve(job.capture.plan.payload_nbytes + manifest_nbytes + self.store.block_bytes)
 
     async def _save_chunk(self, job: Job, index: int, reserving: asyncio.Task[SlotLease], buffer: memoryview) -> None:
         chunk = job.capture.plan.chunks[index]
         await self._copy_chunk(job, index, buffer)
         slot = await asyncio.shield(reserving)
-        await self._writer.write(slot.file, chunk.offset, buffer[: chunk.nbytes])
+        await self.medium.write(slot.file, chunk.offset, buffer[: chunk.nbytes])
         job.pending.written_nbytes += chunk.nbytes
 
     async def _copy_chunk(self, job: Job, index: int, buffer: memoryview) -> None:
         nbytes = job.capture.plan.chunks[index].nbytes
         enter_chunk(index)
-        with self._clock.timed("capture", nbytes):
+        with self.clock.timed("capture", nbytes):
             await job.capture.copy(index, buffer[:nbytes])
         job.pending.captured_nbytes += nbytes
 
@@ -359,14 +320,14 @@ class Scheduler:
         slot = await asyncio.shield(reserving)
         data = self._encode(job, job.capture.entries())
         entry = self._entry(job, slot, data)
-        size = self._pool.buffer_bytes
+        size = self.pool.buffer_bytes
         for start in range(0, len(data), size):
             part = data[start : start + size]
-            padded = align(len(part), self._store.block_bytes)
-            lease = await self._pool.lease()
+            padded = align(len(part), self.store.block_bytes)
+            lease = await self.pool.lease()
             try:
                 lease.view[:padded] = part.ljust(padded, b"\0")
-                await self._writer.write(slot.file, entry.manifest_offset + start, lease.view[:padded])
+                await self.medium.write(slot.file, entry.manifest_offset + start, lease.view[:padded])
             finally:
                 lease.release()
         return entry
@@ -380,7 +341,7 @@ class Scheduler:
             time=job.capture.time,
             nbytes=nbytes,
             slot=slot.slot,
-            manifest_offset=align(nbytes, self._store.block_bytes),
+            manifest_offset=nbytes,  # whole blocks
             manifest_nbytes=len(data),
             manifest_checksum=crc32(data),
             pinned=False,

@@ -57,10 +57,6 @@ class Spread:
 class Stalls:
     """Time that training was kept waiting by one engine: adds it up, and tells of each stall.
 
-    Args:
-        reporter: Told of each.
-        sink: Returns what records runs now, None where nothing does.
-
     Attributes:
         seconds: All stalls, summed.
         guard_seconds: The stalls of attached optimizers' steps, summed.

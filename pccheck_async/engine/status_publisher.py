@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from pccheck_async.engine.pending import PendingCheckpoint
+from pccheck_async.engine.in_flight import InFlight as Checkpoints
 from pccheck_async.engine.policy import StepReport
 from pccheck_async.engine.statistics import EngineStatistics
 from pccheck_async.errors import CorruptStoreError
@@ -40,12 +40,8 @@ _making = ForkLock()
 class Publisher:
     """Writes twice a second, on a thread of its own: a write to a busy filesystem may take long, and holds nobody up.
 
-    Not through the store's writer: nothing here is ever flushed, nothing depends on it, and what goes wrong is logged
+    Not through the store's medium: nothing here is ever flushed, nothing depends on it, and what goes wrong is logged
     once and has no other consequence.
-
-    Args:
-        store: Path of the store.
-        collect: Returns what to publish.
     """
 
     def __init__(self, store: str, collect: Callable[[], Status]) -> None:
@@ -151,27 +147,19 @@ class Publisher:
 
 def make_status(
     statistics: EngineStatistics,
-    *,
     started: float,
-    in_flight: Sequence[PendingCheckpoint],
+    checkpoints: Checkpoints,
     committed: Sequence[CheckpointInfo],
-    newest: PendingCheckpoint | None,
     report: StepReport | None,
     failure: BaseException | None,
 ) -> Status:
     """Put together what is published.
 
-    Args:
-        statistics: The engine's.
-        started: When it was opened, in seconds since the epoch.
-        in_flight: Checkpoints on their way.
-        committed: Durable ones, newest first.
-        newest: The one that was admitted last.
-        report: On the last training step.
-        failure: What stopped the store from taking commits.
+    ``started`` is in seconds since the epoch, ``committed`` newest first; ``report`` is on the last training step, and
+    ``failure`` stopped the store from taking commits.
     """
     now, clock, saves, interval = time.time(), time.monotonic(), statistics.save_seconds, statistics.interval
-    next_step = next_time = None
+    next_step, next_time, newest = None, None, checkpoints.newest
     if newest is not None and report is not None:
         if interval.interval is not None:
             next_step = newest.step + interval.interval
@@ -193,7 +181,7 @@ def make_status(
                 counter=pending.counter,
                 seconds=clock - pending.admitted_at,
             )
-            for pending in in_flight
+            for pending in checkpoints.checkpoints()
         ],
         committed=[copied(Committed, info) for info in committed[:_MOST_COMMITTED]],
         counts={name: getattr(statistics, name) for name in names},

@@ -9,17 +9,6 @@ from pccheck_async.format.info import CheckpointInfo, Metadata, Restored, check_
 from pccheck_async.format.record import Entry, Identity, NewerFormatError, Record, align, check_metadata
 
 __all__ = [
-    "CheckpointInfo",
-    "Entry",
-    "Identity",
-    "Metadata",
-    "NewerFormatError",
-    "Record",
-    "Restored",
-    "align",
-    "check_metadata",
-    "check_step",
-    "crc32",
-    "new_step",
-    "whole_step",
-]
+    "CheckpointInfo", "Entry", "Identity", "Metadata", "NewerFormatError", "Record", "Restored", "align",
+    "check_metadata", "check_step", "crc32", "new_step", "whole_step",
+]  # fmt: skip

@@ -37,6 +37,7 @@ import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
+from operator import attrgetter
 
 import msgspec
 
@@ -63,6 +64,7 @@ MOST_METADATA_NBYTES = 512
 _LARGEST = 1 << 62
 _TIMES = (-62_135_596_800, 253_402_300_799)
 """Seconds since the epoch of the years 1 and 9999, the range of ``datetime``."""
+_generation = attrgetter("generation")
 _SLOT_NAME = re.compile(r"slot-(\d{3,9})")
 
 
@@ -207,12 +209,10 @@ def _plain(value: object) -> object:
 
 def encode_record(record: Record, store_id: bytes, block_bytes: int) -> bytes:
     """Return one copy of a record, padded to whole blocks."""
-    if len(record.entries) > MOST_ENTRIES:
-        raise ValueError(f"{len(record.entries)} checkpoints, a record holds at most {MOST_ENTRIES}")
     if not _sane(record):
         raise ValueError(
-            "counters must fall, slots differ, numbers be neither negative nor too large, and times lie in the years 1 "
-            "to 9999: no reader would accept this record"
+            f"counters must fall, slots differ, numbers be neither negative nor too large, times lie in the years 1 "
+            f"to 9999, and checkpoints be at most {MOST_ENTRIES}: no reader would accept this record"
         )
     body = msgspec.msgpack.encode(record.entries)
     checked = _CHECKED_HEADER.pack(MAGIC, FORMAT_VERSION, len(body), store_id, record.generation)
@@ -296,10 +296,6 @@ def _regions(commit: bytes | bytearray | memoryview) -> Iterator[bytes | bytearr
     """Yield the four regions of a commit file, those that are cut off before their header's end left out."""
     for start in range(0, min(len(commit), COMMIT_NBYTES) - HEADER.size, REGION_NBYTES):
         yield commit[start : start + REGION_NBYTES]
-
-
-def _generation(record: Record) -> int:
-    return record.generation
 
 
 def _sane(record: Record) -> bool:

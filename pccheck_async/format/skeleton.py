@@ -150,12 +150,16 @@ Node: TypeAlias = bool | int | float | str | ArrayNode | StatefulNode | _Contain
 
 def arrays(node: Node) -> Iterator[int]:
     """Yield the index of every array in the tree, in no particular order."""
+    return (each.index for each in walk(node) if isinstance(each, ArrayNode))
+
+
+def walk(node: Node) -> Iterator[Node]:
+    """Yield every node of the tree, in no particular order."""
     waiting = [node]
     while waiting:
         node = waiting.pop()
-        if isinstance(node, ArrayNode):
-            yield node.index
-        elif isinstance(node, _Struct):
+        yield node
+        if isinstance(node, _Struct):
             waiting.extend(children(node))
 
 

@@ -20,16 +20,6 @@ from pccheck_async.medium.base import (
 from pccheck_async.medium.lifetime import forget, made_here, remember
 
 __all__ = [
-    "MOST_SMALL_BYTES",
-    "File",
-    "Medium",
-    "MediumFacts",
-    "MediumStatistics",
-    "Part",
-    "Piece",
-    "StepwiseMedium",
-    "forget",
-    "made_here",
-    "read_around",
-    "remember",
-]
+    "MOST_SMALL_BYTES", "File", "Medium", "MediumFacts", "MediumStatistics", "Part", "Piece", "StepwiseMedium",
+    "forget", "made_here", "read_around", "remember",
+]  # fmt: skip

@@ -13,18 +13,9 @@ from pccheck_async.telemetry import Stage
 from pccheck_async.transfer import PAGE_BYTES, to_its_end, uninterrupted
 
 __all__ = [
-    "MOST_SMALL_BYTES",
-    "File",
-    "Medium",
-    "MediumFacts",
-    "MediumStatistics",
-    "Part",
-    "Piece",
-    "StepwiseMedium",
-    "Unsure",
-    "ignore",
-    "read_around",
-]
+    "MOST_SMALL_BYTES", "File", "Medium", "MediumFacts", "MediumStatistics", "Part", "Piece", "StepwiseMedium",
+    "Unsure", "ignore", "read_around",
+]  # fmt: skip
 
 _NONE = Stage()
 

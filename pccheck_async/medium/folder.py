@@ -15,7 +15,7 @@ from pccheck_async.errors import CorruptStoreError
 from pccheck_async.medium.base import MOST_SMALL_BYTES
 from pccheck_async.transfer import map_memory
 
-__all__ = ["Folder", "ForkLock", "open_regular"]
+__all__ = ["Folder", "ForkLock", "open_regular", "sync"]
 
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _MODE = 0o666  # the user's umask decides
@@ -84,7 +84,7 @@ class Folder:
             folder = folder.parent
         for new in reversed(missing):
             new.mkdir(exist_ok=True)
-            _sync(new.parent)  # a store whose folder vanishes with the power was never there
+            sync(new.parent)  # a store whose folder vanishes with the power was never there
 
     def hold(self) -> None:
         """Stay with this folder from now on, however it may be called."""
@@ -166,7 +166,7 @@ class Folder:
     def sync(self) -> None:
         """Make its entries durable."""
         if self._handle is None:
-            _sync(self.path)
+            sync(self.path)
         else:
             os.fsync(self._handle)
 
@@ -193,8 +193,9 @@ class Folder:
         return fd
 
 
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, _FLAGS)
+def sync(path: Path) -> None:
+    """Make a file, or the entries of a folder, durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:

@@ -24,16 +24,9 @@ from pccheck_async.format import crc32
 from pccheck_async.medium.folder import open_regular
 
 __all__ = [
-    "STATUS_NAME",
-    "Committed",
-    "InFlight",
-    "Published",
-    "Status",
-    "copied",
-    "encode_status",
-    "read_status",
+    "STATUS_NAME", "Committed", "InFlight", "Published", "Status", "copied", "encode_status", "read_status",
     "starts_status",
-]
+]  # fmt: skip
 
 STATUS_NAME = "status"
 _MAGIC = b"pccheck-status 1 "

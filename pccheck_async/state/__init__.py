@@ -8,7 +8,7 @@ from pccheck_async.state.ambient import no_dispatch, no_functions, refuse_tracin
 from pccheck_async.state.cache.layout_cache import LayoutCache, cached_layout
 from pccheck_async.state.cache.tree_cache import Outline
 from pccheck_async.state.leaves import Array
-from pccheck_async.state.restore.arrays import Allocation
+from pccheck_async.state.restore.arrays import Allocation, Target, Targets, viewed_ranges
 from pccheck_async.state.restore.listing import Listing, StoredLeaf, list_leaves
 from pccheck_async.state.restore.match import Restoration, allocate, match
 from pccheck_async.state.restore.tree import below, mapping_keys, opened, rebuild, select
@@ -19,7 +19,6 @@ from pccheck_async.state.save.torn import Versions
 from pccheck_async.state.sources import HOST, PackedSource, Sources, as_bits
 from pccheck_async.state.stateful import Stateful
 from pccheck_async.state.storages import Layout, arrange
-from pccheck_async.state.targets import Target, Targets
 from pccheck_async.state.tensor_access import exempt_this_thread, notify, stop_notifying, storage_address
 from pccheck_async.state.values import atom, from_node
 
@@ -29,4 +28,5 @@ __all__ = [
     "allocate", "arrange", "as_bits", "atom", "below", "cached_layout", "check_outermost", "exempt_this_thread",
     "flatten", "flatten_unchecked", "from_node", "list_leaves", "mapping_keys", "match", "no_dispatch", "no_functions",
     "notify", "opened", "rebuild", "refuse_tracing", "select", "stop_notifying", "storage_address",
+    "viewed_ranges",
 ]  # fmt: skip

@@ -31,8 +31,6 @@ class ArrayLeaf(NamedTuple):
 class Leaves:
     """The leaves of one state in the order in which it was walked; each :class:`ArrayLeaf` is made on demand."""
 
-    __slots__ = ("paths", "values")
-
     def __init__(self) -> None:
         self.paths: list[str] = []
         self.values: list[Array] = []

@@ -24,7 +24,7 @@ from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format import dtypes
 from pccheck_async.format.manifest import ALIGNMENT, TensorEntry, span
 from pccheck_async.state.leaves import ArrayLeaf
-from pccheck_async.state.sources import HOST, PackedSource, Sources
+from pccheck_async.state.sources import HOST, PackedSource, RawSource, Source, Sources
 from pccheck_async.state.tensor_access import untyped_storage
 
 _WIDEST: Final = 16
@@ -173,6 +173,7 @@ Packing: TypeAlias = Callable[[Any, Any], PackedSource]
 class Origins:
     """Where the sources of a layout come from."""
 
+    views: list[View | None] = field(default_factory=list)  # of the leaves
     leaves: list[int] = field(default_factory=list)  # of each source the leaf that views its memory,
     shifts: list[int] = field(default_factory=list)  # and how many bytes into that leaf's storage it begins
     packings: dict[int, Packing] = field(default_factory=dict)  # of packed sources, by their numbers
@@ -191,16 +192,17 @@ def arrange(leaves: Iterable[ArrayLeaf]) -> Layout:
 def lay_out(leaves: Iterable[ArrayLeaf]) -> tuple[Layout, Origins]:
     """Return the layout of ``leaves`` (see :func:`arrange`), and where its sources come from."""
     builder = _Builder()
-    views: list[View] = []
+    views = builder.origins.views
     for number, leaf in enumerate(leaves):
-        view = view_of(number, leaf)
-        builder.entries.append(_empty_entry(leaf) if view is None else None)
-        if view is not None:
-            views.append(view)
+        views.append(view_of(number, leaf))
+        builder.entries.append(_empty_entry(leaf) if views[-1] is None else None)
     builder.source_of = [-1] * len(builder.entries)
-    for group in _grouped_by_storage(views):
+    for group in _grouped_by_storage([view for view in views if view is not None]):
         builder.add_storage(_ranges(group))
-    return builder.layout()
+    entries = tuple(entry for entry in builder.entries if entry is not None)
+    extents = np.array(builder.extents, np.int64).reshape(-1, 3)
+    layout = Layout(entries, tuple(builder.sizes), extents, Sources(builder.sources), tuple(builder.source_of))
+    return layout, builder.origins
 
 
 def _grouped_by_storage(views: list[View]) -> Iterable[list[View]]:
@@ -260,16 +262,18 @@ def _ranges(views: list[View]) -> list[_Range]:
 
 
 class _Builder:
+    """Collects the parts of a layout, storage by storage."""
+
     def __init__(self) -> None:
         self.entries: list[TensorEntry | None] = []  # None until its storage is added
         self.source_of: list[int] = []
-        self._sizes: list[int] = []
-        self._extents: list[int] = []
-        self._sources = Sources()
-        self._origins = Origins()
+        self.sizes: list[int] = []
+        self.extents: list[int] = []
+        self.sources: list[Source] = []
+        self.origins = Origins()
 
     def add_storage(self, ranges: list[_Range]) -> None:
-        number = len(self._sizes)
+        number = len(self.sizes)
         views = [view for part in ranges for view in part.views]
         base = next((view for view in views if isinstance(view.leaf.value, torch.Tensor)), views[0]).memory[1]
         end = 0
@@ -291,23 +295,23 @@ class _Builder:
                 self.entries[view.number] = TensorEntry(
                     number, view.dtype, view.shape, stride, at, leaf.kind, leaf.requires_grad
                 )
-                self.source_of[view.number] = len(self._sources) - 1
-            self._extents += (number, offset, nbytes)
+                self.source_of[view.number] = len(self.sources) - 1
+            self.extents += (number, offset, nbytes)
             end = offset + nbytes
-        self._sizes.append(end)
+        self.sizes.append(end)
 
     def _add_source(self, part: _Range) -> int:
         """Add the source of a range; return its length."""
         view = part.views[0]
         packed, (device, base) = part.packed, view.memory
         shift, nbytes = 0 if packed else part.low - base, part.high - part.low
-        self._origins.leaves.append(view.number)
-        self._origins.shifts.append(shift)
+        self.origins.leaves.append(view.number)
+        self.origins.shifts.append(shift)
         if not packed and (device == "cpu" or device.type == "cuda"):
             owners = {id(each.owner): each.owner for each in part.views}
-            self._origins.several |= len(owners) > 1
+            self.origins.several |= len(owners) > 1
             owner = view.owner if len(owners) == 1 else tuple(owners.values())
-            self._sources.add(part.low, nbytes, owner, HOST if device == "cpu" else device.index)
+            self.sources.append(RawSource(part.low, nbytes, owner, HOST if device == "cpu" else device.index))
             return nbytes
         kept = tuple(slice(None) if step else slice(0, 1) for step in _packed_stride(view.shape, view.stride))
 
@@ -317,15 +321,10 @@ class _Builder:
             flat = torch.empty(0, dtype=torch.uint8, device=value.device)  # a device whose memory has no plain address
             return PackedSource(flat.set_(storage, shift, (nbytes,), (1,)))
 
-        self._origins.packings[len(self._sources)] = pack
+        self.origins.packings[len(self.sources)] = pack
         source = pack(view.leaf.value, view.owner)
-        self._sources.add_packed(source)
+        self.sources.append(source)
         return source.nbytes
-
-    def layout(self) -> tuple[Layout, Origins]:
-        entries = tuple(entry for entry in self.entries if entry is not None)
-        extents = np.array(self._extents, np.int64).reshape(-1, 3)
-        return Layout(entries, tuple(self._sizes), extents, self._sources, tuple(self.source_of)), self._origins
 
 
 def _empty_entry(leaf: ArrayLeaf) -> TensorEntry:

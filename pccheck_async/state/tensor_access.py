@@ -22,11 +22,11 @@ Callback: TypeAlias = Callable[[Any, bool], None]
 untyped_storage: Final = torch.Tensor.untyped_storage
 """Torch's own, for the package itself: a capture does not wait for its own end."""
 
-_METHODS: Final = (
-    *((torch.Tensor, name) for name in ("numpy", "untyped_storage", "set_", "resize_", "resize_as_", "__dlpack__")),
+_METHODS: Final = ("numpy", "untyped_storage", "set_", "resize_", "resize_as_", "__dlpack__")
+_PLACES: Final = (
+    *((torch.Tensor, name) for name in (*_METHODS, "data", "__cuda_array_interface__")),
     (torch.UntypedStorage, "resize_"),  # its memory is given back, whatever tensors or captures still read it
 )
-_PROPERTIES: Final = ((torch.Tensor, "data"), (torch.Tensor, "__cuda_array_interface__"))
 _WRITING: Final = ("data", "set_", "resize_", "resize_as_")
 
 _callbacks: list[Callback] = []
@@ -76,11 +76,15 @@ def _call_all(owner: Any, writes: bool) -> None:
 
 
 def _replace_all() -> None:
-    for make, places in ((_method, _METHODS), (_property, _PROPERTIES)):
-        for cls, name in places:
-            shadow = make(getattr(cls, name), name in _WRITING)
-            _shadows.append((cls, name, shadow, cls.__dict__.get(name)))
-            setattr(cls, name, shadow)
+    for cls, name in _PLACES:
+        original: Any = getattr(cls, name)
+        if callable(original):
+            shadow: Any = _calling(original, name in _WRITING)
+        else:
+            get, put = (_calling(each, name in _WRITING) for each in (original.__get__, original.__set__))
+            shadow = property(get, put, doc=original.__doc__)
+        _shadows.append((cls, name, shadow, cls.__dict__.get(name)))
+        setattr(cls, name, shadow)
 
 
 def _restore_all() -> None:
@@ -94,24 +98,10 @@ def _restore_all() -> None:
             setattr(cls, name, before)
 
 
-def _method(original: Any, writes: bool) -> Any:
+def _calling(original: Any, writes: bool) -> Any:
     @wraps(original)
     def method(self: Any, *arguments: Any, **keywords: Any) -> Any:
         _call_all(self, writes)
         return original(self, *arguments, **keywords)
 
     return method
-
-
-def _property(original: Any, writes: bool) -> Any:
-    get, put = original.__get__, original.__set__
-
-    def getter(self: Any) -> Any:
-        _call_all(self, writes)
-        return get(self)
-
-    def setter(self: Any, value: Any) -> None:
-        _call_all(self, writes)
-        put(self, value)
-
-    return property(getter, setter, doc=original.__doc__)

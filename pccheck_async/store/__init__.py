@@ -28,39 +28,16 @@ from pccheck_async.store.reading import (
     pool_for,
     read_manifest,
     read_payload,
-    verify_payload,
     warn_damaged,
 )
-from pccheck_async.store.retention import Best, KeepAll, Retention, SpaceNeeded, make_best
+from pccheck_async.store.retention import Best, KeepAll, Retention, SpaceNeeded, check_count, make_best
 from pccheck_async.store.slots import SlotLease
 from pccheck_async.store.store import DroppedMeanwhileError, ReadLease, Store, StoreStatistics, open_store
 from pccheck_async.store.store_reader import StoreReader, no_store, why_no_store
 
 __all__ = [
-    "Best",
-    "DroppedMeanwhileError",
-    "Fallback",
-    "KeepAll",
-    "ReadLease",
-    "Retention",
-    "SlotLease",
-    "SpaceNeeded",
-    "Store",
-    "StoreReader",
-    "StoreStatistics",
-    "VerifiedChunks",
-    "choose",
-    "lock_commit",
-    "make_best",
-    "no_store",
-    "open_store",
-    "pool_for",
-    "read_commit",
-    "read_manifest",
-    "read_payload",
-    "stored_identity",
-    "unread_record",
-    "verify_payload",
-    "warn_damaged",
-    "why_no_store",
-]
+    "Best", "DroppedMeanwhileError", "Fallback", "KeepAll", "ReadLease", "Retention", "SlotLease", "SpaceNeeded",
+    "Store", "StoreReader", "StoreStatistics", "VerifiedChunks", "check_count", "choose", "lock_commit",
+    "make_best", "no_store", "open_store", "pool_for", "read_commit", "read_manifest", "read_payload",
+    "stored_identity", "unread_record", "warn_damaged", "why_no_store",
+]  # fmt: skip

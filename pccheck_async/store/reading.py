@@ -23,12 +23,11 @@ from pccheck_async.medium import File, Medium
 from pccheck_async.medium.open_medium import Session
 from pccheck_async.state import Targets
 from pccheck_async.telemetry import write
-from pccheck_async.transfer import BufferLease, BufferPool, Segments, address_of, aligned_buffer, first_failure
+from pccheck_async.transfer import BufferLease, BufferPool, Segments, Tasks, address_of, aligned_buffer
 from pccheck_async.transfer.copying import CopyBackend
 from pccheck_async.transfer.plan import scatter_segments
 
-__all__ = ["Fallback", "VerifiedChunks", "choose", "pool_for", "read_manifest", "read_payload", "verify_payload"]
-__all__ += ["warn_damaged"]
+__all__ = ["Fallback", "VerifiedChunks", "choose", "pool_for", "read_manifest", "read_payload", "warn_damaged"]
 
 
 def choose(
@@ -177,29 +176,18 @@ async def read_payload(
         await _read_chunk(medium, backend, file, index, chunk, segments, buffer, targets)
         advance(chunk.nbytes)
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            near = _chunks_between(manifest.chunks, *targets.span)
-            for index, chunk in enumerate(manifest.chunks):
-                segments = scatter_segments(chunk.offset, chunk.nbytes, targets) if index in near else Segments()
-                if not segments and not every:
-                    advance(chunk.nbytes)
-                else:
-                    await turns.acquire()
-                    lease = await pool.lease()
-                    reading = read(index, chunk, segments, lease.view)
-                    # The lease outlives the task, also one that is cancelled before it ran at all.
-                    group.create_task(reading).add_done_callback(lambda _, lease=lease: end(lease))  # type: ignore[misc]
-    except BaseExceptionGroup as errors:
-        failure = first_failure(errors)
-        raise failure from failure.__cause__
-
-
-async def verify_payload(
-    medium: Medium, backend: CopyBackend, pool: BufferPool, file: File, manifest: Manifest
-) -> None:
-    """Read every chunk, and copy nothing. Raises DamagedError, ReadError."""
-    await read_payload(medium, backend, pool, file, manifest, Targets(), every=True)
+    async with Tasks() as group:
+        near = _chunks_between(manifest.chunks, *targets.span)
+        for index, chunk in enumerate(manifest.chunks):
+            segments = scatter_segments(chunk.offset, chunk.nbytes, targets) if index in near else Segments()
+            if not segments and not every:
+                advance(chunk.nbytes)
+            else:
+                await turns.acquire()
+                lease = await pool.lease()
+                reading = read(index, chunk, segments, lease.view)
+                # The lease outlives the task, also one that is cancelled before it ran at all.
+                group.create_task(reading).add_done_callback(lambda _, lease=lease: end(lease))  # type: ignore[misc]
 
 
 async def _read_chunk(

@@ -16,7 +16,7 @@ from pccheck_async.format import Entry, Record
 from pccheck_async.format.record import MOST_ENTRIES
 from pccheck_async.telemetry import write
 
-__all__ = ["Best", "Committed", "KeepAll", "Kept", "Retention", "SpaceNeeded", "make_best"]
+__all__ = ["Best", "Committed", "KeepAll", "Kept", "Retention", "SpaceNeeded", "check_count", "make_best"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,9 @@ class Retention:
     keep_best: Best | None = None
 
     def __post_init__(self) -> None:
-        _check_count("keep_last", self.keep_last)
+        check_count("keep_last", self.keep_last)
         if self.keep_every is not None:
-            _check_count("keep_every", self.keep_every)
+            check_count("keep_every", self.keep_every)
         if self.reserved > MOST_ENTRIES:
             what = "keep_last" if self.keep_best is None else "keep_last and the count of keep_best together"
             raise ValueError(f"{what} is at most {MOST_ENTRIES} (the commit record's size), not {self.reserved}")
@@ -270,7 +270,7 @@ def make_best(best: object) -> Best:
     found = Best(*best)
     if not isinstance(found.metric, str):
         raise TypeError(f"keep_best names a metric of the metadata, not {found.metric!r}")
-    _check_count("the count of keep_best", found.count)
+    check_count("the count of keep_best", found.count)
     if found.mode not in ("min", "max"):
         raise ValueError(f"keep_best ends with 'min' or 'max', not {found.mode!r}")
     return found
@@ -280,6 +280,7 @@ def _by_counter(entry: Entry) -> int:
     return -entry.counter
 
 
-def _check_count(name: str, value: object) -> None:
+def check_count(name: str, value: object) -> None:
+    """Raise ValueError where a setting is not a whole number of at least 1."""
     if type(value) is not int or value < 1:
         raise ValueError(f"{name} is a whole number of at least 1, not {value!r}")

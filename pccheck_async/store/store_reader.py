@@ -17,8 +17,9 @@ from pccheck_async.format.record import COMMIT_NAME, IDENTITY_NAME, slot_name, s
 from pccheck_async.medium import File
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import Session
+from pccheck_async.state import Targets
 from pccheck_async.store.commit_file import read_identity, read_record
-from pccheck_async.store.reading import Fallback, choose, read_manifest, verify_payload, warn_damaged
+from pccheck_async.store.reading import Fallback, choose, read_manifest, read_payload, warn_damaged
 from pccheck_async.transfer import BufferPool
 from pccheck_async.transfer.copying import CopyBackend
 
@@ -32,7 +33,7 @@ LOCK_SECONDS = 30.0
 
 def no_store(session: Session, path: str | os.PathLike[str], what: str = "no store") -> NoCheckpointError:
     """Return what to raise where there is no store."""
-    if isinstance(session.medium, Files):  # of other writers' folders only they know what and where they are
+    if isinstance(session.medium, Files):  # of other media only they know what and where they are
         return NoCheckpointError(why_no_store(path, what))
     return NoCheckpointError(f"{os.fspath(path)} holds {what}")
 
@@ -131,11 +132,8 @@ class StoreReader:
     ) -> T:
         """Lock the newest checkpoint and use it; the next older one where it is damaged, also a superseded one.
 
-        Args:
-            path: Folder of the store, for messages.
-            step: Use that of this step instead; then damage raises.
-            use: What to do with its entry, its slot and its manifest.
-            keep: Leave the slot open and locked where ``use`` returned.
+        With a ``step``, that of this step is used, and damage raises. ``keep`` leaves the slot open and locked where
+        ``use`` returned; ``path`` is for messages.
 
         Raises:
             NoCheckpointError: there is none, or none of ``step``.
@@ -168,7 +166,7 @@ class StoreReader:
                 if superseded:
                     largest = max((chunk.nbytes for chunk in manifest.chunks), default=MIN_BLOCK)
                     pool, backend = BufferPool(2 * largest, largest), CopyBackend(self.session.operations)
-                    await verify_payload(self.session.medium, backend, pool, file, manifest)
+                    await read_payload(self.session.medium, backend, pool, file, manifest, Targets(), every=True)
                 result = await use(entry, file, manifest)
                 if superseded and fallback.failure is not None:
                     warn_damaged(fallback.failure[0], entry, fallback.failure[1])

@@ -11,20 +11,6 @@ from pccheck_async.telemetry.standard_files import fill_standard_files
 from pccheck_async.telemetry.tracing import Sink, Span, Stage, StageClock, Traced, enter_chunk, traced
 
 __all__ = [
-    "Event",
-    "Hook",
-    "ReadProgress",
-    "Reporter",
-    "Sink",
-    "Span",
-    "Stage",
-    "StageClock",
-    "Traced",
-    "Waited",
-    "about",
-    "enter_chunk",
-    "fill_standard_files",
-    "reading_progress",
-    "traced",
-    "write",
-]
+    "Event", "Hook", "ReadProgress", "Reporter", "Sink", "Span", "Stage", "StageClock", "Traced", "Waited", "about",
+    "enter_chunk", "fill_standard_files", "reading_progress", "traced", "write",
+]  # fmt: skip

@@ -11,19 +11,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 __all__ = [
-    "Abandoned",
-    "Admitted",
-    "Captured",
-    "Closed",
-    "Durable",
-    "Event",
-    "Failed",
-    "Opened",
-    "Restored",
-    "Skipped",
-    "Superseded",
-    "Waited",
-]
+    "Abandoned", "Admitted", "Captured", "Closed", "Durable", "Event", "Failed", "Opened", "Restored", "Skipped",
+    "Superseded", "Waited",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

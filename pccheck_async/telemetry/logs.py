@@ -82,15 +82,13 @@ def write(level: int, event: str, message: str, *arguments: Any, **fields: Any) 
         log.log(level, message, *arguments, extra={"event": event, **fields}, stacklevel=2)
 
 
-class _Fields(logging.Filter):
-    """Completes records; lets all of them pass."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        known = about.get()
-        for name in FIELDS:
-            if getattr(record, name, None) is None:
-                setattr(record, name, known.get(name))
-        return True
+def _complete(record: logging.LogRecord) -> bool:
+    """Complete a record; let all of them pass."""
+    known = about.get()
+    for name in FIELDS:
+        if getattr(record, name, None) is None:
+            setattr(record, name, known.get(name))
+    return True
 
 
-log.addFilter(_Fields("pccheck_async"))
+log.addFilter(_complete)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeAlias
@@ -148,7 +149,7 @@ class Reporter:
         self._sums: Counter[str] = Counter()  # since then
         self._last: deque[bool] = deque(maxlen=_LAST)  # whether they were superseded
         self._burst = False
-        self._held_up: float | None = None
+        self._held_up = -math.inf  # when that was said last
 
     def tell(self, kind: Callable[P, Event], *arguments: P.args, **fields: P.kwargs) -> None:
         """Note an event: its class, and its fields by name. It is made only where a hook gets it."""
@@ -171,47 +172,37 @@ class Reporter:
         seconds, stall = time.monotonic() - self._began, self._waited()
         self.tell(Closed, **ended, nbytes=self.nbytes, seconds=seconds, stall=stall)
 
-    def _count(self, kind: type[Event], fields: Mapping[str, Any]) -> Sequence[_Line]:
+    def _count(self, kind: type[Event], fields: Mapping[str, Any]) -> list[_Line]:
         """Return lines, which are not written under the lock: handlers of the log have locks of their own."""
-        if kind is Durable or kind is Superseded or kind is Failed:
-            with self._lock:
-                return self._count_end(kind, fields)
-        if kind is Waited and fields["seconds"] > _LONG_SECONDS:
-            with self._lock:
-                now, before = time.monotonic(), self._held_up
-                if before is None or now - before >= _SUMMARY_SECONDS:
-                    self._held_up = now
-                    return [(logging.WARNING, "held_up", _HELD_UP, dict(fields))]
-        return ()
-
-    def _count_end(self, kind: type[Event], fields: Mapping[str, Any]) -> list[_Line]:
         lines: list[_Line] = []
-        self._sums[kind.name] += 1
-        if kind is Durable:
-            self.nbytes += fields["nbytes"]
-            self._sums["nbytes"] += fields["nbytes"]
-        if kind is not Failed:
-            self._last.append(kind is Superseded)
-            lines += self._look_for_burst()
-        now = time.monotonic()
-        if now - self._since >= _SUMMARY_SECONDS:
-            waited = self._waited()
-            sums: dict[str, Any] = {name: self._sums[name] for name in ("durable", "superseded", "failed", "nbytes")}
-            sums |= {"seconds": now - self._since, "stall": waited - self._waited_then}
-            lines.append((logging.INFO, "summary", _SUMMARY, sums))
-            self._sums.clear()
-            self._since, self._waited_then = now, waited
+        if kind not in (Durable, Superseded, Failed, Waited):
+            return lines
+        with self._lock:
+            now = time.monotonic()
+            if kind is Waited:
+                if fields["seconds"] > _LONG_SECONDS and now - self._held_up >= _SUMMARY_SECONDS:
+                    self._held_up = now
+                    lines.append((logging.WARNING, "held_up", _HELD_UP, dict(fields)))
+                return lines
+            self._sums[kind.name] += 1
+            if kind is Durable:
+                self.nbytes += fields["nbytes"]
+                self._sums["nbytes"] += fields["nbytes"]
+            if kind is not Failed:
+                self._last.append(kind is Superseded)
+            superseded, before = sum(self._last), self._burst
+            self._burst = superseded > _LAST // (4 if before else 2)
+            if self._burst and not before:
+                said = {"count": superseded, "last": len(self._last)}
+                lines.append((logging.WARNING, "superseded_burst", _BURST, said))
+            if now - self._since >= _SUMMARY_SECONDS:
+                waited = self._waited()
+                sums = {name: self._sums[name] for name in ("durable", "superseded", "failed", "nbytes")}
+                times = {"seconds": now - self._since, "stall": waited - self._waited_then}
+                lines.append((logging.INFO, "summary", _SUMMARY, {**sums, **times}))
+                self._sums.clear()
+                self._since, self._waited_then = now, waited
         return lines
-
-    def _look_for_burst(self) -> list[_Line]:
-        superseded = sum(self._last)
-        if self._burst:
-            self._burst = superseded > _LAST // 4
-        elif superseded > _LAST // 2:
-            self._burst = True
-            said = {"count": superseded, "last": len(self._last)}
-            return [(logging.WARNING, "superseded_burst", _BURST, said)]
-        return []
 
 
 def reading_progress(callback: ReadProgress | None, nbytes: int) -> Callable[[int], None]:

@@ -13,13 +13,8 @@ def fill_standard_files() -> None:
     The next file that is opened would get such a number: a slot that whoever reports an error on descriptor 2 writes
     into, or a descriptor of uvloop's, which ends the process when it is to close one of these.
     """
-    while not all(map(_is_open, range(3))):
-        os.set_inheritable(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC), True)
-
-
-def _is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:  # the lowest number that is free is the one that is opened
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC), True)

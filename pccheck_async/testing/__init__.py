@@ -27,20 +27,7 @@ from pccheck_async.testing.medium_conformance import MEDIUM_CHECKS
 from pccheck_async.testing.power_loss import Image, Snapshot, power_loss_images
 
 __all__ = [
-    "ATOM",
-    "CHANGES",
-    "MEDIUM_CHECKS",
-    "Access",
-    "CrashDisk",
-    "CrashMapping",
-    "CrashWriter",
-    "FailingWriter",
-    "Image",
-    "ImageWriter",
-    "MappedCrashWriter",
-    "Snapshot",
-    "StuckWriter",
-    "ThrottledWriter",
-    "WrappingWriter",
+    "ATOM", "CHANGES", "MEDIUM_CHECKS", "Access", "CrashDisk", "CrashMapping", "CrashWriter", "FailingWriter", "Image",
+    "ImageWriter", "MappedCrashWriter", "Snapshot", "StuckWriter", "ThrottledWriter", "WrappingWriter",
     "power_loss_images",
-]
+]  # fmt: skip

@@ -206,17 +206,16 @@ class CrashDisk:
             landed.apply(file.volatile)
             file.unflushed = [landed if each is submitted else each for each in file.unflushed]
 
-    def submit_flush(self, file: Inode) -> list[Change]:
+    def submit_flush(self, file: Inode) -> set[Change]:
         """Start a flush and return what it covers: the changes that are complete now."""
         with self._guard:
-            return [change for change in file.unflushed if change.completed]
+            return {change for change in file.unflushed if change.completed}
 
-    def complete_flush(self, file: Inode, covered: list[Change]) -> None:
+    def complete_flush(self, file: Inode, covered: set[Change]) -> None:
         """End a flush: what it covers is durable."""
         with self._guard:
-            known = {id(change) for change in covered}
-            file.durable = replay(file.durable, (c for c in file.unflushed if id(c) in known))
-            file.unflushed = [change for change in file.unflushed if id(change) not in known]
+            file.durable = replay(file.durable, (c for c in file.unflushed if c in covered))
+            file.unflushed = [change for change in file.unflushed if change not in covered]
 
     def split(self, file: Inode, begin: int, end: int, unit: int) -> list[Change]:
         """Return the changes of a file within [begin, end), those of which only a part is there cut at units."""
@@ -245,11 +244,10 @@ class CrashDisk:
     def complete_sync(self, covered: list[FolderChange]) -> None:
         """End to sync the folder: what that covers is durable."""
         with self._guard:
-            known = {id(entry) for entry in covered}
             for entry in self._pending:
-                if id(entry) in known:
+                if entry in covered:
                     entry.apply(self._durable_names)
-            self._pending = [entry for entry in self._pending if id(entry) not in known]
+            self._pending = [entry for entry in self._pending if entry not in covered]
 
     def try_lock(self, file: Inode, holder: object, *, shared: bool) -> bool:
         """``flock`` without waiting; a lock that is held is converted."""
@@ -400,7 +398,7 @@ class CrashWriter(StepwiseMedium):
         return len(data)
 
     async def flush(self, file: File) -> None:
-        def begin(_: None) -> tuple[Inode, list[Change]]:
+        def begin(_: None) -> tuple[Inode, set[Change]]:
             inode = self._inode(file)
             return inode, self.disk.submit_flush(inode)
 

@@ -7,18 +7,20 @@ import errno
 import heapq
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from pccheck_async.errors import StoreFullError, read_error, write_error
-from pccheck_async.medium import File, Medium, MediumFacts, MediumStatistics, StepwiseMedium
+from pccheck_async.medium import File, Medium, MediumStatistics, StepwiseMedium
 from pccheck_async.transfer import uninterrupted
 
 __all__ = ["CHANGES", "Access", "FailingWriter", "StuckWriter", "ThrottledWriter", "WrappingWriter"]
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 CHANGES = frozenset(("flush", "remove", "replace", "reserve", "sync_names", "write"))
 """The kinds of access that change what is on storage, or make it durable."""
@@ -34,6 +36,19 @@ class Access:
     """The file it is about, empty for the folder."""
     nbytes: int = 0
     """Bytes transferred."""
+
+
+def _passed(method: F) -> F:
+    """Return a method that has ``inner`` do the same, through ``perform``."""
+    kind = method.__name__
+
+    async def call(self: WrappingWriter, *arguments: Any, **options: Any) -> Any:
+        about, last = (arguments[0], arguments[-1]) if arguments else ("", None)
+        name = about.name if isinstance(about, File) else about
+        access = Access(kind, name, len(last) if isinstance(last, bytes | memoryview) else 0)
+        return await self.perform(access, partial(getattr(self.inner, kind), *arguments, **options))
+
+    return cast(F, call)
 
 
 class WrappingWriter(StepwiseMedium):
@@ -58,42 +73,18 @@ class WrappingWriter(StepwiseMedium):
         """Let ``call`` happen; every method but ``close``, ``abandon`` and ``statistics`` comes through here."""
         return await call()
 
-    async def prepare(self, *, create: bool) -> MediumFacts:
-        return await self.perform(Access("prepare"), lambda: self.inner.prepare(create=create))
-
-    async def names(self) -> list[str]:
-        return await self.perform(Access("names"), self.inner.names)
-
-    async def read_small(self, name: str) -> bytes | None:
-        return await self.perform(Access("read_small", name), lambda: self.inner.read_small(name))
-
-    async def replace(self, name: str, data: bytes, *, keep_as: str = "") -> None:
-        call = partial(self.inner.replace, name, data, keep_as=keep_as)
-        await self.perform(Access("replace", name, len(data)), call)
-
-    async def remove(self, name: str) -> None:
-        await self.perform(Access("remove", name), lambda: self.inner.remove(name))
-
-    async def sync_names(self) -> None:
-        await self.perform(Access("sync_names"), self.inner.sync_names)
-
-    async def reserve(self, name: str, nbytes: int) -> File:
-        return await self.perform(Access("reserve", name), lambda: self.inner.reserve(name, nbytes))
-
-    async def open(self, name: str, *, writable: bool) -> File:
-        return await self.perform(Access("open", name), lambda: self.inner.open(name, writable=writable))
-
-    async def lock(self, file: File, *, shared: bool = False) -> bool:
-        return await self.perform(Access("lock", file.name), lambda: self.inner.lock(file, shared=shared))
-
-    async def unlock(self, file: File) -> None:
-        await self.perform(Access("unlock", file.name), lambda: self.inner.unlock(file))
-
-    async def write(self, file: File, offset: int, data: memoryview) -> None:
-        await self.perform(Access("write", file.name, len(data)), lambda: self.inner.write(file, offset, data))
-
-    async def read(self, file: File, offset: int, into: memoryview) -> int:
-        return await self.perform(Access("read", file.name, len(into)), lambda: self.inner.read(file, offset, into))
+    prepare = _passed(Medium.prepare)
+    names = _passed(Medium.names)
+    read_small = _passed(Medium.read_small)
+    replace = _passed(Medium.replace)
+    remove = _passed(Medium.remove)
+    sync_names = _passed(Medium.sync_names)
+    reserve = _passed(Medium.reserve)
+    open = _passed(Medium.open)
+    lock = _passed(Medium.lock)
+    unlock = _passed(Medium.unlock)
+    write = _passed(Medium.write)
+    read = _passed(Medium.read)
 
     async def flush(self, file: File) -> None:
         await self.perform(Access("flush", file.name), lambda: self.inner.make_durable([(file, ())]))
@@ -195,7 +186,7 @@ class StuckWriter(WrappingWriter):
         self._changed = threading.Condition()
         self._kinds = frozenset(kinds)
         self._passing = after
-        self._waiting: dict[asyncio.Future[None], Access] = {}
+        self._waiting: dict[Callable[[], object], Access] = {}  # by what lets them go on
 
     @property
     def stuck(self) -> list[Access]:
@@ -215,8 +206,8 @@ class StuckWriter(WrappingWriter):
             if not hold_on:
                 self._kinds = frozenset()
             waiting, self._waiting = self._waiting, {}
-        for future in waiting:
-            future.get_loop().call_soon_threadsafe(_release_one, future)
+        for go_on in waiting:
+            go_on()
 
     def wait_stuck(self, count: int = 1, timeout: float | None = 30.0) -> None:
         """Block until ``count`` operations hang. Raises TimeoutError after ``timeout`` seconds."""
@@ -231,22 +222,17 @@ class StuckWriter(WrappingWriter):
             if chosen:
                 self._passing -= 1
             if stuck:
-                gate = asyncio.get_running_loop().create_future()
-                self._waiting[gate] = access
+                gate = asyncio.Event()
+                self._waiting[partial(asyncio.get_running_loop().call_soon_threadsafe, gate.set)] = access
                 self._changed.notify_all()
         if not stuck:
             return await call()
 
         async def hang() -> T:
-            await gate
+            await gate.wait()
             return await call()
 
         return await uninterrupted(hang())
-
-
-def _release_one(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 class ThrottledWriter(WrappingWriter):
@@ -276,18 +262,19 @@ class ThrottledWriter(WrappingWriter):
         self._per_stream = per_stream
         self._total = total
         self._per_request = per_request
-        self._lanes = [0.0] * requests
-        """When each of the transfers that are worked on at a time ends; a heap."""
-        self._free_at: dict[str | None, float] = {}
-        """When each file, and the device (None), has done what was submitted to it: loop time in seconds."""
+        # When what was submitted will be done, in seconds of the loop's clock: of each transfer worked on at a time (a
+        # heap), of the device, and of each file.
+        self._requests = [0.0] * requests
+        self._device = [0.0]
+        self._files: defaultdict[str, list[float]] = defaultdict(lambda: [0.0])
 
     async def perform(self, access: Access, call: Callable[[], Awaitable[T]]) -> T:
         if access.kind not in ("read", "write"):
             return await call()
         end = max(
-            self._reserve(access.name, access.nbytes, self._per_stream),
-            self._reserve(None, access.nbytes, self._total),
-            self._reserve_lane(access.nbytes),
+            _queue(self._files[access.name], access.nbytes, self._per_stream),
+            _queue(self._device, access.nbytes, self._total),
+            _queue(self._requests, access.nbytes, self._per_request),
         )
 
         async def transfer() -> T:
@@ -297,13 +284,9 @@ class ThrottledWriter(WrappingWriter):
 
         return await uninterrupted(transfer())
 
-    def _reserve(self, stream: str | None, nbytes: int, bandwidth: float | None) -> float:
-        start = max(asyncio.get_running_loop().time(), self._free_at.get(stream, 0.0))
-        self._free_at[stream] = start + (nbytes / bandwidth if bandwidth else 0.0)
-        return self._free_at[stream]
 
-    def _reserve_lane(self, nbytes: int) -> float:
-        start = max(asyncio.get_running_loop().time(), self._lanes[0])
-        end = start + (nbytes / self._per_request if self._per_request else 0.0)
-        heapq.heapreplace(self._lanes, end)
-        return end
+def _queue(ends: list[float], nbytes: int, bandwidth: float | None) -> float:
+    """Queue a transfer behind the first of ``ends``, a heap; return when it will be done."""
+    end = max(asyncio.get_running_loop().time(), ends[0]) + (nbytes / bandwidth if bandwidth else 0.0)
+    heapq.heapreplace(ends, end)
+    return end

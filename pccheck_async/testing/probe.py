@@ -15,9 +15,6 @@ __all__ = ["Probe", "probe"]
 class Probe:
     """The parts of one engine; those of an open engine raise ClosedError where it was never opened.
 
-    Args:
-        engine: A ``CheckpointEngine`` or ``SyncCheckpointEngine``.
-
     Attributes:
         core: The engine without its facade: state, counts, guard, checkpoints in flight, loop.
         training: What it knows of training: policy, step contexts, preemption.
@@ -58,6 +55,4 @@ class Probe:
         self.loop.stop()
 
 
-def probe(engine: EngineBase) -> Probe:
-    """Return the parts of an engine that tests may look at."""
-    return Probe(engine)
+probe = Probe

@@ -69,12 +69,6 @@ class _Watched:
     patience: int = PATIENCE  # contexts until gradients that it does not use are ignored
     ignored: bool = False  # whether they are
 
-    def begin(self, context: int) -> None:
-        """Note that a step begins: an optimizer that was ignored for making none merely has long windows."""
-        length = context - self.last
-        if self.ignored and length >= self.patience:
-            self.ignored, self.patience = False, max(2 * length, PATIENCE + 1)
-
 
 class Accumulation:
     """Watches the attached optimizers, and those in the state, for the ends of windows.
@@ -185,8 +179,10 @@ class Accumulation:
         return all(self._watched[optimizer].ignored for optimizer in waiting)
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if (this := self._watched.get(optimizer)) is not None:
-            this.begin(self._context)
+        this = self._watched.get(optimizer)
+        if this is not None and this.ignored and (length := self._context - this.last) >= this.patience:
+            # One that was ignored for making no step merely has long windows.
+            this.ignored, this.patience = False, max(2 * length, PATIENCE + 1)
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         if (this := self._watched.get(optimizer)) is not None:

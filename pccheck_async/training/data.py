@@ -8,6 +8,7 @@ import operator
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
@@ -32,19 +33,12 @@ def mix(*parts: int | str) -> int:
 
 
 class Order:
-    """The samples of every epoch in order, one slice at a time.
-
-    Args:
-        size: Samples in an epoch.
-        seed: What the orders are drawn from, together with the epoch.
-        shuffle: True draws ``torch.randperm``: 8 bytes per sample are kept, and the first slice of an epoch takes time
-            in proportion to ``size``. "keyed" keeps nothing and takes that time for no slice. False counts.
-    """
+    """The samples of every epoch in order, one slice at a time (see :class:`ResumableSampler` for the arguments)."""
 
     def __init__(self, size: int, seed: int, shuffle: Shuffle) -> None:
         self.size, self.seed, self.shuffle = size, seed, shuffle
         self._epoch = -1
-        self._drawn: torch.Tensor | KeyedPermutation
+        self._drawn: KeyedPermutation | npt.NDArray[np.int64]  # for that epoch
 
     def indices(self, epoch: int, start: int, stop: int) -> list[int]:
         """Return the samples at the positions from ``start`` up to ``stop`` of an epoch."""
@@ -52,17 +46,14 @@ class Order:
             return list(range(start, stop))
         if self._epoch != epoch:
             self._drawn, self._epoch = self._draw(epoch), epoch
-        drawn: Any = self._drawn
-        keyed = isinstance(drawn, KeyedPermutation)
-        samples = drawn(np.arange(start, stop, dtype=np.uint64)) if keyed else drawn[start:stop]
-        return cast(list[int], samples.tolist())
+        return cast(list[int], self._drawn[np.arange(start, stop, dtype=np.uint64)].tolist())
 
-    def _draw(self, epoch: int) -> torch.Tensor | KeyedPermutation:
+    def _draw(self, epoch: int) -> KeyedPermutation | npt.NDArray[np.int64]:
         key = mix("order", self.seed, epoch)
         if self.shuffle == "keyed":
             return KeyedPermutation(self.size, key)
         generator = torch.Generator("cpu").manual_seed(key)
-        return torch.randperm(self.size, generator=generator, device="cpu")  # whatever the default device
+        return torch.randperm(self.size, generator=generator, device="cpu").numpy()  # whatever the default device
 
 
 class KeyedPermutation:
@@ -83,7 +74,7 @@ class KeyedPermutation:
             (np.uint64(mix(key, number, "left")), np.uint64(mix(key, number, "right"))) for number in range(self.ROUNDS)
         ]
 
-    def __call__(self, positions: Positions) -> Positions:
+    def __getitem__(self, positions: Positions) -> Positions:
         """Return what stands at these positions, all of them below ``size``."""
         found = self._permute(positions)
         while len(beyond := np.flatnonzero(found >= self.size)):
@@ -376,7 +367,7 @@ class ResumableLoader:
             collate = dataloader_kwargs.get("collate_fn") or default_collate
             dataset = _Seeded(dataset, self.sampler.seed, collate)
             dataloader_kwargs["collate_fn"] = _as_it_is
-            dataloader_kwargs["worker_init_fn"] = _Introduce(dataloader_kwargs.get("worker_init_fn"))
+            dataloader_kwargs["worker_init_fn"] = partial(_introduce, dataloader_kwargs.get("worker_init_fn"))
         self._loader: DataLoader[Any] = DataLoader(
             cast(Dataset[Any], dataset),  # a list will do
             batch_sampler=_Feed(self.sampler, seed_samples),
@@ -425,9 +416,6 @@ class _Feed:
     def __init__(self, sampler: ResumableSampler, with_epoch: bool) -> None:
         self._sampler, self._with_epoch = sampler, with_epoch
 
-    def __len__(self) -> int:
-        return len(self._sampler)
-
     def __iter__(self) -> Iterator[Any]:
         epoch = self._sampler.epoch
         # Persistent workers outlive the epoch that they were started in, so the epoch travels with the indices.
@@ -466,19 +454,12 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-class _Introduce:
-    """Lets code in a worker find the user's own dataset, not its wrapper, in ``get_worker_info()``."""
-
-    def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
-        self._worker_init_fn = worker_init_fn
-
-    def __call__(self, worker: int) -> None:
-        info = get_worker_info()
-        assert info is not None
-        assert isinstance(info.dataset, _Seeded)
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # it refuses plain assignments
-        if self._worker_init_fn is not None:
-            self._worker_init_fn(worker)
+def _introduce(worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
+    """Let code in a worker find the user's own dataset, not its wrapper, in ``get_worker_info()``."""
+    info: Any = get_worker_info()
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # it refuses plain assignments
+    if worker_init_fn is not None:
+        worker_init_fn(worker)
 
 
 @contextmanager

@@ -160,20 +160,15 @@ class _Signals:
 
     def _watch_time(self, request: _Request) -> None:
         name = _name(request.signum)
-        write(
-            logging.WARNING,
-            "preemption",
-            "got %s: saving once more after this training step, then the process goes, in %g s at the latest",
-            name,
-            request.seconds,
-        )
+        text = "got %s: saving once more after this training step, then the process goes, in %g s at the latest"
+        write(logging.WARNING, "preemption", text, name, request.seconds)
         for each in request.asked:
-            each.limit(request.until)
+            each.end_last_drains_at(request.until)
         request.wait_woken()
         if not request.claim():
             return
         for each in request.asked:
-            each.limit(time.monotonic())
+            each.end_last_drains_at(time.monotonic())
         why = f"{name} came again" if request.again else f"{request.seconds:g} s after {name}"
         for each in [each for each in request.asked if each.in_use and not each.finished] or request.asked:
             each.write("%s: the process goes now; nothing newer than %s", why, each.newest)
@@ -272,16 +267,16 @@ class Preemption:
         step = self._engine.newest_step
         return f"{'no checkpoint' if step is None else f'the checkpoint of step {step}'} is in {self._engine.path}"
 
-    def limit(self, until: float) -> None:
+    def end_last_drains_at(self, until: float) -> None:
         """Let the engine's last drain end at a time, in seconds of the monotonic clock."""
         self.limited = True
-        self._engine.limit(until)
+        self._engine.end_last_drains_at(until)
 
     def go_on(self) -> None:
         """Note that the engine is used: where a previous handler let the process stay, drains may take their time."""
         if self.limited and self.request is not None and self.request.left:
             self.limited = False
-            self._engine.limit(None)
+            self._engine.end_last_drains_at(None)
 
     def finish(self) -> None:
         """Note that this engine did what it could, and let the process go when all did that."""
@@ -314,11 +309,10 @@ class Preemption:
         if not go:
             _signals.drop(request)
             return
-        name = _name(request.signum)
         if failure is not None:
-            self.write("%s: gave up: %s; nothing newer than %s", name, failure, self.newest)
+            self.say("gave up: %s; nothing newer than %s", failure, self.newest)
         elif not self.finished:
-            self.write("%s: the engine was closed; %s; the process goes", name, self.newest)
+            self.say("the engine was closed; %s; the process goes", self.newest)
         _signals.let_go(request)
 
     def _others(self, request: _Request) -> bool:

@@ -81,10 +81,9 @@ class TrainingRun(TrainingHooks):
         self._accumulation = Accumulation(core.guard, core.path)
         self._last_finished: TrainingStep | None = None  # None too where the state is that of no finished step
         self._reached: set[tuple[int, bool]] = set()  # storages and tensors, since it ended; to write there?
-        self._report: StepReport | None = None
         self._reported_stall = 0.0
         self._due = False
-        self._waited: int | None = 0  # steps since it was due; None where nothing is left to say about that
+        self._waited = 0  # steps in a row that no attached optimizer made one in while it was due
         self._said: tuple[int | None, str] | None = None
         self._state_seen = False
         core.training = self
@@ -96,16 +95,10 @@ class TrainingRun(TrainingHooks):
         return self._policy.decision()
 
     @property
-    def last_report(self) -> StepReport | None:
-        return self._report
-
-    @property
     def patience(self) -> float | None:
         return self.preemption.patience
 
     def before_checkpoint(self) -> bool:
-        if self.preemption.request is None:
-            return False
         self.preemption.go_on()
         return self.preemption.pending
 
@@ -130,8 +123,8 @@ class TrainingRun(TrainingHooks):
             self.core.guard.attach(optimizer)
             self._accumulation.watch(optimizer)
 
-    def begin(self, this: TrainingStep) -> None:
-        """Note the beginning of a training step."""
+    def begin(self, this: TrainingStep) -> TrainingStep:
+        """Note the beginning of a training step, and return it."""
         core = self.core
         core.check_alive()
         self.preemption.in_use = True
@@ -147,6 +140,7 @@ class TrainingRun(TrainingHooks):
         this.stall_then = core.stalls.seconds
         this.in_flight = len(core.in_flight)
         this.began = time.monotonic()
+        return this
 
     def end(self, this: TrainingStep, *, failed: bool) -> bool:
         """Note the end of a training step; return whether to checkpoint now, and train on.
@@ -173,17 +167,17 @@ class TrainingRun(TrainingHooks):
     def note(self, this: TrainingStep, pending: PendingCheckpoint) -> None:
         """Note the checkpoint that was taken after a step."""
         this.pending = pending
-        if pending.skipped and self._report is not None:
-            self._policy.skipped(self._report)
+        if pending.skipped and self.last_report is not None:
+            self._policy.skipped(self.last_report)
 
     def save_and_go(self, this: TrainingStep) -> Handoff:
         """Save this step unless that was done, drain until the deadline, and let the process go."""
         core, preemption, start = self.core, self.preemption, time.perf_counter()
         try:
             if this.pending is None or this.pending.skipped:
-                this.pending, _ = core.admit(this.state, this.step, this.metadata)
+                this.pending, _ = core.start_checkpoint(this.state, this.step, this.metadata)
             pending = this.pending
-            yield core.assembly.scheduler.drain(last=True)
+            yield core.wait_ended(last=True)
             core.stalls.note_call(pending, start)
             info = pending.result(0)
         except TimeoutError:
@@ -206,7 +200,7 @@ class TrainingRun(TrainingHooks):
         stall = core.stalls.seconds
         for saved in core.in_flight.take_reports():
             self._policy.saved(saved)
-        report = self._report = StepReport(
+        report = self.last_report = StepReport(
             step=this.step,
             now=now,
             seconds=max(0.0, now - this.began - (stall - this.stall_then)),
@@ -224,21 +218,15 @@ class TrainingRun(TrainingHooks):
             return False
         if not this.whole:
             self._policy.skipped(report)
-            if self._accumulation.lacks_step:
-                self._look_for_steps(this)
-            elif self._waited is not None:
-                self._waited = 0
-            return False
-        self._due = False
-        self._waited = None if self._waited is None else 0
-        return True
+        self._look_for_steps(this)
+        self._due = not this.whole
+        return this.whole
 
     def _look_for_steps(self, this: TrainingStep) -> None:
-        if self._waited is None:
+        if self._waited == _LONG_WINDOW:  # it was said
             return
-        self._waited += 1
+        self._waited = self._waited + 1 if self._accumulation.lacks_step else 0
         if self._waited == _LONG_WINDOW:
-            self._waited = None
             text = (
                 "nothing is saved: a checkpoint is due, and in the last %d contexts of engine.step no attached "
                 "optimizer made a step; attach the one that trains, unless this window of gradient accumulation is "
@@ -264,7 +252,7 @@ class TrainingRun(TrainingHooks):
                 yield from self._save_last_step(well=well)
         except BaseException as error:
             if not isinstance(error, Exception):  # cancelled: as in closing, what is in flight is not waited for
-                yield core.assembly.scheduler.cancel_all()
+                yield core.cancel_all()
             try:
                 yield from core.close()
             except Exception as failure:  # noqa: BLE001 - told with the first one
@@ -278,11 +266,13 @@ class TrainingRun(TrainingHooks):
             return
         newest = core.in_flight.newest
         if newest is not None and newest.counter > last.counter and newest.step >= last.step:
-            yield core.assembly.scheduler.drain(last=True)
+            yield core.wait_ended(last=True)
             if not newest.failed:
                 return
         if self._is_as_it_was(last, well=well):
-            core.admit(last.state, last.step, last.metadata, last=True)  # closing waits for it, and tells its failure
+            core.start_checkpoint(
+                last.state, last.step, last.metadata, last=True
+            )  # closing waits for it, and tells its failure
 
     def _is_as_it_was(self, this: TrainingStep, *, well: bool) -> bool:
         """Whether the state is still that of the end of this step, as far as can be told; else say what happened.
@@ -327,10 +317,6 @@ class _Context:
         self._this = this
         self._checkpoint = checkpoint
 
-    def _begin(self) -> TrainingStep:
-        self._training.begin(self._this)
-        return self._this
-
     def _take(self) -> Any:
         this, overlap = self._this, bool(self._training.core.guard.optimizers)
         return self._checkpoint(this.state, step=this.step, metadata=this.metadata, overlap=overlap)
@@ -344,7 +330,7 @@ class StepContext(_Context):
     """What ``SyncCheckpointEngine.step`` returns."""
 
     def __enter__(self) -> TrainingStep:
-        return self._begin()
+        return self._training.begin(self._this)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -365,7 +351,7 @@ class AsyncStepContext(_Context):
     """What ``CheckpointEngine.step`` returns."""
 
     async def __aenter__(self) -> TrainingStep:
-        return self._begin()
+        return self._training.begin(self._this)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

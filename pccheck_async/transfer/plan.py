@@ -16,6 +16,7 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from pccheck_async.format import align
 from pccheck_async.format.manifest import ALIGNMENT, MIN_BLOCK, StorageEntry
 from pccheck_async.state import HOST, Layout, PackedSource, Sources, Targets
 
@@ -98,7 +99,7 @@ class Planner:
         self.misses += 1
         storages = self._place(layout.storage_nbytes, {*layout.breaks})
         end = storages[-1].offset + storages[-1].nbytes if storages else 0
-        payload_nbytes = _align(end, self.block_bytes)
+        payload_nbytes = align(end, self.block_bytes)
         bounds = [0, *(storages[number].offset for number in layout.breaks), payload_nbytes]
         plan = Plan(storages, self._cut(storages, extents, bounds), payload_nbytes)
         self._last = sizes, extents, plan
@@ -108,7 +109,7 @@ class Planner:
         storages = []
         cursor = 0
         for number, nbytes in enumerate(sizes):
-            cursor = _align(cursor, self.block_bytes if nbytes >= _LARGE or number in breaks else ALIGNMENT)
+            cursor = align(cursor, self.block_bytes if nbytes >= _LARGE or number in breaks else ALIGNMENT)
             storages.append(StorageEntry(cursor, nbytes))
             cursor += nbytes
         return tuple(storages)
@@ -154,11 +155,7 @@ def segments(chunk: Chunk, sources: Sources) -> Segments:
 
 
 def scatter_segments(chunk_offset: int, chunk_nbytes: int, targets: Targets) -> Segments:
-    """Return what takes the bytes of a chunk, which lies at ``chunk_offset`` in the payload.
-
-    Returns:
-        Segments in any order, which may overlap; none if no target has bytes in the chunk: it need not be read.
-    """
+    """Return what takes the bytes of a chunk, in any order and maybe overlapping; none: it need not be read."""
     return _by_device(*targets.segments(chunk_offset, chunk_nbytes))
 
 
@@ -168,7 +165,3 @@ def _by_device(raw: Table, devices: npt.NDArray[np.int32] | None, packed: Sequen
     tables = {device: raw[devices == device] for device in np.unique(devices).tolist()}
     host = tables.pop(HOST, raw[:0])
     return Segments(host.tobytes(), tables, packed)
-
-
-def _align(value: int, alignment: int) -> int:
-    return -(-value // alignment) * alignment

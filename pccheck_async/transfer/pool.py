@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
-from pccheck_async.transfer.limiter import Limiter, Permit
 from pccheck_async.transfer.memory import aligned_buffer
 
 __all__ = ["BufferLease", "BufferPool", "Pinning", "PoolStatistics"]
@@ -35,7 +35,6 @@ class PoolStatistics:
     """Use of the staging memory; ``touched`` buffers were ever used or pinned, and so occupy physical memory."""
 
     buffer_bytes: int
-    buffers: int
     touched: int
     in_use: int
     peak: int
@@ -45,24 +44,26 @@ class PoolStatistics:
 class BufferLease:
     """A staging buffer leased to one owner, released exactly once. ``view`` is all of its memory."""
 
-    __slots__ = ("_permit", "_pool", "index", "view")
+    __slots__ = ("_pool", "index", "view")
 
-    def __init__(self, pool: BufferPool, permit: Permit, index: int, view: memoryview) -> None:
-        self._pool = pool
-        self._permit = permit
+    def __init__(self, pool: BufferPool, index: int, view: memoryview) -> None:
+        self._pool: BufferPool | None = pool
         self.index = index
         self.view = view
 
     def release(self) -> None:
         """Return the buffer to the pool; nothing reads or writes it any more. Raises RuntimeError the second time."""
-        self._permit.release()
-        self._pool._free.append(self.index)
+        pool, self._pool = self._pool, None
+        if pool is None:
+            raise RuntimeError("the buffer was released before")
+        pool._give(self.index)
 
 
 class BufferPool:
     """At most ``nbytes`` of staging memory in buffers of ``buffer_bytes``; physical memory is taken on first use.
 
-    The buffer released last is leased first: a state smaller than the pool touches only the memory it needs.
+    The buffer released last is leased first: a state smaller than the pool touches only the memory it needs. Waiting
+    tasks are served first come, first served: a buffer that is released is theirs at once.
 
     ``pinning`` pins buffers before their first use, several at a time; :meth:`close` unpins them.
     """
@@ -74,9 +75,9 @@ class BufferPool:
         self.nbytes = count * buffer_bytes
         self.buffer_bytes = buffer_bytes
         self._view = aligned_buffer(count * buffer_bytes)
-        self._limiter = Limiter(count)
         self._free = list(range(count - 1, -1, -1))
-        self._touched = 0
+        self._waiters: deque[asyncio.Future[int]] = deque()
+        self._touched = self._peak = self._waited = 0
         self._pinning = pinning
         self._pinned = 0  # buffers, from the first one on
         self._turn = asyncio.Lock()
@@ -84,15 +85,26 @@ class BufferPool:
     @property
     def available(self) -> int:
         """Buffers that could be leased without waiting."""
-        return self._limiter.available
+        return len(self._free)
 
     async def lease(self) -> BufferLease:
-        """Wait for a buffer, first come, first served. Cancellation: leases nothing."""
-        permit = await self._limiter.acquire()
-        index = self._free.pop()
+        """Wait for a buffer. Cancellation: leases nothing; one given at the same moment goes to the next who waits."""
+        if self._free:
+            index = self._free.pop()
+            self._peak = max(self._peak, self._in_use())
+        else:
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            self._waited += 1
+            try:
+                index = await waiter
+            except asyncio.CancelledError:
+                if waiter.done() and not waiter.cancelled():
+                    self._give(waiter.result())
+                raise
         self._touched = max(self._touched, index + 1)
         start = index * self.buffer_bytes
-        lease = BufferLease(self, permit, index, self._view[start : start + self.buffer_bytes])
+        lease = BufferLease(self, index, self._view[start : start + self.buffer_bytes])
         if self._pinning is not None and self._pinning.active and index >= self._pinned:
             try:
                 await self._pin(self._pinning, index)
@@ -109,8 +121,19 @@ class BufferPool:
 
     def statistics(self) -> PoolStatistics:
         """Return the current use."""
-        use = self._limiter
-        return PoolStatistics(self.buffer_bytes, use.permits, self._touched, use.in_use, use.peak, use.waited)
+        return PoolStatistics(self.buffer_bytes, self._touched, self._in_use(), self._peak, self._waited)
+
+    def _in_use(self) -> int:
+        return self.nbytes // self.buffer_bytes - len(self._free)
+
+    def _give(self, index: int) -> None:
+        """Give a buffer to the first task that still waits for one, if there is any."""
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(index)
+                return
+        self._free.append(index)
 
     async def _pin(self, pinning: Pinning, index: int) -> None:
         """Pin slabs, each as large as all before it, until a buffer is in one."""

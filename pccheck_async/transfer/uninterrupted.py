@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-__all__ = ["first_failure", "to_its_end", "uninterrupted"]
+__all__ = ["Tasks", "to_its_end", "uninterrupted"]
 
 T = TypeVar("T")
 
@@ -49,17 +49,14 @@ class _End(asyncio.Future[object]):
         return False
 
 
-def first_failure(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the group's first error; the others become notes on it, so that nothing is lost."""
-    first, *others = _leaves(group)
-    for other in others:
-        first.add_note(f"also failed at the same time: {type(other).__name__}: {other}")
-    return first
+class Tasks(asyncio.TaskGroup):
+    """Tasks that end together: one failure ends the others, and is raised; what failed as well becomes notes on it."""
 
-
-def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(error)
-        else:
-            yield error
+    async def __aexit__(self, *raised: Any) -> None:
+        try:
+            await super().__aexit__(*raised)
+        except BaseExceptionGroup as group:
+            first, *others = group.exceptions
+            for other in others:
+                first.add_note(f"also failed at the same time: {type(other).__name__}: {other}")
+            raise first from first.__cause__

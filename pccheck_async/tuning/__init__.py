@@ -5,16 +5,6 @@ It may import: training and what is below.
 
 from pccheck_async.tuning.choice import Point
 from pccheck_async.tuning.tuned import Measurement, TunedSettings, Tuning, read_tuning
-from pccheck_async.tuning.tuner import Progress, checkpoint_bytes, tune, tune_blocking
+from pccheck_async.tuning.tuner import Progress, checkpoint_bytes, tune
 
-__all__ = [
-    "Measurement",
-    "Point",
-    "Progress",
-    "TunedSettings",
-    "Tuning",
-    "checkpoint_bytes",
-    "read_tuning",
-    "tune",
-    "tune_blocking",
-]
+__all__ = ["Measurement", "Point", "Progress", "TunedSettings", "Tuning", "checkpoint_bytes", "read_tuning", "tune"]

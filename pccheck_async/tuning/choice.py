@@ -19,16 +19,9 @@ from pccheck_async.format import align
 from pccheck_async.format.record import MOST_ENTRIES
 
 __all__ = [
-    "LEAST_BUFFERS",
-    "Choice",
-    "FittedTimes",
-    "Limits",
-    "Point",
-    "choose",
-    "fit_rounds",
-    "shortages",
+    "LEAST_BUFFERS", "Choice", "FittedTimes", "Limits", "Point", "choose", "fit_rounds", "shortages",
     "staging_bytes",
-]
+]  # fmt: skip
 
 LEAST_BUFFERS = 2
 """Chunks of staging memory without which copying and writing cannot overlap."""
@@ -121,10 +114,7 @@ def shortages(point: Point, limits: Limits, nbytes: int) -> dict[str, str]:
 
 
 def choose(table: Mapping[Point, float], limits: Limits, nbytes: int, noise: float) -> Choice:
-    """Choose the least that is as good as the best.
-
-    Of the points that :class:`Limits` allow, those whose Tw(N)/N is at most ``1 + noise`` times the least are equally
-    good; of them the one with the smallest N, of these with the smallest p, of these with the smallest b.
+    """Choose the least of the points that :class:`Limits` allow of which Tw(N)/N is within the noise of the best.
 
     Args:
         table: Tw in seconds by point.

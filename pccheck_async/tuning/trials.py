@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import os
 import shutil
@@ -21,7 +20,7 @@ from pccheck_async.errors import CheckpointError, StoreLockedError, folder_error
 from pccheck_async.format import align
 from pccheck_async.medium import File, Medium
 from pccheck_async.medium.open_medium import IO, open_session
-from pccheck_async.transfer import PAGE_BYTES, aligned_buffer, first_failure
+from pccheck_async.transfer import PAGE_BYTES, Tasks, aligned_buffer
 from pccheck_async.tuning.choice import Point, staging_bytes
 
 __all__ = ["Disk", "Sample", "Trial", "run_trial", "saves_of_trial", "scratch_folder", "try_disk"]
@@ -85,14 +84,13 @@ async def try_disk(folder: Path, io: IO, *, nbytes: int, seconds: float) -> Disk
         began, busy = time.perf_counter(), time.process_time()
         written = await _write(session.medium, file, data, count, seconds, once=False)
         took, busy = time.perf_counter() - began, time.process_time() - busy
-        await session.medium.close(file)
         await session.medium.remove(_DISK_FILE)
     finally:
         await session.close()
     return Disk(written * chunk / took, min(1.0, busy / took / _DISK_STREAMS))
 
 
-async def _write(writer: Medium, file: File, data: memoryview, chunks: int, seconds: float, *, once: bool) -> int:
+async def _write(medium: Medium, file: File, data: memoryview, chunks: int, seconds: float, *, once: bool) -> int:
     """Write chunk after chunk, over and over or ``once``, for ``seconds``; flush; return how many."""
     end = time.perf_counter() + seconds
     written = 0
@@ -101,28 +99,19 @@ async def _write(writer: Medium, file: File, data: memoryview, chunks: int, seco
         nonlocal written
         while not written or (time.perf_counter() < end and not (once and written == chunks)):
             number, written = written, written + 1
-            await writer.write(file, number % chunks * len(data), data)
+            await medium.write(file, number % chunks * len(data), data)
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(_DISK_STREAMS):
-                group.create_task(stream())
-    except BaseExceptionGroup as error:
-        failure = first_failure(error)
-        raise failure from failure.__cause__
-    await writer.make_durable([(file, ())])
+    async with Tasks() as group:
+        for _ in range(_DISK_STREAMS):
+            group.create_task(stream())
+    await medium.make_durable([(file, ())])
     return written
 
 
 async def run_trial(folder: Path, io: IO, point: Point, sample: Sample, host_memory: int) -> Trial:
-    """Save the sample back to back with an engine at ``point``.
+    """Save the sample back to back with an engine at ``point``, with at most ``host_memory`` bytes of staging memory.
 
-    Args:
-        folder: Of the store, which is created the first time; its slots are written once before it is timed.
-        io: As for :class:`pccheck_async.CheckpointEngine`.
-        point: How to run the engine.
-        sample: What to save.
-        host_memory: Most staging memory in bytes.
+    The store in ``folder`` is created the first time; its slots are written once before it is timed.
     """
     config = EngineConfig(
         max_in_flight=point.max_in_flight,
@@ -181,7 +170,7 @@ async def _save(core: EngineCore, sample: Sample, count: int) -> Trial:
     pendings = []
     for _ in range(count):
         sample.change()
-        pending, start = core.admit(sample.state, None, None)
+        pending, start = core.start_checkpoint(sample.state, None, None)
         await pending.captured()
         captured = captured or time.perf_counter() - start
         pendings.append(pending)
@@ -205,7 +194,9 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
         with ExitStack() as stack:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(_alone(folder))
+                fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                stack.callback(os.close, fd)
+                _lock(fd, folder)
                 made = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=folder, ignore_cleanup_errors=True)
             except OSError as error:
                 raise folder_error(error, folder) from error
@@ -216,20 +207,13 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
                 parent.rmdir()
 
 
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _lock(fd: int, folder: Path) -> None:
     """Lock ``folder`` against other tunings, and remove what one that was killed left there."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StoreLockedError(f"another tuning runs in {folder}; each would measure the other") from None
-        except OSError:
-            pass  # a filesystem that locks no folders: what was left there stays
-        else:
-            for left in folder.glob(_PREFIX + "*"):
-                shutil.rmtree(left, ignore_errors=True)
-        yield
-    finally:
-        os.close(fd)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise StoreLockedError(f"another tuning runs in {folder}; each would measure the other") from None
+    except OSError:
+        return  # a filesystem that locks no folders: what was left there stays
+    for left in folder.glob(_PREFIX + "*"):
+        shutil.rmtree(left, ignore_errors=True)

@@ -13,6 +13,7 @@ import msgspec
 
 from pccheck_async.errors import CorruptStoreError, InvalidTuningError, read_error, write_error
 from pccheck_async.medium.folder import Folder, open_regular
+from pccheck_async.medium.status_file import copied
 from pccheck_async.transfer import available_cores
 from pccheck_async.tuning.choice import Point
 
@@ -96,15 +97,7 @@ class Tuning:
         Raises:
             WriteError: it could not be written; a file that was there is untouched.
         """
-        file = _Stored(
-            version=1,
-            settings=_Settings(**self.settings),
-            cores=self.cores,
-            nbytes=self.nbytes,
-            checkpoint_seconds=self.checkpoint_seconds,
-            bandwidth=self.bandwidth,
-            reasons=dict(self.reasons),
-        )
+        file = copied(_Stored, self, version=1, settings=_Settings(**self.settings), reasons=dict(self.reasons))
         target = _file(path)
         try:
             _replace(target, msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n")

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
-from pccheck_async.engine import EngineConfig, EngineCore, OneLoop, decide
+from pccheck_async.engine import EngineConfig, EngineCore, decide
 from pccheck_async.errors import InfeasibleError, NoCheckpointError
 from pccheck_async.format.manifest import MIN_BLOCK
 from pccheck_async.medium import Medium
@@ -32,7 +32,7 @@ from pccheck_async.tuning.choice import LEAST_BUFFERS, Choice, FittedTimes, Limi
 from pccheck_async.tuning.trials import Sample, Trial, run_trial, saves_of_trial, scratch_folder, try_disk
 from pccheck_async.tuning.tuned import Measurement, TunedSettings, Tuning
 
-__all__ = ["Progress", "checkpoint_bytes", "tune", "tune_blocking"]
+__all__ = ["Progress", "checkpoint_bytes", "tune"]
 
 Progress = Callable[[float, str], None]
 """Called with the part done (0 to 1) and what is being measured, on a thread of the tuner."""
@@ -80,67 +80,14 @@ async def tune(
 ) -> Tuning:
     """Measure the storage under ``path`` and return the settings for checkpoints of ``nbytes`` there.
 
-    Needs no engine and touches no store; a store in ``path`` is left as it is. What it measures lies in a folder inside
-    ``path`` that is removed at the end, also after an error or a cancellation (after a SIGKILL, by the next tuning).
+    Needs no engine and touches no store: arguments and errors are those of
+    :meth:`pccheck_async.CheckpointEngine.tune`. The folder ``path`` need not exist, and then does not exist afterwards.
+    Of ``config`` only ``keep_last`` and ``host_memory`` (the budget) count; ``io`` is no writer, which has one folder.
+    Of a large checkpoint a sample is measured and the times are scaled. It computes, so it has a loop of its own
+    (:class:`pccheck_async.engine.EngineLoop`), on whose thread ``progress`` is called.
 
-    Args:
-        path: Folder of the store; need not exist, and then does not exist afterwards.
-        nbytes: Size of a checkpoint. Of a large one a sample is measured and the times are scaled.
-        config: Its ``keep_last``, and its ``host_memory`` as the budget for staging memory.
-        io: As for :class:`pccheck_async.CheckpointEngine`, but not a writer: one writer has one folder.
-        step_seconds: Time of a training step, for the recommended interval.
-        budget_seconds: About how long it may take; a slow device needs more.
-        progress: Called from another thread with the part done and what is measured.
-
-    Cancellation: ends once every operation ended and the folder is gone.
-
-    Raises:
-        InfeasibleError: nothing fits into the storage or memory there is; names what is missing.
-        StoreLockedError: another tuning runs in this folder.
-        WriteError: the storage failed.
-        ValueError: an argument is out of range.
+    Cancellation: ends once every operation ended and the folder is gone; after a SIGKILL the next tuning removes it.
     """
-    async with OneLoop("pccheck-tune") as loop:
-        return await loop.run(_tune(path, nbytes, config, io, step_seconds, budget_seconds, progress))
-
-
-def tune_blocking(
-    path: str | os.PathLike[str],
-    *,
-    nbytes: int,
-    config: EngineConfig | None = None,
-    io: IO = "auto",
-    step_seconds: float | None = None,
-    budget_seconds: float = 10.0,
-    progress: Progress | None = None,
-) -> Tuning:
-    """Measure and choose, blocking (see :func:`tune`)."""
-    with OneLoop("pccheck-tune") as loop:
-        return loop.call(_tune(path, nbytes, config, io, step_seconds, budget_seconds, progress))
-
-
-def checkpoint_bytes(core: EngineCore, state: Mapping[str, Any] | None, nbytes: int | None) -> int:
-    """Return the size to tune an engine for: ``nbytes``, or that of ``state``, or of the newest checkpoint."""
-    if nbytes is not None:
-        if state is not None:
-            raise ValueError("give state or nbytes, not both")
-        return nbytes
-    if state is not None:
-        return Planner(_MOST.chunk_bytes, MIN_BLOCK).plan(arrange(flatten(state).leaves)).payload_nbytes
-    if not core.infos:
-        raise NoCheckpointError(f"{core.path} has no checkpoint to take the size from; give state or nbytes")
-    return core.infos[0].nbytes
-
-
-async def _tune(
-    path: str | os.PathLike[str],
-    nbytes: int,
-    config: EngineConfig | None,
-    io: IO,
-    step_seconds: float | None,
-    budget_seconds: float,
-    progress: Progress | None,
-) -> Tuning:
     began = time.perf_counter()
     config = config or EngineConfig()
     check_io(io)
@@ -156,9 +103,12 @@ async def _tune(
     cores, memory = available_cores(), available_memory()
     folder = Path(store_path(path))
     free = free_bytes(folder)
+    budget = config.host_memory
+    if budget == "auto":
+        budget = decide(config, block_bytes=PAGE_BYTES, cores=cores, memory=memory).host_memory
     limits = Limits(
         storage_bytes=free + slot_bytes(folder),
-        host_memory=_memory_budget(config, cores, memory),
+        host_memory=budget,
         cores=cores,
         keep_last=config.retention.reserved,
     )
@@ -191,6 +141,19 @@ async def _tune(
         interval=sustained_interval(choice.seconds, in_flight, step_seconds) if step_seconds else None,
         interval_floor=interval_floor(nbytes, bandwidth, step_seconds) if step_seconds else None,
     )
+
+
+def checkpoint_bytes(core: EngineCore, state: Mapping[str, Any] | None, nbytes: int | None) -> int:
+    """Return the size to tune an engine for: ``nbytes``, or that of ``state``, or of the newest checkpoint."""
+    if nbytes is not None:
+        if state is not None:
+            raise ValueError("give state or nbytes, not both")
+        return nbytes
+    if state is not None:
+        return Planner(_MOST.chunk_bytes, MIN_BLOCK).plan(arrange(flatten(state).leaves)).payload_nbytes
+    if not core.infos:
+        raise NoCheckpointError(f"{core.path} has no checkpoint to take the size from; give state or nbytes")
+    return core.infos[0].nbytes
 
 
 @dataclass
@@ -291,7 +254,8 @@ class _Search:
             for point in points if turn % 2 else reversed(points):
                 done = min(1.0, (turn + len(measured) / len(points)) / _PLANNED_ROUNDS)
                 self.part = max(self.part, (line + done) / len(_LINES))
-                self.tell(self.part, _named(point))
+                chunk = f"chunks of {point.chunk_bytes >> 10} KiB"
+                self.tell(self.part, f"{point.max_in_flight} in flight, {point.writers} writer(s), {chunk}")
                 folder = self.space / f"in-flight-{point.max_in_flight}"
                 trial = await run_trial(folder, self.io, point, sample, self.limits.host_memory)
                 measured[point] = Trial(trial.durable * factor, trial.captured * factor)
@@ -308,10 +272,6 @@ class _Search:
         return min(max(wanted, chunks, _LEAST_SAMPLE_BYTES), self.most_sample)
 
 
-def _named(point: Point) -> str:
-    return f"{point.max_in_flight} in flight, {point.writers} writer(s), chunks of {point.chunk_bytes >> 10} KiB"
-
-
 def _power_of_two(most: int) -> int:
     """The largest of at most ``most``, at least 1."""
     return 1 << max(1, most).bit_length() - 1
@@ -323,12 +283,6 @@ def _chunk_bytes(most: int, limits: Limits) -> int:
 
 def _storage_bytes(nbytes: int) -> int:
     return nbytes + _MANIFEST_BYTES
-
-
-def _memory_budget(config: EngineConfig, cores: int, memory: int) -> int:
-    if config.host_memory != "auto":
-        return config.host_memory
-    return decide(config, block_bytes=PAGE_BYTES, cores=cores, memory=memory).host_memory
 
 
 def _check_feasible(limits: Limits, nbytes: int, free: int) -> None:

@@ -7,14 +7,12 @@ import os
 from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from msgspec import structs
 
-from pccheck_async.api import with_session
-from pccheck_async.engine import EngineConfig
+from pccheck_async.api import folder_session, open_reader
 from pccheck_async.errors import DamagedError, NoCheckpointError, StoreError, StoreFullError, StoreLockedError
 from pccheck_async.format import CheckpointInfo, Entry, align, check_step, crc32
 from pccheck_async.format.manifest import encode
@@ -23,16 +21,7 @@ from pccheck_async.medium.filesystem import slot_bytes
 from pccheck_async.medium.open_medium import IO, Session, store_path
 from pccheck_async.store import KeepAll, SlotLease, Store, open_store
 from pccheck_async.transfer import aligned_buffer
-from pccheck_async.upkeep.reading import (
-    LOCK_SECONDS,
-    Held,
-    Progress,
-    Run,
-    check_chunks,
-    hold,
-    open_reader,
-    run_with_session,
-)
+from pccheck_async.upkeep.reading import LOCK_SECONDS, Held, Progress, Run, check_chunks, hold, run
 
 __all__ = ["Removal", "copy_checkpoint", "pin_checkpoint", "remove_checkpoints"]
 
@@ -119,24 +108,25 @@ def pin_checkpoint(path: str | os.PathLike[str], step: int, *, pinned: bool = Tr
 def _with_store(path: str | os.PathLike[str], io: IO, work: Callable[[Store], Coroutine[Any, Any, T]]) -> T:
     """Open an existing store for writing, and never make one."""
 
-    async def change(session: Session) -> T:
-        reader = await open_reader(session, path)
-        committed = len((await reader.record()).entries)
-        await session.medium.close(reader.commit)
-        slots = sum(1 for name in await session.medium.names() if slot_number(name) is not None)
-        free = max(0, slots - committed)  # as many stay free: the trainer reserved them
-        try:
-            store = await open_store(
-                session.medium, path=path, retention=KeepAll(), max_in_flight=free, lock_timeout=LOCK_SECONDS
-            )
-        except StoreLockedError as error:
-            raise StoreLockedError(
-                f"{error}. A trainer that has it open pins with engine.pin(step) and engine.unpin(step); what none of "
-                "its rules keeps goes with its next commit"
-            ) from None
-        return await work(store)
+    async def change() -> T:
+        async with folder_session(path, io) as session:
+            reader = await open_reader(session, path)
+            committed = len((await reader.record()).entries)
+            await session.medium.close(reader.commit)
+            slots = sum(1 for name in await session.medium.names() if slot_number(name) is not None)
+            free = max(0, slots - committed)  # as many stay free: the trainer reserved them
+            try:
+                store = await open_store(
+                    session.medium, path=path, retention=KeepAll(), max_in_flight=free, lock_timeout=LOCK_SECONDS
+                )
+            except StoreLockedError as error:
+                raise StoreLockedError(
+                    f"{error}. A trainer that has it open pins with engine.pin(step) and engine.unpin(step); what none "
+                    "of its rules keeps goes with its next commit"
+                ) from None
+            return await work(store)
 
-    return run_with_session(path, io, change, small=True)
+    return run(change())
 
 
 # -- copying
@@ -184,15 +174,14 @@ def copy_checkpoint(
         if os.path.samefile(source, target):
             raise ValueError(f"{os.fspath(source)} and {os.fspath(target)} are one folder: there is nothing to copy")
 
-    async def read(first: Session) -> CheckpointInfo:
-        async with hold(first, source, step) as held:
-            writing = partial(_copy, held, os.fspath(target), pinned, progress)
-            return await with_session(target, io, writing, EngineConfig())
+    async def copy() -> CheckpointInfo:
+        async with hold(source, step, io) as held, folder_session(target, io) as session:
+            return await _copy(held, session, target, pinned, progress)
 
-    return run_with_session(source, io, read)
+    return run(copy())
 
 
-async def _copy(held: Held, path: str, pinned: bool | None, progress: Progress, session: Session) -> CheckpointInfo:
+async def _copy(held: Held, session: Session, path: str, pinned: bool | None, progress: Progress) -> CheckpointInfo:
     store = await open_store(session.medium, path=path, retention=KeepAll(), max_in_flight=1, lock_timeout=LOCK_SECONDS)
     if len(store.committed.entries) >= MOST_ENTRIES:
         full = f"a commit record names {MOST_ENTRIES} checkpoints: remove some first"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
 from collections.abc import Callable
@@ -15,16 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pccheck_async.api import with_session
-from pccheck_async.engine import EngineConfig
 from pccheck_async.errors import DamagedError
 from pccheck_async.format import CheckpointInfo, check_step, dtypes
 from pccheck_async.format.manifest import TensorEntry
 from pccheck_async.medium.open_medium import IO, Session
 from pccheck_async.state import StoredLeaf, list_leaves
 from pccheck_async.store import VerifiedChunks
-from pccheck_async.transfer import first_failure
-from pccheck_async.upkeep.reading import Held, Progress, hold, make_pool, run_with_session
+from pccheck_async.transfer import Tasks
+from pccheck_async.upkeep.reading import Held, Progress, hold, make_pool, run
 
 __all__ = ["Comparison", "Difference", "LeafDifference", "compare_checkpoints", "compare_elements"]
 
@@ -131,20 +128,14 @@ def compare_checkpoints(
         ReadError: the device failed.
     """
     step, other_step = check_step(step), check_step(other_step)
-    second_path = path if other is None else other
 
-    async def work(session: Session) -> Comparison:
-        async with hold(session, path, step) as one:
+    async def compare() -> Comparison:
+        async with hold(path, step, io) as one, hold(path if other is None else other, other_step, io) as two:
+            comparing = _Comparing(one.reader.session, _Side(one), _Side(two), progress)
+            differences = tuple(await comparing.run())
+            return Comparison(one.entry.info, two.entry.info, comparing.leaves, comparing.done, differences)
 
-            async def with_both(second: Session) -> Comparison:
-                async with hold(second, second_path, other_step) as two:
-                    comparing = _Comparing(session, _Side(one), _Side(two), progress)
-                    differences = tuple(await comparing.run())
-                    return Comparison(one.entry.info, two.entry.info, comparing.leaves, comparing.done, differences)
-
-            return await with_session(second_path, io, with_both, EngineConfig())
-
-    return run_with_session(path, io, work)
+    return run(compare())
 
 
 class _Side:
@@ -249,13 +240,9 @@ class _Comparing:
 
     async def _read(self, here: tuple[int, int], there: tuple[int, int]) -> tuple[memoryview, memoryview]:
         """Read a range of the payload of each, at the same time."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                one = group.create_task(self._one.read(*here))
-                other = group.create_task(self._other.read(*there))
-        except BaseExceptionGroup as errors:
-            failure = first_failure(errors)
-            raise failure from failure.__cause__
+        async with Tasks() as group:
+            one = group.create_task(self._one.read(*here))
+            other = group.create_task(self._other.read(*there))
         return one.result(), other.result()
 
 

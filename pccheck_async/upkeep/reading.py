@@ -5,27 +5,26 @@ A checkpoint that is held has its slot locked shared, so that no writer reuses t
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from pccheck_async.api import with_session
-from pccheck_async.engine import EngineConfig, OneLoop
-from pccheck_async.errors import DamagedError, NoCheckpointError, ReadError
-from pccheck_async.format import CheckpointInfo, Entry, Record, check_step, crc32
+from pccheck_async.api import folder_session, open_reader
+from pccheck_async.engine import EngineLoop
+from pccheck_async.errors import NoCheckpointError, ReadError
+from pccheck_async.format import CheckpointInfo, Entry, check_step, crc32
 from pccheck_async.format.manifest import ChunkEntry, Manifest
 from pccheck_async.format.record import slot_name
 from pccheck_async.medium import File
 from pccheck_async.medium.open_medium import IO, Session
 from pccheck_async.state import StoredLeaf, list_leaves
-from pccheck_async.store import StoreReader, choose, no_store, read_manifest
-from pccheck_async.transfer import BufferPool, available_memory, first_failure
+from pccheck_async.store import StoreReader, choose, read_manifest
+from pccheck_async.transfer import BufferPool, Tasks, available_memory
 
 __all__ = ["LOCK_SECONDS", "Description", "Held", "Progress", "Run", "check_chunks", "describe_checkpoint", "hold"]
-__all__ += ["hold_slot", "make_pool", "no_checkpoint", "open_reader", "run_with_session", "runs"]
+__all__ += ["make_pool", "no_checkpoint", "run", "runs"]
 
 T = TypeVar("T")
 
@@ -33,12 +32,10 @@ LOCK_SECONDS = 1.0
 """The last requests of a writer that was killed hold its locks for a moment; a trainer holds them for good."""
 
 
-def run_with_session(
-    path: str | os.PathLike[str], io: IO, work: Callable[[Session], Coroutine[Any, Any, T]], *, small: bool = False
-) -> T:
-    """Block until ``work`` is done with what moves bytes of one folder; ``small``: one thread that moves them does."""
-    with OneLoop() as loop:
-        return loop.call(with_session(path, io, work, EngineConfig(writers=1) if small else EngineConfig()))
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Block until ``work`` is done, on a loop of its own."""
+    with EngineLoop("pccheck-read") as loop:
+        return loop.call(work)
 
 
 def no_checkpoint(path: str | os.PathLike[str], step: int | None) -> NoCheckpointError:
@@ -56,22 +53,15 @@ class Held:
     manifest: Manifest
 
 
-async def open_reader(session: Session, path: str | os.PathLike[str]) -> StoreReader:
-    """Open a store for reading. Raises NoCheckpointError where there is none, CorruptStoreError."""
-    reader = await StoreReader.open(session)
-    if reader is None:
-        raise no_store(session, path)
-    return reader
-
-
 @asynccontextmanager
-async def hold(session: Session, path: str | os.PathLike[str], step: int | None) -> AsyncIterator[Held]:
+async def hold(path: str | os.PathLike[str], step: int | None, io: IO) -> AsyncIterator[Held]:
     """Hold the newest checkpoint, or the newest of ``step``, until the context is left.
 
     Raises NoCheckpointError, DamagedError (slot or manifest), CorruptStoreError, ReadError.
     """
-    reader = await open_reader(session, path)
-    async with hold_slot(reader, lambda record: choose(record.entries, step)) as held:
+    async with folder_session(path, io) as session:
+        reader = await open_reader(session, path)
+        held = await reader.lock(lambda record: choose(record.entries, step))
         if held is None:
             raise no_checkpoint(path, step)
         entry, file = held
@@ -79,19 +69,6 @@ async def hold(session: Session, path: str | os.PathLike[str], step: int | None)
             raise file
         manifest = await read_manifest(session.medium, file, entry, reader.identity.block_bytes)
         yield Held(reader, entry, file, manifest)
-
-
-@asynccontextmanager
-async def hold_slot(
-    reader: StoreReader, pick: Callable[[Record], Entry | None]
-) -> AsyncIterator[tuple[Entry, File | DamagedError | ReadError] | None]:
-    """Hold the slot of the picked checkpoint (see :meth:`StoreReader.lock`) until the context is left."""
-    held = await reader.lock(pick)
-    try:
-        yield held
-    finally:
-        if held is not None and isinstance(held[1], File):
-            await reader.session.medium.close(held[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +120,8 @@ def describe_checkpoint(path: str | os.PathLike[str], *, step: int | None = None
     """
     step = check_step(step)
 
-    async def work(session: Session) -> Description:
-        async with hold(session, path, step) as held:
+    async def describe() -> Description:
+        async with hold(path, step, io) as held:
             listing = list_leaves(held.manifest)
             return Description(
                 info=held.entry.info,
@@ -159,7 +136,7 @@ def describe_checkpoint(path: str | os.PathLike[str], *, step: int | None = None
                 block_bytes=held.reader.identity.block_bytes,
             )
 
-    return run_with_session(path, io, work, small=True)
+    return run(describe())
 
 
 # -- chunks
@@ -252,14 +229,11 @@ async def check_chunks(
 
     pool = make_pool(manifest)
     try:
-        async with asyncio.TaskGroup() as group:
+        async with Tasks() as group:
             for run in runs(manifest.chunks, pool.buffer_bytes):
                 lease = await pool.lease()
                 # The lease outlives the task, also one that is cancelled before it ran at all.
                 group.create_task(check(run, lease.view)).add_done_callback(lambda _, lease=lease: lease.release())  # type: ignore[misc]
-    except BaseExceptionGroup as errors:
-        failure = first_failure(errors)
-        raise failure from failure.__cause__
     finally:
         pool.close()
 

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import count
 from typing import Literal
 
+from pccheck_async.api import folder_session
 from pccheck_async.errors import (
     CorruptStoreError,
     NoCheckpointError,
@@ -38,7 +39,7 @@ from pccheck_async.medium import Medium
 from pccheck_async.medium.open_medium import IO, Session
 from pccheck_async.store import lock_commit, no_store, read_commit, stored_identity, unread_record
 from pccheck_async.transfer import PAGE_BYTES
-from pccheck_async.upkeep.reading import LOCK_SECONDS, Progress, run_with_session
+from pccheck_async.upkeep.reading import LOCK_SECONDS, Progress, run
 from pccheck_async.upkeep.salvage import FoundCheckpoint, arrange, search_slot
 
 __all__ = ["Recovery", "recover_store"]
@@ -115,7 +116,7 @@ def recover_store(
     """
     name = os.fspath(path)
 
-    async def work(session: Session) -> Recovery:
+    async def examine(session: Session) -> Recovery:
         medium = session.medium
         alone = write and COMMIT_NAME not in await medium.names()  # no trainer opens it so
         opening = partial(medium.open, COMMIT_NAME, writable=True)  # its lock is held until the session ends
@@ -132,9 +133,8 @@ def recover_store(
         record_state: FileState = "valid" if record else "missing" if commit is None else "damaged"
         found: list[FoundCheckpoint] = []
         if record is None or search:
-            for number in numbers:
-                block_bytes = identity.block_bytes if identity else MIN_BLOCK
-                found.append(await _search(session, number, block_bytes, progress, keep=write, alone=alone))
+            block = identity.block_bytes if identity else MIN_BLOCK
+            found = [await _search(session, number, block, progress, keep=write, alone=alone) for number in numbers]
             if write and any(one.note == _BUSY for one in found):
                 raise StoreLockedError(f"another process writes to a slot of {name}: nothing was written")
             if alone and COMMIT_NAME in await medium.names():
@@ -164,7 +164,11 @@ def recover_store(
             files[IDENTITY_NAME] = encode_identity(identity)
         return replace(recovery, written=tuple(files), kept=await _replace_files(medium, names, files))
 
-    return run_with_session(path, io, work)
+    async def recover() -> Recovery:
+        async with folder_session(path, io) as session:
+            return await examine(session)
+
+    return run(recover())
 
 
 def _commit_file(identity: Identity, entries: Sequence[Entry]) -> bytes:
@@ -189,9 +193,9 @@ async def _replace_files(medium: Medium, names: Collection[str], files: Mapping[
     return tuple(kept)
 
 
-async def _identity(writer: Medium) -> tuple[FileState, Identity | None]:
+async def _identity(medium: Medium) -> tuple[FileState, Identity | None]:
     try:
-        identity = await stored_identity(writer)
+        identity = await stored_identity(medium)
     except NewerFormatError as error:
         raise NewerFormatError(f"{error}: nothing was written; recover it with the version that made it") from None
     except CorruptStoreError:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pccheck_async.errors import DamagedError, NoCheckpointError, ReadError
+from pccheck_async.api import folder_session, open_reader
+from pccheck_async.errors import DamagedError, ReadError
 from pccheck_async.format import CheckpointInfo, Entry, Record, check_step
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.format.record import COMMIT_NBYTES, REGION_NBYTES, decode_record, newest_record, slot_name
@@ -18,7 +19,7 @@ from pccheck_async.medium.open_medium import IO, Session
 from pccheck_async.state import Listing, list_leaves
 from pccheck_async.store import StoreReader, choose, read_manifest
 from pccheck_async.transfer import aligned_buffer
-from pccheck_async.upkeep.reading import Progress, check_chunks, hold_slot, no_checkpoint, open_reader, run_with_session
+from pccheck_async.upkeep.reading import Progress, check_chunks, no_checkpoint, run
 
 __all__ = ["CheckedCheckpoint", "Damage", "RecordCopy", "Verification", "check_payload", "examine_records"]
 __all__ += ["verify_checkpoints"]
@@ -138,32 +139,30 @@ def verify_checkpoints(
     """
     step = check_step(step)
 
-    async def work(session: Session) -> Verification:
-        reader = await open_reader(session, path)
-        copies, record = await _records(reader)
-        wanted = list(record.entries) if every else [entry] if (entry := choose(record.entries, step)) else []
-        if not wanted:
-            raise no_checkpoint(path, step)
-        start = time.perf_counter()
-        count = _Count(progress, sum(entry.manifest_nbytes + entry.nbytes for entry in wanted))
-        checks = [checked for entry in wanted if (checked := await _check(reader, entry, count))]
-        while not checks:  # a running writer dropped them before they could be held
-            checks = [checked] if (checked := await _check(reader, None, count, step)) else []
-        seconds = time.perf_counter() - start
-        return Verification(copies, tuple(checks), count.done, seconds, session.medium.statistics().direct)
+    async def verify() -> Verification:
+        async with folder_session(path, io) as session:
+            reader = await open_reader(session, path)
+            copies, record = await _records(reader)
+            start, total, done = time.perf_counter(), 0, 0
 
-    return run_with_session(path, io, work)
+            def add(nbytes: int) -> None:
+                nonlocal done
+                done += nbytes
+                progress(min(done, total), total)
 
+            checks: list[CheckedCheckpoint] = []
+            while not checks:  # a running writer may drop all of them before they can be held
+                wanted = list(record.entries) if every else [entry] if (entry := choose(record.entries, step)) else []
+                if not wanted:
+                    raise no_checkpoint(path, step)
+                total = sum(entry.manifest_nbytes + entry.nbytes for entry in wanted)
+                checks = [checked for entry in wanted if (checked := await _check(reader, entry, add))]
+                if not checks:
+                    record = await reader.record()
+            seconds = time.perf_counter() - start
+            return Verification(copies, tuple(checks), done, seconds, session.medium.statistics().direct)
 
-@dataclass(slots=True)
-class _Count:
-    progress: Progress
-    total: int
-    done: int = 0
-
-    def add(self, nbytes: int) -> None:
-        self.done += nbytes
-        self.progress(min(self.done, self.total), self.total)
+    return run(verify())
 
 
 def examine_records(commit: memoryview, store_id: bytes) -> tuple[RecordCopy, ...]:
@@ -206,35 +205,30 @@ async def _records(reader: StoreReader) -> tuple[tuple[RecordCopy, ...], Record]
     return copies, record
 
 
-async def _check(
-    reader: StoreReader, entry: Entry | None, count: _Count, step: int | None = None
-) -> CheckedCheckpoint | None:
-    """Check one checkpoint; None where it was dropped meanwhile. Without an entry, the newest (of ``step``)."""
+async def _check(reader: StoreReader, entry: Entry, read: Callable[[int], None]) -> CheckedCheckpoint | None:
+    """Check one checkpoint; None where it was dropped meanwhile."""
 
     def pick(record: Record) -> Entry | None:
-        if entry is None:
-            return choose(record.entries, step)
         return next((one for one in record.entries if (one.counter, one.slot) == (entry.counter, entry.slot)), None)
 
-    async with hold_slot(reader, pick) as held:
-        if held is None:
-            if entry is None:
-                raise NoCheckpointError("the store holds no such checkpoint any more")
-            return None
-        chosen, file = held
-        info, name, offset, nbytes = chosen.info, slot_name(chosen.slot), chosen.manifest_offset, chosen.manifest_nbytes
-        if not isinstance(file, File):
-            why = str(file) if isinstance(file, ReadError) else "there is no such file"
-            return CheckedCheckpoint(info, name, 0, 0, (Damage(name, "slot", 0, offset + nbytes, why),))
-        count.add(nbytes)
-        try:
-            manifest = await read_manifest(reader.session.medium, file, chosen, reader.identity.block_bytes)
-            listing = list_leaves(manifest)
-        except (DamagedError, ReadError) as error:
-            damage = Damage(name, "manifest", offset, nbytes, str(error))
-            return CheckedCheckpoint(info, name, 0, nbytes, (damage,))
-        damages = await check_payload(reader.session, file, manifest, listing, count.add)
+    held = await reader.lock(pick)
+    if held is None:
+        return None
+    chosen, file = held
+    info, name, offset, nbytes = chosen.info, slot_name(chosen.slot), chosen.manifest_offset, chosen.manifest_nbytes
+    if not isinstance(file, File):
+        why = str(file) if isinstance(file, ReadError) else "there is no such file"
+        return CheckedCheckpoint(info, name, 0, 0, (Damage(name, "slot", 0, offset + nbytes, why),))
+    read(nbytes)
+    medium = reader.session.medium
+    try:
+        manifest = await read_manifest(medium, file, chosen, reader.identity.block_bytes)
+        damages = await check_payload(reader.session, file, manifest, list_leaves(manifest), read)
         return CheckedCheckpoint(info, name, len(manifest.chunks), manifest.payload_nbytes + nbytes, damages)
+    except (DamagedError, ReadError) as error:  # of the manifest: a chunk that cannot be read is noted as damage
+        return CheckedCheckpoint(info, name, 0, nbytes, (Damage(name, "manifest", offset, nbytes, str(error)),))
+    finally:
+        await medium.close(file)
 
 
 async def check_payload(

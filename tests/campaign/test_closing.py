@@ -32,8 +32,8 @@ class Run:
         inner: Medium = CrashWriter(self.disk, seed=seed)
         if self.rng.random() < 0.4:
             inner = FailingWriter(inner, fail_at=self.rng.randint(8, 60), kinds=("write", "flush"))
-        self.writer = StuckWriter(inner, kinds=())
-        self.writer.chains = self.rng.random() < 0.7
+        self.medium = StuckWriter(inner, kinds=())
+        self.medium.chains = self.rng.random() < 0.7
         self.how = self.rng.choice(("close", "deadline", "cancel"))
         self.pending: list[PendingCheckpoint] = []
 
@@ -41,7 +41,7 @@ class Run:
         """Save and close; every checkpoint has ended when this returns."""
         rng = self.rng
         engine = CheckpointEngine(
-            FOLDER, io=self.writer, max_in_flight=rng.randint(1, 3), keep_last=rng.randint(1, 2), lock_timeout=0
+            FOLDER, io=self.medium, max_in_flight=rng.randint(1, 3), keep_last=rng.randint(1, 2), lock_timeout=0
         )
         with suppress(CheckpointError):
             await engine.open()
@@ -66,7 +66,7 @@ class Run:
             closing.cancel()
         with suppress(CheckpointError, asyncio.CancelledError):
             await closing
-        self.writer.release()
+        self.medium.release()
         if self.how == "deadline":  # what was left behind ends, so that the test leaves nothing
             core = probe(engine).core
             with suppress(Exception):
@@ -75,8 +75,8 @@ class Run:
 
     def hang(self, seconds: float) -> None:
         """Let the device hang from some operation on, for a while."""
-        self.writer.hold(self.rng.choice(("write", "flush")), after=self.rng.randint(0, 5))
-        asyncio.get_running_loop().call_later(seconds * self.rng.random(), self.writer.release)
+        self.medium.hold(self.rng.choice(("write", "flush")), after=self.rng.randint(0, 5))
+        asyncio.get_running_loop().call_later(seconds * self.rng.random(), self.medium.release)
 
     async def check(self) -> None:
         """Compare what was told with what the next process finds."""

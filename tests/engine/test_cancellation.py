@@ -24,10 +24,10 @@ from pccheck_async import (
     list_checkpoints,
     load_sync,
 )
-from pccheck_async.engine import EngineConfig
+from pccheck_async.engine import EngineConfig, run
 from pccheck_async.engine.assembly import Assembly
 from pccheck_async.engine.in_flight import InFlight
-from pccheck_async.engine.loop import finish
+from pccheck_async.engine.loop import until_done
 from pccheck_async.medium import Medium, folder
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.folder import open_regular
@@ -47,14 +47,14 @@ class Stuck:
 
     def __init__(self, *kinds: str, **failing: Any) -> None:
         self.kinds, self.failing = kinds, failing
-        self.writer: StuckWriter
+        self.medium: StuckWriter
 
     def __call__(self, path: str, operations: Operations) -> Medium:
         inner: Medium = Files(path, operations)
         if self.failing:
             inner = FailingWriter(inner, **self.failing)
-        self.writer = StuckWriter(inner, kinds=self.kinds)
-        return self.writer
+        self.medium = StuckWriter(inner, kinds=self.kinds)
+        return self.medium
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -122,10 +122,10 @@ def test_a_flush_that_fails_after_its_checkpoint_was_cancelled_latches(tmp_path:
     async def main() -> None:
         async with CheckpointEngine(tmp_path, io=stuck, chunk_bytes=PAGE_BYTES, host_memory=2 * PAGE_BYTES) as engine:
             saving = asyncio.create_task(engine.checkpoint(big, step=1))
-            await asyncio.to_thread(stuck.writer.wait_stuck)
+            await asyncio.to_thread(stuck.medium.wait_stuck)
             saving.cancel()
             await asyncio.sleep(0)
-            stuck.writer.release()
+            stuck.medium.release()
             with pytest.raises(asyncio.CancelledError):
                 await saving
             with pytest.raises(StoreFailedError):
@@ -139,7 +139,7 @@ def test_nobody_else_is_told_of_a_checkpoint_while_it_is_aborted() -> None:
     in_flight = InFlight(EngineConfig(), Reporter("store", lambda: 0.0))
     for aborted in (True, False):
         pending = in_flight.add(1)
-        with pending.aborting() if aborted else nullcontext():
+        with pending.waiting() if aborted else nullcontext():
             in_flight.note_end(pending, error := CheckpointError("cancelled"), superseded=False, nbytes=0)
             pending.set_failed(error)
             with nullcontext() if aborted else pytest.raises(CheckpointError):
@@ -174,7 +174,7 @@ def test_a_failure_that_a_cancelled_waiter_saw_is_not_logged(caplog: pytest.LogC
     async def main() -> None:
         future: concurrent.futures.Future[None] = concurrent.futures.Future()
         future.set_running_or_notify_cancel()
-        waiting = asyncio.create_task(finish(future))
+        waiting = asyncio.create_task(until_done(future))
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.sleep(0)
@@ -192,16 +192,16 @@ def test_cancelled_twice_still_waits_for_its_copies(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with CheckpointEngine(tmp_path, io=stuck, chunk_bytes=PAGE_BYTES, host_memory=2 * PAGE_BYTES) as engine:
-            stuck.writer.release()
+            stuck.medium.release()
             await (await engine.checkpoint(state_of(0), step=0))
-            stuck.writer.hold("write")
+            stuck.medium.hold("write")
             saving = asyncio.create_task(engine.checkpoint(big, step=1))
-            await asyncio.to_thread(stuck.writer.wait_stuck)
+            await asyncio.to_thread(stuck.medium.wait_stuck)
             for _ in range(3):
                 saving.cancel()
                 await asyncio.sleep(0.01)
             assert not saving.done()
-            stuck.writer.release()
+            stuck.medium.release()
             with pytest.raises(asyncio.CancelledError):
                 await saving
             assert engine.statistics().in_flight == 0
@@ -211,7 +211,7 @@ def test_cancelled_twice_still_waits_for_its_copies(tmp_path: Path) -> None:
 
     def make(self: Stuck, path: str, operations: Operations) -> Medium:
         writer = opened(self, path, operations)
-        self.writer.release()
+        self.medium.release()
         return writer
 
     stuck.__class__ = type("Released", (Stuck,), {"__call__": make})
@@ -223,12 +223,12 @@ def test_cancelled_after_its_capture_it_goes_on_and_its_failure_is_told(tmp_path
 
     async def main() -> None:
         async with CheckpointEngine(tmp_path, io=stuck) as engine:
-            stuck.writer.hold("write")
+            stuck.medium.hold("write")
             core = probe(engine).core
-            pending, _ = core.admit(state_of(1), 1, None)
+            pending, _ = core.start_checkpoint(state_of(1), 1, None)
             await asyncio.to_thread(pending.wait_captured)
-            await core.in_flight.abort(pending, None)  # what a cancelled checkpoint() does, too late
-            stuck.writer.release()
+            await run(core, core.abort(pending))  # what a cancelled checkpoint() does, too late
+            stuck.medium.release()
             with pytest.raises(WriteError):
                 await engine.drain()
 
@@ -240,7 +240,7 @@ def test_closing_ends_a_restore_of_another_thread(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.checkpoint(state_of(0), step=0).result(60)
     engine = SyncCheckpointEngine(tmp_path, io=stuck).open()
-    stuck.writer.hold("read")
+    stuck.medium.hold("read")
     ended: list[BaseException] = []
 
     def restore() -> None:
@@ -251,10 +251,10 @@ def test_closing_ends_a_restore_of_another_thread(tmp_path: Path) -> None:
 
     restoring = threading.Thread(target=restore)
     restoring.start()
-    stuck.writer.wait_stuck()
+    stuck.medium.wait_stuck()
     closing = threading.Thread(target=engine.close)
     closing.start()
-    stuck.writer.release()
+    stuck.medium.release()
     closing.join(60)
     restoring.join(60)
     assert not closing.is_alive()
@@ -273,13 +273,13 @@ def test_skipping_is_decided_for_one_thread_after_another(tmp_path: Path) -> Non
         def load_state_dict(self, state: dict[str, int]) -> None: ...
 
     with SyncCheckpointEngine(tmp_path, io=stuck, max_in_flight=1, on_busy="skip") as engine:
-        stuck.writer.hold("flush")
+        stuck.medium.hold("flush")
         threads = [threading.Thread(target=engine.checkpoint, args=({"slow": Slow()},)) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(60)
-        stuck.writer.release()
+        stuck.medium.release()
         engine.drain()
         found = engine.statistics()
         assert (found.admitted, found.skipped) == (1, 3)
@@ -307,14 +307,14 @@ def test_a_restore_that_is_thrown_away_half_way_fills_nothing_any_more(tmp_path:
     async def main() -> None:
         async with CheckpointEngine(tmp_path, io=stuck) as engine:
             await (await engine.checkpoint(state_of(1), step=1))
-            stuck.writer.hold("read", after=1)  # the manifest passes
+            stuck.medium.hold("read", after=1)  # the manifest passes
             thrown_away = engine.restore(state_of(0))
             task = asyncio.create_task(thrown_away)
-            await asyncio.to_thread(stuck.writer.wait_stuck)
-            letting_go = threading.Timer(0.02, stuck.writer.release)
+            await asyncio.to_thread(stuck.medium.wait_stuck)
+            letting_go = threading.Timer(0.02, stuck.medium.release)
             letting_go.start()
             thrown_away.close()
-            assert not stuck.writer.stuck
+            assert not stuck.medium.stuck
             letting_go.join()
             with pytest.raises(RuntimeError, match="reuse"):
                 await task
@@ -341,12 +341,12 @@ def test_what_is_skipped_after_it_was_read_gives_its_buffer_back(tmp_path: Path,
 
     engine.checkpoint({"x": torch.ones(3)}, step=0).result(60)
     free = len(probe(engine).inline_captures.free)
-    stuck.writer.hold("flush")
+    stuck.medium.hold("flush")
     if closing:
-        stuck.writer.release()
+        stuck.medium.release()
     with pytest.raises(ClosedError) if closing else nullcontext():
         assert engine.checkpoint({"busy": Busy(), "x": torch.ones(3)}, step=2).skipped
-    stuck.writer.release()
+    stuck.medium.release()
     engine.close()
     assert len(probe(engine).inline_captures.free) == free
 
@@ -356,13 +356,13 @@ def test_an_engine_that_is_closed_twice_at_the_same_time(tmp_path: Path) -> None
 
     async def main() -> None:
         engine = await CheckpointEngine(tmp_path, io=stuck).open()
-        stuck.writer.hold("write")
+        stuck.medium.hold("write")
         pending = await engine.checkpoint(state_of(1), step=1)
         closing = [asyncio.create_task(engine.close()) for _ in range(3)]
-        await asyncio.to_thread(stuck.writer.wait_stuck)
+        await asyncio.to_thread(stuck.medium.wait_stuck)
         with pytest.raises(CheckpointError, match="still closing"):
             await engine.close(deadline=0.01)
-        stuck.writer.release()
+        stuck.medium.release()
         await asyncio.gather(*closing)
         assert (await pending).step == 1
         await engine.close()
@@ -377,14 +377,14 @@ def test_each_who_closes_an_engine_is_told_that_it_was_left_behind(tmp_path: Pat
 
     async def main() -> None:
         engine = await CheckpointEngine(tmp_path, io=stuck).open()
-        stuck.writer.hold("write")
+        stuck.medium.hold("write")
         await engine.checkpoint(state_of(1), step=1)
-        await asyncio.to_thread(stuck.writer.wait_stuck)
+        await asyncio.to_thread(stuck.medium.wait_stuck)
         closing = [engine.close(deadline=0.01), engine.close(), engine.close()]
         for error in await asyncio.gather(*closing, return_exceptions=True):
             assert "the checkpoints of steps 1 were still being written; left behind" in str(error)
         await engine.close()  # and nobody later
-        stuck.writer.release()
+        stuck.medium.release()
         await asyncio.to_thread(probe(engine).end_what_was_left_behind)
 
     asyncio.run(main())
@@ -397,16 +397,16 @@ def test_one_of_those_who_close_an_engine_is_cancelled(tmp_path: Path, cancelled
 
     async def main() -> None:
         engine = await CheckpointEngine(tmp_path, io=stuck).open()
-        stuck.writer.hold("write")
+        stuck.medium.hold("write")
         pending = await engine.checkpoint(state_of(1), step=1)
-        await asyncio.to_thread(stuck.writer.wait_stuck)
+        await asyncio.to_thread(stuck.medium.wait_stuck)
         closing = [asyncio.create_task(engine.close()) for _ in range(2)]
         await asyncio.sleep(0)
         closing[cancelled].cancel()
         if cancelled == 1:
             await asyncio.wait([closing[1]])  # although nothing has ended
             assert not probe(engine).loop.loop.is_closed()
-        stuck.writer.release()
+        stuck.medium.release()
         with pytest.raises(asyncio.CancelledError):
             await closing[cancelled]
         if cancelled == 0:
@@ -439,14 +439,14 @@ def test_a_deadline_holds_whatever_hangs(tmp_path: Path, what: str, kind: str) -
             case _:
                 engine.checkpoint(state_of(3), step=3).result(60)
 
-    stuck.writer.hold(kind)
+    stuck.medium.hold(kind)
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
         working = threads.submit(work)
-        stuck.writer.wait_stuck()
+        stuck.medium.wait_stuck()
         with pytest.raises(CheckpointError, match="a restore, a pin or the removal of a slot had not ended"):
             engine.close(deadline=0.01)
         assert open_files(tmp_path)
-        stuck.writer.release()  # what was left behind ends
+        stuck.medium.release()  # what was left behind ends
         error = working.exception(60)
     assert error is None if what == "surplus" else isinstance(error, ClosedError)
     while open_files(tmp_path):
@@ -459,9 +459,9 @@ def test_a_close_that_is_interrupted_twice_still_closes(tmp_path: Path) -> None:
     """Whoever interrupts it again waits no more for what it does, and stops the loop."""
     stuck = Stuck()
     engine = SyncCheckpointEngine(tmp_path, io=stuck).open()
-    stuck.writer.hold("write")
+    stuck.medium.hold("write")
     pending = engine.checkpoint(state_of(1), step=1)
-    stuck.writer.wait_stuck()
+    stuck.medium.wait_stuck()
     parts = probe(engine)
     (saving,) = parts.tasks
     closing, cancel = parts.loop.submit(parts.core.assembly.close())
@@ -473,7 +473,7 @@ def test_a_close_that_is_interrupted_twice_still_closes(tmp_path: Path) -> None:
     while parts.loop.post(lambda: None):
         threading.Event().wait(0.001)
     threading.Event().wait(0.1)  # and now it is cancelled once more
-    stuck.writer.release()
+    stuck.medium.release()
     stopping.join(60)
     assert isinstance(closing.exception(60), ClosedError)
     with pytest.raises(CheckpointError, match="nothing was committed"):
@@ -486,9 +486,9 @@ def test_a_close_that_is_interrupted_twice_still_closes(tmp_path: Path) -> None:
 def test_a_child_forked_while_a_deadline_left_files_behind_holds_none(tmp_path: Path) -> None:
     stuck = Stuck()
     engine = SyncCheckpointEngine(tmp_path, io=stuck).open()
-    stuck.writer.hold("flush")
+    stuck.medium.hold("flush")
     engine.checkpoint(state_of(1), step=1)
-    stuck.writer.wait_stuck()
+    stuck.medium.wait_stuck()
     with pytest.raises(Exception, match="gave up"):
         engine.close(deadline=0.01)
 
@@ -496,7 +496,7 @@ def test_a_child_forked_while_a_deadline_left_files_behind_holds_none(tmp_path: 
         assert open_files(tmp_path) == []
 
     assert passes_in_a_forked_child(holds_nothing)
-    stuck.writer.release()
+    stuck.medium.release()
     probe(engine).end_what_was_left_behind()
 
 
@@ -571,7 +571,7 @@ def test_a_forked_child_does_not_wait_for_a_checkpoint_of_its_parent(tmp_path: P
     with SyncCheckpointEngine(tmp_path, io=stuck) as engine:
         done = engine.checkpoint(state_of(1), step=1)
         done.result(60)
-        stuck.writer.hold("flush")
+        stuck.medium.hold("flush")
         pending = engine.checkpoint(state_of(2), step=2)
 
         def in_the_child() -> None:
@@ -582,7 +582,7 @@ def test_a_forked_child_does_not_wait_for_a_checkpoint_of_its_parent(tmp_path: P
                 asyncio.run(pending.durable())
 
         assert passes_in_a_forked_child(in_the_child)
-        stuck.writer.release()
+        stuck.medium.release()
         assert pending.result(60).step == 2
 
 

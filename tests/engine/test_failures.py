@@ -89,11 +89,11 @@ class Failing:
 
     def __init__(self, **settings: Any) -> None:
         self.settings = settings
-        self.writer: FailingWriter
+        self.medium: FailingWriter
 
     def __call__(self, path: str, operations: Operations) -> Medium:
-        self.writer = FailingWriter(Files(path, operations), **self.settings)
-        return self.writer
+        self.medium = FailingWriter(Files(path, operations), **self.settings)
+        return self.medium
 
 
 # -- a failing device
@@ -104,7 +104,7 @@ def count_operations(folder: Path) -> int:
     with SyncCheckpointEngine(folder, io=counting, keep_last=2, chunk_bytes=8192) as engine:
         for step in range(3):
             engine.checkpoint(state_of(step), step=step).result(60)
-    return counting.writer.operations
+    return counting.medium.operations
 
 
 @pytest.mark.parametrize("stays", [False, True], ids=["once", "for good"])
@@ -184,7 +184,7 @@ def test_pinning_fails_with_the_error_that_is_documented(tmp_path: Path, kind: s
             except StoreFailedError as failure:
                 told = failure.errno
             else:
-                assert not failing.writer.failed, "nothing failed any more"
+                assert not failing.medium.failed, "nothing failed any more"
                 assert number > 1
                 break
             assert told == error
@@ -295,9 +295,9 @@ def test_on_error_warn(tmp_path: Path) -> None:
 def _failing_unseen(engine: SyncCheckpointEngine, device: Device) -> PendingCheckpoint:
     """A checkpoint that failed after it was captured."""
     device.breaking.broken = ("write",)
-    device.writer.hold("write")
+    device.medium.hold("write")
     pending = engine.checkpoint(state_of(1), step=1)
-    device.writer.release()
+    device.medium.release()
     while not pending.done():
         time.sleep(0.001)
     probe(engine).loop.call(probe(engine).scheduler.drain())  # unlike engine.drain() it tells nobody
@@ -499,7 +499,7 @@ def test_remains_of_a_record_that_cannot_be_erased_latch_the_store(tmp_path: Pat
         for step in (2, 3):
             with pytest.raises(StoreFailedError):
                 engine.checkpoint(state_of(step), step=step).result(60)
-    assert failing.writer.failed
+    assert failing.medium.failed
     if kind == "write":
         assert (tmp_path / "commit").read_bytes() == before
     assert [info.step for info in list_checkpoints(tmp_path)] == [1, 0]
@@ -691,13 +691,13 @@ def test_verify_tells_of_a_slot_that_cannot_be_opened(tmp_path: Path) -> None:
 def test_on_busy_skip(tmp_path: Path) -> None:
     device = Device()
     with SyncCheckpointEngine(tmp_path, io=device, max_in_flight=1, on_busy="skip") as engine:
-        device.writer.hold("flush")  # the device hangs; the capture does not wait for it
+        device.medium.hold("flush")  # the device hangs; the capture does not wait for it
         first = engine.checkpoint(state_of(1), step=1)
-        device.writer.wait_stuck()
+        device.medium.wait_stuck()
         skipped = engine.checkpoint(state_of(2), step=2)
         assert skipped.skipped
         assert not first.skipped
-        device.writer.release()
+        device.medium.release()
         assert skipped.result(60).step == 1
         assert engine.statistics().skipped == 1
 
@@ -707,14 +707,14 @@ def test_superseded(tmp_path: Path) -> None:
     device = Device()
     with SyncCheckpointEngine(tmp_path, io=device, max_in_flight=2, chunk_bytes=4096) as engine:
         engine.checkpoint(state_of(0), step=0).result(60)
-        device.writer.hold("write")
+        device.medium.hold("write")
         older = engine.checkpoint({"tensor": torch.arange(3000) + 1, "step": 1}, step=1)
-        device.writer.wait_stuck()
-        held = [access.name for access in device.writer.stuck]
-        device.writer.hold()
+        device.medium.wait_stuck()
+        held = [access.name for access in device.medium.stuck]
+        device.medium.hold()
         newer = engine.checkpoint(state_of(2), step=2)
         assert newer.result(60).step == 2
-        device.writer.release()
+        device.medium.release()
         assert older.result(60).step == 2
         assert older.superseded
         assert held
@@ -728,15 +728,15 @@ def test_superseded(tmp_path: Path) -> None:
 def test_close_gives_up_at_its_deadline(tmp_path: Path) -> None:
     device = Device()
     engine = SyncCheckpointEngine(tmp_path, io=device).open()
-    device.writer.hold("flush")
+    device.medium.hold("flush")
     pending = engine.checkpoint(state_of(1), step=1)
-    device.writer.wait_stuck()
+    device.medium.wait_stuck()
     with pytest.raises(CheckpointError, match="gave up"):
         engine.close(deadline=0.01)
     with pytest.raises(CheckpointError, match="gave up"):
         pending.result(1)
     # What was left behind is left alone; here it is ended so that the test leaves nothing.
-    device.writer.release()
+    device.medium.release()
     probe(engine).end_what_was_left_behind()
 
 
@@ -780,12 +780,12 @@ def test_who_stopped_waiting_was_not_told(tmp_path: Path) -> None:
     async def main() -> None:
         async with CheckpointEngine(tmp_path, io=device) as engine:
             device.breaking.broken = ("write",)
-            device.writer.hold("write")
+            device.medium.hold("write")
             pending = await engine.checkpoint(state_of(1), step=1)
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(pending.durable(), 0.01)
             await pending.captured()
-            device.writer.release()
+            device.medium.release()
             with pytest.raises(WriteError):
                 await engine.drain()
 
@@ -798,14 +798,14 @@ def test_whoever_waits_is_told_and_nobody_twice(tmp_path: Path) -> None:
     async def main() -> None:
         async with CheckpointEngine(tmp_path, io=device, max_in_flight=1, on_busy="skip") as engine:
             device.breaking.broken = ("write",)
-            device.writer.hold("write")
+            device.medium.hold("write")
             pending = await engine.checkpoint(state_of(1), step=1)
             skipped = await engine.checkpoint(state_of(2), step=2)
             assert skipped.skipped
             waiting = asyncio.create_task(skipped.durable())
             await asyncio.sleep(0)
             await pending.captured()
-            device.writer.release()
+            device.medium.release()
             with pytest.raises(WriteError):
                 await waiting
 
@@ -867,13 +867,13 @@ def test_a_cancelled_close_still_closes(tmp_path: Path) -> None:
     async def main() -> None:
         engine = await CheckpointEngine(tmp_path, io=device).open()
         device.breaking.broken = ("write",)
-        device.writer.hold("write")
+        device.medium.hold("write")
         pending = await engine.checkpoint(state_of(1), step=1)
         closing = asyncio.create_task(engine.close())
-        await asyncio.to_thread(device.writer.wait_stuck)
+        await asyncio.to_thread(device.medium.wait_stuck)
         closing.cancel()
         await asyncio.sleep(0)
-        device.writer.release()
+        device.medium.release()
         with pytest.raises(asyncio.CancelledError):
             await closing
         with pytest.raises(CheckpointError):

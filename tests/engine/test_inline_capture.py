@@ -82,7 +82,7 @@ def test_a_capture_is_what_the_plan_says(operations: Callable[[int], InlineCaptu
         assert capture.entry.checksum == zlib.crc32(data)
         assert len(capture.buffer) >= len(data) + 4096, "else there is no room for a manifest"
         capture.buffer[:] = b"?" * len(capture.buffer)  # what the next one must not keep
-        capture.release()
+        capture.free.append(capture.buffer)
 
 
 def test_what_is_not_captured_inline(operations: Callable[[int], InlineCaptures]) -> None:
@@ -104,7 +104,7 @@ def test_a_buffer_is_used_again_when_it_was_given_back_and_not_before(
     assert other is not None
     assert bytes(one.buffer[:1000]) == bytes(1000)
     assert bytes(other.buffer[:1000]) == b"\1" * 1000
-    one.release()
+    one.free.append(one.buffer)
     third = captures.capture(layouts[2])
     assert third is not None
     assert third.buffer is one.buffer
@@ -122,7 +122,7 @@ def test_there_are_as_many_buffers_as_are_wanted(operations: Callable[[int], Inl
         for number, capture in enumerate(made):
             assert capture is not None
             assert {*capture.buffer} == {number}
-            capture.release()
+            capture.free.append(capture.buffer)
 
 
 def test_several_threads_capture_states_that_differ(operations: Callable[[int], InlineCaptures]) -> None:
@@ -137,7 +137,7 @@ def test_several_threads_capture_states_that_differ(operations: Callable[[int], 
             if capture is None or bytes(capture.buffer[: capture.entry.nbytes]) != want:
                 wrong.append(f"of {seed}")
             if capture is not None:
-                capture.release()
+                capture.free.append(capture.buffer)
 
     threads = [threading.Thread(target=make, args=(seed,)) for seed in range(3)]
     for thread in threads:

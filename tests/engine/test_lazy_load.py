@@ -68,16 +68,16 @@ class Counted:
     """An ``io`` whose writer tells afterwards what it read."""
 
     def __init__(self) -> None:
-        self.writer: Files | None = None
+        self.medium: Files | None = None
 
     def __call__(self, path: str, operations: Operations) -> Files:
-        self.writer = Files(path, operations)
-        return self.writer
+        self.medium = Files(path, operations)
+        return self.medium
 
     @property
     def nbytes(self) -> int:
-        assert self.writer is not None
-        return self.writer.statistics().read.nbytes
+        assert self.medium is not None
+        return self.medium.statistics().read.nbytes
 
 
 @pytest.mark.slow

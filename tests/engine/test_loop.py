@@ -31,7 +31,6 @@ from pccheck_async.medium.files import Files
 from pccheck_async.testing import FailingWriter
 from pccheck_async.training.policy import Decision, EverySteps
 from pccheck_async.transfer.operations import Operations
-from pccheck_async.tuning import tune
 from tests.support.processes import open_files
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -242,8 +241,9 @@ def test_nor_does_loading(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_nor_does_tuning(tmp_path: Path) -> None:
     async def main() -> None:
-        with nothing_waits():
-            await tune(tmp_path, nbytes=1 << 16, budget_seconds=0.05)
+        async with CheckpointEngine(tmp_path) as engine:
+            with nothing_waits():
+                await engine.tune(nbytes=1 << 16, budget_seconds=0.05)
 
     asyncio.run(main())
 

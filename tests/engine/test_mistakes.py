@@ -31,7 +31,7 @@ from pccheck_async import (
 )
 from pccheck_async.engine import core
 from pccheck_async.format import whole_step
-from pccheck_async.tuning import tune_blocking
+from pccheck_async.tuning import tune
 from tests.support.devices import Device
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -49,7 +49,7 @@ def test_a_path_that_means_another_place(kind: Callable[..., Any], path: Any, sa
         kind(path)
 
 
-@pytest.mark.parametrize("made", [partial(copy_checkpoint, "here"), partial(tune_blocking, nbytes=1)])
+@pytest.mark.parametrize("made", [partial(copy_checkpoint, "here"), lambda path: asyncio.run(tune(path, nbytes=1))])
 def test_another_place_to_copy_to_or_to_measure(made: Callable[..., Any], tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     for path, says in (("~/copies", "expanduser"), ("s3://bucket/copies", "is a URL")):
@@ -145,11 +145,11 @@ def test_a_pin_of_no_step(tmp_path: Path) -> None:
 def test_waiting_in_vain_says_for_what(tmp_path: Path) -> None:
     device = Device()
     with SyncCheckpointEngine(tmp_path, io=device) as engine:
-        device.writer.hold("write", "flush")
+        device.medium.hold("write", "flush")
         pending = engine.checkpoint(STATE, step=5)
         with pytest.raises(TimeoutError, match=r"the checkpoint of step 5 is \w+ after 0.01 s; it goes on"):
             pending.result(0.01)
-        device.writer.release()
+        device.medium.release()
         assert pending.result().step == 5
 
 

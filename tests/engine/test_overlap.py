@@ -105,10 +105,10 @@ class Held:
         self.optimizer.step()
         if attached:
             self.engine.attach(self.optimizer)
-        self.io.writer.hold("write")
+        self.io.medium.hold("write")
         self.want = snapshot(self.state)
         self.pending = self.engine.checkpoint(self.state, step=1, overlap=True)
-        self.io.writer.wait_stuck()
+        self.io.medium.wait_stuck()
         assert not self.pending.is_captured
 
     def compute(self) -> None:
@@ -117,7 +117,7 @@ class Held:
 
     def step(self) -> None:
         """Step the optimizer, while the device begins to move again only after the step was held up."""
-        threading.Timer(0.05, self.io.writer.release).start()
+        threading.Timer(0.05, self.io.medium.release).start()
         self.optimizer.step()
 
 
@@ -127,7 +127,7 @@ def held(folder: Path, **settings: Any) -> Iterator[Held]:
     try:
         yield it
     finally:
-        it.io.writer.release()
+        it.io.medium.release()
         it.engine.close()
 
 
@@ -144,7 +144,7 @@ def test_a_step_of_an_attached_optimizer_waits_for_the_capture(tmp_path: Path, m
         wait = PendingCheckpoint.wait_out_of_reach
 
         def release_and_wait(pending: PendingCheckpoint, *arguments: Any) -> bool:
-            it.io.writer.release()  # the device begins to move again when the step waits, and not before
+            it.io.medium.release()  # the device begins to move again when the step waits, and not before
             return wait(pending, *arguments)
 
         monkeypatch.setattr(PendingCheckpoint, "wait_out_of_reach", release_and_wait)
@@ -167,17 +167,17 @@ def test_without_the_guard_a_step_is_found_out(tmp_path: Path, kind: str, monkey
     with held(tmp_path) as it:
         model = nn.Linear(512, 512)
         optimizer = torch.optim.AdamW(model.parameters(), **flags)
-        it.io.writer.release()
+        it.io.medium.release()
         it.pending.result()
         it.engine.attach(optimizer)
         model(torch.randn(2, 512)).sum().backward()
         optimizer.step()
         monkeypatch.setattr(Guard, "hold_up", lambda guard: None)
-        it.io.writer.hold("write")
+        it.io.medium.hold("write")
         pending = it.engine.checkpoint({"net": model, "adam": optimizer}, step=2, overlap=True)
-        it.io.writer.wait_stuck()
+        it.io.medium.wait_stuck()
         optimizer.step()
-        it.io.writer.release()
+        it.io.medium.release()
         with pytest.raises(TornCaptureError, match=r"net\.weight is changed by an optimizer's step"):
             pending.result()
     assert [info.step for info in list_checkpoints(tmp_path)] == [1]
@@ -188,7 +188,7 @@ def test_a_step_of_an_optimizer_that_is_not_attached_is_found_out(tmp_path: Path
         other = torch.optim.SGD([it.model.second.weight], lr=1.0)
         it.compute()
         other.step()
-        it.io.writer.release()
+        it.io.medium.release()
         with pytest.raises(TornCaptureError, match=r"model\.second\\\.weight"):
             it.pending.result()
     assert list_checkpoints(tmp_path) == []
@@ -200,7 +200,7 @@ def test_an_optimizer_of_other_parameters_may_step_meanwhile(tmp_path: Path) -> 
         critic(torch.randn(2, 900)).sum().backward()
         torch.optim.Adam(critic.parameters(), lr=1.0).step()
         assert not pending.is_captured
-        it.io.writer.release()
+        it.io.medium.release()
         pending.result()
     assert equal(saved(tmp_path), want)
 
@@ -209,17 +209,17 @@ def test_an_optimizer_may_know_frozen_parameters(tmp_path: Path) -> None:
     critic = nn.Linear(300, 300)
     critic.weight.requires_grad_(False)
     with held(tmp_path) as it:
-        it.io.writer.release()
+        it.io.medium.release()
         it.pending.result()
         state = {**it.state, "critic": critic}
         want = snapshot(state)
-        it.io.writer.hold("write")
+        it.io.medium.hold("write")
         pending = it.engine.checkpoint(state, step=2, overlap=True)
-        it.io.writer.wait_stuck()
+        it.io.medium.wait_stuck()
         critic(torch.randn(2, 300)).sum().backward()
         torch.optim.Adam(critic.parameters(), lr=1.0).step()
         assert not pending.is_captured
-        it.io.writer.release()
+        it.io.medium.release()
         pending.result()
     assert equal(saved(tmp_path), want)
 
@@ -231,7 +231,7 @@ def test_a_parameter_frozen_with_a_gradient_is_stepped(tmp_path: Path) -> None:
         it.model.second.weight.requires_grad_(False)
         other.step()
         assert not torch.equal(it.want["model"]["second.weight"], it.model.second.weight)
-        it.io.writer.release()
+        it.io.medium.release()
         with pytest.raises(TornCaptureError, match=r"model\.second\\\.weight"):
             it.pending.result()
     assert list_checkpoints(tmp_path) == []
@@ -241,12 +241,12 @@ def test_a_parameter_frozen_with_a_gradient_is_stepped(tmp_path: Path) -> None:
 def held_beside(folder: Path, critic: nn.Module) -> Iterator[tuple[Held, Any, dict[str, Any]]]:
     """A capture of which the large part that nobody guards is over, and the rest is not."""
     with held(folder) as it:
-        it.io.writer.release()
+        it.io.medium.release()
         it.pending.result()
         state = {**it.state, "critic": critic}
         want = snapshot(state)
         release = threading.Thread(target=release_until_returned, args=(it, done := threading.Event()))
-        it.io.writer.hold("write")
+        it.io.medium.hold("write")
         release.start()
         pending = it.engine.checkpoint(state, step=2, overlap=True)
         done.set()
@@ -260,7 +260,7 @@ def release_until_returned(it: Held, done: threading.Event) -> None:
     while not done.wait(0.001):
         newest = in_flight.newest
         if newest is None or newest is it.pending or not newest.is_eager_captured:  # it may be a while until it returns
-            it.io.writer.release(hold_on=True)
+            it.io.medium.release(hold_on=True)
 
 
 def test_what_nobody_guards_is_captured_before_the_call_returns(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_what_nobody_guards_is_captured_before_the_call_returns(tmp_path: Path) 
                 parameter.fill_(7.0)
         it.model.norm.state_dict()["running_mean"].fill_(7.0)
         assert not pending.is_captured
-        it.io.writer.release()
+        it.io.medium.release()
         pending.result()
     assert equal(saved(tmp_path), want)
 
@@ -282,13 +282,13 @@ def test_buffers_learning_rates_and_plain_values_may_change_at_once(tmp_path: Pa
     beside, lazy = torch.ones(3, 4).t(), torch.ones(2, dtype=torch.complex64)
     extra = {"counts": counts, "rng": RNGState(), "beside": beside, "lazy": lazy.conj()}
     with held(tmp_path, extra=extra) as it:
-        it.io.writer.release()
+        it.io.medium.release()
         it.pending.result()
         it.optimizer.param_groups[0]["lr"] = rate
         want = snapshot(it.state)
-        it.io.writer.hold("write")
+        it.io.medium.hold("write")
         pending = it.engine.checkpoint(it.state, step=2, overlap=True)
-        it.io.writer.wait_stuck()
+        it.io.medium.wait_stuck()
         counts[:] = -1
         rate.fill_(9.0)
         beside.fill_(9.0)
@@ -296,7 +296,7 @@ def test_buffers_learning_rates_and_plain_values_may_change_at_once(tmp_path: Pa
         torch.rand(10)
         it.compute()
         assert not pending.is_captured
-        it.io.writer.release()
+        it.io.medium.release()
         pending.result()
     loaded = saved(tmp_path)
     assert all(equal(loaded[name], want[name]) for name in ("model", "optimizer", "counts", "beside", "lazy"))
@@ -425,7 +425,7 @@ def test_a_capture_that_holds_training_up_for_too_long_is_abandoned(tmp_path: Pa
             it.pending.result()
         statistics = it.engine.statistics()
         assert (statistics.abandoned, statistics.in_flight) == (1, 1)  # its buffers are in use until the writes end
-        it.io.writer.release()
+        it.io.medium.release()
         it.engine.drain()
         statistics = it.engine.statistics()
         assert (statistics.abandoned, statistics.failed, statistics.in_flight) == (1, 1, 0)
@@ -455,7 +455,7 @@ def test_an_interrupted_admission_leaves_nothing_to_wait_for(
     tmp_path: Path, posted: bool, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with held(tmp_path) as it:
-        it.io.writer.release()
+        it.io.medium.release()
         it.pending.result()
         post = EngineLoop.post
 
@@ -465,9 +465,9 @@ def test_an_interrupted_admission_leaves_nothing_to_wait_for(
                 post(loop, function, *arguments)
             raise KeyboardInterrupt
 
-        it.io.writer.hold("write")
+        it.io.medium.hold("write")
         monkeypatch.setattr(EngineLoop, "post", interrupted)
-        release = threading.Timer(0.05, it.io.writer.release)
+        release = threading.Timer(0.05, it.io.medium.release)
         release.start()
         with pytest.raises(KeyboardInterrupt):
             it.engine.checkpoint(it.state, step=2, overlap=overlap)
@@ -514,7 +514,7 @@ def test_interrupts_while_a_thread_starts_start_no_more_of_them(
 
 def test_steps_of_several_threads_wait_for_one_capture(tmp_path: Path) -> None:
     with held(tmp_path) as it:
-        it.io.writer.release()
+        it.io.medium.release()
         it.pending.result()
         critic = nn.Linear(300, 300)
         other = torch.optim.AdamW(critic.parameters(), lr=1.0, fused=True)  # counts no versions
@@ -522,15 +522,15 @@ def test_steps_of_several_threads_wait_for_one_capture(tmp_path: Path) -> None:
         it.engine.attach(other)
         state = {**it.state, "critic": critic}
         want = snapshot(state)
-        it.io.writer.hold("write")
+        it.io.medium.hold("write")
         pending = it.engine.checkpoint(state, step=2, overlap=True)
-        it.io.writer.wait_stuck()
+        it.io.medium.wait_stuck()
         steps = [threading.Thread(target=optimizer.step) for optimizer in (it.optimizer, other)]
         for step in steps:
             step.start()
             step.join(0.05)
         assert [step.is_alive() for step in steps] == [True, True]
-        it.io.writer.release()
+        it.io.medium.release()
         for step in steps:
             step.join()
         pending.result()
@@ -553,16 +553,16 @@ def test_what_closing_gave_up_is_not_committed_later(tmp_path: Path, overlap: bo
         except CheckpointError as error:
             errors.append(error)
 
-    io.writer.hold("write")
+    io.medium.hold("write")
     saving = threading.Thread(target=save)
     saving.start()
-    io.writer.wait_stuck()
+    io.medium.wait_stuck()
     with pytest.raises(CheckpointError, match="gave up after 0"):
         engine.close(0.0)
     saving.join()
     assert len(errors) == 1
     optimizer.step()  # the checkpoint failed: nothing holds training up any more
-    io.writer.release()
+    io.medium.release()
     probe(engine).end_what_was_left_behind()
     assert list_checkpoints(tmp_path) == []
 
@@ -622,7 +622,7 @@ def test_steps_of_two_threads_wait_both(tmp_path: Path) -> None:
         stepping = threading.Thread(target=it.optimizer.step)
         stepping.start()
         waiting.wait()
-        threading.Timer(0.05, it.io.writer.release).start()
+        threading.Timer(0.05, it.io.medium.release).start()
         second.step()
         assert it.pending.is_captured
         stepping.join()
@@ -633,21 +633,21 @@ def test_steps_of_two_threads_wait_both(tmp_path: Path) -> None:
 def test_a_forked_child_steps_as_it_likes(tmp_path: Path) -> None:
     with held(tmp_path) as it:
         assert passes_in_a_forked_child(it.optimizer.step)
-        it.io.writer.release()
+        it.io.medium.release()
         it.pending.result()
 
 
 def test_a_restore_waits_for_the_capture(tmp_path: Path) -> None:
     with held(tmp_path) as it:
-        it.io.writer.release()
+        it.io.medium.release()
         it.pending.result()
         with torch.no_grad():
             it.model.first.weight.zero_()
         want = snapshot(it.state)
-        it.io.writer.hold("write")
+        it.io.medium.hold("write")
         pending = it.engine.checkpoint(it.state, step=2, overlap=True)
-        it.io.writer.wait_stuck()
-        threading.Timer(0.05, it.io.writer.release).start()
+        it.io.medium.wait_stuck()
+        threading.Timer(0.05, it.io.medium.release).start()
         restored = it.engine.restore(it.state)
         assert restored is not None
         assert restored.step in (1, 2)
@@ -721,7 +721,7 @@ def clamp(it: Held) -> None:
 def test_changes_without_a_step_are_found_out(tmp_path: Path) -> None:
     with held(tmp_path) as it:
         clamp(it)
-        it.io.writer.release()
+        it.io.medium.release()
         with pytest.raises(TornCaptureError, match=r"model\.second\\\.weight changed before.*wait_captured"):
             it.pending.result()
     assert list_checkpoints(tmp_path) == []
@@ -742,18 +742,18 @@ BETWEEN: dict[str, Callable[[Net, dict[str, Any]], object]] = {
 @pytest.mark.parametrize("what", BETWEEN)
 def test_changes_between_checkpoints_are_none_and_those_after_them_are_found_out(tmp_path: Path, what: str) -> None:
     with held(tmp_path) as it:
-        it.io.writer.release()
+        it.io.medium.release()
         it.state = {"model": it.model.second}  # all of it is left to the capture
         it.engine.checkpoint(it.state, step=1, overlap=True).result()
         BETWEEN[what](it.model, it.state)
         for torn in (False, True):
             it.want = snapshot(it.state)
-            it.io.writer.hold("write")
+            it.io.medium.hold("write")
             pending = it.engine.checkpoint(it.state, step=2, overlap=True)
-            it.io.writer.wait_stuck()
+            it.io.medium.wait_stuck()
             if torn:
                 clamp(it)
-            it.io.writer.release()
+            it.io.medium.release()
             with pytest.raises(TornCaptureError, match="weight changed") if torn else nullcontext():
                 pending.result()
                 assert equal(saved(tmp_path), it.want)
@@ -761,11 +761,11 @@ def test_changes_between_checkpoints_are_none_and_those_after_them_are_found_out
 
 def test_changes_after_waiting_are_none(tmp_path: Path) -> None:
     with held(tmp_path) as it:
-        it.io.writer.hold("flush")
-        it.io.writer.release(hold_on=True)
+        it.io.medium.hold("flush")
+        it.io.medium.release(hold_on=True)
         it.engine.wait_captured()
         clamp(it)
-        it.io.writer.release()
+        it.io.medium.release()
         it.pending.result()
     assert equal(saved(tmp_path), it.want)
 
@@ -781,12 +781,12 @@ def test_changes_after_captured_are_none(tmp_path: Path) -> None:
             engine.attach(optimizer)
             await (await engine.checkpoint(state))  # makes the slots
             await (await engine.checkpoint(state))
-            io.writer.hold("flush")
+            io.medium.hold("flush")
             pending = await engine.checkpoint(state, overlap=True)
             await pending.captured()
             with torch.no_grad():
                 model.first.weight.zero_()
-            io.writer.release()
+            io.medium.release()
             await pending
         assert equal(saved(tmp_path), want)
 
@@ -796,15 +796,15 @@ def test_changes_after_captured_are_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["data", "numpy"])
 def test_a_comparison_finds_what_nothing_else_does(tmp_path: Path, how: str) -> None:
     with held(tmp_path, check_captures=True) as it:
-        it.io.writer.release()
+        it.io.medium.release()
         it.pending.result()
         weight = it.model.second.weight
         before: Any = weight.data if how == "data" else weight.detach().numpy()  # while nothing captures it
-        it.io.writer.hold("write")
+        it.io.medium.hold("write")
         it.pending = it.engine.checkpoint(it.state, step=2, overlap=True)
-        it.io.writer.wait_stuck()
+        it.io.medium.wait_stuck()
         before *= 2.0
-        it.io.writer.release()
+        it.io.medium.release()
         with pytest.raises(TornCaptureError, match=r"model\.second\\\.weight changed while it was captured"):
             it.pending.result()
     assert [info.step for info in list_checkpoints(tmp_path)] == [1]
@@ -968,7 +968,7 @@ def test_what_a_failed_context_stepped_ends_no_window_of_the_next(tmp_path: Path
 def test_a_failure_nobody_saw_is_raised_at_the_next_context(tmp_path: Path) -> None:
     with held(tmp_path, interval=1) as it:
         clamp(it)
-        it.io.writer.release()
+        it.io.medium.release()
         it.engine.wait_captured()
         with pytest.raises(TornCaptureError):
             it.engine.drain()
@@ -1014,7 +1014,7 @@ def test_a_capture_that_is_abandoned_in_the_middle_of_a_copy_is_waited_for(
 
 def test_changes_after_wait_captured_of_a_checkpoint_are_none(tmp_path: Path) -> None:
     with held(tmp_path) as it:
-        it.io.writer.release()
+        it.io.medium.release()
         it.pending.wait_captured()
         with torch.no_grad():
             it.model.first.weight.add_(1.0)

@@ -138,14 +138,14 @@ class Trainer:
         self.seed = 0
         self.history: list[Snapshot] = []
         self.engine: CheckpointEngine
-        self.writer: Broken
+        self.medium: Broken
 
     async def open(self) -> None:
         self.seed += 1
-        self.writer = Broken(CrashWriter(self.disk, seed=self.seed))
+        self.medium = Broken(CrashWriter(self.disk, seed=self.seed))
         self.engine = CheckpointEngine(
             FOLDER,
-            io=self.writer,
+            io=self.medium,
             max_in_flight=3,
             chunk_bytes=4096,
             keep_last=self.rules.keep_last,
@@ -177,10 +177,10 @@ class Trainer:
         self.durable = True
 
     async def fail(self, step: int) -> None:
-        self.writer.broken = True
+        self.medium.broken = True
         with pytest.raises(WriteError):  # from whichever of the two hears of it
             await (await self.engine.checkpoint({"weights": torch.ones(2000)}, step=step))
-        self.writer.broken = False
+        self.medium.broken = False
 
     async def restart(self, rules: Rules | None) -> None:
         await self.engine.close()

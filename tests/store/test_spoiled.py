@@ -50,13 +50,13 @@ def tear(engine: SyncCheckpointEngine, device: Device, *broken: str) -> None:
     model = nn.Linear(60, 60)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine.attach(optimizer)
-    device.writer.hold("flush")
+    device.medium.hold("flush")
     pending = engine.checkpoint({"model": model}, step=1, overlap=True)
-    device.writer.wait_stuck()  # the manifest is written by now, and the slot about to be flushed
+    device.medium.wait_stuck()  # the manifest is written by now, and the slot about to be flushed
     with torch.no_grad():
         model.weight.add_(1.0)
     device.breaking.broken, device.breaking.passing = broken, int("flush" in broken)  # the one that is stuck
-    device.writer.release()
+    device.medium.release()
     with pytest.raises(TornCaptureError):
         pending.result(60)
     engine.drain()
@@ -99,7 +99,7 @@ def give_up(engine: SyncCheckpointEngine, device: Device) -> None:
     """Close with a deadline that has passed, and let what was left behind end."""
     with pytest.raises(CheckpointError, match="gave up after 0"):
         engine.close(0.0)
-    device.writer.release()
+    device.medium.release()
     probe(engine).end_what_was_left_behind()
 
 
@@ -108,9 +108,9 @@ def test_one_that_closing_gave_up(tmp_path: Path, size: str) -> None:
     device = Device()
     engine = SyncCheckpointEngine(tmp_path, io=device, **SIZES[size]).open()
     begin(engine)
-    device.writer.hold("flush")
+    device.medium.hold("flush")
     engine.checkpoint({"weight": torch.ones(60, 60)}, step=1)
-    device.writer.wait_stuck()
+    device.medium.wait_stuck()
     give_up(engine, device)
     assert found(tmp_path) == [0]
 
@@ -119,9 +119,9 @@ def test_one_that_closing_gave_up_while_its_chunks_were_written(tmp_path: Path) 
     device = Device()
     engine = SyncCheckpointEngine(tmp_path, io=device, **SIZES["in chunks"]).open()
     begin(engine)
-    device.writer.hold("write")
+    device.medium.hold("write")
     engine.checkpoint({"weight": torch.ones(60, 60)}, step=1)
-    device.writer.wait_stuck(5)  # four chunks, and the manifest beside them: all end, cancelled or not
+    device.medium.wait_stuck(5)  # four chunks, and the manifest beside them: all end, cancelled or not
     give_up(engine, device)
     assert found(tmp_path) == [0]
 
@@ -130,12 +130,12 @@ def test_one_that_closing_gave_up_while_another_was_committed(tmp_path: Path) ->
     device = Device()
     engine = SyncCheckpointEngine(tmp_path, io=device, max_in_flight=2).open()
     begin(engine)
-    device.writer.hold("flush")
+    device.medium.hold("flush")
     for step in (1, 2):
         engine.checkpoint({"step": step}, step=step)
-    device.writer.wait_stuck(2)
-    device.writer.release(hold_on=True)
-    device.writer.wait_stuck()  # one's record
+    device.medium.wait_stuck(2)
+    device.medium.release(hold_on=True)
+    device.medium.wait_stuck()  # one's record
     lock: Any = probe(engine).store.lock
     waits = threading.Event()
     while not lock._waiters:  # the other

@@ -33,9 +33,9 @@ class Device:
     """What an engine takes as ``io``: the writer that it made last hangs on request, and slots break on request."""
 
     breaking: Breaking
-    writer: StuckWriter
+    medium: StuckWriter
 
     def __call__(self, path: str, operations: Operations) -> Medium:
         self.breaking = Breaking(Files(path, operations))
-        self.writer = StuckWriter(self.breaking, kinds=())
-        return self.writer
+        self.medium = StuckWriter(self.breaking, kinds=())
+        return self.medium

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from pccheck_async.engine import assembly as pipeline
-from pccheck_async.engine import capture, restorer
+from pccheck_async.engine import capture, restore
 from pccheck_async.state import HOST, Layout, LayoutCache, Restoration, Sources, Targets, cached_layout, match
 from pccheck_async.state.leaves import Leaves
 from pccheck_async.state.sources import RawSource
@@ -248,14 +248,14 @@ def keep_on(monkeypatch: pytest.MonkeyPatch, devices: Sequence[PretendDevice], p
 
     def cached_layout_on_devices(leaves: Leaves, last: LayoutCache | None) -> tuple[Layout, LayoutCache | None]:
         layout, last = cached_layout(leaves, last)
-        placed = Sources()
+        placed = []
         for source in layout.sources:
             assert isinstance(source, RawSource)
             index = place(source.address, source.nbytes)
             if index != HOST:
                 devices[index].adopt(source.address, source.nbytes)
-            placed.add(*source[:3], index)
-        return replace(layout, sources=placed), last
+            placed.append(source._replace(device=index))
+        return replace(layout, sources=Sources(placed)), last
 
     def make(operations: Operations, mode: DeviceMode) -> CopyBackend:
         return CudaCopy(operations, devices.__getitem__, mode)
@@ -271,5 +271,5 @@ def keep_on(monkeypatch: pytest.MonkeyPatch, devices: Sequence[PretendDevice], p
         return replace(found, targets=Targets(placed))
 
     monkeypatch.setattr(capture, "cached_layout", cached_layout_on_devices)
-    monkeypatch.setattr(restorer, "match", match_on_devices)
+    monkeypatch.setattr(restore, "match", match_on_devices)
     monkeypatch.setattr(pipeline, "make_backend", make)

@@ -26,16 +26,16 @@ from tests.support.datasets import SHUFFLES, Numbers, values
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 99, 100, 101, 4097])
 def test_a_keyed_permutation_is_one(size: int) -> None:
     for key in range(5):
-        found = KeyedPermutation(size, key)(np.arange(size, dtype=np.uint64))
+        found = KeyedPermutation(size, key)[np.arange(size, dtype=np.uint64)]
         assert sorted(found.tolist()) == list(range(size))
 
 
 def test_a_keyed_permutation_is_a_function_of_the_place() -> None:
     permutation = KeyedPermutation(10**15, 7)
-    assert permutation(np.array([5, 10**15 - 1], np.uint64)).tolist() == [
-        int(permutation(np.array([place], np.uint64))[0]) for place in (5, 10**15 - 1)
+    assert permutation[np.array([5, 10**15 - 1], np.uint64)].tolist() == [
+        int(permutation[np.array([place], np.uint64)][0]) for place in (5, 10**15 - 1)
     ]
-    found = permutation(np.arange(100_000, dtype=np.uint64))
+    found = permutation[np.arange(100_000, dtype=np.uint64)]
     assert len(set(found.tolist())) == 100_000
     assert int(found.max()) < 10**15
 

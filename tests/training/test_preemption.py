@@ -311,13 +311,13 @@ def test_a_handler_from_before_is_called_and_decides(tmp_path: Path) -> None:
             assert engine.latest
             assert engine.latest.step == 0
             assert signal.getsignal(signal.SIGTERM) == before
-            probe(engine).training.preemption.limit(time.monotonic())  # the deadline has passed
+            probe(engine).training.preemption.end_last_drains_at(time.monotonic())  # the deadline has passed
             with engine.step(model.state, 1):  # it goes on, and so may drains
                 model.train(1)
-            stuck.writer.hold("flush")
+            stuck.medium.hold("flush")
             engine.checkpoint(model.state, step=1)
-            stuck.writer.wait_stuck()
-            threading.Timer(0.5, stuck.writer.release).start()
+            stuck.medium.wait_stuck()
+            threading.Timer(0.5, stuck.medium.release).start()
         assert called == [signal.SIGTERM]
 
     trainer = Trainer(tmp_path, body)
@@ -355,9 +355,9 @@ def test_closing_ends_at_its_own_time_where_that_comes_first(tmp_path: Path) -> 
         model, stuck = Model(), Device()
         engine = SyncCheckpointEngine(tmp_path / "store", interval=NEVER, io=stuck).open()
         engine.on_preemption(deadline=120)
-        stuck.writer.hold("write")
+        stuck.medium.hold("write")
         engine.checkpoint(model.state, step=0)
-        stuck.writer.wait_stuck()
+        stuck.medium.wait_stuck()
         os.kill(os.getpid(), signal.SIGTERM)
         while not probe(engine).training.preemption.limited:
             time.sleep(0.001)
@@ -445,7 +445,7 @@ def test_a_device_that_hangs_does_not_keep_the_process(
             engine.on_preemption(deadline=0.2)
             model.train(0)
             engine.checkpoint(model.state, step=0).result()
-            stuck.writer.hold(kind)
+            stuck.medium.hold(kind)
             with engine.step(model.state, 1):
                 model.train(1)
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -457,7 +457,7 @@ def test_a_device_that_hangs_does_not_keep_the_process(
             engine.on_preemption(deadline=0.2)
             model.train(0)
             await (await engine.checkpoint(model.state, step=0))
-            stuck.writer.hold(kind)
+            stuck.medium.hold(kind)
             async with engine.step(model.state, 1):
                 model.train(1)
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -484,12 +484,12 @@ def test_neither_a_full_pipeline_nor_an_earlier_failure_prevents_it(tmp_path: Pa
             while not engine.statistics().failed:
                 time.sleep(0.001)
             stuck.breaking.broken = ()
-            stuck.writer.hold("write")
+            stuck.medium.hold("write")
             os.kill(os.getpid(), signal.SIGTERM)
             model.train(1)
             engine.checkpoint(model.state, step=1)
-            stuck.writer.wait_stuck()
-            when(lambda: engine.statistics().admitted == 3, stuck.writer.release)
+            stuck.medium.wait_stuck()
+            when(lambda: engine.statistics().admitted == 3, stuck.medium.release)
             with engine.step(model.state, 2):
                 model.train(2)
 
@@ -503,18 +503,18 @@ def test_a_checkpoint_of_the_policy_is_not_taken_twice(tmp_path: Path) -> None:
         model, stuck = Model(), Device()
         with SyncCheckpointEngine(tmp_path / "store", interval=1, io=stuck) as engine:
             engine.on_preemption()
-            stuck.writer.hold("flush")  # so that it is in flight when the signal comes
+            stuck.medium.hold("flush")  # so that it is in flight when the signal comes
 
             def asked() -> bool:
-                return bool(stuck.writer.stuck)
+                return bool(stuck.medium.stuck)
 
             real = engine.checkpoint
 
             def checkpoint(*args: Any, **kwargs: Any) -> Any:
                 pending = real(*args, **kwargs)
-                stuck.writer.wait_stuck()
+                stuck.medium.wait_stuck()
                 os.kill(os.getpid(), signal.SIGTERM)
-                when(asked, stuck.writer.release)
+                when(asked, stuck.medium.release)
                 return pending
 
             engine.checkpoint = checkpoint  # type: ignore[method-assign]
@@ -538,15 +538,15 @@ def test_a_signal_while_a_step_waits_for_a_capture(tmp_path: Path) -> None:
         with SyncCheckpointEngine(tmp_path / "store", interval=1, io=stuck, **SMALL) as engine:
             engine.on_preemption()
             engine.attach(model.optimizer)
-            stuck.writer.hold("write")
+            stuck.medium.hold("write")
             with engine.step(model.state, 0):
                 model.train(0)
-            stuck.writer.wait_stuck()
+            stuck.medium.wait_stuck()
 
             def interrupt() -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
                 wait_preempted(engine)  # the handler ran, in the middle of the wait
-                stuck.writer.release()
+                stuck.medium.release()
 
             when(lambda: threading.main_thread().ident in waiting_in("wait_out_of_reach"), interrupt)
             with engine.step(model.state, 1):
@@ -591,14 +591,14 @@ def test_a_signal_while_the_engine_closes(tmp_path: Path) -> None:
         model, stuck = Model(), Device()
         with SyncCheckpointEngine(tmp_path / "store", io=stuck) as engine:
             engine.on_preemption()
-            stuck.writer.hold("flush")
+            stuck.medium.hold("flush")
             model.train(0)
             engine.checkpoint(model.state, step=0)
 
             def interrupt() -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
                 wait_preempted(engine)
-                stuck.writer.release()
+                stuck.medium.release()
 
             when(lambda: probe(engine).core.state == "closing", interrupt)
         tell("went on")

@@ -410,17 +410,17 @@ def test_what_fails_in_saving_the_last_step_is_raised_on_leaving(tmp_path: Path)
 def test_a_last_step_that_was_skipped_or_is_in_flight(tmp_path: Path) -> None:
     model, device = Model(1), Device()
     with SyncCheckpointEngine(tmp_path, interval=1, io=device, max_in_flight=1, on_busy="skip") as engine:
-        device.writer.hold("write")
+        device.medium.hold("write")
         step_once(engine, model, 0)
         pending = step_once(engine, model, 1).pending
         assert pending is not None
         assert pending.skipped
-        device.writer.release()
+        device.medium.release()
     assert (last_saved(tmp_path, model), engine.statistics().admitted) == (1, 2)
     with SyncCheckpointEngine(tmp_path, interval=1, io=device) as engine:
-        device.writer.hold("write")
+        device.medium.hold("write")
         step_once(engine, model, 2)
-        threading.Timer(0.05, device.writer.release).start()
+        threading.Timer(0.05, device.medium.release).start()
     assert (last_saved(tmp_path, model), engine.statistics().admitted) == (2, 1)
 
 
@@ -429,16 +429,16 @@ def test_leaving_that_is_cancelled_aborts_what_is_in_flight(tmp_path: Path) -> N
 
     async def main() -> CheckpointEngine:
         engine = await CheckpointEngine(tmp_path, interval=1, io=device).open()
-        device.writer.hold("write")
+        device.medium.hold("write")
         async with engine.step(model.state, 0):
             model.optimizer.step()
         leaving = asyncio.create_task(engine.__aexit__(None, None, None))
-        await asyncio.to_thread(device.writer.wait_stuck)
+        await asyncio.to_thread(device.medium.wait_stuck)
         leaving.cancel()
         (saving,) = probe(engine).tasks
         while not saving.cancelling():  # noqa: ASYNC110 - of the engine's loop
             await asyncio.sleep(0)
-        device.writer.release()
+        device.medium.release()
         with pytest.raises(asyncio.CancelledError):
             await leaving
         return engine

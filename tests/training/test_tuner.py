@@ -33,20 +33,26 @@ from pccheck_async import (
     load_sync,
     read_tuning,
 )
-from pccheck_async.engine import EngineConfig
+from pccheck_async.engine import EngineConfig, EngineLoop
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.filesystem import free_bytes
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, ThrottledWriter
 from pccheck_async.transfer import available_cores
 from pccheck_async.transfer.operations import Operations
-from pccheck_async.tuning import tune, tune_blocking
+from pccheck_async.tuning import tune
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 MIB = 1 << 20
 SHORT = 0.1
 """Seconds: as little as the tuner does."""
+
+
+def tune_blocking(path: Path, **options: Any) -> Tuning:
+    """Measures without an engine."""
+    with EngineLoop("pccheck-read") as loop:
+        return loop.call(tune(path, **options))
 
 
 def fails_in(number: int) -> Callable[[str, Operations], Medium]:
@@ -100,7 +106,7 @@ def test_tuned_settings_run_an_engine(tmp_path: Path, io: str) -> None:
     tuning = tune_blocking(
         store,
         nbytes=4 * MIB,
-        io=io,  # type: ignore[arg-type]
+        io=io,
         step_seconds=1e-3,
         budget_seconds=SHORT,
         progress=lambda done, what: seen.append(done),
@@ -346,18 +352,18 @@ def test_the_callers_loop_is_not_held_up(tmp_path: Path) -> None:
 
     async def main() -> None:
         ticks = 0
-        tuning = asyncio.create_task(
-            tune(
-                tmp_path,
-                nbytes=MIB,
-                budget_seconds=SHORT,
-                progress=lambda done, what: threads.add(threading.current_thread()),
+        async with CheckpointEngine(tmp_path) as engine:
+            tuning = asyncio.create_task(
+                engine.tune(
+                    nbytes=MIB,
+                    budget_seconds=SHORT,
+                    progress=lambda done, what: threads.add(threading.current_thread()),
+                )
             )
-        )
-        while not tuning.done():
-            await asyncio.sleep(0.001)
-            ticks += 1
-        await tuning
+            while not tuning.done():
+                await asyncio.sleep(0.001)
+                ticks += 1
+            await tuning
         assert ticks > 10
         assert threading.current_thread() not in threads
 

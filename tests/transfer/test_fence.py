@@ -299,15 +299,15 @@ def test_a_capture_that_is_not_queued_in_time_is_abandoned(tmp_path: Path, monke
         it.pause()
         pending, _ = it.checkpoint(0)
         scheduler = probe(it.engine).scheduler
-        abandon = scheduler.abandon
+        stop_capture = scheduler.stop_capture
 
-        async def abandon_and_resume(*arguments: Any) -> bool:
-            abandoning = asyncio.ensure_future(abandon(*arguments))
+        async def stop_and_resume(*arguments: Any) -> bool:
+            stopping = asyncio.ensure_future(stop_capture(*arguments))
             await asyncio.sleep(0)  # it has begun
             it.resume()
-            return await abandoning
+            return await stopping
 
-        monkeypatch.setattr(scheduler, "abandon", abandon_and_resume)
+        monkeypatch.setattr(scheduler, "stop_capture", stop_and_resume)
         it.optimizer.step()
         with pytest.raises(CheckpointError, match="abandoned"):
             pending.result(60)

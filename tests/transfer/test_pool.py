@@ -47,6 +47,77 @@ def test_waits_for_a_buffer() -> None:
     asyncio.run(main())
 
 
+def test_first_come_first_served() -> None:
+    async def main() -> list[int]:
+        pool, order = BufferPool(PAGE_BYTES, PAGE_BYTES), []
+        first = await pool.lease()
+
+        async def use(number: int) -> None:
+            lease = await pool.lease()
+            order.append(number)
+            lease.release()
+
+        tasks = [asyncio.create_task(use(n)) for n in range(5)]
+        await asyncio.sleep(0)
+        assert pool.statistics().waited == 5
+        first.release()
+        await asyncio.gather(*tasks)
+        assert (pool.statistics().in_use, pool.statistics().peak) == (0, 1)
+        return order
+
+    assert asyncio.run(main()) == [0, 1, 2, 3, 4]
+
+
+def test_a_late_comer_does_not_overtake() -> None:
+    async def main() -> None:
+        pool = BufferPool(PAGE_BYTES, PAGE_BYTES)
+        first = await pool.lease()
+        waiting = asyncio.create_task(pool.lease())
+        await asyncio.sleep(0)
+        first.release()  # the buffer belongs to the waiting task now
+        assert pool.available == 0
+        late = asyncio.create_task(pool.lease())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert waiting.done()
+        assert not late.done()
+        (await waiting).release()
+        (await late).release()
+
+    asyncio.run(main())
+
+
+def test_cancelled_while_waiting() -> None:
+    async def main() -> None:
+        pool = BufferPool(PAGE_BYTES, PAGE_BYTES)
+        first = await pool.lease()
+        waiting = asyncio.create_task(pool.lease())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        first.release()
+        assert pool.statistics().in_use == 0
+        (await pool.lease()).release()
+
+    asyncio.run(main())
+
+
+def test_given_and_cancelled_at_once_it_goes_to_the_next() -> None:
+    async def main() -> None:
+        pool = BufferPool(PAGE_BYTES, PAGE_BYTES)
+        first = await pool.lease()
+        one, two = (asyncio.create_task(pool.lease()) for _ in range(2))
+        await asyncio.sleep(0)
+        first.release()
+        one.cancel()
+        await asyncio.wait([one])
+        assert one.cancelled()
+        (await two).release()
+        assert pool.statistics().in_use == 0
+
+    asyncio.run(main())
+
+
 def test_returned_twice() -> None:
     async def main() -> None:
         lease = await BufferPool(PAGE_BYTES, PAGE_BYTES).lease()

@@ -79,12 +79,12 @@ class Run:
     @contextmanager
     def in_the_middle(self) -> Iterator[PendingCheckpoint]:
         """A capture to which all that is large is left: the call would not return otherwise."""
-        self.io.writer.hold("write")
+        self.io.medium.hold("write")
         pending = self.save()
-        self.io.writer.wait_stuck()
+        self.io.medium.wait_stuck()
         assert not pending.is_captured
         yield pending
-        self.io.writer.release()
+        self.io.medium.release()
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def run(folder: Path) -> Iterator[Run]:
     try:
         yield it
     finally:
-        it.io.writer.release()
+        it.io.medium.release()
         it.engine.close()
 
 
@@ -289,11 +289,11 @@ def test_a_run_whose_weights_are_changed_by_hand_goes_on_with_checkpoints(
         for step in range(5):
             want = copied(model)
             if step < 2:
-                io.writer.hold("write")
+                io.medium.hold("write")
             pending = engine.checkpoint({"model": model}, step=step, overlap=True)
             with torch.no_grad():
                 model.weight.add_(0.1)
-            io.writer.release()
+            io.medium.release()
             try:
                 pending.result()
                 assert equal(load_sync(tmp_path)["model"], want)

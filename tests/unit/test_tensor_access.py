@@ -30,7 +30,7 @@ def let_go(monkeypatch: pytest.MonkeyPatch) -> Callable[[Held], list[PendingChec
 
         def release_and_wait(pending: PendingCheckpoint, *arguments: Any) -> bool:
             waited.append(pending)
-            it.io.writer.release()
+            it.io.medium.release()
             return wait(pending, *arguments)
 
         monkeypatch.setattr(PendingCheckpoint, "wait_out_of_reach", release_and_wait)
@@ -77,14 +77,14 @@ def test_a_storage_taken_before_is_shrunk_only_after_the_capture(
     model = torch.nn.Linear(512, 512)
     storage = model.weight.untyped_storage()
     with held(tmp_path) as it:
-        it.io.writer.release()
+        it.io.medium.release()
         it.pending.result()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         it.engine.attach(optimizer)
         want = copy.deepcopy(model.state_dict())
-        it.io.writer.hold("write")
+        it.io.medium.hold("write")
         it.pending = it.engine.checkpoint({"model": model}, step=2, overlap=True)
-        it.io.writer.wait_stuck()
+        it.io.medium.wait_stuck()
         let_go(it)
         storage.resize_(0)
         assert it.pending.is_captured
@@ -118,7 +118,7 @@ def test_what_is_not_being_captured_is_reached_at_once(tmp_path: Path) -> None:
         torch.ones(2, device="meta").untyped_storage()
         torch.nn.LazyLinear(4)(torch.ones(2, 3))
         assert not it.pending.is_captured
-        it.io.writer.release()
+        it.io.medium.release()
         it.pending.result()
     assert equal(saved(tmp_path), it.want)
 
@@ -128,7 +128,7 @@ def test_one_that_waits_for_too_long_goes_on_and_the_capture_does_not(tmp_path: 
         it.model.second.weight.data.fill_(7.0)
         with pytest.raises(CheckpointError, match="abandoned the checkpoint of step 1"):
             it.pending.result()
-        it.io.writer.release()
+        it.io.medium.release()
         it.engine.drain()
 
 
@@ -144,12 +144,12 @@ def test_threads_that_capture_wait_for_nobody(tmp_path: Path) -> None:
         parts.loop.loop.call_soon_threadsafe(reach)
         parts.loop.call(asyncio.sleep(0))
         assert not it.pending.is_captured
-        it.io.writer.release()
+        it.io.medium.release()
 
 
 def test_torch_is_as_it_was_when_the_last_engine_closed(tmp_path: Path) -> None:
     def found() -> list[Any]:
-        return [cls.__dict__.get(name) for cls, name in (*access._METHODS, *access._PROPERTIES)]
+        return [cls.__dict__.get(name) for cls, name in access._PLACES]
 
     before = found()
     model = torch.nn.Linear(300, 300)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import repeat
 from typing import Final
 
 import torch
-
-from pccheck_async.format.manifest import span
-from pccheck_async.state.storages import is_unresolved
 
 try:
     from pccheck_async import _ext
@@ -25,10 +21,6 @@ class Fingerprints:
     """Dtype, shape, strides, storage offset, device, and all else that says how tensors view their storages.
 
     The tensors are strided ones with storages, and are not held.
-
-    Attributes:
-        spans: For each tensor the offsets in its storage, in bytes, of the first byte that it may view and of the one
-            after its last, equal where it has no elements; and whether it is yet to be conjugated or negated.
     """
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
@@ -42,11 +34,6 @@ class Fingerprints:
         kinds = [tensor.dtype for tensor in tensors]
         self._narrow = [n for n, dtype in enumerate(kinds) if dtype.itemsize == 1 and not dtype.is_floating_point]
         self._narrow_dtypes = [kinds[number] for number in self._narrow]
-        highs = [
-            (int(offset) + span(tensor.shape, tensor.stride())[1] + 1) * tensor.element_size() if tensor.numel() else 0
-            for tensor, offset in zip(tensors, self._offsets, strict=True)
-        ]
-        self.spans = [*zip(repeat(0), highs, map(is_unresolved, tensors))]
 
     def same(self, tensors: list[torch.Tensor], *, print_same: bool) -> bool:
         """Return whether as many tensors view their storages as these did.
@@ -72,10 +59,7 @@ class Fingerprints:
 
 def _forms(tensors: list[torch.Tensor]) -> object:
     """Dtypes, shapes, strides and devices: from DLPack's C API where possible, about five times as fast."""
-    print_ = fingerprint(tensors)
-    if print_ is not None:
-        return print_
-    return [(tensor.dtype, tensor.shape, tensor.stride(), tensor.device) for tensor in tensors]
+    return fingerprint(tensors) or [(each.dtype, each.shape, each.stride(), each.device) for each in tensors]
 
 
 def fingerprint(tensors: list[torch.Tensor], *, addresses: bool = False) -> bytes | None:

@@ -9,7 +9,7 @@ every storage is where it was and as large as it was, as in everyday training, h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -67,9 +67,7 @@ class LayoutCache:
         tensors, views = self._split(leaves)
         self._blocks = [*map(Fingerprints, _blocks(tensors))]
         self._array_forms = [*self._forms_of_arrays(leaves, views)]
-        spans = [span for block in self._blocks for span in block.spans] + [*map(_span, views)]
-        bases = [*map(_address, map(untyped_storage, tensors)), *map(_base, views)]
-        self._relations = _Relations(np.array(bases, np.int64), np.array(spans, np.int64).reshape(-1, 3))
+        self._relations = _Relations([origins.views[number] for number in self._order])
         self._place: _Place | None = None
 
     def reuse(self, leaves: Leaves) -> Layout | None:
@@ -154,23 +152,21 @@ def _base(view: View | None) -> int:
     return 0 if view is None else view.memory[1]
 
 
-def _span(view: View | None) -> tuple[int, int, int]:
-    """See :attr:`Fingerprints.spans`."""
-    return (view.low - view.memory[1], view.high - view.memory[1], view.unresolved) if view is not None else (0, 0, 0)
+def _span(view: View | None) -> tuple[int, int]:
+    """Return where a view begins and ends in its storage, equal where there is none."""
+    return (view.low - view.memory[1], view.high - view.memory[1]) if view is not None else (0, 0)
 
 
 class _Relations:
-    """Which leaves lie in one storage, and that different storages do not overlap.
+    """Which leaves lie in one storage, and that different storages do not overlap."""
 
-    ``bases`` says where the storage of each leaf begins, ``spans`` what it takes of it (:attr:`Fingerprints.spans`).
-    """
-
-    def __init__(self, bases: _Numbers, spans: _Numbers) -> None:
-        lows, highs, unresolved = spans.T
+    def __init__(self, views: Sequence[View | None]) -> None:
+        bases = np.array([*map(_base, views)], np.int64)
+        lows, highs = np.array([*map(_span, views)], np.int64).reshape(-1, 2).T
         self._with_bytes = np.flatnonzero(lows < highs)
         self._reaches = highs[self._with_bytes]
         # What is unresolved is saved apart, whatever memory it shares.
-        self._members = np.flatnonzero((lows < highs) & (unresolved == 0))
+        self._members = np.array([n for n, view in enumerate(views) if view and not view.unresolved], np.int64)
         _, first, storage = np.unique(bases[self._members], return_index=True, return_inverse=True)
         storage = storage.reshape(-1)
         self._firsts = self._members[first]  # one leaf of each storage

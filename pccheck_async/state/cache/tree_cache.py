@@ -6,12 +6,12 @@ nothing about the arrays' memory, which is looked at anew at every save (:mod:`.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain, islice
 from operator import is_
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from pccheck_async.format.skeleton import ArrayNode, DictNode, Node, OrderedDictNode, StatefulNode
 from pccheck_async.state import values
@@ -21,46 +21,8 @@ _COMPARABLE: Final = frozenset((str, int))
 """Types of keys that have the same node if they are equal; 0.0 equals -0.0, and (1,) equals (True,)."""
 
 
-class Outline(Protocol):
-    """What is remembered of one value."""
-
-    def reuse(self, value: Any, leaves: Leaves) -> Visited | None:
-        """Return the node of a value that is made as it was, and its arrays in ``leaves``.
-
-        None where that takes a longer look; nothing was touched then.
-        """
-
-
-Visited: TypeAlias = tuple[Node, Outline | None]
-"""The node of a value, and what to remember of it."""
-
-
-@dataclass(slots=True, eq=False)
-class LeafOutline:
-    """An array beside containers."""
-
-    path: str
-    node: ArrayNode
-
-    def reuse(self, value: Any, leaves: Leaves) -> Visited | None:
-        """See :class:`Outline`."""
-        if type(value) not in KINDS or self.node.index != len(leaves.values):
-            return None
-        leaves.values.append(value)
-        leaves.paths.append(self.path)
-        return self.node, self
-
-
-@dataclass(slots=True, eq=False)
-class ObjectOutline:
-    """A Stateful: what its ``state_dict()`` returned."""
-
-    node: StatefulNode
-    below: Outline
-
-    def reuse(self, value: Any, leaves: Leaves) -> Visited | None:
-        """See :class:`Outline`: it has to be asked first."""
-        return None
+array_node: Final = lru_cache(1 << 16)(ArrayNode)
+"""The same node for the same index, so that nodes can be compared by identity."""
 
 
 @dataclass(slots=True, eq=False)
@@ -97,8 +59,6 @@ class Shape:
 class Flat:
     """Items none of which is a container: arrays, which have these ``paths``, and plain values."""
 
-    __slots__ = ("_arrays", "_first", "_kinds", "_paths", "_plain", "_values", "nodes")
-
     def __init__(self, items: Sequence[Any], nodes: list[Node], paths: list[str]) -> None:
         self.nodes = nodes
         self._paths = paths
@@ -134,8 +94,6 @@ class Flat:
 
 class Rows:
     """Dicts of flat items (one per parameter, or per module), taken all at once; the arrays have these ``paths``."""
-
-    __slots__ = ("_flat", "_keys", "_lengths", "nodes")
 
     def __init__(self, dicts: Sequence[dict[Any, Any]], nodes: list[Node], paths: list[str]) -> None:
         self.nodes = nodes
@@ -177,15 +135,19 @@ class ContainerOutline:
     metadata: Sequence[Visited]
     node: Node
 
-    def reuse(self, value: Any, leaves: Leaves) -> Visited | None:
-        """See :class:`Outline`."""
-        if type(value) is OrderedDict or isinstance(self.content, Branches):
-            return None
-        items = self.shape.items(value)
-        nodes = self.content.reuse(items, leaves) if items is not None else None
-        if nodes is None:
-            return None
-        return (self.node if nodes is self.content.nodes else self.shape.node(nodes, [])), self
+
+@dataclass(slots=True, eq=False)
+class ObjectOutline:
+    """A Stateful: what its ``state_dict()`` returned."""
+
+    node: StatefulNode
+    below: Outline
+
+
+Outline: TypeAlias = ContainerOutline | ObjectOutline | ArrayNode
+"""What is remembered of one value; of an array, its node."""
+Visited: TypeAlias = tuple[Node, Outline | None]
+"""The node of a value, and what to remember of it."""
 
 
 def same_objects(one: Iterable[object], other: Iterable[object]) -> bool:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn.parameter import is_lazy
 
@@ -17,11 +18,70 @@ from pccheck_async.format.manifest import ALIGNMENT, Manifest, TensorEntry, span
 from pccheck_async.state.leaves import Array
 from pccheck_async.state.sources import HOST, as_bits
 from pccheck_async.state.storages import address_of, is_dense, is_unresolved
-from pccheck_async.state.targets import Target
 
 _HOST: Final = torch.device("cpu")
 _KINDS: Final = {"tensor": "a tensor", "parameter": "a tensor", "ndarray": "a numpy array"}
 _NO_MEMORY: Final = "the storage of the tensor here was freed, shrunk or never allocated; gather or clone it first"
+
+
+# -- what is filled
+
+
+class Target(NamedTuple):
+    """A range of the payload and the memory that it is copied to. Offset and length are in bytes.
+
+    ``owner`` keeps the memory alive; ``device`` is the index of its CUDA device, or ``HOST``.
+    """
+
+    payload_offset: int
+    nbytes: int
+    address: int
+    owner: Any
+    device: int = HOST
+
+
+class Targets(Iterable[Target]):
+    """Targets in the order of the payload, where they may overlap: bytes stored once go to several places.
+
+    Attributes:
+        devices: Indices of the CUDA devices of all targets.
+    """
+
+    def __init__(self, targets: Iterable[Target] = ()) -> None:
+        self._targets = tuple(sorted(targets, key=lambda target: target.payload_offset))
+        count = len(self._targets)
+        self._starts = np.fromiter((target.payload_offset for target in self._targets), np.int64, count)
+        self._ends = self._starts + np.fromiter((target.nbytes for target in self._targets), np.int64, count)
+        self._addresses = np.fromiter((target.address for target in self._targets), np.uint64, count)
+        self.devices = {target.device for target in self._targets} - {HOST}
+        self._devices = np.fromiter((target.device for target in self._targets), np.int32, count)
+        # Ascending, so that it can be searched:
+        self._reach = np.maximum.accumulate(self._ends) if count else self._ends
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The first byte of the payload that any target takes, and the byte after the last."""
+        return (int(self._starts[0]), int(self._reach[-1])) if self._targets else (0, 0)
+
+    def segments(self, offset: int, nbytes: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32] | None]:
+        """Return the memory for payload bytes ``[offset, offset + nbytes)``.
+
+        Returns:
+            Rows of (address, offset in the range, length), and the device of each row; None where all are on the host.
+        """
+        first = int(np.searchsorted(self._reach, offset, "right"))
+        last = max(first, int(np.searchsorted(self._starts, offset + nbytes, "left")))
+        starts, ends = self._starts[first:last], self._ends[first:last]
+        low, high = np.maximum(starts, offset), np.minimum(ends, offset + nbytes)
+        inside = low < high
+        table = np.empty((int(np.count_nonzero(inside)), 3), np.uint64)
+        table[:, 0] = self._addresses[first:last][inside] + (low - starts)[inside].astype(np.uint64)
+        table[:, 1] = (low - offset)[inside]
+        table[:, 2] = (high - low)[inside]
+        return table, self._devices[first:last][inside] if self.devices else None
+
+    def __iter__(self) -> Iterator[Target]:
+        return iter(self._targets)
 
 
 # -- new memory
@@ -74,9 +134,9 @@ class Allocation:
         entry = self._manifest.tensors[index]
         try:
             return self._ndarray(entry) if entry.kind == "ndarray" else self._tensor(entry, device)
+        except torch.cuda.OutOfMemoryError:
+            raise
         except (RuntimeError, ValueError, OverflowError) as error:
-            if isinstance(error, torch.cuda.OutOfMemoryError):
-                raise
             raise CorruptStoreError(f"array {index} of the checkpoint cannot be made: {error}") from error
 
     def _ndarray(self, entry: TensorEntry) -> np.ndarray[Any, Any]:
@@ -109,13 +169,19 @@ class Allocation:
         return tensor.requires_grad_(entry.requires_grad)
 
 
-def _allocate(entries: list[TensorEntry], device: torch.device) -> _NewMemory:
+def viewed_ranges(entries: list[TensorEntry]) -> list[tuple[int, int]]:
+    """Return the ranges of a storage that arrays view, in order; what touches or overlaps is one range."""
     ranges: list[tuple[int, int]] = []
     for low, high in sorted(entry.extent for entry in entries):
         if ranges and low <= ranges[-1][1]:
             ranges[-1] = (ranges[-1][0], max(high, ranges[-1][1]))
         else:
             ranges.append((low, high))
+    return ranges
+
+
+def _allocate(entries: list[TensorEntry], device: torch.device) -> _NewMemory:
+    ranges = viewed_ranges(entries)
     base = ranges[0][0] // ALIGNMENT * ALIGNMENT
     nbytes = ranges[-1][1] - base
     if all(entry.kind == "ndarray" for entry in entries):
@@ -343,24 +409,14 @@ def _copy(live: _Live, stored: Array) -> None:
 
 
 def _overlapping(lives: list[_Live]) -> Iterator[tuple[_Live, _Live]]:
-    """Yield those whose spans of memory overlap, in its order, except for groups that share it as in the checkpoint."""
+    """Yield those whose spans of memory overlap, in its order."""
     spans = sorted(((str(live.device), *live.extent(), live) for live in lives), key=lambda item: item[:3])
-    groups: list[list[tuple[int, int, _Live]]] = []
-    memory, end = "", 0
-    for where, low, high, live in spans:
-        if not groups or where != memory or low >= end:
-            groups.append([])
-            memory, end = where, high
-        groups[-1].append((low, high, live))
-        end = max(end, high)
-    for group in groups:
-        if all(group[0][2].shares_as_stored(live) for _, _, live in group[1:]):
-            continue
-        for number, (_, end, one) in enumerate(group, 1):
-            for low, _, other in group[number:]:
-                if low >= end:
-                    break
-                yield one, other
+    for number, (where, _, end, one) in enumerate(spans, 1):
+        for index in range(number, len(spans)):
+            there, low, _, other = spans[index]
+            if there != where or low >= end:
+                break
+            yield one, other
 
 
 def _share(one: _Live, other: _Live) -> bool:

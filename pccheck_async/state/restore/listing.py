@@ -31,7 +31,11 @@ class StoredLeaf:
     extent: tuple[int, int] | None = None  # first byte of the payload that an array with elements views, and the end
     alias_of: str | None = None  # path of an earlier leaf that shares bytes with this one: they are stored once
     node: Node = None  # a plain value as it is stored
-    is_metadata: bool = False  # of the ``_metadata`` (versions) that ``nn.Module`` sets on its state
+
+    @property
+    def is_metadata(self) -> bool:
+        """Whether it is in the ``_metadata`` (versions) that ``nn.Module`` sets on its state."""
+        return _METADATA in self.names
 
     @property
     def path(self) -> str:
@@ -97,13 +101,13 @@ class _Walk:
         self._views: dict[int, dict[tuple[int, int], str]] = {}  # paths by extent, of each storage
         self.listing = Listing()
 
-    def visit(self, node: Node, names: tuple[str, ...], kind: str = "", *, is_metadata: bool = False) -> None:
+    def visit(self, node: Node, names: tuple[str, ...], kind: str = "") -> None:
         """List what is at and below ``node``; ``kind`` names the objects whose state it is."""
         leaves = self.listing.leaves
         if isinstance(node, StatefulNode):
-            self.visit(node.child, names, f"{kind}object of ", is_metadata=is_metadata)
+            self.visit(node.child, names, f"{kind}object of ")
         elif isinstance(node, ArrayNode):
-            leaves.append(self._array(node.index, names, is_metadata))
+            leaves.append(self._array(node.index, names))
         elif (isinstance(node, MappingNode) and (node.keys or not names)) or any(
             has_parts(child) or _is_container(child) for _, child in below(node)
         ):
@@ -111,22 +115,22 @@ class _Walk:
             type_name = type_name if type_name in ("OrderedDict", "Counter") else type_name.lower()
             self.listing.branches[".".join(names)] = kind + type_name
             for name, child in below(node):
-                self.visit(child, (*names, name), is_metadata=is_metadata)
+                self.visit(child, (*names, name))
             for metadata in node.metadata if isinstance(node, OrderedDictNode) else ():
                 if has_parts(metadata):
-                    self.visit(metadata, (*names, _METADATA), is_metadata=True)
+                    self.visit(metadata, (*names, _METADATA))
                 else:
-                    leaves.append(StoredLeaf((*names, _METADATA), node=metadata, is_metadata=True))
+                    leaves.append(StoredLeaf((*names, _METADATA), node=metadata))
         else:
             if has_parts(node):
                 raise CorruptStoreError(f"an array lies inside a {type(node).__name__}")
-            rebuild(node, lambda _: None)  # raises where it describes no value
-            leaves.append(StoredLeaf(names, node=node, is_metadata=is_metadata))
+            leaves.append(StoredLeaf(names, node=node))
+            leaves[-1].value()  # raises where it describes no value
 
-    def _array(self, index: int, names: tuple[str, ...], is_metadata: bool) -> StoredLeaf:
+    def _array(self, index: int, names: tuple[str, ...]) -> StoredLeaf:
         entry = self._manifest.tensors[index]
         if entry.storage is None:
-            return StoredLeaf(names, entry, is_metadata=is_metadata)
+            return StoredLeaf(names, entry)
         start, (low, high) = self._manifest.storages[entry.storage].offset, entry.extent
         extent = start + low, start + high
         views = self._views.setdefault(entry.storage, {})
@@ -135,7 +139,7 @@ class _Walk:
             compared = islice(views.items(), _MOST_COMPARED)
             alias = next((path for (a, b), path in compared if a < extent[1] and extent[0] < b), None)
             views[extent] = ".".join(names)
-        return StoredLeaf(names, entry, extent, alias, is_metadata=is_metadata)
+        return StoredLeaf(names, entry, extent, alias)
 
 
 def _is_container(node: Node) -> bool:

@@ -23,13 +23,12 @@ from pccheck_async.state import paths
 from pccheck_async.state.ambient import apart, refuse_tracing
 from pccheck_async.state.leaves import Array
 from pccheck_async.state.restore import objects
-from pccheck_async.state.restore.arrays import Allocation, Filling, describe, difference
+from pccheck_async.state.restore.arrays import Allocation, Filling, Targets, describe, difference
 from pccheck_async.state.restore.tree import count, entries, has_parts, mapping_keys, rebuild, select
 from pccheck_async.state.rng import RNGState
 from pccheck_async.state.save.detached import refuse_filling
 from pccheck_async.state.save.flatten import check_outermost, flatten, naming_owner
 from pccheck_async.state.stateful import is_stateful
-from pccheck_async.state.targets import Targets
 
 _MAPPINGS: Final[Mapping[type, type]] = {dict: DictNode, OrderedDict: nodes.OrderedDictNode, Counter: nodes.CounterNode}
 _SEQUENCES: Final[Mapping[type, type]] = {list: ListNode, tuple: nodes.TupleNode}
@@ -86,21 +85,17 @@ def match(
     """Prepare a restore into the live ``state``: check it first, and change nothing.
 
     Its ``finish`` copies what could not be filled in place, calls every ``load_state_dict`` and returns ``state``.
-    Tensors and arrays keep their identity and take the stored bytes: in place where they lie in memory as they were
-    stored, on the host or (with ``by_address``) on a CUDA device; otherwise by a copy at the end. A container that
-    holds a tensor or array takes a saved None in its place, and no other plain value.
+    Arrays are filled in place where they lie in memory as they were stored, otherwise by a copy at the end. A container
+    that holds an array takes a saved None in its place, and no other plain value.
 
     A live plain value (without tensors, arrays and objects) takes whatever was saved: lists, dicts and sets are
     refilled with content of their type, any other value is replaced in its container. An object that was saved inside
     needs an entry at its own path: an object, or a plain value, which takes the object's state.
 
-    Modules compare strictly, except for extra state and for submodules with hooks before ``load_state_dict`` or methods
-    of their own for loading: those decide whether the stored state fits, and may raise after other things changed.
     Optimizers need no state yet; their parameters are identified by the names that were saved, else by their numbers.
-    Any other Stateful gets its own tensors where dtype and shape are equal, and new ones elsewhere.
-
-    Without ``strict``, what only one of them has is listed, and no error (see :meth:`CheckpointEngine.restore`).
-    ``by_address`` is asked when there is a CUDA tensor: whether the copy backend can write to its address.
+    Any other Stateful gets its own tensors where dtype and shape are equal, and new ones elsewhere. What ``strict``
+    means, and how modules compare, is said at :meth:`CheckpointEngine.restore`. ``by_address`` is asked when there is a
+    CUDA tensor: whether the copy backend can write to its address.
 
     Raises:
         UnsupportedStateError: ``state`` is not a mapping with strings for keys, or has the ``state_dict()`` of a live
@@ -111,22 +106,21 @@ def match(
     refuse_tracing("restore")
     check_outermost(state)
     refuse_filling(state)
-    matching = _Matching(manifest, by_address, strict, cache(lambda: objects.names_in(state)))
-    matching.outermost(state)
-    return matching.restoration(state)
+    return _Matching(state, manifest, by_address, strict).restoration()
 
 
 class _Matching:
     """One walk over the live state and the skeleton side by side."""
 
     def __init__(
-        self, manifest: Manifest, by_address: Callable[[], bool], strict: bool, names: Callable[[], objects.Names]
+        self, state: Mapping[str, Any], manifest: Manifest, by_address: Callable[[], bool], strict: bool
     ) -> None:
         assert isinstance(manifest.skeleton, DictNode)
+        self._state = state
         self._skeleton = manifest.skeleton
         self._tensors = manifest.tensors
         self._strict = strict
-        self._names = names
+        self._names = cache(lambda: objects.names_in(state))
         self._filling = Filling(manifest, by_address)
         self._missing: list[str] = []
         self._unexpected: list[str] = []
@@ -140,7 +134,8 @@ class _Matching:
         self._last_actions: list[Callable[[], None]] = []  # generators: what loads before them may draw from them
         self._objects: dict[int, Any] = {}  # live Statefuls by the identity of their node
 
-    def restoration(self, state: Mapping[str, Any]) -> Restoration:
+    def restoration(self) -> Restoration:
+        self._outermost()
         self._mismatched += self._filling.conflicts()
         if self._mismatched or (self._strict and (self._missing or self._unexpected)):
             raise self._error()
@@ -158,7 +153,7 @@ class _Matching:
             with torch.inference_mode(False), torch.set_grad_enabled(gradients):
                 for action in self._actions + self._last_actions:
                     action()
-            return state
+            return self._state
 
         missing, unexpected = tuple(self._missing), tuple(self._unexpected)
         return Restoration(targets, finish, missing, unexpected, self._filling.paths, self._counts)
@@ -193,9 +188,9 @@ class _Matching:
                     return f"; a model {where} is wrapped by {wrapper}: {inside}"
         return ""
 
-    def outermost(self, state: Mapping[str, Any]) -> None:
-        setter = state.__setitem__ if isinstance(state, MutableMapping) else None
-        for key, value, child, path in self._common(state, self._skeleton, ""):
+    def _outermost(self) -> None:
+        setter = self._state.__setitem__ if isinstance(self._state, MutableMapping) else None
+        for key, value, child, path in self._common(self._state, self._skeleton, ""):
             matched, missing, unread = self._matched, len(self._missing), self._unread
             self._value(value, child, path, None if setter is None else partial(setter, key))
             if self._matched == matched and len(self._missing) > missing and path not in self._disjoint:
@@ -228,7 +223,7 @@ class _Matching:
         elif type(live) in _SEQUENCES and type(node) is _SEQUENCES[type(live)]:
             self._items(live, node.items, path)  # type: ignore[union-attr]
         else:
-            self._differs(path, live, node)
+            self._differs(live, node, path)
 
     def _items(self, live: Sequence[Any], nodes: Sequence[Node], path: str) -> None:
         if len(live) != len(nodes):
@@ -242,7 +237,7 @@ class _Matching:
         self._matched += 1
         if not isinstance(node, ArrayNode):
             if strict:
-                self._differs(path, live, node)
+                self._differs(live, node, path)
             return
         trouble = difference(self._tensors[node.index], live)
         if not trouble:
@@ -258,7 +253,7 @@ class _Matching:
         elif replace is not None:
             self._rebuild_later(node, replace)
         elif has_parts(node):
-            self._differs(path, live, node)
+            self._differs(live, node, path)
         elif not _savable(live, node):
             self._mismatched.append(f"{path} (another value, in a container that cannot change; use a dict or a list)")
 
@@ -274,7 +269,7 @@ class _Matching:
         child = node.child if isinstance(node, StatefulNode) else node
         actions, load, inference = self._actions, live.load_state_dict, False
         if node is None:  # saved before there was an object
-            self._differs(path, live, node)
+            self._differs(live, node, path)
             return
         if isinstance(live, torch.nn.Module):
             child, own = self._module(live, child, path)
@@ -312,24 +307,19 @@ class _Matching:
     def _module(self, live: torch.nn.Module, node: Node, path: str) -> tuple[Node, Mapping[Any, Any]]:
         """Compare a module; return the stored state to load, and the module's own state."""
         if not isinstance(node, MappingNode):
-            self._differs(path, live, node)
+            self._differs(live, node, path)
             return node, {}
         with naming_owner("state_dict", path, live):
             own = objects.live_state(live)
         own_loading, missing = objects.own_loading(live), len(self._missing)
         common = self._common(own, node, path, own_loading.all if self._strict else ())
         for key, value, child, below in common:
-            is_array = isinstance(value, (torch.Tensor, np.ndarray))
-            if str(key).rpartition(".")[2] == _EXTRA_STATE:
-                self._pair(value, child, below)  # of any type and size; the module decides
-            elif not isinstance(value, torch.Tensor) and not isinstance(child, ArrayNode):
-                self._pair(value, child, below)  # what a state_dict() of its own adds
-            elif self._decides(own_loading, str(key), value, child):
-                pass
-            elif is_array:
-                self._array(value, child, below)
-            else:
-                self._differs(below, value, child)
+            is_extra = str(key).rpartition(".")[2] == _EXTRA_STATE  # of any type and size; the module decides
+            if is_extra or not (isinstance(value, torch.Tensor) or isinstance(child, ArrayNode)):
+                self._pair(value, child, below)  # the latter is what a state_dict() of its own adds
+            elif not self._decides(own_loading, str(key), value, child):
+                compare = self._array if isinstance(value, (torch.Tensor, np.ndarray)) else self._differs
+                compare(value, child, below)
         self._matched += len(common)
         if own and not common and len(self._missing) > missing:
             self._disjoint.append(path)
@@ -351,7 +341,7 @@ class _Matching:
     def _optimizer(self, live: torch.optim.Optimizer, node: Node, path: str) -> Node:
         """Compare an optimizer; return the stored state to load."""
         if not isinstance(node, MappingNode):
-            self._differs(path, live, node)
+            self._differs(live, node, path)
             return node
         with naming_owner("state_dict", path, live):
             own = live.state_dict()
@@ -359,8 +349,8 @@ class _Matching:
         differences += objects.differences(live, own, node, self._tensors, path)
         self._mismatched += differences
         if not differences:
-            for index, device in objects.places(live, own, node):
-                self._filling.prefer(index, device)
+            for _, index, parameter in objects.like_parameters(live, own, node):
+                self._filling.prefer(index, parameter.device)
         self._pair(own, node, path)
         return node
 
@@ -373,18 +363,14 @@ class _Matching:
                 self._stateful(live, node, path)
             else:
                 self._pair(live, node.child, path)
-        elif isinstance(live, Mapping) and isinstance(node, MappingNode):
-            for key, name, child in entries(node):
-                if key in live:
-                    self._pair(live[key], child, paths.child(path, name))
-        elif isinstance(live, (list, tuple)) and isinstance(node, (ListNode, nodes.TupleNode)):
-            for index, (value, child) in enumerate(zip(live, node.items, strict=False)):
-                self._pair(value, child, paths.child(path, str(index)))
+        else:
+            for value, child, below in _beside(live, node, path):
+                if value is not _NOWHERE:
+                    self._pair(value, child, below)
 
     def _generators(self, live: RNGState, node: Node, path: str) -> None:
         if not isinstance(node, MappingNode):
-            self._differs(path, live, node)
-            return
+            self._differs(live, node, path)
         cuda = next((child for key, _, child in entries(node) if key == "cuda"), None)
         if trouble := live.mismatch(len(cuda.items) if isinstance(cuda, ListNode) else None):
             self._mismatched.append(f"{path}.{trouble}")
@@ -422,7 +408,7 @@ class _Matching:
     def _stored_object(self, node: StatefulNode) -> Any:
         return self._objects[id(node)] if id(node) in self._objects else self._rebuild(node.child)
 
-    def _differs(self, path: str, live: Any, node: Node) -> None:
+    def _differs(self, live: Any, node: Node, path: str) -> None:
         if isinstance(node, ArrayNode):
             entry = self._tensors[node.index]
             stored = f"{'an array' if entry.kind == 'ndarray' else 'a tensor'} {describe(entry)}"
@@ -449,13 +435,19 @@ def _without_place(live: Any, node: Node, path: str) -> Iterator[str]:
         if live is _NOWHERE:
             yield path
     elif has_parts(node):
-        there: Mapping[Any, Any] = {}
-        if isinstance(node, MappingNode):
-            there = live if isinstance(live, Mapping) else {}
-        elif isinstance(live, (list, tuple)):
-            there = dict(enumerate(live))
-        for key, name, child in entries(node):
-            yield from _without_place(there.get(key, _NOWHERE), child, paths.child(path, name))
+        for value, child, below in _beside(live, node, path):
+            yield from _without_place(value, child, below)
+
+
+def _beside(live: Any, node: Node, path: str) -> Iterator[tuple[Any, Node, str]]:
+    """Yield each entry of a stored container as live value (``_NOWHERE`` where there is none), node and path."""
+    there: Mapping[Any, Any] = {}
+    if isinstance(node, MappingNode):
+        there = live if isinstance(live, Mapping) else {}
+    elif isinstance(live, (list, tuple)):
+        there = dict(enumerate(live))
+    for key, name, child in entries(node):
+        yield there.get(key, _NOWHERE), child, paths.child(path, name)
 
 
 def _has_live_parts(live: Any) -> bool:

@@ -99,8 +99,8 @@ def differences(
     if getattr(optimizer, _HOOKS, None):
         return []
     mismatches = _group_differences(optimizer, own, node, paths.child(path, "param_groups"))
-    if not mismatches and type(optimizer).__module__.startswith("torch.optim"):
-        for where, index, parameter in _like_parameters(optimizer, own, node):
+    if not mismatches:
+        for where, index, parameter in like_parameters(optimizer, own, node):
             shape, here = tensors[index].shape, tuple(parameter.shape)
             if shape != here:
                 mismatches.append(f"{path}.state.{where} ({shape} in the checkpoint, of a parameter {here} here)")
@@ -143,20 +143,15 @@ def _other_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], node
     return f"another optimizer's: for {type(optimizer).__qualname__} it lacks {lists[0]}, and has {lists[1]}"
 
 
-def places(optimizer: torch.optim.Optimizer, own: Mapping[str, Any], node: Node) -> Iterator[tuple[int, torch.device]]:
-    """Yield the indices of stored arrays of which it is known on which device ``load_state_dict`` will want them.
-
-    The optimizer, whose state is ``own``, has no :func:`differences` from the stored state.
-    """
-    if type(optimizer).__module__.startswith("torch.optim"):
-        for _, index, parameter in _like_parameters(optimizer, own, node):
-            yield index, parameter.device
-
-
-def _like_parameters(
+def like_parameters(
     optimizer: torch.optim.Optimizer, own: Mapping[str, Any], node: Node
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Yield number and key, index of the stored array, and parameter, for all that has the shape of its parameter."""
+    """Yield number and key, index of the stored array, and parameter, for all known to be shaped like a parameter.
+
+    Without :func:`differences`, ``load_state_dict`` will want these arrays on the devices of their parameters.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return
     state = _items(_items(node).get("state"))
     for number, parameter in _parameters(optimizer, own):
         for key, value in _items(state.get(number)).items():

@@ -6,68 +6,59 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any
 
+from msgspec import structs
+
 from pccheck_async.errors import CorruptStoreError, StateMismatchError
 from pccheck_async.format import skeleton as nodes
-from pccheck_async.format.skeleton import (
-    MAX_DEPTH,
-    MOST_ALIKE,
-    ArrayNode,
-    DictNode,
-    ListNode,
-    MappingNode,
-    Node,
-    StatefulNode,
-    TupleNode,
-    too_alike,
-)
+from pccheck_async.format.skeleton import ArrayNode, DictNode, ListNode, MappingNode, Node, StatefulNode, TupleNode
 from pccheck_async.state import paths, values
 
 # -- from nodes to the values that were saved
 
 
-def rebuild(
-    node: Node,
-    array: Callable[[int], Any],
-    stateful: Callable[[StatefulNode], Any] | None = None,
-    depth: int = 0,
-) -> Any:
+def rebuild(node: Node, array: Callable[[int], Any], stateful: Callable[[StatefulNode], Any] | None = None) -> Any:
     """Return the value that ``node`` describes, every part of it with the type that was saved.
 
     Args:
         node: The root of the tree.
         array: Returns the array with an index in the manifest's table of tensors.
         stateful: Returns what takes the place of a Stateful; by default, what its ``state_dict()`` returned.
-        depth: Levels of nesting above ``node``.
 
     Raises CorruptStoreError where the tree describes no value.
     """
-    if depth > MAX_DEPTH:
-        raise _too_deep()
-    match node:
-        case ArrayNode():
-            return array(node.index)
-        case StatefulNode():
-            return stateful(node) if stateful is not None else rebuild(node.child, array, None, depth + 1)
-        case ListNode():
-            return _each(node.items, array, stateful, depth + 1)
-        case TupleNode():
-            return tuple(_each(node.items, array, stateful, depth + 1))
-        case nodes.SetNode():
-            return set(_distinct(node.items, depth + 1))
-        case nodes.FrozenSetNode():
-            return _key(node, depth)
-        case DictNode() | nodes.OrderedDictNode() | nodes.CounterNode():
-            items = zip(mapping_keys(node, depth), _each(node.values, array, stateful, depth + 1), strict=True)
-            if not isinstance(node, nodes.OrderedDictNode):
-                return dict(items) if isinstance(node, DictNode) else Counter(dict(items))
-            ordered = OrderedDict(items)
-            if len(node.metadata) > 1:
-                raise CorruptStoreError("an OrderedDict has more than one _metadata")
-            for metadata in _each(node.metadata, array, stateful, depth + 1):
-                ordered._metadata = metadata  # type: ignore[attr-defined]
-            return ordered
-        case _:
-            return values.from_node(node)
+
+    def each(items: list[Node], depth: int) -> list[Any]:
+        return [item if type(item) in values.VERBATIM else build(item, depth) for item in items]
+
+    def build(node: Node, depth: int) -> Any:
+        _check_depth(depth)
+        match node:
+            case ArrayNode():
+                return array(node.index)
+            case StatefulNode():
+                return stateful(node) if stateful is not None else build(node.child, depth + 1)
+            case ListNode():
+                return each(node.items, depth + 1)
+            case TupleNode():
+                return tuple(each(node.items, depth + 1))
+            case nodes.SetNode():
+                return set(_distinct(node.items, depth + 1))
+            case nodes.FrozenSetNode():
+                return _key(node, depth)
+            case DictNode() | nodes.OrderedDictNode() | nodes.CounterNode():
+                items = zip(mapping_keys(node, depth), each(node.values, depth + 1), strict=True)
+                if not isinstance(node, nodes.OrderedDictNode):
+                    return dict(items) if isinstance(node, DictNode) else Counter(dict(items))
+                ordered = OrderedDict(items)
+                if len(node.metadata) > 1:
+                    raise CorruptStoreError("an OrderedDict has more than one _metadata")
+                for metadata in each(node.metadata, depth + 1):
+                    ordered._metadata = metadata  # type: ignore[attr-defined]
+                return ordered
+            case _:
+                return values.from_node(node)
+
+    return build(node, 0)
 
 
 def mapping_keys(node: MappingNode, depth: int = 0) -> list[Hashable]:
@@ -77,21 +68,15 @@ def mapping_keys(node: MappingNode, depth: int = 0) -> list[Hashable]:
     return _distinct(node.keys, depth + 1)
 
 
-def _each(
-    items: list[Node], array: Callable[[int], Any], stateful: Callable[[StatefulNode], Any] | None, depth: int
-) -> list[Any]:
-    verbatim = values.VERBATIM
-    return [node if type(node) in verbatim else rebuild(node, array, stateful, depth) for node in items]
-
-
-def _too_deep() -> CorruptStoreError:
-    return CorruptStoreError(f"the state is nested more than {MAX_DEPTH} levels deep")
+def _check_depth(depth: int) -> None:
+    if depth > nodes.MAX_DEPTH:
+        raise CorruptStoreError(f"the state is nested more than {nodes.MAX_DEPTH} levels deep")
 
 
 def _distinct(items: list[Node], depth: int) -> list[Hashable]:
     keys = [_key(node, depth) for node in items]
-    if too_alike(items, keys):
-        raise CorruptStoreError(f"more than {MOST_ALIKE} keys of a mapping or items of a set have the same hash")
+    if nodes.too_alike(items, keys):
+        raise CorruptStoreError(f"more than {nodes.MOST_ALIKE} keys of a mapping or items of a set have the same hash")
     if len(set(keys)) != len(keys):
         raise CorruptStoreError("the keys of a mapping or the items of a set are not all different")
     return keys
@@ -99,8 +84,7 @@ def _distinct(items: list[Node], depth: int) -> list[Hashable]:
 
 def _key(node: Node, depth: int) -> Hashable:
     """Return a mapping's key or a set's item: hashable, and never an array."""
-    if depth > MAX_DEPTH:
-        raise _too_deep()
+    _check_depth(depth)
     if isinstance(node, TupleNode):
         return tuple([_key(item, depth + 1) for item in node.items])
     if isinstance(node, nodes.FrozenSetNode):
@@ -167,13 +151,7 @@ def count(node: Node) -> int:
 
 def has_parts(node: Node) -> bool:
     """Return whether there is an array or a Stateful in a tree."""
-    waiting = [node]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, (ArrayNode, StatefulNode)):
-            return True
-        waiting.extend(nodes.children(node))
-    return False
+    return any(isinstance(each, (ArrayNode, StatefulNode)) for each in nodes.walk(node))
 
 
 # -- the part that ``load(keys=...)`` asks for
@@ -238,16 +216,13 @@ class _Selection:
         if not chosen:
             return None
         parts = [part for _, part in chosen]
-        match node:
-            case nodes.OrderedDictNode():
-                metadata = node.metadata if len(parts) == len(there) else []
-                return nodes.OrderedDictNode([node.keys[index] for index, _ in chosen], parts, metadata)
-            case DictNode() | nodes.CounterNode():
-                return type(node)([node.keys[index] for index, _ in chosen], parts)
-            case ListNode() | TupleNode() if len(parts) == len(there):
-                return type(node)(parts)
-            case _:
-                return DictNode([index for index, _ in chosen], parts)
+        if isinstance(node, nodes.OrderedDictNode) and len(parts) < len(there):
+            node = structs.replace(node, metadata=[])
+        if isinstance(node, MappingNode):
+            return structs.replace(node, keys=[node.keys[index] for index, _ in chosen], values=parts)
+        if isinstance(node, (ListNode, TupleNode)) and len(parts) == len(there):
+            return structs.replace(node, items=parts)
+        return DictNode([index for index, _ in chosen], parts)
 
     def _matches(self, path: str) -> bool:
         hits = [text for text, matches in self._matchers.items() if matches(path)]

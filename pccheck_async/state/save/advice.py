@@ -22,44 +22,41 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.state import values
 
-_ADVICE: Final[tuple[tuple[tuple[type, ...], str], ...]] = (
-    ((torch.Tensor,), "save a plain tensor (x.to_local(), x.as_subclass(torch.Tensor)); run lazy modules once first"),
-    ((np.ma.MaskedArray,), "save numpy.ma.getdata(x) and numpy.ma.getmaskarray(x)"),
-    ((np.ndarray,), "save numpy.asarray(x)"),
-    ((torch.utils.data.DataLoader,), "save where it is: with pccheck_async.ResumableLoader in its place"),
+_ADVICE: Final[tuple[tuple[type | types.UnionType, str], ...]] = (
+    (torch.Tensor, "save a plain tensor (x.to_local(), x.as_subclass(torch.Tensor)); run lazy modules once first"),
+    (np.ma.MaskedArray, "save numpy.ma.getdata(x) and numpy.ma.getmaskarray(x)"),
+    (np.ndarray, "save numpy.asarray(x)"),
+    (torch.utils.data.DataLoader, "save where it is: with pccheck_async.ResumableLoader in its place"),
     (
-        (_BaseDataLoaderIter,),
+        _BaseDataLoaderIter,
         "save the loader, not its iterator: pccheck_async.ResumableLoader, or torchdata's StatefulDataLoader",
     ),
-    ((torch.utils.data.Sampler,), "save where it is: with pccheck_async.ResumableSampler or ResumableLoader"),
-    (
-        (torch.utils.data.Dataset,),
-        "leave it out: data is no state; the position in it is, of a ResumableLoader",
-    ),
-    ((torch.Generator,), "save x.get_state()"),
-    ((np.random.Generator,), "save x.bit_generator.state"),
-    ((np.random.RandomState,), "save x.get_state(legacy=False)"),
-    ((np.random.BitGenerator,), "save x.state"),
-    ((random.SystemRandom,), "leave it out: it has no state"),
-    ((random.Random,), "save x.getstate()"),
-    ((enum.Enum,), "save its name or its value"),
-    ((tuple,), "save tuple(x)"),
-    ((Mapping,), "save dict(x)"),
-    ((AbstractSet,), "save set(x)"),
-    ((pathlib.PurePath, decimal.Decimal), "save str(x)"),
-    ((argparse.Namespace,), "save vars(x)"),
-    ((datetime.date, datetime.time), "save x.isoformat()"),
-    ((datetime.timedelta,), "save x.total_seconds()"),
-    ((memoryview,), "save bytes(x)"),
-    ((types.CoroutineType,), "await it, and save what that gives"),
-    ((Iterator,), "save what it comes from (the loader, the module), not an iterator over it, which reading uses up"),
+    (torch.utils.data.Sampler, "save where it is: with pccheck_async.ResumableSampler or ResumableLoader"),
+    (torch.utils.data.Dataset, "leave it out: data is no state; the position in it is, of a ResumableLoader"),
+    (torch.Generator, "save x.get_state()"),
+    (np.random.Generator, "save x.bit_generator.state"),
+    (np.random.RandomState, "save x.get_state(legacy=False)"),
+    (np.random.BitGenerator, "save x.state"),
+    (random.SystemRandom, "leave it out: it has no state"),
+    (random.Random, "save x.getstate()"),
+    (enum.Enum, "save its name or its value"),
+    (tuple, "save tuple(x)"),
+    (Mapping, "save dict(x)"),
+    (AbstractSet, "save set(x)"),
+    (pathlib.PurePath | decimal.Decimal, "save str(x)"),
+    (argparse.Namespace, "save vars(x)"),
+    (datetime.date | datetime.time, "save x.isoformat()"),
+    (datetime.timedelta, "save x.total_seconds()"),
+    (memoryview, "save bytes(x)"),
+    (types.CoroutineType, "await it, and save what that gives"),
+    (Iterator, "save what it comes from (the loader, the module), not an iterator over it, which reading uses up"),
 )
 """What to save instead of a value of these types; the first that fits."""
 
 
 def _advice(value: Any) -> str:
-    for kinds, advice in _ADVICE:
-        if isinstance(value, kinds):
+    for kind, advice in _ADVICE:
+        if isinstance(value, kind):
             return advice
     plain = next((base for base in type(value).__mro__ if base in values.ATOMS), None)
     if plain is not None:

@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import msgspec
@@ -13,17 +14,7 @@ import numpy as np
 
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format import skeleton
-from pccheck_async.format.skeleton import (
-    MAX_DEPTH,
-    MOST_ALIKE,
-    ArrayNode,
-    DictNode,
-    ListNode,
-    Node,
-    StatefulNode,
-    TupleNode,
-    too_alike,
-)
+from pccheck_async.format.skeleton import DictNode, ListNode, Node, StatefulNode, TupleNode
 from pccheck_async.state import paths, values
 from pccheck_async.state.cache import tree_cache as cached
 from pccheck_async.state.cache.tree_cache import Outline, Visited, same_objects
@@ -103,28 +94,24 @@ class _Flattener:
         self._in_metadata = False
         self._asked = 0  # Statefuls between the root and here: what they return is as new as can be
 
-    def visit(self, value: Any, path: str, depth: int, last: Outline | None) -> Visited:
-        visited = last.reuse(value, self.leaves) if last is not None else None
-        return self.node(value, path, depth, last) if visited is None else visited
-
-    def node(self, value: Any, path: str, depth: int, last: Outline | None = None) -> Visited:
+    def node(self, value: Any, path: str, depth: int, last: Outline | None) -> Visited:
         kind = type(value)
         convert = values.ATOMS.get(kind)
         if convert is not None:
             return convert(value), None
         if kind in KINDS:
-            node = ArrayNode(len(self.leaves))
             self.leaves.paths.append(path)
             self.leaves.values.append(value)
-            return node, cached.LeafOutline(path, node)
+            node = cached.array_node(len(self.leaves) - 1)
+            return node, node
         if isinstance(value, (np.generic, np.dtype)):
             return values.numpy_value(value, path), None
         return self.container(value, path, depth, last)
 
     def container(self, value: Any, path: str, depth: int, last: Outline | None) -> Visited:
         kind = type(value)
-        if depth > MAX_DEPTH:
-            raise UnsupportedStateError(f"{path}: nested more than {MAX_DEPTH} levels deep; flatten it")
+        if depth > skeleton.MAX_DEPTH:
+            raise UnsupportedStateError(f"{path}: nested more than {skeleton.MAX_DEPTH} levels deep; flatten it")
         if id(value) in self._open:
             raise UnsupportedStateError(f"{path}: a {kind.__qualname__} that contains itself cannot be saved")
         self._open.add(id(value))
@@ -153,11 +140,9 @@ class _Flattener:
     def ordered(self, value: OrderedDict[Any, Any], path: str, depth: int, last: Outline | None) -> Visited:
         _refuse_attributes(value, path, allowed=("_metadata",))
         outer, self._in_metadata = self._in_metadata, True
-        known = last.metadata if isinstance(last, cached.ContainerOutline) else ()
+        known = last.metadata[0][1] if isinstance(last, cached.ContainerOutline) and last.metadata else None
         metadata = [
-            self.visit(item, paths.child(path, "<_metadata>"), depth + 1, known[0][1] if known else None)
-            for name, item in vars(value).items()
-            if name == "_metadata"
+            self.node(item, paths.child(path, "<_metadata>"), depth + 1, known) for item in vars(value).values()
         ]
         self._in_metadata = outer
         return self.inside(value, path, depth, last, metadata, make=skeleton.OrderedDictNode)
@@ -175,7 +160,7 @@ class _Flattener:
         with naming_owner("state_dict", path, value):
             state = value.state_dict()
         self._asked += 1
-        child, below = self.visit(state, path, depth + 1, known.below if known is not None else None)
+        child, below = self.node(state, path, depth + 1, known.below if known is not None else None)
         self._asked -= 1
         if known is not None and below is known.below:
             return (known.node if child is known.node.child else StatefulNode(child)), known
@@ -196,18 +181,15 @@ class _Flattener:
         known = last if isinstance(last, cached.ContainerOutline) else None
         items = known.shape.items(value) if known is not None else None
         if known is None or items is None:
-            known, shape = None, _shape(value, path, depth, make)
+            known, shape, then = None, _shape(value, path, depth, make), None
             items = value if shape.keys is None else list(value.values())
         else:
-            shape = known.shape
-        prefix = path + "." if path else ""
-        then = known.content if known is not None else None
-        content: cached.Content | None
-        if isinstance(then, cached.Branches):
-            nodes, content = self.branches(shape.names, items, prefix, depth, then)
-        else:
-            reused = then.reuse(items, self.leaves) if then is not None else None
-            nodes, content = (reused, then) if reused is not None else self.each(shape.names, items, prefix, depth)
+            shape, then = known.shape, known.content
+        content: cached.Content | None = then
+        branches = then if isinstance(then, cached.Branches) else None
+        nodes = then.reuse(items, self.leaves) if isinstance(then, (cached.Flat, cached.Rows)) else None
+        if nodes is None:
+            nodes, content = self.each(shape.names, items, path + "." if path else "", depth, branches)
         made = [item for item, _ in metadata]
         if known is not None and content is known.content and _same_metadata(metadata, known.metadata):
             # An outline keeps the node of its content as it was remembered: plain values may change back to those.
@@ -218,53 +200,37 @@ class _Flattener:
         remembered = node if nodes is content.nodes else shape.node(content.nodes, made)
         return node, cached.ContainerOutline(shape, content, metadata, remembered)
 
-    def branches(
-        self, names: Sequence[str], items: Sequence[Any], prefix: str, depth: int, last: cached.Branches
-    ) -> tuple[list[Node], cached.Branches]:
-        nodes: list[Node] = []
-        below: list[Outline | None] = []
-        for name, item, known in zip(names, items, last.below, strict=True):
-            visited = known.reuse(item, self.leaves) if known is not None else None
-            if visited is None:
-                visited = self.node(item, prefix + name, depth + 1, known)
-            nodes.append(visited[0])
-            below.append(visited[1])
-        if same_objects(below, last.below):  # plain values may differ
-            return (last.nodes if same_objects(nodes, last.nodes) else nodes), last
-        return nodes, cached.Branches(nodes, below)
-
     def each(
-        self, names: Iterable[str], items: Sequence[Any], prefix: str, depth: int
+        self, names: Iterable[str], items: Sequence[Any], prefix: str, depth: int, last: cached.Branches | None
     ) -> tuple[list[Node], cached.Content | None]:
         nodes: list[Node] = []
         below: list[Outline | None] = []
         walked = False
         atoms, arrays, known = values.ATOMS, self.leaves.values, self.leaves.paths
         first = len(arrays)
-        for name, item in zip(names, items, strict=True):
+        for name, item, then in zip(names, items, repeat(None) if last is None else last.below, strict=False):
             kind = type(item)
             convert = atoms.get(kind)
-            outline = None
+            outline: Outline | None = None
             if convert is not None:
                 node = convert(item)
             elif kind in KINDS:
-                node = ArrayNode(len(arrays))
+                node = outline = cached.array_node(len(arrays))
                 arrays.append(item)
                 known.append(prefix + name)
             else:
-                node, outline = self.node(item, prefix + name, depth + 1)
+                node, outline = self.node(item, prefix + name, depth + 1, then)
                 walked = True
             nodes.append(node)
             below.append(outline)
+        if last is not None and same_objects(below, last.below):  # plain values may differ
+            return (last.nodes if same_objects(nodes, last.nodes) else nodes), last
         if len(arrays) == first and not self._in_metadata:
             return nodes, None  # plain values may be many, and are never reused
         if not walked:
             return nodes, cached.Flat(items, nodes, known[first:])
         if all(type(item) is dict and _is_flat(outline) for item, outline in zip(items, below, strict=True)):
             return nodes, cached.Rows(items, nodes, known[first:])
-        for number, node in enumerate(nodes):
-            if isinstance(node, ArrayNode):
-                below[number] = cached.LeafOutline(known[node.index], node)
         return nodes, cached.Branches(nodes, below)
 
 
@@ -287,8 +253,8 @@ def _shape(value: Any, path: str, depth: int, make: Callable[..., Node]) -> cach
 
 def _key(key: Any, path: str, depth: int) -> Node:
     """The node of a dict's key or a set's item: hashable, without arrays, equal to itself."""
-    if depth > MAX_DEPTH:
-        raise UnsupportedStateError(f"{path}: a key nested more than {MAX_DEPTH} levels deep")
+    if depth > skeleton.MAX_DEPTH:
+        raise UnsupportedStateError(f"{path}: a key nested more than {skeleton.MAX_DEPTH} levels deep")
     kind = type(key)
     if kind is tuple:
         return TupleNode([_key(item, path, depth + 1) for item in key])
@@ -312,10 +278,10 @@ def _set(items: Iterable[Any], path: str, depth: int) -> list[Node]:
 
 
 def _check_alike(nodes: Sequence[Node], keys: Sequence[Any], path: str) -> None:
-    if too_alike(nodes, keys):
+    if skeleton.too_alike(nodes, keys):
         raise UnsupportedStateError(
-            f"{path}: more than {MOST_ALIKE} keys or items have the same hash, and could not be read back in time that "
-            "is worth the wait; store them in a list"
+            f"{path}: more than {skeleton.MOST_ALIKE} keys or items have the same hash, and could not be read back in "
+            "time that is worth the wait; store them in a list"
         )
 
 

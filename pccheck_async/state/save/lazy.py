@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -14,10 +13,9 @@ import torch
 
 from pccheck_async.format.manifest import span
 from pccheck_async.state.cache.fingerprints import fingerprint
-from pccheck_async.state.cache.tree_cache import Outline
 from pccheck_async.state.sources import Sources
 from pccheck_async.state.storages import is_dense
-from pccheck_async.state.tensor_access import untyped_storage
+from pccheck_async.state.tensor_access import storage_address
 
 _Which: TypeAlias = npt.NDArray[np.bool_]
 
@@ -43,121 +41,57 @@ def optimized(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]
 
 def sharing_nothing(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return those of ``tensors`` that share no storage with ``others``: two parameters may have the same memory."""
-    shared = set(map(_storage, others))
-    return [tensor for tensor in tensors if _storage(tensor) not in shared]
+    shared = {*map(storage_address, others)} - {0}
+    return [tensor for tensor in tensors if storage_address(tensor) not in shared]
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    try:
-        return untyped_storage(tensor).data_ptr()
-    except (NotImplementedError, RuntimeError):  # none: sparse, or of a class that wraps others
-        return -id(tensor)
-
-
-class ChangingTables:
-    """The weights of embeddings with ``max_norm``, which change in the forward pass. May be used from several threads.
-
-    Embeddings are looked for only where the state's outline is another one, or other modules are in it.
-    """
-
-    def __init__(self) -> None:
-        self._last: tuple[Outline | None, _Modules] = (None, _Modules([]))
-
-    def among(self, objects: Iterable[Any], outline: Outline | None) -> list[torch.Tensor]:
-        """Return those of the modules among ``objects``, from whose ``state_dict()`` the ``outline`` was made."""
-        modules = [each for each in objects if isinstance(each, torch.nn.Module)]
-        then, last = self._last
-        if outline is None or outline is not then or not last.are(modules):
-            last = _Modules(modules)
-            self._last = outline, last
-        return last.changed_by_forward()
-
-
-class _Modules:
-    """Modules and all in them. They are not held."""
-
-    def __init__(self, roots: Sequence[torch.nn.Module]) -> None:
-        parts = [part for root in roots for part in root.modules()]
-        tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-        self._roots = [*map(weakref.ref, roots)]
-        self._parts = [*map(weakref.ref, parts)]
-        self._children = [*map(weakref.ref, _children(parts))]
-        self._tables = [weakref.ref(part) for part in parts if isinstance(part, tables)]
-
-    def are(self, roots: Sequence[torch.nn.Module]) -> bool:
-        """Whether these are the same modules with the same modules in them."""
-        if not _refer_to(self._roots, roots):
-            return False
-        parts = [*map(_alive, self._parts)]
-        return None not in parts and _refer_to(self._children, _children(parts))
-
-    def changed_by_forward(self) -> list[torch.Tensor]:
-        """Return those that change in the forward pass: the weights of embeddings with ``max_norm``."""
-        alive = map(_alive, self._tables)
-        return [table.weight for table in alive if table is not None and table.max_norm is not None]
-
-
-def _alive(reference: weakref.ref[Any]) -> Any:
-    return reference()
-
-
-def _refer_to(references: Sequence[weakref.ref[Any]], objects: Sequence[Any]) -> bool:
-    return len(references) == len(objects) and all(map(is_, objects, map(_alive, references)))
-
-
-def _children(modules: Iterable[Any]) -> list[Any]:
-    return [child for module in modules for child in module._modules.values() if child is not None]
-
-
-class LazyMemory:
-    """The ranges of memory that tensors take; those with holes and those without plain memory are left out."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        lows, highs = _ranges(tensors)
-        order = np.argsort(lows, kind="stable")
-        lows, highs = lows[order], np.maximum.accumulate(highs[order]) if len(order) else highs
-        first = np.ones(len(lows), np.bool_)
-        first[1:] = lows[1:] > highs[:-1]  # ranges that touch are one: leaves that touch are one extent
-        self._lows = lows[first]
-        self._highs = highs[np.flatnonzero(np.append(first[1:], True))] if len(lows) else highs
-
-    def covers(self, sources: Sources) -> _Which:
-        """Return which of ``sources`` lie in it with all their bytes; packed ones do not."""
-        if not len(self._lows):
-            return np.zeros(len(sources), np.bool_)
-        lows = sources.addresses.astype(np.int64)
-        at = np.searchsorted(self._lows, lows, side="right") - 1
-        return (at >= 0) & (lows + sources.lengths <= self._highs[at]) & ~sources.packed
+def changed_by_forward(objects: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the weights of embeddings with ``max_norm`` in the modules among ``objects``: a forward changes them."""
+    level = [each for each in objects if isinstance(each, torch.nn.Module)]
+    modules: set[torch.nn.Module] = set()
+    while level:
+        modules.update(level)
+        children = [child for module in level for child in module._modules.values()]
+        level = [child for child in children if child is not None and child not in modules]
+    tables = [module for module in modules if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag))]
+    return [table.weight for table in tables if table.max_norm is not None]
 
 
 class LazySources:
     """Which sources lie in lazy memory, remembered for as long as neither they nor that memory change."""
 
     def __init__(self) -> None:
-        self._last: tuple[npt.NDArray[np.uint64], object, _Which] | None = None  # replaced at once: see Splitter
+        self._last: tuple[npt.NDArray[np.uint64], bytes | None, _Which] | None = None  # replaced at once: see Splitter
 
     def among(self, sources: Sources, tensors: list[torch.Tensor]) -> _Which:
-        """Return which of ``sources`` lie in the memory of ``tensors`` (see :class:`LazyMemory`). Not to be changed.
+        """Return which of ``sources`` lie in the memory of ``tensors`` (see :func:`covered`). Not to be changed.
 
         The table of addresses of the sources is the same object as at the last call while all leaves lie as they did.
         """
-        last, addresses, places = self._last, sources.addresses, _places(tensors)
+        last, addresses, places = self._last, sources.addresses, fingerprint(tensors, addresses=True)
         if last is not None and addresses is last[0] and places is not None and places == last[1]:
             return last[2]
-        which = LazyMemory(tensors).covers(sources)
+        which = covered(sources, tensors)
         self._last = addresses, places, which
         return which
 
 
-def _places(tensors: list[torch.Tensor]) -> object:
-    """Return where tensors are and what they take, to compare; None where that takes a longer look."""
-    print_ = fingerprint(tensors, addresses=True)
-    try:
-        if print_ is None and all(map(_is_contiguous, tensors)):
-            return [*map(_address, tensors)], [*map(_nbytes, tensors)]
-    except RuntimeError:  # no plain memory
-        pass
-    return print_
+def covered(sources: Sources, tensors: Sequence[torch.Tensor]) -> _Which:
+    """Return which of ``sources`` lie with all their bytes in memory that ``tensors`` take; packed ones do not.
+
+    Tensors with holes in them, and those without plain memory, are left out.
+    """
+    lows, highs = _ranges(tensors)
+    if not len(lows):
+        return np.zeros(len(sources), np.bool_)
+    order = np.argsort(lows, kind="stable")
+    lows, highs = lows[order], np.maximum.accumulate(highs[order])
+    apart = lows[1:] > highs[:-1]  # ranges that touch are one: leaves that touch are one extent
+    lows, highs = lows[np.append(True, apart)], highs[np.append(apart, True)]
+    addresses = sources.addresses.astype(np.int64)
+    at = np.searchsorted(lows, addresses, side="right") - 1
+    inside: _Which = (at >= 0) & (addresses + sources.lengths <= highs[at]) & ~sources.packed
+    return inside
 
 
 def _ranges(tensors: Sequence[torch.Tensor]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -20,7 +20,7 @@ import torch
 from pccheck_async.errors import TornCaptureError
 from pccheck_async.state.cache.constants import Choice, Constants
 from pccheck_async.state.save.flatten import FlatState
-from pccheck_async.state.save.lazy import ChangingTables, LazySources, optimized, sharing_nothing
+from pccheck_async.state.save.lazy import LazySources, changed_by_forward, optimized, sharing_nothing
 from pccheck_async.state.save.torn import ByteCheck, StorageMemory, TornLeaves, Versions
 from pccheck_async.state.sources import PackedSource, RawSource, Sources, device_bytes
 from pccheck_async.state.storages import Layout
@@ -72,9 +72,8 @@ class Splitter:
     def __init__(self) -> None:
         self.constants = Constants()
         self._torn = TornLeaves()
-        self._tables = ChangingTables()
         self._lazy_sources = LazySources()
-        self._members: _LazyLeaves | None = None
+        self._members: _LazyTensors | None = None
 
     def split(
         self,
@@ -97,7 +96,7 @@ class Splitter:
         """
         values, paths = flat.leaves.values, flat.leaves.paths
         owned = optimized(optimizers)
-        if flat.objects and (changing := self._tables.among(flat.objects, flat.outline)):
+        if changing := changed_by_forward(flat.objects):
             owned = sharing_nothing(owned, changing)
         sources = layout.sources
         lazy = self._lazy_sources.among(sources, owned)
@@ -118,23 +117,15 @@ class Splitter:
             sources, _ = copy_small(sources, lazy & sources.on_host())
             if sources.owned is not None:
                 lazy = lazy & ~sources.owned
+        byte_check = ByteCheck(sources, lazy, dict(zip(layout.source_of, paths, strict=True))) if check_bytes else None
         members = self._members
         if members is None or not members.are_of(lazy, layout):
-            members = self._members = _LazyLeaves(lazy, layout)
+            members = self._members = _LazyTensors(lazy, layout, values)
         tensors: list[Any] = values
         if members.numbers is not None:
             tensors, paths = [values[n] for n in members.numbers], [paths[n] for n in members.numbers]
-        byte_check = None
-        if check_bytes:
-            numbers = range(len(values)) if members.numbers is None else members.numbers
-            source_of = map(layout.source_of.__getitem__, numbers)
-            byte_check = ByteCheck(sources, lazy, dict(zip(source_of, paths, strict=True)))
-        if np.ndarray in set(map(type, tensors)):  # arrays count no changes
-            counting = [number for number, each in enumerate(tensors) if isinstance(each, torch.Tensor)]
-            versions = Versions([paths[n] for n in counting], [tensors[n] for n in counting])
-        else:
-            versions = Versions(paths, tensors, members.memory)
-            members.memory = versions.memory  # for as long as these are the lazy leaves, nothing moved
+        versions = Versions(paths, tensors, members.memory)
+        members.memory = versions.memory  # for as long as these are the lazy tensors, nothing moved
         part = LazyPart(eager, versions, byte_check, constants, self)
         return layout if sources is layout.sources else replace(layout, sources=sources), part
 
@@ -145,19 +136,20 @@ class Splitter:
             self._torn.note(() if error is None else error.paths, paths)
 
 
-class _LazyLeaves:
-    """The leaves of the lazy sources: remembered while the same sources are lazy and lie where they did."""
+class _LazyTensors:
+    """The tensors of the lazy sources: remembered while the same sources are lazy and lie where they did."""
 
-    def __init__(self, lazy: _Which, layout: Layout) -> None:
+    def __init__(self, lazy: _Which, layout: Layout, values: Sequence[Any]) -> None:
         self._lazy = lazy
         self._addresses = layout.sources.addresses
         is_lazy = [*lazy.tolist(), False]  # the last one stands for leaves without a source
         numbers = [number for number, source in enumerate(layout.source_of) if is_lazy[source]]
-        self.numbers = numbers if len(numbers) < len(layout.source_of) else None  # None for all of them
+        numbers = [number for number in numbers if isinstance(values[number], torch.Tensor)]  # arrays count no changes
+        self.numbers = numbers if len(numbers) < len(values) else None  # None for all leaves
         self.memory: StorageMemory | None = None  # of their storages
 
     def are_of(self, lazy: _Which, layout: Layout) -> bool:
-        """Whether these are the lazy leaves of a layout; its table of addresses stays the same while nothing moves."""
+        """Whether these are the lazy tensors of a layout; its table of addresses stays the same while nothing moves."""
         return self._addresses is layout.sources.addresses and (self._lazy is lazy or np.array_equal(self._lazy, lazy))
 
 

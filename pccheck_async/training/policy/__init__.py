@@ -13,26 +13,10 @@ from pccheck_async.training.policy.formulas import (
     sustained_interval,
     young_seconds,
 )
-from pccheck_async.training.policy.measured import Adaptive, CheckFreqInterval, Measured, YoungDaly
-from pccheck_async.training.policy.pccheck import PCcheckInterval
+from pccheck_async.training.policy.measured import Adaptive, CheckFreqInterval, Measured, PCcheckInterval, YoungDaly
 
 __all__ = [
-    "Adaptive",
-    "CheckFreqChoice",
-    "CheckFreqInterval",
-    "Decision",
-    "EverySeconds",
-    "EverySteps",
-    "Measured",
-    "PCcheckInterval",
-    "Policy",
-    "SaveReport",
-    "StepReport",
-    "YoungDaly",
-    "checkfreq_interval",
-    "daly_seconds",
-    "interval_floor",
-    "make_policy",
-    "sustained_interval",
-    "young_seconds",
-]
+    "Adaptive", "CheckFreqChoice", "CheckFreqInterval", "Decision", "EverySeconds", "EverySteps", "Measured",
+    "PCcheckInterval", "Policy", "SaveReport", "StepReport", "YoungDaly", "checkfreq_interval", "daly_seconds",
+    "interval_floor", "make_policy", "sustained_interval", "young_seconds",
+]  # fmt: skip

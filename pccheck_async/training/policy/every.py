@@ -6,24 +6,12 @@ from datetime import timedelta
 
 from pccheck_async.engine import Decision, Policy, SaveReport, StepReport
 from pccheck_async.training.policy.formulas import check_count, check_seconds
-from pccheck_async.training.policy.measured import Adaptive
+from pccheck_async.training.policy.measured import Adaptive, Retrying
 
 __all__ = ["EverySeconds", "EverySteps", "make_policy"]
 
 
-class _Given:
-    """An interval that was given: a checkpoint that was skipped is tried again after the next step."""
-
-    _again = False
-
-    def _was_skipped(self) -> bool:
-        again, self._again = self._again, False
-        return again
-
-    def skipped(self, report: StepReport) -> None:
-        """Try again after the next step."""
-        self._again = True
-
+class _Given(Retrying):
     def saved(self, report: SaveReport) -> None:
         """Learn nothing."""
 

@@ -7,17 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 __all__ = [
-    "CheckFreqChoice",
-    "check_count",
-    "check_overhead",
-    "check_seconds",
-    "checkfreq_interval",
-    "daly_seconds",
-    "interval_floor",
-    "sustained_interval",
-    "whole_steps",
-    "young_seconds",
-]
+    "CheckFreqChoice", "check_count", "check_overhead", "check_seconds", "checkfreq_interval", "daly_seconds",
+    "interval_floor", "sustained_interval", "whole_steps", "young_seconds",
+]  # fmt: skip
 
 _FUZZ = 1e-9
 """Relative error of sums of floats: a quotient this little above a whole number is that number."""

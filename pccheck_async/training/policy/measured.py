@@ -1,7 +1,11 @@
-"""The policies that profile, calibrate, and then steer by what checkpoints cost: Adaptive, Young-Daly, CheckFreq."""
+"""The policies that profile, calibrate, and then decide by what they measure.
+
+Adaptive, Young-Daly and CheckFreq go by what checkpoints cost, PCcheck by what takes place with N in flight.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from operator import attrgetter
 from statistics import median
@@ -15,16 +19,18 @@ from pccheck_async.training.policy.formulas import (
     check_seconds,
     checkfreq_interval,
     daly_seconds,
+    interval_floor,
+    sustained_interval,
     whole_steps,
 )
 from pccheck_async.training.policy.meter import Level, OverheadMeter
 
-__all__ = ["LEAP", "MOST_SECONDS", "Adaptive", "AgeLimit", "CheckFreqInterval", "Measured", "YoungDaly"]
+__all__ = ["Adaptive", "AgeLimit", "CheckFreqInterval", "Measured", "PCcheckInterval", "Retrying", "YoungDaly"]
 
-MOST_SECONDS = 600.0
+_MOST_SECONDS = 600.0
 _RETRY = 0.1
 """Part of the age limit after which a checkpoint that failed is tried again where the limit was near."""
-LEAP = 8
+_LEAP = 8
 """The most by which an interval grows at a time: what looks dear is measured again before all of it is believed."""
 _WARM_UP = 2
 """Steps that compile, allocate and fill caches: not like the others."""
@@ -49,6 +55,10 @@ _LEARN = 3
 """Checkpoints that tell what one takes when they do not pile up."""
 _TINY = 1e-9
 """Seconds of a step that a coarse clock took for none."""
+_BURSTS = 2
+"""Those that are compared each time: one alone may meet a hiccup. The very first pays for slots and staging memory."""
+_STEPS, _SAVES, _DRIFT = 32, 3, 0.2
+"""Of PCcheck: steps whose median counts, checkpoints that tell what one takes, and what is a change of either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +128,44 @@ class AgeLimit:
             self._begun = None
 
 
-class Adaptive:
+class Retrying:
+    """A policy that tries a checkpoint that was skipped again after the next step."""
+
+    _again = False
+
+    def skipped(self, report: StepReport) -> None:
+        """Try again after the next step."""
+        self._again = True
+
+    def _was_skipped(self) -> bool:
+        again, self._again = self._again, False
+        return again
+
+
+class Profiling(Retrying):
+    """What policies share that measure before they decide."""
+
+    def __init__(self, overhead: float, max_in_flight: int, most_seconds: float | None) -> None:
+        self._overhead = check_overhead(overhead)
+        self._places = check_count("max_in_flight", max_in_flight)
+        self._age = AgeLimit(most_seconds)
+        self._nbytes = 0
+        self._steps = 0  # reports so far
+        self._since = 0  # steps since the last checkpoint
+        self._interval: int | None = None
+        self._reason = f"measuring the first {_WARM_UP + _PROFILE} steps without a checkpoint"
+
+    def decision(self) -> Decision:
+        """Return the present interval, and why."""
+        seconds = None if self._interval is None else self._interval * self._step_seconds
+        return Decision(self._interval, seconds, self._reason, self._age.most_seconds)
+
+    @property
+    def _step_seconds(self) -> float:
+        raise NotImplementedError
+
+
+class Adaptive(Profiling):
     """Checkpoint as often as a budget allows: by default 3 % of the training time, for stall and interference together.
 
     k = max(ceil(C / (overhead t)), ceil(Tw / (N t))), all of it measured: C is what a checkpoint costs training, t the
@@ -140,25 +187,17 @@ class Adaptive:
     """
 
     def __init__(
-        self, overhead: float = 0.03, *, max_in_flight: int = 2, most_seconds: float | None = MOST_SECONDS
+        self, overhead: float = 0.03, *, max_in_flight: int = 2, most_seconds: float | None = _MOST_SECONDS
     ) -> None:
-        self._overhead = check_overhead(overhead)
-        self._places = check_count("max_in_flight", max_in_flight)
-        self._age = AgeLimit(most_seconds)
+        super().__init__(overhead, max_in_flight, most_seconds)
         self._meter = OverheadMeter()
         self._saves = Level(odd_first=True)
         self._captures = Level(odd_first=True)
-        self._nbytes = 0
-        self._interval: int | None = None
-        self._reason = f"measuring the first {_WARM_UP + _PROFILE} steps without a checkpoint"
-        self._steps = 0  # reports so far
-        self._since = 0  # steps since the last checkpoint, or the end of the warm-up
         self._starts = 0
-        self._ended = False  # that checkpoint, as far as reports tell
+        self._ended = False  # the last checkpoint, as far as reports tell
         self._after = 0  # steps since then
         self._longest = 0.0  # of the checkpoints that ended in this period
         self._priced = False  # this period: it is only being waited for a longer interval
-        self._again = False
         self._left_out = 0  # periods since an interval was left out
         self._leave_out = False
         self._saturated: float | None = None  # seconds per checkpoint when they last piled up, while it is learned
@@ -179,8 +218,7 @@ class Adaptive:
         if self._starts and not report.in_flight:
             self._ended = True  # also where it failed, which nobody reports
         self._after += self._ended
-        if self._again:
-            self._again = False
+        if self._was_skipped():
             self._restart(report)
             return True
         if self._before is not None and self._meter.clean >= _TAIL[0]:
@@ -196,10 +234,6 @@ class Adaptive:
         self._restart(report)
         return True
 
-    def skipped(self, report: StepReport) -> None:
-        """Try again after the next step; the period goes on."""
-        self._again = True
-
     def saved(self, report: SaveReport) -> None:
         """Learn what a checkpoint takes."""
         self._age.saved(report)
@@ -213,11 +247,6 @@ class Adaptive:
             self._alone.append(report.seconds)
             if len(self._alone) == _LEARN:
                 self._learn_share()
-
-    def decision(self) -> Decision:
-        """Return the present interval, and why."""
-        seconds = None if self._interval is None else self._interval * self._step_seconds
-        return Decision(self._interval, seconds, self._reason, self._age.most_seconds)
 
     def measured(self) -> Measured:
         """Return what the decision rests on."""
@@ -306,7 +335,7 @@ class Adaptive:
         sure = _SURE if self._meter.periods < _MANY else _SURE_LATER
         least = self._limited(cost.seconds - sure * cost.error)
         if least.steps > self._interval * _GO_UP:
-            most = self._interval * LEAP
+            most = self._interval * _LEAP
             if least.piling:
                 self._take(least._replace(steps=min(least.steps, most)), "up")
             elif self._meter.clean_age < 2:
@@ -390,7 +419,7 @@ class YoungDaly(Adaptive):
         overhead: float = 0.03,
         *,
         max_in_flight: int = 2,
-        most_seconds: float | None = MOST_SECONDS,
+        most_seconds: float | None = _MOST_SECONDS,
     ) -> None:
         super().__init__(overhead, max_in_flight=max_in_flight, most_seconds=most_seconds)
         self._mtbf = check_seconds("mtbf_seconds", mtbf_seconds)
@@ -427,7 +456,7 @@ class CheckFreqInterval(Adaptive):
         update_seconds: float = 0.0,
         device_copy_seconds: float | None = None,
         device_free_bytes: int = 0,
-        most_seconds: float | None = MOST_SECONDS,
+        most_seconds: float | None = _MOST_SECONDS,
     ) -> None:
         super().__init__(overhead, max_in_flight=1, most_seconds=most_seconds)
         self._update_seconds = update_seconds
@@ -455,6 +484,148 @@ class CheckFreqInterval(Adaptive):
             )
         steps = whole_steps(max(0.0, self._sustained - cost), self._step_seconds)
         return max(self._for_budget(cost), self._for_storage()._replace(steps=steps), key=attrgetter("steps"))
+
+
+class PCcheckInterval(Profiling):
+    """Checkpoint every f* = ceil(Tw(N) / (N q t)) steps, never under f_min = ceil(m / (B q t)) (PCcheck, section 3.4).
+
+    q = 1 + overhead is the tolerated slowdown. The first steps give t. Then N checkpoints in a row (three times, of
+    which the quicker of the last two counts) give Tw(N), the time of one with N in flight, and B, the bandwidth of all
+    together. Where two checkpoints and more take longer than N in flight can follow, f* grows. Where they take
+    a fifth less than they used to, N in a row are measured again; a single one cannot tell what N take.
+
+    Args:
+        overhead: Tolerated slowdown (q - 1).
+        max_in_flight: N, as the engine has it.
+        most_seconds: Most age of the newest durable checkpoint, for which f* is given up; None for no limit.
+    """
+
+    def __init__(
+        self, overhead: float = 0.03, *, max_in_flight: int = 2, most_seconds: float | None = _MOST_SECONDS
+    ) -> None:
+        super().__init__(overhead, max_in_flight, most_seconds)
+        self._clean: deque[float] = deque(maxlen=_STEPS)
+        self._busy: deque[float] = deque(maxlen=_STEPS)
+        self._profile = _PROFILE  # steps before the next burst
+        self._left: int | None = None  # checkpoints of the burst to begin; None outside of one
+        self._burst: list[SaveReport] = []
+        self._burst_step = 0
+        self._bursts: list[tuple[float, float]] | None = None  # seconds and bandwidth of each; None before the first
+        self._seconds = 0.0  # Tw(N)
+        self._bandwidth = 0.0
+        self._saves = Level(window=5)
+        self._reference: float | None = None
+        self._settled_at = 0
+
+    def due(self, report: StepReport) -> bool:
+        """Go by the steps since the last checkpoint."""
+        overdue = self._age.reached(report, self._saves.upper)
+        due = self._is_due(report) or overdue
+        if due:
+            self._since = 0
+            self._age.begin(report)
+        return due
+
+    def _is_due(self, report: StepReport) -> bool:
+        self._steps += 1
+        self._since += 1
+        if self._steps > _WARM_UP:
+            (self._busy if report.in_flight else self._clean).append(report.seconds)
+        if self._was_skipped():
+            return True
+        if self._left is None:
+            if self._interval is None:
+                return self._since >= self._profile + _WARM_UP * (self._bursts is None) and self._begin_burst(report)
+            if self._since < self._interval:
+                return False
+            quicker = self._saves.median < (self._reference or 0.0) * (1 - _DRIFT)
+            if (quicker and len(self._saves.values) > 1) or self._bursts:
+                return self._begin_burst(report)
+            self._follow(report)
+            return self._since >= self._interval
+        if self._left > 0:
+            self._left -= 1
+            return True
+        if len(self._burst) >= self._places or report.in_flight == 0:
+            self._end_burst(report)
+        return False
+
+    def saved(self, report: SaveReport) -> None:
+        """Learn what a checkpoint takes."""
+        self._age.saved(report)
+        self._nbytes = report.nbytes
+        if self._left is not None:
+            if report.step >= self._burst_step:
+                self._burst.append(report)
+            return
+        if report.step < self._settled_at:
+            return
+        self._saves.add(report.seconds)
+        if self._reference is None and len(self._saves.values) >= _SAVES:
+            self._reference = self._saves.median
+
+    @property
+    def floor(self) -> int | None:
+        """f_min, the interval that no scheme can go below on this storage; None before it was measured."""
+        if not self._bandwidth:
+            return None
+        return interval_floor(self._nbytes, self._bandwidth, self._step_seconds, 1 + self._overhead)
+
+    @property
+    def _step_seconds(self) -> float:
+        return max(_TINY, median(self._clean or self._busy or [0.0]))
+
+    def _begin_burst(self, report: StepReport) -> bool:
+        self._left = self._places - 1
+        self._burst = []
+        self._burst_step = report.step
+        return True
+
+    def _end_burst(self, report: StepReport) -> None:
+        self._left = None
+        if not self._burst:  # all failed: try again, ever later
+            self._profile *= 2
+            return
+        if self._bursts is None:
+            self._bursts = []
+            return
+        span = max(save.now for save in self._burst) - min(save.now - save.seconds for save in self._burst)
+        bandwidth = sum(save.nbytes for save in self._burst) / max(_TINY, span)
+        self._bursts.append((median(save.seconds for save in self._burst), bandwidth))
+        if len(self._bursts) < _BURSTS:
+            return
+        self._seconds = min(seconds for seconds, _ in self._bursts)
+        self._bandwidth = max(bandwidth for _, bandwidth in self._bursts)
+        self._bursts = []
+        self._settle(report, "measured with as many in flight")
+
+    def _follow(self, report: StepReport) -> None:
+        """Keep up with checkpoints that take longer, and with steps that take another time."""
+        now = self._saves.median
+        if len(self._saves.values) > 1 and self._f_star(now) > (self._interval or 0):
+            self._seconds = min(now, max(self._seconds, self._step_seconds) * _LEAP)
+            # They wait for each other: this is all that the storage does now.
+            self._bandwidth = min(self._bandwidth, self._nbytes * self._places / self._seconds)
+            self._settle(report, "they take longer now", now)  # if they stop waiting for each other, find out
+            return
+        wanted = max(self._f_star(self._seconds), self.floor or 1)
+        if abs(wanted - (self._interval or 0)) > _DRIFT * (self._interval or 0):
+            self._settle(report, "steps take another time now", self._reference)
+
+    def _f_star(self, seconds: float) -> int:
+        return sustained_interval(seconds, self._places, self._step_seconds, 1 + self._overhead)
+
+    def _settle(self, report: StepReport, why: str, reference: float | None = None) -> None:
+        f_star, floor = self._f_star(self._seconds), self.floor or 1
+        self._interval = max(f_star, floor)
+        self._reason = (
+            f"every {self._interval} steps: f* is {f_star} (a checkpoint takes {self._seconds:.3g} s with "
+            f"{self._places} in flight, a step {self._step_seconds:.3g} s), "
+            f"f_min {floor} at {self._bandwidth / 1e6:.4g} MB/s; {why}"
+        )
+        self._saves = Level(window=5)
+        self._reference = reference
+        self._settled_at = report.step
 
 
 def _say(seconds: float) -> str:

@@ -89,7 +89,7 @@ class Level:
         if len(self.values) < 3:
             return 0.0
         middle = self.median
-        return 1.48 * statistics.median(abs(value - middle) for value in self.values)
+        return _NORMAL * statistics.median(abs(value - middle) for value in self.values)
 
 
 class Cost(NamedTuple):
@@ -106,11 +106,6 @@ class _Steps:
     count: int = 0
     seconds: float = 0.0
     longest: tuple[float, ...] = ()  # two
-
-    def add(self, seconds: float) -> None:
-        self.count += 1
-        self.seconds += seconds
-        self.longest = tuple(sorted((*self.longest, seconds))[-2:])
 
     def __add__(self, other: _Steps) -> _Steps:
         longest = tuple(sorted(self.longest + other.longest)[-2:])
@@ -154,10 +149,11 @@ class OverheadMeter:
     def step(self, report: StepReport) -> None:
         """Take a step."""
         self._stall += report.stall
+        step = _Steps(1, report.seconds, (report.seconds,))
         if report.in_flight:
-            self._busy.add(report.seconds)
+            self._busy += step
         else:
-            self._idle.add(report.seconds)
+            self._idle += step
             self._samples.append(report.seconds)
 
     def close(self, *, first: bool = False, counted: bool = True) -> None:

@@ -22,14 +22,7 @@ _AT_ONCE = 256 << 10
 
 @dataclass(frozen=True, slots=True)
 class CopyStatistics:
-    """Device memory that a backend holds, and its snapshots.
-
-    Attributes:
-        device_bytes: Device memory held now.
-        device_peak_bytes: Most device memory held at a time.
-        snapshots: Snapshots taken on a device.
-        reason: How device memory was captured last, and why, in one sentence.
-    """
+    """Device memory that a backend holds now and held at most, its snapshots, and how it captured last, and why."""
 
     device_bytes: int
     device_peak_bytes: int
@@ -40,11 +33,8 @@ class CopyStatistics:
 class CopyBackend:
     """Copies host memory by address; torch copies what has no plain address, and all memory of devices.
 
-    Every coroutine waits until its operations ended, cancelled or not, and keeps ``keepalive`` until then.
-
-    Args:
-        operations: Performs the copies.
-        reason: Why device memory, if there is any, is copied by torch.
+    Every coroutine waits until its operations ended, cancelled or not, and keeps ``keepalive`` until then. ``reason``
+    says why device memory, if there is any, is copied by torch.
 
     Attributes:
         by_address: Whether it copies the memory of CUDA devices by address. If not, call :meth:`Sources.pack_devices`
@@ -52,7 +42,6 @@ class CopyBackend:
         pinning: Pins staging memory, if that is of use.
     """
 
-    name = "host"
     by_address = False
     pinning: Pinning | None = None
 
@@ -67,9 +56,6 @@ class CopyBackend:
         (``wait_stream``), as for any use of a tensor in torch. Torch copies on streams that it chooses: where torch
         copies, this waits for the queued work.
 
-        Args:
-            devices: Indices of the CUDA devices that hold memory to be copied.
-
         Returns:
             The marks, for :meth:`begin` or :meth:`order_after`; false if nothing has to be waited for.
         """
@@ -79,10 +65,7 @@ class CopyBackend:
     async def begin(self, marks: Any, sources: Sources, fenced: Fenced | None = None) -> Sources:
         """Order the copies of a capture after the marked work; take device snapshots where that pays.
 
-        Args:
-            marks: What :meth:`mark_queued_work` returned.
-            sources: The memory to be copied.
-            fenced: Called with the fence behind the snapshots, if these are all that the capture reads on devices.
+        ``fenced`` is called with the fence behind the snapshots, if these are all that the capture reads on devices.
 
         Returns:
             The sources to copy from: ``sources``, or others that in part are snapshots of the backend, which are freed
@@ -98,12 +81,8 @@ class CopyBackend:
     ) -> int:
         """Fill a staging buffer: segments of memory by address, packed pieces by their own copy, zeros between.
 
-        Args:
-            segments: Segments of the chunk; they do not overlap.
-            into: The part of the chunk's buffer that will be written.
-            keepalive: Owner of the addresses.
-            fenced: Called with the fence behind the copies from devices once they are queued, if that is before they
-                have ended; in the order in which copies are queued.
+        ``fenced`` is called with the fence behind the copies from devices once they are queued, if that is before they
+        have ended; in the order in which copies are queued.
 
         Returns:
             The CRC-32 of all of ``into``, computed from the buffer and not from the source (I8).

@@ -45,14 +45,10 @@ _Marks: TypeAlias = Mapping[int, Any]
 class CudaCopy(CopyBackend):
     """Copies device memory by address. Created on the engine's loop; touches no device yet.
 
-    Args:
-        operations: Copies host memory and computes checksums.
-        open_device: Creates the :class:`Device` of an index without touching the device.
-        mode: When states are first copied on their device.
-        prepare: Slow preparation that needs no device (imports); called at once, on the thread that launches copies.
+    ``open_device`` creates the :class:`Device` of an index without touching the device; ``prepare`` is slow preparation
+    that needs no device (imports), called at once, on the thread that launches copies.
     """
 
-    name = "cuda"
     by_address = True
 
     def __init__(

@@ -91,9 +91,8 @@ def decide(
     total_bytes: int,
     device_seconds: float | None,
     host_seconds: float | None,
-    hidden_seconds: float = 0.0,
 ) -> Decision:
-    """Decide by CheckFreq's rule: a snapshot if Mmax - M > m and Tog <= Toc, with Toc = max(0, Tc - (Ti - Tw)).
+    """Decide by CheckFreq's rule: a snapshot if Mmax - M > m and Tog <= Toc.
 
     Args:
         mode: "auto" for the rule; "snapshot" if there is memory, "stream" never.
@@ -101,9 +100,8 @@ def decide(
         spare_bytes: Memory that training does not need (Mmax - M).
         total_bytes: Memory of the device; a part of it stays in reserve.
         device_seconds: Time of the copy on the device (Tg = Tog); None if not measured yet.
-        host_seconds: Time of the copy to the host (Tc); None if not measured yet.
-        hidden_seconds: Time that training goes on during the copy to the host (Ti - Tw); 0 if the caller waits for the
-            capture.
+        host_seconds: Time of the copy to the host (Tc), all of which counts as Toc: the trainer
+            may wait for it. None if not measured yet.
     """
     needed = f"a snapshot takes {_mib(state_bytes)}, and training leaves {_mib(spare_bytes)} of the device's memory"
     if mode == "stream":
@@ -120,9 +118,8 @@ def decide(
         return Decision(False, f"streamed to the host: {needed}, of which {_mib(reserve)} stay in reserve")
     if device_seconds is None:
         return Decision(True, f"snapshot on the device: {needed}")
-    overhead = max(0.0, host_seconds - hidden_seconds)
-    times = f"{device_seconds:.4f} s on the device, {overhead:.4f} s of waiting for the host"
-    if device_seconds > overhead:
+    times = f"{device_seconds:.4f} s on the device, {host_seconds:.4f} s of waiting for the host"
+    if device_seconds > host_seconds:
         return Decision(False, f"streamed to the host: a copy takes {times}")
     return Decision(True, f"snapshot on the device: a copy takes {times}; {needed}")
 

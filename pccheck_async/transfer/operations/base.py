@@ -92,16 +92,10 @@ class Operations(abc.ABC):
         await self._perform(Kind.FLUSH, fd)
 
     async def gather(self, segments: bytes, into: memoryview, keepalive: Any = None) -> int:
-        """Copy segments of memory into a buffer, zero the gaps, and checksum all of the buffer.
+        """Copy segments of memory into a buffer, zero the gaps, and return the CRC-32 of all of the buffer.
 
-        Args:
-            segments: A packed table of native-endian unsigned 64-bit triples (address, offset in ``into``, length), in
-                growing order of offset, not overlapping.
-            into: The buffer.
-            keepalive: Holds the owner of the addresses until the copy has ended.
-
-        Returns:
-            The CRC-32 of the bytes stored in ``into``.
+        ``segments`` is a packed table of native-endian unsigned 64-bit triples (address, offset in ``into``, length),
+        in growing order of offset, not overlapping; ``keepalive`` owns the addresses.
         """
         result: int = await self._perform(Kind.GATHER, segments, into, keepalive)
         return result
@@ -109,10 +103,8 @@ class Operations(abc.ABC):
     async def scatter(self, source: memoryview, checksum: int, segments: bytes, keepalive: Any = None) -> None:
         """Verify ``checksum`` over all of ``source``, and only then copy pieces of it to memory.
 
-        ``segments`` is as for :meth:`gather`, except that segments may overlap and come in any order.
-
-        Raises:
-            OSError: The checksum differs (EBADMSG); nothing was copied.
+        ``segments`` is as for :meth:`gather`, except that segments may overlap and come in any order. Raises OSError
+        where the checksum differs (EBADMSG); nothing was copied.
         """
         await self._perform(Kind.SCATTER, source, checksum, segments, keepalive)
 
@@ -127,9 +119,7 @@ class Operations(abc.ABC):
         For short writes that somebody waits for: as an operation of its own, each step would wake up a thread and then
         the loop, which takes longer than a small write.
 
-        Args:
-            steps: What to do; at least one step.
-            ended: Receives how each performed step ended; the last of them failed if not all were performed.
+        ``ended`` receives how each performed step ended; the last of them failed if not all were performed.
 
         Cancellation: stops nothing, and is raised once the chain has ended and ``ended`` says how.
 

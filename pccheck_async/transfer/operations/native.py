@@ -25,8 +25,7 @@ def available() -> bool:
 class NativeOperations(Operations):
     """Operations on threads of the extension: for write, read, flush and chain, and for gather, scatter and checksum.
 
-    Raises:
-        RuntimeError: The extension was not built, or the system has no room for that many threads.
+    Raises RuntimeError where the extension was not built, or the system has no room for that many threads.
     """
 
     name = "threads"

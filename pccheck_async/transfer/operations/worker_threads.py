@@ -23,11 +23,8 @@ class WorkerThreads:
 
     Unlike :mod:`concurrent.futures` these threads still work in ``atexit`` handlers, where an unclosed engine drains.
 
-    All are started at once, since none can be started while the interpreter exits. ``complete`` is called on the loop
-    with (token, result, error) for every job.
-
-    Raises:
-        RuntimeError: The system has no room for as many threads; none is left.
+    All are started at once, since none can be started while the interpreter exits; RuntimeError where the system has no
+    room for as many. ``complete`` is called on the loop with (token, result, error) for every job.
     """
 
     def __init__(

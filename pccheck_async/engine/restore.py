@@ -1,0 +1,134 @@
+"""Restoring from the engine's own store: which checkpoint, and what to do where it is damaged."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pccheck_async.engine.assembly import Assembly
+from pccheck_async.engine.loop import Handoff
+from pccheck_async.errors import DamagedError, ReadError, StateMismatchError
+from pccheck_async.format import Entry, Restored
+from pccheck_async.format.manifest import Manifest
+from pccheck_async.state import Restoration, Targets, match
+from pccheck_async.store import (
+    DroppedMeanwhileError,
+    Fallback,
+    ReadLease,
+    choose,
+    pool_for,
+    read_manifest,
+    read_payload,
+    warn_damaged,
+)
+from pccheck_async.telemetry import ReadProgress, events, reading_progress, write
+
+__all__ = ["restore"]
+
+_NAMED = 5
+"""Paths that the warning of a partial restore names."""
+
+
+def restore(
+    parts: Assembly, state: Mapping[str, Any], step: int | None, progress: ReadProgress | None, *, strict: bool
+) -> Handoff:
+    """Restore the newest checkpoint (or that of ``step``), falling back where one is damaged; None: there is none."""
+    start = time.perf_counter()
+    begun: list[str] = []  # paths of live arrays that a damaged checkpoint may have filled
+    fallback, committed = Fallback(step), parts.store.committed
+
+    def find() -> tuple[Entry, bool] | None:
+        """Return what to read, and whether it was superseded; what is known to be damaged comes last, for its error."""
+        entries, record = committed.entries, committed.record
+        if (entry := choose(entries, step, fallback.unreadable, record.superseded)) is not None:
+            return entry, entry not in entries
+        damaged = choose(record.entries, step, fallback.unreadable)
+        return None if damaged is None else (damaged, False)
+
+    while (found := find()) is not None:
+        entry, superseded = found
+        try:
+            restored: Restored = yield from _restore_one(parts, state, entry, superseded, progress, strict, begun)
+        except DroppedMeanwhileError:
+            continue  # newer ones were committed
+        except (DamagedError, ReadError) as error:
+            if isinstance(error, DamagedError) and not superseded:  # else it may be read the next time
+                parts.loop.post(committed.damaged.add, entry.counter)
+            fallback.pass_over(entry, superseded, error, find)
+        except StateMismatchError as error:
+            if begun:
+                error.add_note("reading a newer checkpoint failed before: the state may hold parts of it")
+            raise
+        else:
+            if superseded:
+                known = committed.record.entries[0], DamagedError("found damaged by an earlier restore")
+                newer, why = fallback.failure or known
+                warn_damaged(newer, entry, why)
+            seconds = time.perf_counter() - start
+            parts.reporter.tell(
+                events.Restored, step=entry.step, counter=entry.counter, nbytes=entry.nbytes, seconds=seconds
+            )
+            return restored
+    return None
+
+
+def _restore_one(
+    parts: Assembly,
+    state: Mapping[str, Any],
+    entry: Entry,
+    superseded: bool,
+    progress: ReadProgress | None,
+    strict: bool,
+    begun: list[str],
+) -> Handoff:
+    """Restore one checkpoint; to ``begun`` go the paths of live arrays that it may fill before it fails."""
+    store, medium, backend = parts.store, parts.session.medium, parts.backend
+    lease = ReadLease(store, entry, superseded)
+    try:
+        file = yield lease.acquire()
+        manifest: Manifest = yield read_manifest(medium, file, entry, store.block_bytes)
+        pool = pool_for(manifest, parts.pool)
+        if superseded:
+            yield read_payload(medium, backend, pool, file, manifest, Targets(), every=True)
+            yield store.adopt(entry)
+        restoration: Restoration = match(state, manifest, lambda: backend.by_address, strict=strict)
+        _refuse_parts(entry, restoration, begun)
+        begun += restoration.filled
+        admission = backend.mark_queued_work(restoration.targets.devices)
+        advance = reading_progress(progress, sum(chunk.nbytes for chunk in manifest.chunks))
+        with parts.clock.timed("restore", manifest.payload_nbytes):
+            yield read_payload(medium, backend, pool, file, manifest, restoration.targets, admission, advance)
+    finally:
+        parts.loop.post(lease.release)
+    restoration.finish()
+    if restoration.missing or restoration.unexpected:
+        _warn_of_parts(entry, restoration)
+    filled = sum(number for number, _ in restoration.counts.values())
+    return Restored.of(entry.info, restoration.missing, restoration.unexpected, filled)
+
+
+def _warn_of_parts(entry: Entry, restoration: Restoration) -> None:
+    counts = [f"{number} of {all_} leaves of {name}" for name, (number, all_) in restoration.counts.items()]
+    parts = _first_few(restoration.missing), _first_few(restoration.unexpected), _first_few(counts)
+    text = "restored step %d in part: the checkpoint lacks %s; the state lacks %s; restored were %s"
+    write(logging.WARNING, "restored_in_part", text, entry.step, *parts, step=entry.step, counter=entry.counter)
+
+
+def _first_few(names: Sequence[str]) -> str:
+    """Return the first few paths for a line of a log, and how many there are."""
+    few = ", ".join(names[:_NAMED]) or "nothing"
+    return few if len(names) <= _NAMED else f"{few}, ... ({len(names)} paths)"
+
+
+def _refuse_parts(entry: Entry, restoration: Restoration, begun: Sequence[str]) -> None:
+    """Raise StateMismatchError where what stays as it is would be what a damaged checkpoint left."""
+    kept = tuple(f"{path}." for path in restoration.missing)
+    if parts := sorted({path for path in begun if f"{path}.".startswith(kept)}):
+        raise StateMismatchError(
+            f"the checkpoint of step {entry.step} lacks what a damaged one had begun to fill: {', '.join(parts[:20])}"
+            f"{', ...' if len(parts) > 20 else ''}; make the state anew, then restore(state, step={entry.step}, "
+            "strict=False)",
+            missing=parts,
+        )
