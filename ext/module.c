@@ -32,6 +32,30 @@ static PyObject *ext_crc32(PyObject *Py_UNUSED(module), PyObject *args)
     return PyLong_FromUnsignedLong(value);
 }
 
+/* Work on memory that may be part of a mapped file: 0, or -1 and an OSError. */
+static int run_guarded(void (*body)(void *), void *argument, Py_ssize_t size)
+{
+    int64_t error;
+    if (size < GIL_WORTHY_BYTES) {
+        error = guard_run(body, argument);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        error = guard_run(body, argument);
+        Py_END_ALLOW_THREADS
+    }
+    if (error == 0)
+        return 0;
+    errno = (int)-error;
+    PyErr_SetFromErrno(PyExc_OSError);
+    return -1;
+}
+
+static void gather(void *argument)
+{
+    struct op *op = argument;
+    copy_gather(op->segments, op->segment_count, op->data, op->size, &op->checksum);
+}
+
 static PyObject *ext_gather(PyObject *Py_UNUSED(module), PyObject *args)
 {
     struct request request = {.op.kind = OP_GATHER};
@@ -42,15 +66,9 @@ static PyObject *ext_gather(PyObject *Py_UNUSED(module), PyObject *args)
         return NULL;
     request.op.size = (uint64_t)request.view.len;
     if (request_set_segments(&request, segments, Py_None) == 0) {
-        const struct op *op = &request.op;
-        if (request.view.len < GIL_WORTHY_BYTES) {
-            copy_gather(op->segments, op->segment_count, request.view.buf, op->size, &request.op.checksum);
-        } else {
-            Py_BEGIN_ALLOW_THREADS
-            copy_gather(op->segments, op->segment_count, request.view.buf, op->size, &request.op.checksum);
-            Py_END_ALLOW_THREADS
-        }
-        checksum = PyLong_FromUnsignedLong(request.op.checksum);
+        request.op.data = request.view.buf;
+        if (run_guarded(gather, &request.op, request.view.len) == 0)
+            checksum = PyLong_FromUnsignedLong(request.op.checksum);
     }
     PyBuffer_Release(&request.view);
     Py_DECREF(request.segments);
@@ -93,52 +111,35 @@ static void write_back(void *argument)
     persist_select()->write_back((uintptr_t)view->buf, (uintptr_t)view->buf + (uintptr_t)view->len);
 }
 
-/* Work on memory of a mapped file: None, or NULL and an OSError. */
-static PyObject *run_guarded(void (*body)(void *), void *argument, Py_ssize_t size)
-{
-    int64_t error;
-    if (size < GIL_WORTHY_BYTES) {
-        error = guard_run(body, argument);
-    } else {
-        Py_BEGIN_ALLOW_THREADS
-        error = guard_run(body, argument);
-        Py_END_ALLOW_THREADS
-    }
-    if (error == 0)
-        Py_RETURN_NONE;
-    errno = (int)-error;
-    return PyErr_SetFromErrno(PyExc_OSError);
-}
-
 static PyObject *ext_store(PyObject *Py_UNUSED(module), PyObject *args)
 {
     struct store views;
-    PyObject *done = NULL;
+    int failed = -1;
 
     if (!PyArg_ParseTuple(args, "w*y*:store", &views.into, &views.data))
         return NULL;
     if (views.into.len == views.data.len)
-        done = run_guarded(store, &views, views.data.len);
+        failed = run_guarded(store, &views, views.data.len);
     else
         PyErr_Format(PyExc_ValueError, "%zd bytes do not fill %zd", views.data.len, views.into.len);
     PyBuffer_Release(&views.into);
     PyBuffer_Release(&views.data);
-    return done;
+    return failed ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *ext_write_back(PyObject *Py_UNUSED(module), PyObject *argument)
 {
     Py_buffer view;
-    PyObject *done = NULL;
+    int failed = -1;
 
     if (PyObject_GetBuffer(argument, &view, PyBUF_SIMPLE) < 0)
         return NULL;
     if (persist_select())
-        done = run_guarded(write_back, &view, view.len);
+        failed = run_guarded(write_back, &view, view.len);
     else
         PyErr_SetString(PyExc_NotImplementedError, "no instruction is known that writes lines back here");
     PyBuffer_Release(&view);
-    return done;
+    return failed ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *ext_fence(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(nothing))

@@ -106,9 +106,11 @@ class Medium(abc.ABC):
         chains: Whether :meth:`make_durable` of small pieces of several files takes about as long as that of
             one, so that a commit may be given to it with what it commits. Doubles that hold single operations up say
             no: a commit would be held up by a write of another checkpoint.
+        stages: Whether :meth:`stage` may return memory.
     """
 
     chains = False
+    stages = False
 
     @abc.abstractmethod
     async def prepare(self, *, create: bool) -> MediumFacts:

@@ -51,6 +51,7 @@ class MappedFiles(StepwiseMedium, Files):
     """
 
     chains = True
+    stages = True
     _kind: Kind = "cached"  # until it is prepared: right everywhere
 
     async def prepare(self, *, create: bool) -> MediumFacts:

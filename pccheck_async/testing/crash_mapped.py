@@ -41,8 +41,8 @@ class CrashMapping(Mapping):
         self._disk.boundary(f"lines [{first}, {end}) written back")
 
     def _fence(self) -> None:
-        self._disk.complete_flush(self._inode, self._written_back)
-        self._written_back = []
+        self._disk.complete_flush(self._inode, set(self._written_back))
+        self._written_back.clear()
         self._disk.boundary("fence")
 
 
