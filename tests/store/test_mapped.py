@@ -179,7 +179,7 @@ def test_what_is_larger_than_a_store_at_once_is_stored_by_threads(place: Path, i
 
 def test_chunks_are_captured_where_they_rest(place: Path, io: str) -> None:
     """Once a slot is there, no staging buffer is taken: a state of 32 chunks goes through a pool of one buffer."""
-    with SyncCheckpointEngine(place, io=io, medium="mapped", chunk_bytes=1 << 16, host_memory=1 << 16) as engine:
+    with SyncCheckpointEngine(place, io=io, medium="mapped", chunk_bytes=1 << 16, host_memory=1 << 16) as engine:  # type: ignore[arg-type]
         for step in range(4):
             engine.checkpoint(state(step, 500_000), step=step).result()
             assert same(load_sync(place), step, 500_000)
