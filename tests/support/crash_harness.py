@@ -96,8 +96,8 @@ class Scenario:
         dying: Boundaries at which the process may die.
         rules: Further rules of what is kept; all that a record names is then read, not only the newest.
         pins: Share of the rounds after which a checkpoint is pinned, or unpinned.
-        sampled: Share of the distinct images that the package's readers look at as a whole; of the others they read what
-            the record names.
+        sampled: Share of the distinct images that the readers look at as a whole: of the others they read what
+            a record names.
         enough: Violations after which to look no further.
     """
 

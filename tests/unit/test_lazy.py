@@ -11,9 +11,9 @@ import torch
 
 from pccheck_async import SyncCheckpointEngine, load_sync
 from pccheck_async.state import PackedSource, Sources, Versions, flatten_unchecked
-from pccheck_async.state.cache import fingerprints
 from pccheck_async.state.save.lazy import ChangingTables, LazyMemory, LazySources, optimized, sharing_nothing
 from pccheck_async.transfer import PAGE_BYTES
+from tests.support.elsewhere import without_extension
 
 
 def covered(lazy: LazyMemory, *tensors: torch.Tensor) -> list[bool]:
@@ -156,7 +156,7 @@ def test_what_is_lazy_is_remembered_until_the_tensors_are_others(as_leaf: bool) 
 @pytest.mark.parametrize("told", [True, False])
 def test_holes_in_a_tensor_are_noticed(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not told:
-        monkeypatch.setattr(fingerprints, "dlpack_forms", None)
+        without_extension(monkeypatch)
     memory = torch.zeros(16)
     leaf = memory[:8].detach()
     sources, known = sources_of(leaf), LazySources()
