@@ -173,6 +173,7 @@ def test_somebody_elses_shadow_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(seen) == 1
 
 
+@pytest.mark.slow
 def test_compiled_models_are_not_compiled_again(tmp_path: Path) -> None:
     from torch._dynamo.testing import CompileCounter
 
