@@ -42,12 +42,18 @@ class Publisher:
 
     Not through the store's medium: nothing here is ever flushed, nothing depends on it, and what goes wrong is logged
     once and has no other consequence.
+
+    Args:
+        store: Path of the store.
+        collect: Returns what to publish.
+        pause: Seconds between two writes.
     """
 
-    def __init__(self, store: str, collect: Callable[[], Status]) -> None:
+    def __init__(self, store: str, collect: Callable[[], Status], *, pause: float = PUBLISH_SECONDS) -> None:
         self._path = Path(store).absolute() / STATUS_NAME  # the process may change its folder before the first one
         self._store = store
         self._collect = collect
+        self._pause = pause
         self._fd = -1
         self._said = False
         self._end = threading.Event()
@@ -86,7 +92,7 @@ class Publisher:
                 self.publish()
             except Exception as error:  # noqa: BLE001 - whatever it is, checkpoints have nothing to do with it
                 self._say(error)
-            if self._end.wait(PUBLISH_SECONDS):
+            if self._end.wait(self._pause):
                 break
         self._remove()
 

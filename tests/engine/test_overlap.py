@@ -115,6 +115,18 @@ class Held:
         self.optimizer.zero_grad()
         self.model(torch.randn(16, 96)).square().mean().backward()
 
+    def release_when_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> list[PendingCheckpoint]:
+        """Let the device move again when somebody waits for the capture, and not before; return who was waited for."""
+        wait, waited = PendingCheckpoint.wait_out_of_reach, list[PendingCheckpoint]()
+
+        def release_and_wait(pending: PendingCheckpoint, *arguments: Any) -> bool:
+            waited.append(pending)
+            self.io.medium.release()
+            return wait(pending, *arguments)
+
+        monkeypatch.setattr(PendingCheckpoint, "wait_out_of_reach", release_and_wait)
+        return waited
+
     def step(self) -> None:
         """Step the optimizer, while the device begins to move again only after the step was held up."""
         threading.Timer(0.05, self.io.medium.release).start()
@@ -141,13 +153,7 @@ def saved(folder: Path) -> dict[str, Any]:
 
 def test_a_step_of_an_attached_optimizer_waits_for_the_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with held(tmp_path) as it:
-        wait = PendingCheckpoint.wait_out_of_reach
-
-        def release_and_wait(pending: PendingCheckpoint, *arguments: Any) -> bool:
-            it.io.medium.release()  # the device begins to move again when the step waits, and not before
-            return wait(pending, *arguments)
-
-        monkeypatch.setattr(PendingCheckpoint, "wait_out_of_reach", release_and_wait)
+        it.release_when_waited_for(monkeypatch)
         captured: list[bool] = []
         it.optimizer.register_step_pre_hook(lambda *_: captured.append(it.pending.is_captured))  # after the engine's
         it.compute()  # batch normalisation changes its statistics meanwhile
@@ -460,7 +466,7 @@ def test_an_interrupted_admission_leaves_nothing_to_wait_for(
         post = EngineLoop.post
 
         def interrupted(loop: EngineLoop, function: Callable[..., Any], *arguments: Any) -> bool:
-            monkeypatch.setattr(EngineLoop, "post", post)
+            monkeypatch.undo()
             if posted:
                 post(loop, function, *arguments)
             raise KeyboardInterrupt

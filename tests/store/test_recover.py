@@ -330,6 +330,7 @@ def test_nothing_to_salvage(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["slot-000", "slot-001"]
 
 
+@pytest.mark.slow
 def test_every_byte_of_a_slot_counts(tmp_path: Path) -> None:
     save(tmp_path, 1)
     described = describe_checkpoint(tmp_path)
