@@ -391,7 +391,7 @@ class EngineCore:
         self.training.before_restore()
         while reading := [pending for pending in self.in_flight.checkpoints() if not pending.is_captured]:
             for pending in reading:
-                yield pending.out_of_reach()  # what is restored would tear its capture
+                yield pending.out_of_reach  # what is restored would tear its capture
         self.guard.wait()
         restored: Restored | None = yield from restore(assembly, state, step, progress, strict=strict)
         if restored is None and step is not None:

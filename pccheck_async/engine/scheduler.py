@@ -32,7 +32,8 @@ from pccheck_async.transfer.plan import Planner
 __all__ = ["Job", "Scheduler"]
 
 _LARGEST_CHECKSUM = 0xFFFFFFFF
-_CHUNKS_AT_ONCE = 8
+_YIELD_EVERY = 8
+"""Chunks that are begun before others may run."""
 _MANY = 1000
 """Tensors that take a while to encode: some 100 us."""
 
@@ -256,7 +257,7 @@ class Scheduler:
             committed = await self.store.commit(slot, entry, rest, written, chain=job.overlapped is None)
         finally:
             self.clock.note("commit", start, time.perf_counter())
-        return (entry.info, False) if committed else (self.store.committed.record.entries[0].info, True)
+        return (entry.info, False) if committed else (self.store.committed.newest.info, True)
 
     def _note_captured(self, pending: PendingCheckpoint) -> None:
         at = pending.captured_at if pending.is_captured else time.monotonic()  # a small one before it came here
@@ -272,7 +273,7 @@ class Scheduler:
                 # Beside the capture: what makes the trainer wait is the copy, never the store.
                 reserving = group.create_task(self._reserve_largest(job))
                 describing = group.create_task(self._write_manifest(job, reserving))
-                for index in job.capture.order():
+                for number, index in enumerate(job.capture.order()):
                     if not reserving.done() and self.pool.available <= 1:
                         # The last buffer is for those that have their slot: else two would wait for each other.
                         await asyncio.wait((reserving,))
@@ -280,7 +281,7 @@ class Scheduler:
                     saving = self._save_chunk(job, index, reserving, lease.view)
                     # The lease outlives the task, also one that is cancelled before it ran at all (I9).
                     group.create_task(saving).add_done_callback(lambda _, lease=lease: lease.release())  # type: ignore[misc]
-                    if index % _CHUNKS_AT_ONCE == 0:
+                    if number % _YIELD_EVERY == 0:
                         await asyncio.sleep(0)  # those begin while the others are still being made
         except BaseException:
             if reserving is not None and not reserving.cancelled() and reserving.exception() is None:

@@ -1025,3 +1025,29 @@ def test_changes_after_wait_captured_of_a_checkpoint_are_none(tmp_path: Path) ->
         with torch.no_grad():
             it.model.first.weight.add_(1.0)
         it.pending.result(60)
+
+
+def test_a_restore_that_waits_for_a_capture_is_cancelled_at_once(tmp_path: Path) -> None:
+    device, model = Device(), Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = {"model": model, "optimizer": optimizer}
+    model(torch.randn(16, 96)).square().mean().backward()
+    optimizer.step()
+
+    async def main() -> None:
+        async with CheckpointEngine(tmp_path, io=device, **SMALL) as engine:
+            engine.attach(optimizer)
+            device.medium.hold("write")
+            pending = await engine.checkpoint(state, step=1, overlap=True)
+            await asyncio.to_thread(device.medium.wait_stuck)
+            assert not pending.is_captured
+            restoring = asyncio.create_task(engine.restore(state))
+            await asyncio.sleep(0.01)
+            restoring.cancel()
+            await asyncio.wait((restoring,), timeout=5)
+            cancelled = restoring.done() and restoring.cancelled()
+            device.medium.release()
+            await pending
+            assert cancelled
+
+    asyncio.run(main())

@@ -544,3 +544,34 @@ def test_a_free_slot_is_removed_or_read_and_never_both(surplus: bool) -> None:
 
     for turns in range(8):
         asyncio.run(main(turns))
+
+
+class Refusing:
+    """An object whose own methods raise errors of this package: it reads a store of its own."""
+
+    def __init__(self, *raising: str, error: Exception) -> None:
+        self.raising, self.error = raising, error
+
+    def state_dict(self) -> dict[str, Any]:
+        if "state_dict" in self.raising:
+            raise self.error
+        return {"value": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "load_state_dict" in self.raising:
+            raise self.error
+
+
+@pytest.mark.parametrize("method", ["state_dict", "load_state_dict"])
+@pytest.mark.parametrize("kind", [DamagedError, ReadError])
+def test_an_error_of_an_object_is_not_damage_of_the_store(tmp_path: Path, method: str, kind: Any) -> None:
+    error = kind("of another store")
+    with SyncCheckpointEngine(tmp_path, keep_last=2) as engine:
+        for step in (1, 2):
+            engine.checkpoint(state_of(step) | {"teacher": Refusing(error=error)}, step=step).result()
+        with pytest.raises(kind, match="of another store") as raised:  # and no warning that it falls back
+            engine.restore(state_of(0) | {"teacher": Refusing(method, error=error)})
+        assert raised.value is error
+        assert [info.step for info in engine.checkpoints()] == [2, 1]
+        engine.checkpoint(state_of(3) | {"teacher": Refusing(error=error)}, step=3).result()
+    assert [info.step for info in list_checkpoints(tmp_path)] == [3, 2]
