@@ -441,8 +441,10 @@ class EngineCore:
 
     def _status(self) -> Status:
         """Return what other processes may know."""
-        checkpoints, report, failure = self.in_flight, self.training.last_report, self.assembly.store.latch.failure
-        return make_status(self.statistics(), self._began, checkpoints, self.infos, report, failure)
+        report, failure = self.training.last_report, self.assembly.store.latch.failure
+        in_flight = self.in_flight.checkpoints()  # before the others: one that is committed meanwhile is in both
+        newest, infos = self.in_flight.newest, self.infos
+        return make_status(self.statistics(), self._began, in_flight, newest, infos, report, failure)
 
 
 def _caller() -> str:
