@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
@@ -31,6 +32,7 @@ def pytest_configure() -> None:
     hypothesis.settings.load_profile("busy")
     # Tests run in two processes: threads that wait for each other's part of a sum would take the other one's core.
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # those that use two all the same spin for a core else
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     # A job in the background ignores it, and so would all that it starts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -47,6 +49,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if marked and not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Let no collection of garbage look at modules and collected tests again: there are a million objects of them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

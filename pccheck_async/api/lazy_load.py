@@ -92,7 +92,7 @@ class Connection:
             raise
 
     async def _open(self, step: int | None, host_memory: int | Auto, io: IO) -> None:
-        session = await start_session(self.path, io)
+        session = await start_session(self.path, io, host_memory)
         try:
             reader = await open_reader(session, self.path)
             pool = staging_pool(reader, host_memory)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from pccheck_async.api.reading import folder_session, open_reader, staging_pool, start_session
+from pccheck_async.api.reading import folder_session, open_reader, staging_pool
 from pccheck_async.engine import Auto, EngineLoop
 from pccheck_async.format import CheckpointInfo, Entry, check_step
 from pccheck_async.format.manifest import Manifest
@@ -96,18 +96,26 @@ def list_checkpoints(path: str | os.PathLike[str], *, io: IO = "python") -> list
     if isinstance(io, str):
         operations = OperationsAtOnce()
         medium = Files(path, operations)
-        return _at_once(_list(Session(operations, medium, ""), medium.close))
+        return _at_once(_list_and_close(Session(operations, medium, "")))
     with EngineLoop("pccheck-read") as loop:
-        session = loop.call(start_session(path, io))
-        return loop.call(_list(session, session.close))
+        return loop.call(_list_of_medium(path, io))
 
 
-async def _list(session: Session, close: Callable[[], Awaitable[None]]) -> list[CheckpointInfo]:
+async def _list(session: Session) -> list[CheckpointInfo]:
+    reader = await StoreReader.open(session)
+    return [entry.info for entry in (await reader.record()).entries] if reader else []
+
+
+async def _list_of_medium(path: str | os.PathLike[str], io: IO) -> list[CheckpointInfo]:
+    async with folder_session(path, io) as session:
+        return await _list(session)
+
+
+async def _list_and_close(session: Session) -> list[CheckpointInfo]:
     try:
-        reader = await StoreReader.open(session)
-        return [entry.info for entry in (await reader.record()).entries] if reader else []
+        return await _list(session)
     finally:
-        await close()
+        await session.medium.close()
 
 
 def _at_once(work: Coroutine[Any, Any, T]) -> T:
@@ -131,7 +139,7 @@ async def _load(
     progress: ReadProgress | None,
 ) -> dict[str, Any]:
     step = check_step(step)
-    async with folder_session(path, io) as session:
+    async with folder_session(path, io, host_memory) as session:
         reader = await open_reader(session, path)
         pool, backend = staging_pool(reader, host_memory), CopyBackend(session.operations)
 

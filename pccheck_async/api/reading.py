@@ -20,16 +20,18 @@ def _decide(host_memory: int | Auto, block_bytes: int) -> Decisions:
     return decide(config, block_bytes=block_bytes, cores=available_cores(), memory=available_memory())
 
 
-async def start_session(path: str | os.PathLike[str], io: IO) -> Session:
-    """Start what moves bytes of one folder."""
-    decided = _decide("auto", MIN_BLOCK)
+async def start_session(path: str | os.PathLike[str], io: IO, host_memory: int | Auto = "auto") -> Session:
+    """Start what moves bytes of one folder. Raises ValueError where ``host_memory`` holds no chunk at all."""
+    decided = _decide(host_memory, MIN_BLOCK)
     return await open_session(path, io, writers=decided.writers, copiers=decided.copiers)
 
 
 @asynccontextmanager
-async def folder_session(path: str | os.PathLike[str], io: IO) -> AsyncIterator[Session]:
-    """Give what moves bytes of one folder; its files are closed at the end."""
-    session = await start_session(path, io)
+async def folder_session(
+    path: str | os.PathLike[str], io: IO, host_memory: int | Auto = "auto"
+) -> AsyncIterator[Session]:
+    """Give what moves bytes of one folder (see :func:`start_session`); its files are closed at the end."""
+    session = await start_session(path, io, host_memory)
     try:
         yield session
     finally:

@@ -391,7 +391,7 @@ class EngineCore:
         self.training.before_restore()
         while reading := [pending for pending in self.in_flight.checkpoints() if not pending.is_captured]:
             for pending in reading:
-                yield pending.out_of_reach()  # what is restored would tear its capture
+                yield pending.out_of_reach  # what is restored would tear its capture
         self.guard.wait()
         restored: Restored | None = yield from restore(assembly, state, step, progress, strict=strict)
         if restored is None and step is not None:
@@ -441,8 +441,10 @@ class EngineCore:
 
     def _status(self) -> Status:
         """Return what other processes may know."""
-        checkpoints, report, failure = self.in_flight, self.training.last_report, self.assembly.store.latch.failure
-        return make_status(self.statistics(), self._began, checkpoints, self.infos, report, failure)
+        report, failure = self.training.last_report, self.assembly.store.latch.failure
+        in_flight = self.in_flight.checkpoints()  # before the others: one that is committed meanwhile is in both
+        newest, infos = self.in_flight.newest, self.infos
+        return make_status(self.statistics(), self._began, in_flight, newest, infos, report, failure)
 
 
 def _caller() -> str:

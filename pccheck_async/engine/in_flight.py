@@ -106,7 +106,9 @@ class InFlight:
         now = time.monotonic()
         step, counter, seconds = pending.step, pending.counter, now - pending.admitted_at
         with self.lock:
-            self._in_flight.pop(pending, None)  # one that was withdrawn may end later
+            if pending not in self._in_flight:
+                return  # it was withdrawn, and its end is told
+            del self._in_flight[pending]
             if error is not None:
                 self.counts.failed += 1
                 self._failed.append((pending, error))

@@ -156,7 +156,8 @@ class Overlapped:
 
     def hold_up(self) -> bool:
         """Let the devices wait, on the caller's current streams; False where there is no fence, or they cannot."""
-        return self.fence.over and self.fence.result().hold_up()
+        fence = self.fence  # the engine's thread may replace it
+        return fence.over and fence.result().hold_up()
 
     def compare(self) -> None:
         """Compare the tensors with their versions for the last time: the caller may change everything from now on.
@@ -305,6 +306,7 @@ class Guard:
             self._others.remove(self.before_any_step)
             stop_notifying(self.before_access)
         self._hooks.clear()
+        self._captures = []
         self._attached = []
         self._others = None
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Generic, Literal, TypeVar
 
-from pccheck_async.engine.loop import until_done
+from pccheck_async.engine.loop import Until
 from pccheck_async.errors import ClosedError
 from pccheck_async.format import CheckpointInfo
 
@@ -300,10 +300,10 @@ class PendingCheckpoint:
         """Do the same, blocking."""
         self._block(self._eager_captured)
 
-    async def out_of_reach(self) -> None:
-        """Wait until nothing reads the live state any more. A failure is not raised, and not told."""
-        if not self._captured.over:
-            await until_done(self._captured.future())
+    @property
+    def out_of_reach(self) -> Until:
+        """A wait until nothing reads the live state any more. A failure is not raised, and not told."""
+        return Until(self._captured.future())
 
     def wait_out_of_reach(self, timeout: float | None = None, enough: Moment[Any] | None = None) -> bool:
         """Block until nothing reads the live state any more, or until ``enough`` happened. A failure is not told.

@@ -30,7 +30,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """One checkpoint that became durable, or that newer ones made pointless.
+    """One checkpoint that became durable.
 
     Attributes:
         step: The user's number of the step that it captured.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from pccheck_async.engine.assembly import Assembly
@@ -53,7 +53,8 @@ def restore(
             restored: Restored = yield from _restore_one(parts, state, entry, superseded, progress, strict, begun)
         except DroppedMeanwhileError:
             continue  # newer ones were committed
-        except (DamagedError, ReadError) as error:
+        except _UnreadableError as unreadable:
+            error = unreadable.error
             if isinstance(error, DamagedError) and not superseded:  # else it may be read the next time
                 parts.loop.post(committed.damaged.add, entry.counter)
             fallback.pass_over(entry, superseded, error, find)
@@ -74,6 +75,21 @@ def restore(
     return None
 
 
+class _UnreadableError(Exception):
+    """What reading the store raised. Objects of the user may raise such errors, too, which say nothing of the store."""
+
+    def __init__(self, error: DamagedError | ReadError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+def _reading(work: Coroutine[Any, Any, Any]) -> Handoff:
+    try:
+        return (yield work)
+    except (DamagedError, ReadError) as error:
+        raise _UnreadableError(error) from error
+
+
 def _restore_one(
     parts: Assembly,
     state: Mapping[str, Any],
@@ -87,11 +103,11 @@ def _restore_one(
     store, medium, backend = parts.store, parts.session.medium, parts.backend
     lease = ReadLease(store, entry, superseded)
     try:
-        file = yield lease.acquire()
-        manifest: Manifest = yield read_manifest(medium, file, entry, store.block_bytes)
+        file = yield from _reading(lease.acquire())
+        manifest: Manifest = yield from _reading(read_manifest(medium, file, entry, store.block_bytes))
         pool = pool_for(manifest, parts.pool)
         if superseded:
-            yield read_payload(medium, backend, pool, file, manifest, Targets(), every=True)
+            yield from _reading(read_payload(medium, backend, pool, file, manifest, Targets(), every=True))
             yield store.adopt(entry)
         restoration: Restoration = match(state, manifest, lambda: backend.by_address, strict=strict)
         _refuse_parts(entry, restoration, begun)
@@ -99,7 +115,8 @@ def _restore_one(
         admission = backend.mark_queued_work(restoration.targets.devices)
         advance = reading_progress(progress, sum(chunk.nbytes for chunk in manifest.chunks))
         with parts.clock.timed("restore", manifest.payload_nbytes):
-            yield read_payload(medium, backend, pool, file, manifest, restoration.targets, admission, advance)
+            reading = read_payload(medium, backend, pool, file, manifest, restoration.targets, admission, advance)
+            yield from _reading(reading)
     finally:
         parts.loop.post(lease.release)
     restoration.finish()

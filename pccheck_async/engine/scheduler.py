@@ -32,9 +32,10 @@ from pccheck_async.transfer.plan import Planner
 __all__ = ["Job", "Scheduler"]
 
 _LARGEST_CHECKSUM = 0xFFFFFFFF
-_CHUNKS_AT_ONCE = 8
 _TURNS = 4
 """Of the loop, after which a slot is reserved that does not have to be made or waited for."""
+_YIELD_EVERY = 8
+"""Chunks that are begun before others may run."""
 _MANY = 1000
 """Tensors that take a while to encode: some 100 us."""
 
@@ -258,7 +259,7 @@ class Scheduler:
             committed = await self.store.commit(slot, entry, rest, written, chain=job.overlapped is None)
         finally:
             self.clock.note("commit", start, time.perf_counter())
-        return (entry.info, False) if committed else (self.store.committed.record.entries[0].info, True)
+        return (entry.info, False) if committed else (self.store.committed.newest.info, True)
 
     def _note_captured(self, pending: PendingCheckpoint) -> None:
         at = pending.captured_at if pending.is_captured else time.monotonic()  # a small one before it came here
@@ -276,7 +277,7 @@ class Scheduler:
                 describing = group.create_task(self._write_manifest(job, reserving))
                 for _ in range(_TURNS if self.medium.stages else 0):
                     await asyncio.sleep(0)
-                for index in job.capture.order():
+                for number, index in enumerate(job.capture.order()):
                     place = self._place(job, index, reserving.result()) if reserving.done() else None
                     if place is not None:
                         group.create_task(self._save_chunk_in_place(job, index, reserving.result(), place))
@@ -288,7 +289,7 @@ class Scheduler:
                     saving = self._save_chunk(job, index, reserving, lease.view)
                     # The lease outlives the task, also one that is cancelled before it ran at all (I9).
                     group.create_task(saving).add_done_callback(lambda _, lease=lease: lease.release())  # type: ignore[misc]
-                    if index % _CHUNKS_AT_ONCE == 0:
+                    if number % _YIELD_EVERY == 0:
                         await asyncio.sleep(0)  # those begin while the others are still being made
         except BaseException:
             if reserving is not None and not reserving.cancelled() and reserving.exception() is None:

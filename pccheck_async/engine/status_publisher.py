@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from pccheck_async.engine.in_flight import InFlight as Checkpoints
+from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.engine.policy import StepReport
 from pccheck_async.engine.statistics import EngineStatistics
 from pccheck_async.errors import CorruptStoreError
@@ -42,12 +42,18 @@ class Publisher:
 
     Not through the store's medium: nothing here is ever flushed, nothing depends on it, and what goes wrong is logged
     once and has no other consequence.
+
+    Args:
+        store: Path of the store.
+        collect: Returns what to publish.
+        pause: Seconds between two writes.
     """
 
-    def __init__(self, store: str, collect: Callable[[], Status]) -> None:
+    def __init__(self, store: str, collect: Callable[[], Status], *, pause: float = PUBLISH_SECONDS) -> None:
         self._path = Path(store).absolute() / STATUS_NAME  # the process may change its folder before the first one
         self._store = store
         self._collect = collect
+        self._pause = pause
         self._fd = -1
         self._said = False
         self._end = threading.Event()
@@ -86,7 +92,7 @@ class Publisher:
                 self.publish()
             except Exception as error:  # noqa: BLE001 - whatever it is, checkpoints have nothing to do with it
                 self._say(error)
-            if self._end.wait(PUBLISH_SECONDS):
+            if self._end.wait(self._pause):
                 break
         self._remove()
 
@@ -148,18 +154,19 @@ class Publisher:
 def make_status(
     statistics: EngineStatistics,
     started: float,
-    checkpoints: Checkpoints,
+    in_flight: Sequence[PendingCheckpoint],
+    newest: PendingCheckpoint | None,
     committed: Sequence[CheckpointInfo],
     report: StepReport | None,
     failure: BaseException | None,
 ) -> Status:
     """Put together what is published.
 
-    ``started`` is in seconds since the epoch, ``committed`` newest first; ``report`` is on the last training step, and
-    ``failure`` stopped the store from taking commits.
+    ``started`` is in seconds since the epoch; ``newest`` was admitted last; ``committed`` are newest first;
+    ``report`` is on the last training step; ``failure`` stopped the store from taking commits.
     """
     now, clock, saves, interval = time.time(), time.monotonic(), statistics.save_seconds, statistics.interval
-    next_step, next_time, newest = None, None, checkpoints.newest
+    next_step, next_time = None, None
     if newest is not None and report is not None:
         if interval.interval is not None:
             next_step = newest.step + interval.interval
@@ -181,7 +188,7 @@ def make_status(
                 counter=pending.counter,
                 seconds=clock - pending.admitted_at,
             )
-            for pending in checkpoints.checkpoints()
+            for pending in in_flight
         ],
         committed=[copied(Committed, info) for info in committed[:_MOST_COMMITTED]],
         counts={name: getattr(statistics, name) for name in names},

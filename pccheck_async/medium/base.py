@@ -85,7 +85,7 @@ class MediumStatistics:
 
 
 def ignore(error: OSError) -> None:
-    """Do nothing of an :data:`Unsure` error but raise it: for those who have no store to latch."""
+    """Ignore an :data:`Unsure` error, which is raised as well: for those who have no store to latch."""
 
 
 class Medium(abc.ABC):
@@ -232,8 +232,12 @@ class StepwiseMedium(Medium):
             raise
 
 
-async def read_around(medium: Medium, file: File, offset: int, into: memoryview) -> tuple[int, dict[int, ReadError]]:
+async def read_around(
+    medium: Medium, file: File, offset: int, into: memoryview, block_bytes: int = PAGE_BYTES
+) -> tuple[int, dict[int, ReadError]]:
     """Do what :meth:`Medium.read` does, and where the device fails, block by block: a bad sector costs one block.
+
+    Blocks have ``block_bytes``, or a page where that is larger.
 
     Returns:
         The bytes read, and by offset in ``into`` the blocks that cannot be read, and why. Those hold ones (0xff):
@@ -246,8 +250,9 @@ async def read_around(medium: Medium, file: File, offset: int, into: memoryview)
             raise  # it says nothing of the device
         nbytes = max(0, min(len(into), file.nbytes - offset))
     lost = {}
-    for start in range(0, nbytes, PAGE_BYTES):
-        block = into[start : start + PAGE_BYTES]
+    size = max(PAGE_BYTES, block_bytes)
+    for start in range(0, nbytes, size):
+        block = into[start : start + size]
         try:
             await medium.read(file, offset + start, block)
         except ReadError as error:

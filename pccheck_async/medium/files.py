@@ -1,4 +1,4 @@
-"""The writer on a real filesystem: O_DIRECT where it works, buffered I/O and fdatasync where it does not."""
+"""The medium on a real filesystem: O_DIRECT where it works, buffered I/O and fdatasync where it does not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REMOVED = "the file was removed while the store was open; open it again"
 _ZEROS = "the filesystem reserves no space, which is taken by writing zeros (%s)"
 _BUFFERED = "%s: buffered I/O with fdatasync: %s"
 _WRITE, _FLUSH, _UNLOCK, _LINKED = Kind.WRITE, Kind.FLUSH, Kind.UNLOCK, Kind.LINKED
-_writers: weakref.WeakSet[Files] = weakref.WeakSet()
+_media: weakref.WeakSet[Files] = weakref.WeakSet()
 
 
 class Files(Medium):
@@ -45,7 +45,7 @@ class Files(Medium):
         self._facts = MediumFacts(1, 1, direct=False, why="not opened yet")
         self._files: set[File] = set()
         self._closed = False
-        _writers.add(self)
+        _media.add(self)
         self._clock = StageClock("write", "read", "flush")
 
     @contextmanager
@@ -295,7 +295,7 @@ def _steps(parts: Sequence[Part]) -> tuple[list[File], list[ChainStep]]:
 def _abandon_in_child() -> None:
     # The child shares the parent's open files, and with them its locks: an orphaned DataLoader worker must not keep
     # them.
-    for medium in list(_writers):
+    for medium in list(_media):
         medium.abandon()
 
 

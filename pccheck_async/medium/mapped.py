@@ -125,7 +125,9 @@ class MappedFiles(StepwiseMedium, Files):
         for file, _ in parts:
             # Else all could succeed, and be gone with the descriptors.
             if os.fstat(file.fd).st_nlink == 0:
-                raise map_error(OSError(errno.ENOENT, REMOVED), self._folder.path / file.name)
+                error = map_error(OSError(errno.ENOENT, REMOVED), self._folder.path / file.name)
+                unsure(error)
+                raise error
         if all(_at_once(*part) for part in parts):
             await self._make_durable(parts, unsure)  # nothing in it waits, so nothing can cancel it
         else:

@@ -1,4 +1,4 @@
-"""I/O backend and writer for one folder, by the name of the backend."""
+"""I/O backend and medium for one folder, by the name of the backend."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ async def _read_records(medium: Medium, commit: File, identity: Identity) -> mem
     be written over.
     """
     view = aligned_buffer(COMMIT_NBYTES)
-    got, lost = await read_around(medium, commit, 0, view)
+    got, lost = await read_around(medium, commit, 0, view, identity.block_bytes)
     if error := unread_record(view[:got], lost, identity.id_bytes):
         text = (
             f"{error.strerror}: neither copy of a commit record can be read, and it may be the newest; try again, and "

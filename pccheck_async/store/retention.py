@@ -216,8 +216,13 @@ class Committed:
         return tuple(entry for entry in known if entry.counter not in self.damaged)
 
     @property
+    def newest(self) -> Entry:
+        """The newest of the :attr:`entries`; where all are damaged, of those that the record names."""
+        return (self.entries or self.record.entries)[0]
+
+    @property
     def largest_counter(self) -> int:
-        """The largest counter that was ever committed and is still known, -1 for none."""
+        """The largest counter that the record names, -1 for none."""
         return max((entry.counter for entry in self.record.entries), default=-1)
 
     def record_naming(self, entries: Iterable[Entry]) -> Record:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -56,7 +56,15 @@ class Tasks(asyncio.TaskGroup):
         try:
             await super().__aexit__(*raised)
         except BaseExceptionGroup as group:
-            first, *others = group.exceptions
+            first, *others = _leaves(group)
             for other in others:
                 first.add_note(f"also failed at the same time: {type(other).__name__}: {other}")
             raise first from first.__cause__
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):  # a medium of the user's may have groups of its own
+            yield from _leaves(error)
+        else:
+            yield error

@@ -10,6 +10,8 @@ from functools import partial
 from itertools import count
 from typing import Literal
 
+from msgspec import structs
+
 from pccheck_async.api import folder_session
 from pccheck_async.errors import (
     CorruptStoreError,
@@ -93,7 +95,7 @@ def recover_store(
     (``TornCaptureError``), is not whole: the engine overwrites the beginning of its manifest. Only where the process
     died, or the device failed, just before that, it may be found here. Nor does it prove that no bit of the manifest
     flipped, for only the record has its checksum: look at steps and plain values (:func:`describe_checkpoint`). What
-    was pinned is not known any more.
+    was pinned is known only where a record is valid.
 
     Args:
         path: Folder of the store.
@@ -143,6 +145,7 @@ def recover_store(
                 unasked = [replace(one, entry=None, note=one.note or "not asked for") for one in found]
                 found = [one if one.slot in slots else other for one, other in zip(found, unasked, strict=True)]
             entries, notes = arrange(found)
+            entries = _pinned_as_before(entries, record)
             found = [replace(one, note=notes.get(one.slot, one.note)) for one in found]
         else:
             entries = list(record.entries)
@@ -169,6 +172,11 @@ def recover_store(
             return await examine(session)
 
     return run(recover())
+
+
+def _pinned_as_before(entries: Sequence[Entry], record: Record | None) -> list[Entry]:
+    pinned = {(entry.counter, entry.slot) for entry in (record.entries if record else ()) if entry.pinned}
+    return [structs.replace(entry, pinned=(entry.counter, entry.slot) in pinned) for entry in entries]
 
 
 def _commit_file(identity: Identity, entries: Sequence[Entry]) -> bytes:

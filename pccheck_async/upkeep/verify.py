@@ -189,7 +189,7 @@ async def _records(reader: StoreReader) -> tuple[tuple[RecordCopy, ...], Record]
     view = aligned_buffer(COMMIT_NBYTES)
     last, same = b"", 0
     for _ in range(10 * _LOOKS):
-        got, lost = await read_around(reader.session.medium, reader.commit, 0, view)
+        got, lost = await read_around(reader.session.medium, reader.commit, 0, view, reader.identity.block_bytes)
         image, bad = view[:got], {offset // REGION_NBYTES * REGION_NBYTES for offset in lost}
         copies = tuple(
             replace(copy, state="damaged") if copy.offset in bad else copy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ from tests.support.crash_harness import Findings, Scenario, explore, explore_dam
 
 STATES = 900
 """Distinct crash states in each scenario: more than 5,000 together."""
+WHOLE = 0.25
+"""Share of them that is read as a whole; the campaign reads all so."""
 
 pytestmark = pytest.mark.slow
 
@@ -47,19 +50,21 @@ def judged(record_property: Callable[[str, object], None]) -> Callable[[Findings
     ids=lambda s: f"{s.max_in_flight} in flight, {s.keep_last} kept, {s.chunk_blocks} blocks a chunk",
 )
 def test_no_crash_breaks_a_promise(scenario: Scenario, judged: Callable[[Findings], Findings]) -> None:
-    findings = judged(explore(scenario))
+    findings = judged(explore(dataclasses.replace(scenario, sampled=WHOLE)))
     assert len(findings.states) >= STATES
+    assert findings.events["read as a whole"] > 0.8 * WHOLE * STATES
     assert findings.events["process deaths"] >= 2 * scenario.deaths
     assert findings.events["committed"] > 0
 
 
 def test_all_subsets_of_what_was_not_flushed(judged: Callable[[Findings], Findings]) -> None:
-    findings = judged(explore(Scenario(1, 1, seed=7, bursts=4, deaths=0, subsets=9, trouble=0.0)))
+    findings = judged(explore(Scenario(1, 1, seed=7, bursts=4, deaths=0, subsets=9, trouble=0.0, sampled=WHOLE)))
     assert findings.exhausted == findings.boundaries
 
 
 def test_a_failed_record_loses_nothing(judged: Callable[[Findings], Findings]) -> None:
-    findings = judged(explore(Scenario(2, 1, seed=8, bursts=2, deaths=4, images=8, record_trouble=0.08)))
+    scenario = Scenario(2, 1, seed=8, bursts=2, deaths=4, images=8, record_trouble=0.08, sampled=WHOLE)
+    findings = judged(explore(scenario))
     assert findings.events["failed"] > 0
 
 

@@ -12,8 +12,6 @@ import pytest
 from pccheck_async import compare_checkpoints, list_checkpoints
 from tests.support.run_example import EXAMPLES, run_example
 
-pytestmark = pytest.mark.slow
-
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "__init__")
 FREE = {"rng.python", "rng.numpy"}
 """Generators that no example seeds, because none draws from them: they differ from run to run."""
@@ -37,6 +35,7 @@ def test_there_are_examples() -> None:
     assert len(NAMES) >= 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_resumes_with_the_same_bits(name: str, tmp_path: Path) -> None:
     assert "starting from scratch" in run(name, tmp_path / "twice")

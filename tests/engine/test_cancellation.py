@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import errno
 import gc
+import os
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -28,9 +29,8 @@ from pccheck_async.engine import EngineConfig, run
 from pccheck_async.engine.assembly import Assembly
 from pccheck_async.engine.in_flight import InFlight
 from pccheck_async.engine.loop import until_done
-from pccheck_async.medium import Medium, folder
+from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
-from pccheck_async.medium.folder import open_regular
 from pccheck_async.telemetry import Reporter
 from pccheck_async.testing import FailingWriter, StuckWriter
 from pccheck_async.testing.probe import probe
@@ -592,16 +592,19 @@ def test_a_child_forked_while_a_file_is_opened_does_not_hold_it(
     (tmp_path / "slot-000").touch()
     began = threading.Event()
 
-    def open_slowly(*arguments: Any, **settings: Any) -> int:
-        fd = open_regular(*arguments, **settings)
-        began.set()
-        threading.Event().wait(0.2)  # as a thread may that has to wait for the GIL
+    really_open = os.open
+
+    def open_slowly(path: Any, *arguments: Any, **settings: Any) -> int:
+        fd = really_open(path, *arguments, **settings)
+        if os.fspath(path).endswith("slot-000"):
+            began.set()
+            threading.Event().wait(0.2)  # as a thread may that has to wait for the GIL
         return fd
 
     async def main() -> None:
         operations = PythonOperations(io_threads=1, copy_threads=1)
         writer = Files(tmp_path, operations)
-        monkeypatch.setattr(folder, "open_regular", open_slowly)
+        monkeypatch.setattr(os, "open", open_slowly)
         opening = asyncio.create_task(writer.open("slot-000", writable=True))
         await asyncio.to_thread(began.wait)
         assert passes_in_a_forked_child(holds_nothing)

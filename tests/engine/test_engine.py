@@ -9,6 +9,7 @@ import json
 import pickle
 import shutil
 import threading
+from contextlib import closing
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,10 @@ from pccheck_async.format.record import (
     newest_record,
     region_offsets,
 )
-from pccheck_async.testing.probe import probe
+from pccheck_async.testing import CrashWriter
 from pccheck_async.transfer import PAGE_BYTES
-from pccheck_async.transfer.copying import CopyBackend
 from tests.conftest import BACKENDS, need
-from tests.engine.test_inline_capture_engine import stuck_engine
+from tests.engine.test_inline_capture_engine import FOLDER, stuck_engine
 from tests.support.processes import open_files, passes_in_a_forked_child
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -259,22 +259,21 @@ def test_closed_engine(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_an_engine_that_closes_while_a_state_is_read_admits_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_closes_while_a_state_is_read_admits_nothing(tmp_path: Path) -> None:
     engine = SyncCheckpointEngine(tmp_path).open()
-    start = probe(engine).core.captures.start
 
-    def closed_meanwhile(*arguments: Any, **settings: Any) -> Any:
-        capture = start(*arguments, **settings)
-        closing = threading.Thread(target=engine.close)
-        closing.start()
-        closing.join(60)
-        return capture
+    class Closes:
+        def state_dict(self) -> dict[str, Any]:
+            closing = threading.Thread(target=engine.close)
+            closing.start()
+            closing.join(60)
+            return {"x": torch.zeros(10)}
 
-    monkeypatch.setattr(probe(engine).core.captures, "start", closed_meanwhile)
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise AssertionError
+
     with pytest.raises(ClosedError):
-        engine.checkpoint({"x": torch.zeros(10)})
+        engine.checkpoint({"closes": Closes()})
     assert list_checkpoints(tmp_path) == []
 
 
@@ -510,32 +509,24 @@ def test_waiting_for_captures_waits_for_those_of_other_threads() -> None:
     engine.close()
 
 
-def test_a_restore_waits_for_captures_of_other_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restore_waits_for_captures_of_other_threads() -> None:
     """What it restores would tear them."""
-
-    gather = CopyBackend.gather
-    copying, go_on = threading.Event(), threading.Event()
-
-    async def slow(*arguments: Any) -> int:
-        copying.set()
-        await asyncio.to_thread(go_on.wait)
-        return await gather(*arguments)
-
-    state = {"x": torch.zeros(100_000)}
-    with SyncCheckpointEngine(tmp_path, keep_last=2) as engine:
+    state = {"x": torch.zeros(50_000)}
+    engine, writer, disk = stuck_engine(chunk_bytes=4096, host_memory=8192, keep_last=2)
+    with closing(engine):
         engine.checkpoint(state, step=0).result(30)
         state["x"].fill_(1.0)
-        monkeypatch.setattr(CopyBackend, "gather", slow)
+        writer.hold("write")
         saving = threading.Thread(target=engine.checkpoint, args=(state,), kwargs={"step": 1})
         saving.start()
-        assert copying.wait(30)
+        writer.wait_stuck()
         restoring = threading.Thread(target=engine.restore, args=(state,), kwargs={"step": 0})
         restoring.start()
-        restoring.join(0.5)
+        restoring.join(0.3)
         meanwhile = set(state["x"].tolist())
-        go_on.set()
+        writer.release()
         saving.join(30)
         restoring.join(30)
         assert meanwhile == {1.0}
         assert set(state["x"].tolist()) == {0.0}
-    assert set(load_sync(tmp_path, step=1)["x"].tolist()) == {1.0}
+    assert set(load_sync(FOLDER, io=CrashWriter(disk, read_only=True), step=1)["x"].tolist()) == {1.0}

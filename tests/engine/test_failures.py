@@ -107,6 +107,7 @@ def count_operations(folder: Path) -> int:
     return counting.medium.operations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stays", [False, True], ids=["once", "for good"])
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
 def test_every_operation_fails_once(tmp_path: Path, error: int, stays: bool) -> None:
@@ -341,7 +342,6 @@ def test_a_full_filesystem(small_disk: Path, io: str) -> None:
 
 
 @pytest.mark.root
-@pytest.mark.slow
 def test_a_read_only_filesystem(small_disk: Path) -> None:
     save(small_disk / "s", 1)
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)

@@ -200,6 +200,7 @@ def test_names_that_look_alike(tmp_path: Path) -> None:
         checkpoint["a.b.c"]
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(state_strategies.states())
 def test_every_leaf_has_one_path(state: dict[str, Any]) -> None:
@@ -413,7 +414,6 @@ def test_closed_by_another_thread_while_it_reads(tmp_path: Path, cancelled: bool
             loading.result(60)
 
 
-@pytest.mark.slow
 def test_a_forked_child_cannot_use_it(tmp_path: Path) -> None:
     save(tmp_path, {"x": torch.zeros(3)})
     with open_checkpoint(tmp_path) as checkpoint:

@@ -115,6 +115,18 @@ class Held:
         self.optimizer.zero_grad()
         self.model(torch.randn(16, 96)).square().mean().backward()
 
+    def release_when_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> list[PendingCheckpoint]:
+        """Let the device move again when somebody waits for the capture, and not before; return who was waited for."""
+        wait, waited = PendingCheckpoint.wait_out_of_reach, list[PendingCheckpoint]()
+
+        def release_and_wait(pending: PendingCheckpoint, *arguments: Any) -> bool:
+            waited.append(pending)
+            self.io.medium.release()
+            return wait(pending, *arguments)
+
+        monkeypatch.setattr(PendingCheckpoint, "wait_out_of_reach", release_and_wait)
+        return waited
+
     def step(self) -> None:
         """Step the optimizer, while the device begins to move again only after the step was held up."""
         threading.Timer(0.05, self.io.medium.release).start()
@@ -141,13 +153,7 @@ def saved(folder: Path) -> dict[str, Any]:
 
 def test_a_step_of_an_attached_optimizer_waits_for_the_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with held(tmp_path) as it:
-        wait = PendingCheckpoint.wait_out_of_reach
-
-        def release_and_wait(pending: PendingCheckpoint, *arguments: Any) -> bool:
-            it.io.medium.release()  # the device begins to move again when the step waits, and not before
-            return wait(pending, *arguments)
-
-        monkeypatch.setattr(PendingCheckpoint, "wait_out_of_reach", release_and_wait)
+        it.release_when_waited_for(monkeypatch)
         captured: list[bool] = []
         it.optimizer.register_step_pre_hook(lambda *_: captured.append(it.pending.is_captured))  # after the engine's
         it.compute()  # batch normalisation changes its statistics meanwhile
@@ -460,7 +466,7 @@ def test_an_interrupted_admission_leaves_nothing_to_wait_for(
         post = EngineLoop.post
 
         def interrupted(loop: EngineLoop, function: Callable[..., Any], *arguments: Any) -> bool:
-            monkeypatch.setattr(EngineLoop, "post", post)
+            monkeypatch.undo()
             if posted:
                 post(loop, function, *arguments)
             raise KeyboardInterrupt
@@ -1019,3 +1025,29 @@ def test_changes_after_wait_captured_of_a_checkpoint_are_none(tmp_path: Path) ->
         with torch.no_grad():
             it.model.first.weight.add_(1.0)
         it.pending.result(60)
+
+
+def test_a_restore_that_waits_for_a_capture_is_cancelled_at_once(tmp_path: Path) -> None:
+    device, model = Device(), Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = {"model": model, "optimizer": optimizer}
+    model(torch.randn(16, 96)).square().mean().backward()
+    optimizer.step()
+
+    async def main() -> None:
+        async with CheckpointEngine(tmp_path, io=device, **SMALL) as engine:
+            engine.attach(optimizer)
+            device.medium.hold("write")
+            pending = await engine.checkpoint(state, step=1, overlap=True)
+            await asyncio.to_thread(device.medium.wait_stuck)
+            assert not pending.is_captured
+            restoring = asyncio.create_task(engine.restore(state))
+            await asyncio.sleep(0.01)
+            restoring.cancel()
+            await asyncio.wait((restoring,), timeout=5)
+            cancelled = restoring.done() and restoring.cancelled()
+            device.medium.release()
+            await pending
+            assert cancelled
+
+    asyncio.run(main())

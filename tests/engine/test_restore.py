@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import math
 import os
 import re
+import sys
 import threading
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,7 @@ from pccheck_async.format import Entry, Record, crc32
 from pccheck_async.format.record import decode_identity, encode_record, newest_record, region_offsets, slot_name
 from pccheck_async.medium import File, Medium
 from pccheck_async.medium.files import Files
+from pccheck_async.state import Allocation
 from pccheck_async.store import choose
 from pccheck_async.store.latch import Latch
 from pccheck_async.store.slots import open_slots
@@ -544,3 +548,70 @@ def test_a_free_slot_is_removed_or_read_and_never_both(surplus: bool) -> None:
 
     for turns in range(8):
         asyncio.run(main(turns))
+
+
+class Refusing:
+    """An object whose own methods raise errors of this package: it reads a store of its own."""
+
+    def __init__(self, *raising: str, error: Exception) -> None:
+        self.raising, self.error = raising, error
+
+    def state_dict(self) -> dict[str, Any]:
+        if "state_dict" in self.raising:
+            raise self.error
+        return {"value": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "load_state_dict" in self.raising:
+            raise self.error
+
+
+@pytest.mark.parametrize("method", ["state_dict", "load_state_dict"])
+@pytest.mark.parametrize("kind", [DamagedError, ReadError])
+def test_an_error_of_an_object_is_not_damage_of_the_store(tmp_path: Path, method: str, kind: Any) -> None:
+    error = kind("of another store")
+    with SyncCheckpointEngine(tmp_path, keep_last=2) as engine:
+        for step in (1, 2):
+            engine.checkpoint(state_of(step) | {"teacher": Refusing(error=error)}, step=step).result()
+        with pytest.raises(kind, match="of another store") as raised:  # and no warning that it falls back
+            engine.restore(state_of(0) | {"teacher": Refusing(method, error=error)})
+        assert raised.value is error
+        assert [info.step for info in engine.checkpoints()] == [2, 1]
+        engine.checkpoint(state_of(3) | {"teacher": Refusing(error=error)}, step=3).result()
+    assert [info.step for info in list_checkpoints(tmp_path)] == [3, 2]
+
+
+def test_what_was_loaded_is_freed_with_the_last_name_of_it(tmp_path: Path) -> None:
+    """Without the garbage collector, which may not run for long: there are few objects, and gigabytes in them."""
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.checkpoint({"nested": [{"tensor": torch.arange(3000)}]}, step=1).result()
+    gc.collect()
+    gc.disable()
+    try:
+        loaded = load_sync(tmp_path)
+        storage = weakref.ref(loaded["nested"][0]["tensor"].untyped_storage())
+        kept = [each for each in gc.get_objects() if isinstance(each, Allocation)]
+        del loaded
+        assert not kept
+        assert storage() is None
+    finally:
+        gc.enable()
+
+
+def test_many_ties_are_restored_in_one_walk(tmp_path: Path) -> None:
+    base, calls = torch.arange(16.0), 0
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.checkpoint({"ties": [base.view(16) for _ in range(300)]}, step=1).result()
+        live = torch.zeros(16)
+
+        def count(frame: Any, event: str, _: object) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        sys.setprofile(count)
+        try:
+            engine.restore({"ties": [live.view(16) for _ in range(300)]})
+        finally:
+            sys.setprofile(None)
+    assert torch.equal(live, base)
+    assert calls < 300 * 150  # 300 ties squared are 90,000

@@ -17,13 +17,12 @@ from pccheck_async.engine.capture import Capture, Captures
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format import crc32
 from pccheck_async.format.manifest import VERSION, ChunkEntry, Manifest, ManifestEncoder
-from pccheck_async.state.cache import fingerprints
-from pccheck_async.state.save import split
 from pccheck_async.state.sources import RawSource
 from pccheck_async.transfer.copying import CopyBackend
 from pccheck_async.transfer.operations.python import gather
 from pccheck_async.transfer.plan import Plan, Planner, segments
 from tests.support.changing_state import ChangingState, loads_as
+from tests.support.elsewhere import capture_at_once, without_extension
 from tests.support.round_trip import Saved, parts
 
 BACKEND = CopyBackend(None)  # type: ignore[arg-type]  # asked about devices only: nothing is copied
@@ -215,7 +214,7 @@ def walks(seeds: range, saves: int) -> Counter[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("largest_copy", [1 << 20, 40])
 def test_saved_as_a_fresh_engine_would(largest_copy: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split, "LARGEST_COPY", largest_copy)
+    capture_at_once(monkeypatch, largest_copy)
     counts = walks(range(6), 40)
     assert counts["saves"] == 240
     assert min(counts[name] for name in ("overlapped", "loaded", "left to the step")) > 20
@@ -227,9 +226,9 @@ def test_saved_as_a_fresh_engine_would(largest_copy: int, monkeypatch: pytest.Mo
 def test_many_saved_as_a_fresh_engine_would(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: Counter[str] = Counter()
     for seed in range(1000 + 10 * block, 1010 + 10 * block):
-        monkeypatch.setattr(split, "LARGEST_COPY", [1 << 20, 40, 0][seed % 3])
+        capture_at_once(monkeypatch, [1 << 20, 40, 0][seed % 3])
         if seed % 5 == 0:
-            monkeypatch.setattr(fingerprints, "dlpack_forms", None)
+            without_extension(monkeypatch)
         counts += walks(range(seed, seed + 1), 200)
         monkeypatch.undo()
     print(f"\nsaved like a fresh engine: {dict(counts)}")

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from pccheck_async import CheckpointError, SyncCheckpointEngine, TornCaptureError, UnsupportedStateError, load_sync
-from pccheck_async.state.save import split
 from pccheck_async.testing.probe import probe
 from pccheck_async.transfer import PAGE_BYTES
 from tests.engine.test_same_as_fresh import Saver, flip, left_to_the_step, memory_of
 from tests.support.changing_state import ChangingState
+from tests.support.elsewhere import capture_at_once
 from tests.support.state_strategies import difference
 
 pytestmark = pytest.mark.slow
@@ -87,7 +87,7 @@ def _quiet() -> Any:
 def test_what_loads_is_what_a_fresh_engine_saves(
     tmp_path: Path, largest_copy: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(split, "LARGEST_COPY", largest_copy)
+    capture_at_once(monkeypatch, largest_copy)
     counts: Counter[str] = Counter()
     for seed in range(4):
         counts += walk(tmp_path / str(seed), seed, 25)
@@ -102,6 +102,6 @@ def test_what_loads_is_what_a_fresh_engine_saves(
 def test_many_load_as_a_fresh_engine_saves(tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: Counter[str] = Counter()
     for seed in range(5 * block, 5 * block + 5):
-        monkeypatch.setattr(split, "LARGEST_COPY", [1 << 20, 40, 0][seed % 3])
+        capture_at_once(monkeypatch, [1 << 20, 40, 0][seed % 3])
         counts += walk(tmp_path / str(seed), seed, 100)
     print(f"\nloaded like a fresh engine's: {dict(counts)}")

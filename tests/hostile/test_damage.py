@@ -37,8 +37,6 @@ from pccheck_async.testing import CrashDisk, CrashWriter, Image, ImageWriter
 from pccheck_async.transfer import PAGE_BYTES
 from tests.support.damage import BadBlocks, Damaged, WholeStore, exchanges, flipped, garbage, pieces, truncations
 
-pytestmark = pytest.mark.slow
-
 
 def judge(store: WholeStore, damaged: Iterable[Damaged], rng: random.Random, trained: float = 0.2) -> Counter[str]:
     """Read every one of them, and train on some."""
@@ -67,6 +65,7 @@ def every_byte(image: Image) -> list[tuple[str, int]]:
     return [(name, at) for name, content in image.files.items() for at in range(len(content))]
 
 
+@pytest.mark.slow
 def test_some_damage() -> None:
     store, other, rng = WholeStore.make(elements=3000), WholeStore.make(elements=3000, seed=1), random.Random(1)
     places = [place for place in every_byte(store.image) if place[0] != COMMIT_NAME or place[1] % (64 << 10) < 900]
@@ -104,6 +103,7 @@ def records_with_a_flipped_byte(store: WholeStore, places: range) -> int:
     return len(places)
 
 
+@pytest.mark.slow
 @pytest.mark.campaign
 def test_every_byte_of_a_small_store() -> None:
     start = time.perf_counter()
@@ -115,6 +115,7 @@ def test_every_byte_of_a_small_store() -> None:
     print(f"\n{records} bytes of records and {len(places)} others: {dict(counts)} in {seconds:.0f} s")
 
 
+@pytest.mark.slow
 @pytest.mark.campaign
 @pytest.mark.parametrize("seed", range(4))
 def test_random_damage_of_a_larger_store(seed: int) -> None:
@@ -151,6 +152,7 @@ def steps(image: Image, bad: dict[str, set[int]]) -> list[int]:
     return [info.step for info in list_checkpoints("x", io=BadBlocks(ImageWriter(image), bad))]
 
 
+@pytest.mark.slow
 def test_any_block_of_the_commit_file_may_be_unreadable() -> None:
     store = WholeStore.make(elements=300)
     first = {block for start in region_offsets(0) + region_offsets(1) for block in blocks(start, nbytes=PAGE_BYTES)}

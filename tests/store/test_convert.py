@@ -114,24 +114,25 @@ def walk(value, path=""):
     elif isinstance(value, (list, tuple)):
         for number, item in enumerate(value):
             yield from walk(item, f"{path}.{number}")
-kind, path = sys.argv[1:]
-if kind == "safetensors":
-    from safetensors import safe_open
-    with safe_open(path, framework="pt") as file:
-        found = {name: digest(file.get_tensor(name)) for name in file.keys()}
-else:
-    found = dict(walk(torch.load(path, weights_only=True, map_location="cpu", mmap=kind == "mapped")))
+def read(path, kind):
+    if kind == "safetensors":
+        from safetensors import safe_open
+        with safe_open(path, framework="pt") as file:
+            return {name: digest(file.get_tensor(name)) for name in file.keys()}
+    return dict(walk(torch.load(path, weights_only=True, map_location="cpu", mmap=kind == "mapped")))
+found = [read(*file) for file in zip(sys.argv[1::2], sys.argv[2::2])]
 assert not [name for name in sys.modules if name.startswith("pccheck")]
 print(json.dumps(found))
 """
 
 
-def read_elsewhere(kind: str, path: Path) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-c", _READ, kind, str(path)], capture_output=True, text=True, timeout=600, check=False
-    )
+def read_elsewhere(*files: tuple[Path, str]) -> list[dict[str, Any]]:
+    """What another process finds in files, each of a kind."""
+    arguments = [os.fspath(each) for file in files for each in file]
+    command = [sys.executable, "-c", _READ, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: list[dict[str, Any]] = json.loads(done.stdout)
     return found
 
 
@@ -152,19 +153,24 @@ def digests(value: Any, path: str = "") -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [odd_state, lambda: {key: training_state()[key] for key in ("model", "optimizer")}])
-@pytest.mark.parametrize("kind", ["plain", "mapped", "safetensors"])
-def test_read_by_a_process_without_this_package(tmp_path: Path, kind: str, make: Any) -> None:
+@pytest.mark.parametrize("kind", ["torch", "safetensors"])
+def test_read_by_a_process_without_this_package(tmp_path: Path, kind: Any) -> None:
     if kind == "safetensors":
         pytest.importorskip("safetensors")
-    save(tmp_path / "s", make())
-    out = tmp_path / "out"
-    exported = export_checkpoint(tmp_path / "s", out, to="safetensors" if kind == "safetensors" else "torch")
-    expected = digests(load_sync(tmp_path / "s"))
-    assert read_elsewhere(kind, out) == expected
-    assert exported.nbytes == out.stat().st_size
-    assert (exported.tensors, exported.info.step) == (len(expected), 7)
-    assert sorted(os.listdir(tmp_path)) == ["out", "s"]
+    states = {"odd": odd_state(), "trained": {key: training_state()[key] for key in ("model", "optimizer")}}
+    expected, files = [], []
+    for name, state in states.items():
+        folder, out = tmp_path / name / "s", tmp_path / name / "out"
+        save(folder, state)
+        exported = export_checkpoint(folder, out, to=kind)
+        found = digests(load_sync(folder))
+        assert exported.nbytes == out.stat().st_size
+        assert (exported.tensors, exported.info.step) == (len(found), 7)
+        assert sorted(os.listdir(tmp_path / name)) == ["out", "s"]
+        for how in ("safetensors",) if kind == "safetensors" else ("plain", "mapped"):
+            expected.append(found)
+            files.append((out, how))
+    assert read_elsewhere(*files) == expected
 
 
 # -- torch
@@ -779,7 +785,6 @@ def test_import_of_damaged_bytes(tmp_path: Path, name: str) -> None:
             importing.read_torch(tmp_path / "t.pt")
 
 
-@pytest.mark.slow
 def test_import_beside_a_trainer(tmp_path: Path) -> None:
     torch.save({"x": 1}, tmp_path / "t.pt")
     with SyncCheckpointEngine(tmp_path / "s") as engine:
@@ -851,6 +856,7 @@ def test_metadata_that_is_damaged(tmp_path: Path, text: str) -> None:
 # -- the command
 
 
+@pytest.mark.slow
 def test_the_commands(tmp_path: Path) -> None:
     save(tmp_path / "s", {"model": {"a.b": torch.ones(3), "c": np.arange(3)}, "step": 7})
     result = runner.invoke(
@@ -914,16 +920,21 @@ def test_an_export_is_durable_before_it_has_its_name(
         assert sizes[-1:] == [found.st_size], part
 
 
-@pytest.mark.parametrize("flag", [True, False], ids=["renameat2", "without"])
+@pytest.fixture(params=[True, False], ids=["renameat2", "without"])
+def _renameat2(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the filesystem renames to a new name only, as NFS does not."""
+    if not request.param:
+        monkeypatch.setattr(target, "rename_new", lambda *_: errno.EINVAL)
+
+
+@pytest.mark.usefixtures("_renameat2")
 @pytest.mark.parametrize("there", ["file", "empty folder", "folder", "link"])
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_what_appears_under_the_name_meanwhile_is_not_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, there: str, flag: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, there: str
 ) -> None:
     """However late: also after the last look at the name, which finds nothing."""
     monkeypatch.setattr(os.path, "lexists", lambda _: False)
-    if not flag:  # as on NFS
-        monkeypatch.setattr(target, "rename_new", lambda *_: errno.EINVAL)
     name = tmp_path / "name"
 
     def appear() -> None:
@@ -956,11 +967,9 @@ def test_what_appears_under_the_name_meanwhile_is_not_replaced(
         assert [path.read_bytes() for path in name.iterdir()] == [b"another's"] * (there == "folder")
 
 
-@pytest.mark.parametrize("flag", [True, False], ids=["renameat2", "without"])
-def test_a_name_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: bool) -> None:
+@pytest.mark.usefixtures("_renameat2")
+def test_a_name_is_taken_once(tmp_path: Path) -> None:
     """Of several exports to one name that end at once."""
-    if not flag:
-        monkeypatch.setattr(target, "rename_new", lambda *_: errno.EINVAL)
     for make in (Path.mkdir, Path.touch):
         name = tmp_path / make.__name__
         candidates = [tmp_path / f"{name.name}-{number}" for number in range(8)]

@@ -288,6 +288,7 @@ def run(first: Rules, happening: list[tuple[str, Any]]) -> None:
         logging.getLogger("pccheck_async").setLevel(logging.NOTSET)
 
 
+@pytest.mark.slow
 @given(rules, events)
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 def test_the_kept_set_is_what_the_rules_say(first: Rules, happening: list[tuple[str, Any]]) -> None:
@@ -426,6 +427,7 @@ def test_rules_that_make_no_sense(settings: dict[str, Any], error: type[Exceptio
         SyncCheckpointEngine(FOLDER, **settings)
 
 
+@pytest.mark.slow
 def test_a_pin_makes_durable_first_what_a_dead_writer_left_in_the_cache() -> None:
     """Else its record overwrites the newest durable one, under one that no device has yet (I12)."""
     kept = 16  # a record of more than one sector: less than that a device replaces whole or not at all
@@ -546,6 +548,7 @@ class Forgetful(WrappingWriter):
         await super().flush(file)
 
 
+@pytest.mark.slow
 def test_a_record_that_only_the_page_cache_has_is_written_again_before_slots_are() -> None:
     """Else a crash finds the older one, whose slots were written over (I4)."""
 

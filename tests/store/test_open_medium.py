@@ -14,6 +14,7 @@ from pccheck_async import SyncCheckpointEngine, list_checkpoints, load_sync, ope
 from pccheck_async.medium.open_medium import open_session
 from pccheck_async.transfer.operations import native
 from tests.conftest import BACKENDS
+from tests.support.elsewhere import without_extension
 from tests.support.processes import open_files
 
 
@@ -53,7 +54,7 @@ def test_io_uring_was_removed(tmp_path: Path, use: Callable[..., object]) -> Non
 
 
 def test_without_the_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "available", lambda: False)
+    without_extension(monkeypatch)
     with pytest.raises(ValueError, match="io='threads' needs the C extension"):
         save_and_load(tmp_path, "threads")
     assert save_and_load(tmp_path, "auto")[1] == "python: the C extension was not built here"

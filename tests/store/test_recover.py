@@ -28,6 +28,7 @@ from pccheck_async import (
     describe_checkpoint,
     list_checkpoints,
     load_sync,
+    pin_checkpoint,
     recover_store,
     verify_checkpoints,
 )
@@ -308,6 +309,13 @@ def test_dropped_checkpoints_come_back_on_request(tmp_path: Path) -> None:
     check(tmp_path, 2, 1)
 
 
+def test_what_a_valid_record_pins_stays_pinned(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3)
+    pin_checkpoint(tmp_path, 2, pinned=True)
+    recover_store(tmp_path, write=True, search=True)
+    assert [info.step for info in list_checkpoints(tmp_path) if info.pinned] == [2]
+
+
 def test_chosen_slots(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3)
     described = describe_checkpoint(tmp_path, step=2)
@@ -330,6 +338,7 @@ def test_nothing_to_salvage(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["slot-000", "slot-001"]
 
 
+@pytest.mark.slow
 def test_every_byte_of_a_slot_counts(tmp_path: Path) -> None:
     save(tmp_path, 1)
     described = describe_checkpoint(tmp_path)

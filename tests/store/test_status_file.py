@@ -8,10 +8,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -170,39 +170,39 @@ def test_writers_of_others_publish_nothing(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("obstacle", ["a file of somebody else", "a folder", "no space"])
 def test_what_cannot_be_published_is_said_once_and_harms_nothing(
-    tmp_path: Path, obstacle: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, obstacle: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("pccheck_async.engine.status_publisher.PUBLISH_SECONDS", 0.001)
-    said: Any = lambda: [record for record in caplog.records if record.__dict__["event"] == "status"]  # noqa: E731
-    tries = []
-    publish = Publisher.publish
+    def said() -> int:
+        return sum(record.__dict__["event"] == "status" for record in caplog.records)
 
-    def counted(self: Publisher) -> None:
+    several = threading.Event()
+
+    def collect() -> Status:
         tries.append(1)
-        publish(self)
+        if len(tries) == 3:
+            several.set()
+        if obstacle == "no space":
+            raise OSError(28, "no space")
+        return EXAMPLE
 
-    monkeypatch.setattr(Publisher, "publish", counted)
+    tries: list[int] = []
     if obstacle == "a file of somebody else":
         (tmp_path / "status").write_text("all is well")
     elif obstacle == "a folder":
         (tmp_path / "status").mkdir()
-    else:
-        monkeypatch.setattr(
-            "pccheck_async.engine.status_publisher.encode_status", lambda _: _raise(OSError(28, "no space"))
-        )
     with SyncCheckpointEngine(tmp_path) as engine:
         for step in range(3):
             save(engine, step)
-        while len(tries) < 3:
-            pass
-    assert len(said()) == 1
+    assert said() == (obstacle != "no space")
+    caplog.clear()
+    publisher = Publisher(str(tmp_path), collect, pause=0.001)
+    publisher.start()
+    assert several.wait(60)
+    publisher.close(60)
+    assert said() == 1
     assert [info.step for info in list_checkpoints(tmp_path)] == [2]
     if obstacle == "a file of somebody else":
         assert (tmp_path / "status").read_text() == "all is well"
-
-
-def _raise(error: Exception) -> bytes:
-    raise error
 
 
 def test_what_a_dead_process_left_is_replaced(tmp_path: Path) -> None:

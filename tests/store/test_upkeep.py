@@ -538,7 +538,6 @@ def test_what_cannot_be_copied(tmp_path: Path) -> None:
     assert [info.step for info in list_checkpoints(target)] == [1, 7]
 
 
-@pytest.mark.slow
 def test_a_full_record_takes_no_copy() -> None:
     disk, other = CrashDisk(), CrashDisk()
     for where, count in ((disk, 1), (other, MOST_ENTRIES)):
@@ -614,7 +613,6 @@ def test_every_checkpoint_of_a_step_goes(tmp_path: Path) -> None:
     assert [info.step for info in list_checkpoints(tmp_path)] == [2]
 
 
-@pytest.mark.slow
 def test_a_trainer_that_runs_is_told_of(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, keep_last=2) as engine:
         for step in (1, 2):

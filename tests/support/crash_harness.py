@@ -98,7 +98,8 @@ class Scenario:
         dying: Boundaries at which the process may die.
         rules: Further rules of what is kept; all that a record names is then read, not only the newest.
         pins: Share of the rounds after which a checkpoint is pinned, or unpinned.
-        sampled: Share of the distinct images that the package's readers look at as a whole.
+        sampled: Share of the distinct images that the readers look at as a whole: of the others they read what
+            a record names.
         enough: Violations after which to look no further.
     """
 
@@ -207,10 +208,10 @@ class Judge:
             self._findings.images += 1
             if image.digest not in self._findings.states:
                 self._findings.states.add(image.digest)
-                if scenario.sampled == 1 or rng.random() < scenario.sampled:
+                if whole := scenario.sampled == 1 or rng.random() < scenario.sampled:
                     self._findings.events["read as a whole"] += 1
                     self._recovered[image.digest] = recover(image)
-                if scenario.rules or scenario.pins:
+                if scenario.rules or scenario.pins or not whole:
                     self._listed[image.digest] = all_of(image)
             trouble = None
             if (recovered := self._recovered.get(image.digest)) is not None:

@@ -257,9 +257,6 @@ def keep_on(monkeypatch: pytest.MonkeyPatch, devices: Sequence[PretendDevice], p
             placed.append(source._replace(device=index))
         return replace(layout, sources=Sources(placed)), last
 
-    def make(operations: Operations, mode: DeviceMode) -> CopyBackend:
-        return CudaCopy(operations, devices.__getitem__, mode)
-
     def match_on_devices(*arguments: Any, **options: Any) -> Restoration:
         found = match(*arguments, **options)
         placed = []
@@ -272,4 +269,13 @@ def keep_on(monkeypatch: pytest.MonkeyPatch, devices: Sequence[PretendDevice], p
 
     monkeypatch.setattr(capture, "cached_layout", cached_layout_on_devices)
     monkeypatch.setattr(restore, "match", match_on_devices)
+    copy_with(monkeypatch, devices)
+
+
+def copy_with(monkeypatch: pytest.MonkeyPatch, devices: Sequence[PretendDevice], *prepare: Callable[[], None]) -> None:
+    """Let every engine copy with such devices, once it has done what there is to ``prepare``."""
+
+    def make(operations: Operations, mode: DeviceMode) -> CopyBackend:
+        return CudaCopy(operations, devices.__getitem__, mode, *prepare)
+
     monkeypatch.setattr(pipeline, "make_backend", make)

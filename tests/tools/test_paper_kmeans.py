@@ -42,7 +42,7 @@ def compare_with_sklearn(model: Any, most: int = 300, tolerance: float = 1e-4) -
     assert squared.sum() == pytest.approx(theirs.inertia_, rel=1e-9)
 
 
-@pytest.mark.parametrize("k", [1, 2, 5, 10, 40])
+@pytest.mark.parametrize("k", [1, 2, 5, 10, pytest.param(40, marks=pytest.mark.slow)])
 def test_scikit_learn_finds_the_same(digits: Any, k: int) -> None:
     for seed in range(3):
         compare_with_sklearn(started(digits, k, seed))

@@ -236,12 +236,15 @@ def test_what_was_not_trained_at_first_has_windows_later(tmp_path: Path) -> None
     assert [step - first for step in found if step >= first + 2] == [2, 5, 8]
 
 
-@pytest.mark.parametrize("contexts", [2, 3])
-def test_long_contexts_are_waited_for_only_so_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contexts: int
-) -> None:
+@pytest.fixture
+def _long_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every step context count as one that takes minutes."""
     monkeypatch.setattr(windows_module, "PATIENCE_SECONDS", 0.0)
 
+
+@pytest.mark.usefixtures("_long_contexts")
+@pytest.mark.parametrize("contexts", [2, 3])
+def test_long_contexts_are_waited_for_only_so_long(tmp_path: Path, contexts: int) -> None:
     def body(parts: dict[str, Part], step: int) -> None:
         parts["a"].backward(step)
         parts["a"].apply()
@@ -250,11 +253,9 @@ def test_long_contexts_are_waited_for_only_so_long(
     assert saved(tmp_path, body, contexts) == ([2] if contexts == 3 else [])
 
 
+@pytest.mark.usefixtures("_long_contexts")
 @pytest.mark.parametrize("attach", [(), ("a", "b")], ids=["none", "both"])
-def test_a_window_of_long_contexts_is_waited_for_once_it_is_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attach: tuple[str, ...]
-) -> None:
-    monkeypatch.setattr(windows_module, "PATIENCE_SECONDS", 0.0)
+def test_a_window_of_long_contexts_is_waited_for_once_it_is_known(tmp_path: Path, attach: tuple[str, ...]) -> None:
     found = saved(tmp_path, windows(a=1, b=32), 128, attach=attach)
     assert found == [*range(2, 32), 63, 95, 127]
 

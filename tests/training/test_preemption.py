@@ -391,6 +391,7 @@ def hang(folder: Path, tell: Tell, deadline: float) -> None:
         tell("finally", signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_ends_at_the_deadline(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, lambda tell: hang(tmp_path, tell, 3.0))
     trainer.expect("hangs")
@@ -401,8 +402,20 @@ def test_a_step_that_hangs_ends_at_the_deadline(tmp_path: Path) -> None:
     assert "3 s after SIGTERM: the process goes now; nothing newer than the checkpoint of step 0" in trainer.log()
 
 
-def test_a_second_signal_ends_it_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preemption, "_SAME_SECONDS", 0.0)
+@pytest.fixture
+def pace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Change how long something may take."""
+    for name, seconds in request.param.items():
+        monkeypatch.setattr(preemption, name, seconds)
+
+
+SAME, LATE = "_SAME_SECONDS", "_LATE_SECONDS"
+"""How long a signal counts as the same one; how much later than the deadline a step may end."""
+
+
+@pytest.mark.usefixtures("pace")
+@pytest.mark.parametrize("pace", [{SAME: 0.0}], indirect=True, ids=["another"])
+def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, lambda tell: hang(tmp_path, tell, 1000.0))
     trainer.expect("hangs")
     trainer.signal(signal.SIGTERM)
@@ -413,9 +426,9 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert "SIGTERM came again" in trainer.log()
 
 
-def test_a_launcher_that_passes_the_signal_on_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preemption, "_SAME_SECONDS", 1000.0)
-
+@pytest.mark.usefixtures("pace")
+@pytest.mark.parametrize("pace", [{SAME: 1000.0}], indirect=True, ids=["the same"])
+def test_a_launcher_that_passes_the_signal_on_does_no_harm(tmp_path: Path) -> None:
     def body(tell: Tell) -> None:
         model = Model()
         with SyncCheckpointEngine(tmp_path / "store", interval=NEVER) as engine:
@@ -432,13 +445,11 @@ def test_a_launcher_that_passes_the_signal_on_does_no_harm(tmp_path: Path, monke
     check_saved(tmp_path / "store", 0)
 
 
+@pytest.mark.usefixtures("pace")
+@pytest.mark.parametrize("pace", [{LATE: 60.0}], indirect=True, ids=["the drain ends in time"])
 @pytest.mark.parametrize("kind", ["write", "flush"])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_device_that_hangs_does_not_keep_the_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, asynchronous: bool
-) -> None:
-    monkeypatch.setattr(preemption, "_LATE_SECONDS", 60.0)  # the step may end late; the drain ends in time
-
+def test_a_device_that_hangs_does_not_keep_the_process(tmp_path: Path, kind: str, asynchronous: bool) -> None:
     def body(tell: Tell) -> None:
         model, stuck = Model(), Device()
         with SyncCheckpointEngine(tmp_path / "store", interval=NEVER, io=stuck) as engine:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import errno
+import mmap
 import random
 import shutil
 import subprocess
@@ -25,7 +26,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pccheck_async import SyncCheckpointEngine, WriteError, load_sync
-from pccheck_async.engine import assembly as pipeline
 from pccheck_async.engine.capture import Capture
 from pccheck_async.errors import CheckpointError
 from pccheck_async.format import crc32
@@ -36,7 +36,6 @@ from pccheck_async.state.leaves import ArrayLeaf
 from pccheck_async.state.sources import RawSource
 from pccheck_async.testing import FailingWriter
 from pccheck_async.transfer import BufferPool, PackedPiece, Segments, address_of, aligned_buffer
-from pccheck_async.transfer import pool as pool_module
 from pccheck_async.transfer.copying import CopyBackend, CudaCopy, lanes, make_backend
 from pccheck_async.transfer.copying.cuda_device import CudaDevice, load
 from pccheck_async.transfer.copying.lanes import Lane, compacted, gaps, joined, merged, moves, split
@@ -45,9 +44,10 @@ from pccheck_async.transfer.copying.snapshot import Account, DeviceMemory, Devic
 from pccheck_async.transfer.operations import Operations
 from pccheck_async.transfer.operations.python import PythonOperations, gather
 from pccheck_async.transfer.plan import Planner, Table
+from pccheck_async.transfer.pool import LARGEST_SLAB
 from tests.conftest import BACKENDS, need
 from tests.support.played_cuda import Library, played, using
-from tests.support.pretend_device import PretendDevice, PretendStream, keep_on
+from tests.support.pretend_device import PretendDevice, PretendStream, copy_with, keep_on
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -846,12 +846,9 @@ def test_buffers_are_registered_once_and_unregistered_at_the_end(devices: list[P
 
 
 @pytest.mark.parametrize(("most", "slabs"), [(32, [1, 1, 2, 4, 8, 4]), (4, [1, 1, 2, 4, 4, 4, 4])])
-def test_buffers_are_registered_in_slabs_that_double(
-    devices: list[PretendDevice], monkeypatch: pytest.MonkeyPatch, most: int, slabs: list[int]
-) -> None:
+def test_buffers_are_registered_in_slabs_that_double(devices: list[PretendDevice], most: int, slabs: list[int]) -> None:
     """A call for each takes its time; all at once would take memory that a small state never needs."""
-
-    monkeypatch.setattr(pool_module, "LARGEST_SLAB", most * 4 * KIB)
+    nbytes = LARGEST_SLAB // most  # of address space: nobody writes to it
 
     async def lease(pool: BufferPool) -> None:
         view = (await pool.lease()).view
@@ -859,7 +856,7 @@ def test_buffers_are_registered_in_slabs_that_double(
 
     async def test() -> None:
         async with pretending(devices, "stream") as it:
-            pool = BufferPool(20 * 4 * KIB, 4 * KIB, it.backend.pinning)
+            pool = BufferPool(20 * nbytes, nbytes, it.backend.pinning)
             before = [await pool.lease() for _ in range(3)]
             assert not devices[0].registered
             it.backend.mark_queued_work({0})
@@ -868,7 +865,7 @@ def test_buffers_are_registered_in_slabs_that_double(
             async with asyncio.TaskGroup() as group:
                 for _ in range(20):
                     group.create_task(lease(pool))
-            assert [nbytes // (4 * KIB) for nbytes in devices[0].registered.values()] == slabs
+            assert [slab // nbytes for slab in devices[0].registered.values()] == slabs
             assert pool.statistics().touched == 20
 
     run(test)
@@ -933,7 +930,6 @@ void launch(const unsigned long long *table, unsigned blocks, unsigned threads)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(CC is None, reason="no C compiler on PATH")
 def test_the_kernel_moves_every_byte_whatever_the_alignment(tmp_path: Path) -> None:
     """Its threads do not talk to each other, so a host can play them one after the other."""
@@ -1331,10 +1327,7 @@ def test_what_takes_a_while_is_done_when_the_engine_opens(
         names.append(threading.current_thread().name)
         imported.set()
 
-    def make(operations: Operations, mode: DeviceMode) -> CopyBackend:
-        return CudaCopy(operations, devices.__getitem__, mode, prepare)
-
-    monkeypatch.setattr(pipeline, "make_backend", make)
+    copy_with(monkeypatch, devices, prepare)
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.checkpoint({"n": 1, "t": torch.rand(1000)}, step=0).result(60)
         assert not names
@@ -1363,12 +1356,15 @@ def test_a_failed_checkpoint_keeps_no_device_memory(tmp_path: Path, engine_on: P
 
 @pytest.mark.usefixtures("nothing_left_behind", "engine_on")
 def test_an_engine_that_does_not_open_leaves_no_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> Any:
-        raise MemoryError("no staging memory")
+    class Full(mmap.mmap):
+        def __new__(cls, fileno: int, length: int, **options: Any) -> Any:
+            if length >= 64 * MIB:
+                raise MemoryError("no staging memory")
+            return super().__new__(cls, fileno, length, **options)
 
-    monkeypatch.setattr(pipeline, "BufferPool", fail)
+    monkeypatch.setattr(mmap, "mmap", Full)
     with pytest.raises(MemoryError, match="staging"):
-        SyncCheckpointEngine(tmp_path).open()
+        SyncCheckpointEngine(tmp_path, host_memory=64 * MIB).open()
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,7 @@ def test_a_batch_is_all_or_nothing(queue: _ext.Queue, bad: Any) -> None:
     assert watch() is None
 
 
+@pytest.mark.slow
 def test_chains_do_not_nest_however_deep(queue: _ext.Queue) -> None:
     steps: tuple[Any, ...] = ()
     for _ in range(200_000):  # too deep for a C stack

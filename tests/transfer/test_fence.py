@@ -332,9 +332,19 @@ def test_fences_are_joined_by_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(done) == ["a", "a", "b", "b", "c"]
 
 
-def test_a_copy_on_a_device_keeps_what_it_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def flat(address: int, nbytes: int, *_: Any) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+
+
+@pytest.fixture
+def _host_as_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let memory of the host pass for a device's."""
+    monkeypatch.setattr(split, "device_bytes", flat)
+
+
+@pytest.mark.usefixtures("_host_as_a_device")
+def test_a_copy_on_a_device_keeps_what_it_came_from() -> None:
     """Its copy is queued on the current stream; nobody may get memory of another stream before that is over."""
-    monkeypatch.setattr(split, "device_bytes", lambda address, nbytes, *_: torch.zeros(nbytes, dtype=torch.uint8))
     storage = torch.arange(100.0).untyped_storage()
     alive = weakref.ref(storage)
     sources = Sources([RawSource(storage.data_ptr(), 400, storage, 0)])
@@ -362,13 +372,9 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def test_small_tensors_of_a_device_are_copied_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("_host_as_a_device")
+def test_small_tensors_of_a_device_are_copied_in_one_piece() -> None:
     """However many there are: an operation takes some microseconds of the training thread, and of the device."""
-
-    def flat(address: int, nbytes: int, *_: Any) -> torch.Tensor:
-        return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
-
-    monkeypatch.setattr(split, "device_bytes", flat)
     tensors = [torch.arange(length, dtype=torch.uint8) for length in (1, 4, 15, 16, 17, 64, 100)]
     sources = Sources([RawSource(each.data_ptr(), each.nbytes, each, 0) for each in tensors])
     with Operations() as seen:

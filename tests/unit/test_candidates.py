@@ -29,12 +29,14 @@ def manifest(**changes: Any) -> Manifest:
     return msgspec.structs.replace(whole, **changes)
 
 
+@pytest.mark.slow
 @given(values, st.binary(max_size=20))
 def test_the_length_of_an_object(value: object, behind: bytes) -> None:
     data = msgspec.msgpack.encode(value)
     assert object_length(data + behind) == len(data)
 
 
+@pytest.mark.slow
 @given(values, st.data())
 def test_an_object_that_is_cut_goes_on(value: object, data: st.DataObject) -> None:
     encoded = msgspec.msgpack.encode(value)

@@ -203,7 +203,6 @@ def test_arrays_of_dtypes_that_others_defined() -> None:
     flatten({"a": array.view("V8")})
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.quantize:UserWarning")
 def test_quantized_and_nested_tensors() -> None:
     quantized = torch.quantize_per_tensor(torch.zeros(2), 0.1, 0, torch.qint8)

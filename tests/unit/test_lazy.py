@@ -15,6 +15,7 @@ from pccheck_async.state.cache import fingerprints
 from pccheck_async.state.save.lazy import LazySources, changed_by_forward, covered, optimized, sharing_nothing
 from pccheck_async.state.sources import RawSource
 from pccheck_async.transfer import PAGE_BYTES
+from tests.support.elsewhere import without_extension
 
 
 def sources_of(*tensors: torch.Tensor) -> Sources:
@@ -151,7 +152,7 @@ def test_what_is_lazy_is_remembered_until_the_tensors_are_others(as_leaf: bool) 
 @pytest.mark.parametrize("told", [True, False])
 def test_holes_in_a_tensor_are_noticed(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not told:
-        monkeypatch.setattr(fingerprints, "dlpack_forms", None)
+        without_extension(monkeypatch)
     memory = torch.zeros(16)
     leaf = memory[:8].detach()
     sources, known = sources_of(leaf), LazySources()

@@ -758,7 +758,6 @@ OPTIMIZERS: list[Any] = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stepped", [False, True], ids=["fresh", "stepped"])
 @pytest.mark.parametrize("make", OPTIMIZERS)
 def test_optimizers_go_on_exactly(make: Any, stepped: bool) -> None:

@@ -366,7 +366,7 @@ def test_checkpoints_of_others_do_not_keep_it_from_beginning() -> None:
     assert policy.measured().step_seconds == 1.0
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.02, 0.1])
+@pytest.mark.parametrize("noise", [0.0, *(pytest.param(noise, marks=pytest.mark.slow) for noise in (0.02, 0.1))])
 @pytest.mark.parametrize("factor", [1.5, 6.5])
 @pytest.mark.parametrize(("save", "cost"), [(0.015, 0.003), (0.4, 0.02)])
 def test_steps_that_become_slower_are_not_taken_for_the_cost_of_checkpoints(
@@ -377,7 +377,7 @@ def test_steps_that_become_slower_are_not_taken_for_the_cost_of_checkpoints(
     def slower(machine: Machine) -> None:
         machine.step_seconds *= factor
 
-    for seed in range(10 if noise else 1):
+    for seed in range(6 if noise else 1):
         machine = Machine(0.2, save, capture_seconds=cost, noise=noise, save_noise=noise)
         policy = Adaptive(max_in_flight=2)
         sim = disturbed(policy, machine, slower, places=2, seed=seed)

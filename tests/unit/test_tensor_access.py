@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +25,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 @pytest.fixture
 def let_go(monkeypatch: pytest.MonkeyPatch) -> Callable[[Held], list[PendingCheckpoint]]:
     """The device of a held capture begins to move again when somebody waits for it, and not before."""
-
-    def when_waited_for(it: Held) -> list[PendingCheckpoint]:
-        wait, waited = PendingCheckpoint.wait_out_of_reach, list[PendingCheckpoint]()
-
-        def release_and_wait(pending: PendingCheckpoint, *arguments: Any) -> bool:
-            waited.append(pending)
-            it.io.medium.release()
-            return wait(pending, *arguments)
-
-        monkeypatch.setattr(PendingCheckpoint, "wait_out_of_reach", release_and_wait)
-        return waited
-
-    return when_waited_for
+    return partial(Held.release_when_waited_for, monkeypatch=monkeypatch)
 
 
 def resize(storage: torch.UntypedStorage) -> None:
@@ -184,6 +173,7 @@ def test_somebody_elses_shadow_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(seen) == 1
 
 
+@pytest.mark.slow
 def test_compiled_models_are_not_compiled_again(tmp_path: Path) -> None:
     from torch._dynamo.testing import CompileCounter
 

@@ -409,14 +409,27 @@ def _copy(live: _Live, stored: Array) -> None:
 
 
 def _overlapping(lives: list[_Live]) -> Iterator[tuple[_Live, _Live]]:
-    """Yield those whose spans of memory overlap, in its order."""
+    """Yield those whose spans of memory overlap, in its order, but for groups that share it as in the checkpoint.
+
+    These would be as many pairs as there are ties, squared.
+    """
     spans = sorted(((str(live.device), *live.extent(), live) for live in lives), key=lambda item: item[:3])
-    for number, (where, _, end, one) in enumerate(spans, 1):
-        for index in range(number, len(spans)):
-            there, low, _, other = spans[index]
-            if there != where or low >= end:
-                break
-            yield one, other
+    groups: list[list[tuple[int, int, _Live]]] = []
+    memory, reach = "", 0
+    for where, low, high, live in spans:
+        if where != memory or low >= reach:
+            groups.append([])
+            memory, reach = where, high
+        groups[-1].append((low, high, live))
+        reach = max(reach, high)
+    for group in groups:
+        if all(group[0][2].shares_as_stored(live) for _, _, live in group[1:]):
+            continue
+        for number, (_, end, one) in enumerate(group, 1):
+            for low, _, other in group[number:]:
+                if low >= end:
+                    break
+                yield one, other
 
 
 def _share(one: _Live, other: _Live) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec import structs
@@ -26,39 +27,46 @@ def rebuild(node: Node, array: Callable[[int], Any], stateful: Callable[[Statefu
 
     Raises CorruptStoreError where the tree describes no value.
     """
+    return _Builder(array, stateful).build(node, 0)
 
-    def each(items: list[Node], depth: int) -> list[Any]:
-        return [item if type(item) in values.VERBATIM else build(item, depth) for item in items]
 
-    def build(node: Node, depth: int) -> Any:
+@dataclass(slots=True)
+class _Builder:
+    """Makes values of nodes. Closures that refer to each other would keep every array until garbage is collected."""
+
+    array: Callable[[int], Any]
+    stateful: Callable[[StatefulNode], Any] | None
+
+    def each(self, items: list[Node], depth: int) -> list[Any]:
+        return [item if type(item) in values.VERBATIM else self.build(item, depth) for item in items]
+
+    def build(self, node: Node, depth: int) -> Any:
         _check_depth(depth)
         match node:
             case ArrayNode():
-                return array(node.index)
+                return self.array(node.index)
             case StatefulNode():
-                return stateful(node) if stateful is not None else build(node.child, depth + 1)
+                return self.stateful(node) if self.stateful is not None else self.build(node.child, depth + 1)
             case ListNode():
-                return each(node.items, depth + 1)
+                return self.each(node.items, depth + 1)
             case TupleNode():
-                return tuple(each(node.items, depth + 1))
+                return tuple(self.each(node.items, depth + 1))
             case nodes.SetNode():
                 return set(_distinct(node.items, depth + 1))
             case nodes.FrozenSetNode():
                 return _key(node, depth)
             case DictNode() | nodes.OrderedDictNode() | nodes.CounterNode():
-                items = zip(mapping_keys(node, depth), each(node.values, depth + 1), strict=True)
+                items = zip(mapping_keys(node, depth), self.each(node.values, depth + 1), strict=True)
                 if not isinstance(node, nodes.OrderedDictNode):
                     return dict(items) if isinstance(node, DictNode) else Counter(dict(items))
                 ordered = OrderedDict(items)
                 if len(node.metadata) > 1:
                     raise CorruptStoreError("an OrderedDict has more than one _metadata")
-                for metadata in each(node.metadata, depth + 1):
+                for metadata in self.each(node.metadata, depth + 1):
                     ordered._metadata = metadata  # type: ignore[attr-defined]
                 return ordered
             case _:
                 return values.from_node(node)
-
-    return build(node, 0)
 
 
 def mapping_keys(node: MappingNode, depth: int = 0) -> list[Hashable]:
