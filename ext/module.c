@@ -6,6 +6,8 @@
 #include "copy.h"
 #include "crc32.h"
 #include "dlpack_forms.h"
+#include "guard.h"
+#include "persist.h"
 #include "transfer.h"
 
 /* Below this, releasing the GIL costs more than it gives. */
@@ -30,6 +32,30 @@ static PyObject *ext_crc32(PyObject *Py_UNUSED(module), PyObject *args)
     return PyLong_FromUnsignedLong(value);
 }
 
+/* Work on memory that may be part of a mapped file: 0, or -1 and an OSError. */
+static int run_guarded(void (*body)(void *), void *argument, Py_ssize_t size)
+{
+    int64_t error;
+    if (size < GIL_WORTHY_BYTES) {
+        error = guard_run(body, argument);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        error = guard_run(body, argument);
+        Py_END_ALLOW_THREADS
+    }
+    if (error == 0)
+        return 0;
+    errno = (int)-error;
+    PyErr_SetFromErrno(PyExc_OSError);
+    return -1;
+}
+
+static void gather(void *argument)
+{
+    struct op *op = argument;
+    copy_gather(op->segments, op->segment_count, op->data, op->size, &op->checksum);
+}
+
 static PyObject *ext_gather(PyObject *Py_UNUSED(module), PyObject *args)
 {
     struct request request = {.op.kind = OP_GATHER};
@@ -40,15 +66,9 @@ static PyObject *ext_gather(PyObject *Py_UNUSED(module), PyObject *args)
         return NULL;
     request.op.size = (uint64_t)request.view.len;
     if (request_set_segments(&request, segments, Py_None) == 0) {
-        const struct op *op = &request.op;
-        if (request.view.len < GIL_WORTHY_BYTES) {
-            copy_gather(op->segments, op->segment_count, request.view.buf, op->size, &request.op.checksum);
-        } else {
-            Py_BEGIN_ALLOW_THREADS
-            copy_gather(op->segments, op->segment_count, request.view.buf, op->size, &request.op.checksum);
-            Py_END_ALLOW_THREADS
-        }
-        checksum = PyLong_FromUnsignedLong(request.op.checksum);
+        request.op.data = request.view.buf;
+        if (run_guarded(gather, &request.op, request.view.len) == 0)
+            checksum = PyLong_FromUnsignedLong(request.op.checksum);
     }
     PyBuffer_Release(&request.view);
     Py_DECREF(request.segments);
@@ -73,6 +93,61 @@ static PyObject *ext_dio_alignment(PyObject *Py_UNUSED(module), PyObject *argume
         return PyErr_SetFromErrno(PyExc_OSError);
     }
     return Py_BuildValue("II", memory, offset);
+}
+
+struct store {
+    Py_buffer into, data;
+};
+
+static void store(void *argument)
+{
+    const struct store *store = argument;
+    persist_copy(store->into.buf, store->data.buf, (size_t)store->data.len);
+}
+
+static void write_back(void *argument)
+{
+    const Py_buffer *view = argument;
+    persist_select()->write_back((uintptr_t)view->buf, (uintptr_t)view->buf + (uintptr_t)view->len);
+}
+
+static PyObject *ext_store(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    struct store views;
+    int failed = -1;
+
+    if (!PyArg_ParseTuple(args, "w*y*:store", &views.into, &views.data))
+        return NULL;
+    if (views.into.len == views.data.len)
+        failed = run_guarded(store, &views, views.data.len);
+    else
+        PyErr_Format(PyExc_ValueError, "%zd bytes do not fill %zd", views.data.len, views.into.len);
+    PyBuffer_Release(&views.into);
+    PyBuffer_Release(&views.data);
+    return failed ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *ext_write_back(PyObject *Py_UNUSED(module), PyObject *argument)
+{
+    Py_buffer view;
+    int failed = -1;
+
+    if (PyObject_GetBuffer(argument, &view, PyBUF_SIMPLE) < 0)
+        return NULL;
+    if (persist_select())
+        failed = run_guarded(write_back, &view, view.len);
+    else
+        PyErr_SetString(PyExc_NotImplementedError, "no instruction is known that writes lines back here");
+    PyBuffer_Release(&view);
+    return failed ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *ext_fence(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(nothing))
+{
+    const struct persist_variant *variant = persist_select();
+    if (variant)
+        variant->fence();
+    Py_RETURN_NONE;
 }
 
 static void set_dlpack_error(int error)
@@ -119,6 +194,9 @@ end:
 static PyMethodDef ext_methods[] = {
     {"crc32", ext_crc32, METH_VARARGS, NULL},
     {"gather", ext_gather, METH_VARARGS, NULL},
+    {"store", ext_store, METH_VARARGS, NULL},
+    {"write_back", ext_write_back, METH_O, NULL},
+    {"fence", ext_fence, METH_NOARGS, NULL},
     {"dlpack_forms", ext_dlpack_forms, METH_VARARGS, NULL},
     {"dio_alignment", ext_dio_alignment, METH_O, NULL},
     {NULL, NULL, 0, NULL},
@@ -142,6 +220,9 @@ static int ext_exec(PyObject *module)
             goto fail;
     }
     if (PyModule_AddStringConstant(module, "CRC_IMPLEMENTATION", crc32_select()->name) < 0)
+        goto fail;
+    const struct persist_variant *persist = persist_select();
+    if (PyModule_AddStringConstant(module, "PERSIST_IMPLEMENTATION", persist ? persist->name : "") < 0)
         goto fail;
     Py_DECREF(type);
     return 0;

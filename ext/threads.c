@@ -9,6 +9,7 @@
 
 #include "copy.h"
 #include "crc32.h"
+#include "guard.h"
 #include "queue.h"
 #include "transfer.h"
 
@@ -20,6 +21,12 @@ static int64_t now(void)
 }
 
 static void perform(struct op *op);
+
+static void gather(void *argument)
+{
+    struct op *op = argument;
+    copy_gather(op->segments, op->segment_count, op->data, op->size, &op->checksum);
+}
 
 /* One thread performs all steps of a chain: as separate operations, each would wake up a thread and then its waiter. */
 static int64_t perform_chain(struct op *chain)
@@ -47,7 +54,7 @@ static void perform(struct op *op)
         op->result = transfer_flush(op->fd);
         return;
     case OP_GATHER:
-        op->result = copy_gather(op->segments, op->segment_count, op->data, op->size, &op->checksum);
+        op->result = guard_run(gather, op); /* the buffer may be part of a mapped file */
         return;
     case OP_SCATTER:
         op->result = copy_scatter(op->segments, op->segment_count, op->data, op->size, op->checksum);

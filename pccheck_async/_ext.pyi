@@ -8,6 +8,9 @@ from typing_extensions import Buffer
 CRC_IMPLEMENTATION: Final[str]
 """What computes CRC-32 on this processor: "vpclmulqdq", "pclmulqdq", "arm64" or "table"."""
 
+PERSIST_IMPLEMENTATION: Final[str]
+"""What writes cache lines back here: "clwb", "clflushopt", "clflush", "dc cvap", "dc cvac"; "" where nothing does."""
+
 WRITE: Final[int]
 READ: Final[int]
 FLUSH: Final[int]
@@ -84,6 +87,25 @@ def crc32(data: Buffer, value: int = 0, /) -> int:
 
 def gather(segments: bytes, into: Buffer, /) -> int:
     """Do what GATHER does, now and on this thread; return the checksum. Raises ValueError for an impossible table."""
+
+def store(into: Buffer, data: Buffer, /) -> None:
+    """Copy ``data`` over all of ``into``, past the caches where that is possible.
+
+    Raises:
+        OSError: A page of a mapped file cannot be had: it was truncated, or the memory is broken (EIO).
+        ValueError: They differ in length.
+    """
+
+def write_back(memory: Buffer, /) -> None:
+    """Write back the cache lines of ``memory``; in a file mapped with MAP_SYNC, :func:`fence` makes them durable.
+
+    Raises:
+        OSError: As of :func:`store`.
+        NotImplementedError: ``PERSIST_IMPLEMENTATION`` is empty.
+    """
+
+def fence() -> None:
+    """Make what was written back on this thread durable before anything that follows."""
 
 def dio_alignment(fd: int, /) -> tuple[int, int] | None:
     """Ask ``statx`` what direct I/O on ``fd`` needs.

@@ -3,9 +3,11 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -73,6 +75,13 @@ def io(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     need(name)
     return name
+
+
+@pytest.fixture
+def shared_memory() -> Iterator[Path]:
+    """A folder of a filesystem in memory."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="pccheck-test-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

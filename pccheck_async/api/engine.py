@@ -69,6 +69,9 @@ class CheckpointEngine(EngineBase):
         host_memory: Most staging memory, in bytes. A state that fits is captured at memory speed; a larger one is
             captured at the speed of the storage.
         writers: Writes running at a time (PCcheck's p).
+        medium: "files" on a disk; "mapped": files mapped into memory, of persistent memory where a filesystem has that
+            (DAX), emulated on tmpfs, else of the page cache; "auto": mapped on persistent memory. Each reads and
+            continues the stores of the others.
         device: How tensors on CUDA devices are captured. "auto": first copied on their device where it has memory to
             spare and that is faster than waiting for the host (CheckFreq's rule). "snapshot": wherever the device has
             the memory. "stream": never.

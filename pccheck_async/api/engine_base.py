@@ -25,7 +25,7 @@ from pccheck_async.engine import (
 )
 from pccheck_async.format import CheckpointInfo
 from pccheck_async.medium.filesystem import free_bytes, slot_bytes
-from pccheck_async.medium.open_medium import IO
+from pccheck_async.medium.open_medium import IO, MediumName
 from pccheck_async.store import SpaceNeeded
 from pccheck_async.telemetry import Hook
 from pccheck_async.training import TrainingRun
@@ -50,6 +50,7 @@ class EngineBase:
         chunk_bytes: int | Auto = "auto",
         host_memory: int | Auto = "auto",
         writers: int | Auto = "auto",
+        medium: MediumName = "auto",
         device: Literal["auto", "snapshot", "stream"] = "auto",
         io: IO = "auto",
         interval: int | timedelta | Policy | None = None,
@@ -71,6 +72,7 @@ class EngineBase:
             chunk_bytes=chunk_bytes,
             host_memory=host_memory,
             writers=writers,
+            medium=medium,
             device=device,
             max_stall=max_stall,
             check_captures=check_captures,

@@ -60,7 +60,9 @@ class Assembly:
         cores, memory = available_cores(), available_memory()
         first = decide(config, block_bytes=MIN_BLOCK, cores=cores, memory=memory)
         # Known before any file is open: a child forked meanwhile lets go of them.
-        self.session = session = await open_session(path, io, writers=first.writers, copiers=first.copiers)
+        self.session = session = await open_session(
+            path, io, writers=first.writers, copiers=first.copiers, medium=config.medium
+        )
         backend: CopyBackend | None = None
         try:
             self.store = store = await open_store(

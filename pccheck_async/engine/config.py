@@ -7,6 +7,7 @@ from numbers import Real
 from typing import Literal
 
 from pccheck_async.format import align
+from pccheck_async.medium.open_medium import MediumName
 from pccheck_async.store import Best, Retention, check_count, make_best
 
 __all__ = ["Auto", "Decisions", "EngineConfig", "check_flag", "decide"]
@@ -36,6 +37,7 @@ class EngineConfig:
     chunk_bytes: int | Auto = "auto"
     host_memory: int | Auto = "auto"
     writers: int | Auto = "auto"
+    medium: MediumName = "auto"
     device: Literal["auto", "snapshot", "stream"] = "auto"
     max_stall: float | None = None
     check_captures: bool = False
@@ -50,6 +52,8 @@ class EngineConfig:
         for name in ("chunk_bytes", "host_memory", "writers"):
             if getattr(self, name) != "auto":
                 check_count(name, getattr(self, name))
+        if self.medium not in ("auto", "files", "mapped"):
+            raise ValueError(f"medium is 'auto', 'files' or 'mapped', not {self.medium!r}")
         if self.device not in ("auto", "snapshot", "stream"):
             raise ValueError(f"device is 'auto', 'snapshot' or 'stream', not {self.device!r}")
         if self.on_busy not in ("wait", "skip"):

@@ -19,7 +19,7 @@ from functools import partial
 from pccheck_async.engine.capture import Capture
 from pccheck_async.engine.overlap import Overlapped
 from pccheck_async.engine.pending import PendingCheckpoint
-from pccheck_async.errors import CheckpointError
+from pccheck_async.errors import CheckpointError, write_error
 from pccheck_async.format import CheckpointInfo, Entry, align, crc32
 from pccheck_async.format.manifest import VERSION, ChunkEntry, Manifest, ManifestEncoder
 from pccheck_async.medium import Medium, Piece
@@ -32,6 +32,8 @@ from pccheck_async.transfer.plan import Planner
 __all__ = ["Job", "Scheduler"]
 
 _LARGEST_CHECKSUM = 0xFFFFFFFF
+_TURNS = 4
+"""Of the loop, after which a slot is reserved that does not have to be made or waited for."""
 _YIELD_EVERY = 8
 """Chunks that are begun before others may run."""
 _MANY = 1000
@@ -273,7 +275,13 @@ class Scheduler:
                 # Beside the capture: what makes the trainer wait is the copy, never the store.
                 reserving = group.create_task(self._reserve_largest(job))
                 describing = group.create_task(self._write_manifest(job, reserving))
+                for _ in range(_TURNS if self.medium.stages else 0):
+                    await asyncio.sleep(0)
                 for number, index in enumerate(job.capture.order()):
+                    place = self._place(job, index, reserving.result()) if reserving.done() else None
+                    if place is not None:
+                        group.create_task(self._save_chunk_in_place(job, index, reserving.result(), place))
+                        continue
                     if not reserving.done() and self.pool.available <= 1:
                         # The last buffer is for those that have their slot: else two would wait for each other.
                         await asyncio.wait((reserving,))
@@ -291,6 +299,11 @@ class Scheduler:
             raise
         return reserving.result(), describing.result()
 
+    def _place(self, job: Job, index: int, slot: SlotLease) -> memoryview | None:
+        """Return where a chunk goes, where the medium has it in memory: then one copy is all there is to do."""
+        chunk = job.capture.plan.chunks[index]
+        return self.medium.stage(slot.file, chunk.offset, chunk.nbytes) if self.medium.stages else None
+
     async def _reserve_largest(self, job: Job) -> SlotLease:
         """Reserve a slot for the longest manifest that the state may have: its checksums are not known yet."""
         await asyncio.sleep(0)  # the copies first: many tensors take a while to encode
@@ -302,9 +315,18 @@ class Scheduler:
         return await self.store.reserve(job.capture.plan.payload_nbytes + manifest_nbytes + self.store.block_bytes)
 
     async def _save_chunk(self, job: Job, index: int, reserving: asyncio.Task[SlotLease], buffer: memoryview) -> None:
-        chunk = job.capture.plan.chunks[index]
         await self._copy_chunk(job, index, buffer)
-        slot = await asyncio.shield(reserving)
+        await self._write_chunk(job, index, await asyncio.shield(reserving), buffer)
+
+    async def _save_chunk_in_place(self, job: Job, index: int, slot: SlotLease, place: memoryview) -> None:
+        try:
+            await self._copy_chunk(job, index, place)
+        except OSError as error:  # the file is shorter than it was, or its memory is broken
+            raise write_error(error, slot.file.name) from error
+        await self._write_chunk(job, index, slot, place)
+
+    async def _write_chunk(self, job: Job, index: int, slot: SlotLease, buffer: memoryview) -> None:
+        chunk = job.capture.plan.chunks[index]
         await self.medium.write(slot.file, chunk.offset, buffer[: chunk.nbytes])
         job.pending.written_nbytes += chunk.nbytes
 

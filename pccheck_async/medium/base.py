@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from pccheck_async.errors import ReadError, is_exhausted
+from pccheck_async.medium.mapping import Mapping
 from pccheck_async.telemetry import Stage
 from pccheck_async.transfer import PAGE_BYTES, to_its_end, uninterrupted
 
@@ -28,12 +29,13 @@ Unsure: TypeAlias = Callable[[OSError], None]
 
 @dataclass(slots=True, eq=False)
 class File:
-    """An open file of a store. Only its medium looks at ``fd``.
+    """An open file of a store. Only its medium looks at ``fd`` and ``mapping``.
 
     Attributes:
         nbytes: Size when it was opened or reserved.
         fd: The descriptor, -1 for a medium that has none.
         direct: Whether transfers bypass the page cache.
+        mapping: Of all its bytes in memory, for a medium that writes through one.
         identity: Equal for two open files of which both are the same file, whatever its name is by now.
     """
 
@@ -42,6 +44,7 @@ class File:
     fd: int = field(default=-1, repr=False)
     direct: bool = False
     identity: object = field(default=None, repr=False)
+    mapping: Mapping | None = field(default=None, repr=False)
 
 
 Part: TypeAlias = tuple[File, Sequence[Piece]]
@@ -103,9 +106,11 @@ class Medium(abc.ABC):
         chains: Whether :meth:`make_durable` of small pieces of several files takes about as long as that of
             one, so that a commit may be given to it with what it commits. Doubles that hold single operations up say
             no: a commit would be held up by a write of another checkpoint.
+        stages: Whether :meth:`stage` may return memory.
     """
 
     chains = False
+    stages = False
 
     @abc.abstractmethod
     async def prepare(self, *, create: bool) -> MediumFacts:
@@ -135,6 +140,10 @@ class Medium(abc.ABC):
     @abc.abstractmethod
     async def read(self, file: File, offset: int, into: memoryview) -> int:
         """Fill ``into``; return the bytes read, short only at the end of the file."""
+
+    def stage(self, file: File, offset: int, nbytes: int) -> memoryview | None:
+        """Return where these bytes of ``file`` lie, to be filled and then written; None: use memory of your own."""
+        return None
 
     @abc.abstractmethod
     async def write(self, file: File, offset: int, data: memoryview) -> None:

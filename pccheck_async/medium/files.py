@@ -22,11 +22,11 @@ from pccheck_async.medium.folder import Folder
 from pccheck_async.telemetry import StageClock, write
 from pccheck_async.transfer.operations import ChainStep, Kind, Operations, Step
 
-__all__ = ["Files"]
+__all__ = ["REMOVED", "Files", "map_error"]
 
 T = TypeVar("T")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_REMOVED = "the file was removed while the store was open; open it again"
+REMOVED = "the file was removed while the store was open; open it again"
 _ZEROS = "the filesystem reserves no space, which is taken by writing zeros (%s)"
 _BUFFERED = "%s: buffered I/O with fdatasync: %s"
 _WRITE, _FLUSH, _UNLOCK, _LINKED = Kind.WRITE, Kind.FLUSH, Kind.UNLOCK, Kind.LINKED
@@ -69,7 +69,7 @@ class Files(Medium):
             await self._operations.call(self._folder.hold)
         except OSError as error:
             if error.errno in _NO_SPACE:
-                raise _mapped(error, self._folder.path) from error
+                raise map_error(error, self._folder.path) from error
             raise folder_error(error, self._folder.path) from error
 
     async def names(self) -> list[str]:
@@ -89,19 +89,19 @@ class Files(Medium):
             with self._clock.timed("flush"):
                 await self._operations.call(self._folder.replace, name, data, keep_as)
         except OSError as error:  # which may be about the new file, that has another name
-            raise _mapped(error, self._folder.path / os.path.basename(error.filename or name)) from error
+            raise map_error(error, self._folder.path / os.path.basename(error.filename or name)) from error
 
     async def remove(self, name: str) -> None:
-        with self._errors(name, _mapped):
+        with self._errors(name, map_error):
             await self._operations.call(self._folder.unlink, name)
 
     async def sync_names(self) -> None:
-        with self._errors("", _mapped), self._clock.timed("flush"):
+        with self._errors("", map_error), self._clock.timed("flush"):
             await self._operations.call(self._folder.sync)
 
     async def reserve(self, name: str, nbytes: int) -> File:
         reserved = not self._folder.zeros
-        with self._errors(name, _mapped):
+        with self._errors(name, map_error):
             file = await self._obtain(name, self._folder.make, os.O_RDWR | self._direct_flag, nbytes)
         if reserved and self._folder.zeros:
             with suppress(Exception):  # a logging handler failed: the caller still needs the file
@@ -129,7 +129,7 @@ class Files(Medium):
             fcntl.flock(file.fd, fcntl.LOCK_UN)
 
     async def write(self, file: File, offset: int, data: memoryview) -> None:
-        with self._errors(file.name, _mapped), self._clock.timed("write", len(data)):
+        with self._errors(file.name, map_error), self._clock.timed("write", len(data)):
             await self._transfer(file, self._operations.write, offset, data)
 
     async def read(self, file: File, offset: int, into: memoryview) -> int:
@@ -150,7 +150,7 @@ class Files(Medium):
             except asyncio.CancelledError:  # too late: it went on to its end
                 cancelled = True
             except OSError as error:  # nothing of it happened
-                failure = _mapped(error, self._folder.path / files[done].name)
+                failure = map_error(error, self._folder.path / files[done].name)
                 failure.__cause__ = error
                 unknown = _flushes(steps[:done])
                 break
@@ -186,13 +186,13 @@ class Files(Medium):
             # Not left to the descriptor's end: the kernel may hold the open file a moment longer than the request.
             fcntl.flock(file.fd, fcntl.LOCK_UN)
         self._folder.close_file(file.fd)
-        file.fd = -1
+        file.fd, file.mapping = -1, None
 
     def abandon(self) -> None:
         self._closed = True
         self._folder.abandon()
         for file in self._files:
-            file.fd = -1
+            file.fd, file.mapping = -1, None
         self._files.clear()
 
     def statistics(self) -> MediumStatistics:
@@ -249,8 +249,8 @@ class Files(Medium):
             return None
         number = -ended[-1][0]
         removed = steps[len(ended) - 1][0] == _LINKED
-        error = OSError(number, _REMOVED if removed else os.strerror(number))
-        failure = _mapped(error, self._folder.path / files[len(ended) - 1].name)
+        error = OSError(number, REMOVED if removed else os.strerror(number))
+        failure = map_error(error, self._folder.path / files[len(ended) - 1].name)
         failure.__cause__ = error
         return failure
 
@@ -267,7 +267,8 @@ class Files(Medium):
                 write(logging.WARNING, "direct_refused", _BUFFERED, self._folder.path, why)
 
 
-def _mapped(error: OSError, path: Path) -> OSError:
+def map_error(error: OSError, path: Path) -> OSError:
+    """Map the ``OSError`` of a failed change, keeping errno and naming the file."""
     if error.errno in _NO_SPACE:
         return StoreFullError(error.errno, f"{error.strerror}; the last checkpoint is untouched", os.fspath(path))
     return write_error(error, path)

@@ -10,16 +10,19 @@ from typing import Literal
 
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
+from pccheck_async.medium.mapped import MappedFiles, kind_of_folder
 from pccheck_async.transfer import uninterrupted
 from pccheck_async.transfer.operations import Operations, native
 from pccheck_async.transfer.operations.native import NativeOperations
 from pccheck_async.transfer.operations.python import PythonOperations
 
-__all__ = ["IO", "Session", "check_io", "open_session", "store_path"]
+__all__ = ["IO", "MediumName", "Session", "check_io", "open_session", "store_path"]
 
 IO = Literal["auto", "threads", "python"] | Medium | Callable[[str, Operations], Medium]
 """Name of an I/O backend; or a medium, or a function that makes one, as the failure doubles in ``testing`` are."""
 
+MediumName = Literal["auto", "files", "mapped"]
+"""Of the medium that a store is written to."""
 _NAMES = ("auto", "threads", "python")
 
 
@@ -55,8 +58,18 @@ def check_io(io: IO) -> None:
         raise ValueError("io='threads' needs the C extension, which was not built here; use io='auto' or 'python'")
 
 
-async def open_session(path: str | os.PathLike[str], io: IO, *, writers: int, copiers: int) -> Session:
-    """Start the threads. Called on the engine's loop."""
+async def open_session(
+    path: str | os.PathLike[str], io: IO, *, writers: int, copiers: int, medium: MediumName = "files"
+) -> Session:
+    """Start the threads. Called on the engine's loop.
+
+    Args:
+        path: Folder of the store.
+        io: As of :class:`pccheck_async.CheckpointEngine`; so is ``medium``.
+        writers: Threads for writing and reading.
+        copiers: Threads for copying.
+        medium: Ignored where ``io`` is or makes one.
+    """
     check_io(io)
     if isinstance(io, str) and io != "auto":
         name, why = io, "asked for"
@@ -68,13 +81,16 @@ async def open_session(path: str | os.PathLike[str], io: IO, *, writers: int, co
     operations: Operations = backend(io_threads=writers, copy_threads=copiers)
     if not isinstance(io, str):
         try:
-            medium = io if isinstance(io, Medium) else io(os.fspath(path), operations)
+            given = io if isinstance(io, Medium) else io(os.fspath(path), operations)
         except BaseException:
             await operations.close()
             raise
-        return Session(operations, medium, f"files by {type(medium).__name__}")
+        return Session(operations, given, f"files by {type(given).__name__}")
     reason = f"{name}: {why}"
-    return Session(operations, Files(path, operations, reason), reason)
+    if medium == "auto" and await operations.call(kind_of_folder, Path(path)) == "persistent":
+        medium = "mapped"
+    kind = MappedFiles if medium == "mapped" else Files
+    return Session(operations, kind(path, operations, reason), reason)
 
 
 def store_path(path: str | os.PathLike[str]) -> str:

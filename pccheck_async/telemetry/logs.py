@@ -44,6 +44,7 @@ unusable_slot       WARNING  a slot's file cannot be opened, and is left alone: 
 readers             WARNING  a checkpoint waits for readers of other processes
 surplus             WARNING  a slot that is not needed any more could not be removed
 buffered            INFO     the filesystem takes no direct I/O; once, when a store is opened
+mapped              INFO     files are written through memory, and what kind of memory; when a store is opened
 zeros               INFO     the filesystem reserves no space, so that zeros are written to new files; once
 direct_refused      WARNING  it took the flag, and then refused a transfer: buffered from then on
 no_cupy             WARNING  CuPy is missing, and torch's streams copy; slower for many small tensors; once

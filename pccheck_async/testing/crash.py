@@ -217,6 +217,20 @@ class CrashDisk:
             file.durable = replay(file.durable, (c for c in file.unflushed if c in covered))
             file.unflushed = [change for change in file.unflushed if change not in covered]
 
+    def split(self, file: Inode, begin: int, end: int, unit: int) -> list[Change]:
+        """Return the changes of a file within [begin, end), those of which only a part is there cut at units."""
+
+        def inside(change: Change) -> bool:
+            return isinstance(change, Written) and begin <= change.offset <= change.offset + len(change.data) <= end
+
+        with self._guard:
+            file.unflushed = [
+                part
+                for change in file.unflushed
+                for part in ([change] if inside(change) or isinstance(change, Resized) else change.sectors(unit))
+            ]
+            return [change for change in file.unflushed if inside(change)]
+
     def forget(self, file: Inode) -> None:
         """Take changes that are not durable for durable ones, as a page cache does after a flush that failed."""
         with self._guard:
@@ -363,10 +377,7 @@ class CrashWriter(StepwiseMedium):
 
     async def write(self, file: File, offset: int, data: memoryview) -> None:
         def begin(_: None) -> tuple[Inode, Written]:
-            inode = self._inode(file)
-            if file not in self._writable:
-                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-            self._check_aligned(offset, len(data))
+            inode = self._writable_inode(file, offset, len(data))
             return inode, self.disk.submit_write(inode, offset, bytes(data))
 
         what = f"write {file.name} [{offset}, {offset + len(data)})"
@@ -451,6 +462,13 @@ class CrashWriter(StepwiseMedium):
         if file not in self._inodes:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF), file.name)
         return self._inodes[file]
+
+    def _writable_inode(self, file: File, offset: int, nbytes: int) -> Inode:
+        inode = self._inode(file)
+        if file not in self._writable:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        self._check_aligned(offset, nbytes)
+        return inode
 
     def _check_aligned(self, *numbers: int) -> None:
         if any(number % self.disk.block_bytes for number in numbers):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pccheck_async.testing import ATOM, MappedCrashWriter
 from tests.support.crash_harness import Scenario, explore
 
 RULES: list[dict[str, Any]] = [
@@ -46,5 +47,30 @@ def test_crash_states(keep_last: int, max_in_flight: int, rules: dict[str, Any],
     findings = explore(scenario)
     seconds = time.perf_counter() - start
     print(f"\n{findings.summary()}; {len(findings.states) / seconds:.0f} distinct images a second")
+    assert not findings.violations, "\n".join(findings.violations)
+    assert len(findings.states) >= STATES
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("max_in_flight", [1, 2, 4])
+@pytest.mark.parametrize("keep_last", [1, 3])
+def test_crash_states_of_persistent_memory(keep_last: int, max_in_flight: int) -> None:
+    """Stored in parts of 8 bytes, which survive in any order until their lines are written back and fenced."""
+    scenario = Scenario(
+        max_in_flight,
+        keep_last,
+        seed=1000 * keep_last + max_in_flight,
+        states=STATES,
+        deaths=20,
+        images=60,
+        subsets=5,
+        trouble=0.15,
+        pins=0.5,
+        sampled=0.1,
+        medium=MappedCrashWriter,
+        sectors=(ATOM,),
+    )
+    findings = explore(scenario)
+    print(f"\n{findings.summary()}")
     assert not findings.violations, "\n".join(findings.violations)
     assert len(findings.states) >= STATES

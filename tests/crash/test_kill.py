@@ -35,6 +35,22 @@ def test_killed_while_a_state_is_written_in_one_piece(tmp_path: Path, io: str) -
     assert campaign.outcome.restored[-1] >= campaign.outcome.acknowledged >= 0
 
 
+@pytest.mark.slow
+def test_killed_in_every_phase_of_a_mapped_store(shared_memory: Path, io: str) -> None:
+    outcome = Campaign(shared_memory, io=io, elements=50_000, seed=5, medium="mapped").run(2 * len(PHASES))
+    assert {*outcome.kills, "recovery"} == {*PHASES}
+    assert outcome.acknowledged >= 0
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("where", ["on disk", "in memory"])
+def test_five_hundred_kills_of_a_mapped_store(tmp_path: Path, shared_memory: Path, where: str, io: str) -> None:
+    folder = tmp_path if where == "on disk" else shared_memory
+    outcome = Campaign(folder, io=io, elements=60_000, seed=200, medium="mapped").run(252)
+    print(f"\n{io}, {where}: kills by phase {dict(outcome.kills)}, {outcome.restarts} restarts verified")
+    assert sum(outcome.kills.values()) == 252
+
+
 @pytest.mark.campaign
 def test_two_hundred_kills(tmp_path: Path, io: str) -> None:
     outcome = Campaign(tmp_path, io=io, elements=500_000, seed=2).run(210)

@@ -92,6 +92,8 @@ class Scenario:
         record_trouble: Share of the writes and flushes of records that fail.
         chunk_blocks: Blocks of a chunk: 2 make several of most states, 16 hold any of them with its manifest.
         buffers: Chunks that are in memory at a time.
+        medium: Makes the writer's view of the disk,
+        sectors: and the units that it stores all or not at all, in turn.
         wrap: Makes the engine's writer of the disk's: where a regression is planted.
         dying: Boundaries at which the process may die.
         rules: Further rules of what is kept; all that a record names is then read, not only the newest.
@@ -113,6 +115,8 @@ class Scenario:
     record_trouble: float = 0.0
     chunk_blocks: int = 2
     buffers: int = 2
+    medium: Callable[..., CrashWriter] = CrashWriter
+    sectors: tuple[int, ...] = SECTORS
     wrap: Callable[[Medium], Medium] = lambda writer: writer
     dying: Callable[[Snapshot], bool] = lambda snapshot: True
     enough: int = 10
@@ -365,7 +369,7 @@ class Exploration:
     def judge(self, history: list[Moment]) -> None:
         """Fail the power at every boundary."""
         for number, moment in enumerate(history):
-            sector = SECTORS[number % 2]
+            sector = self._scenario.sectors[number % len(self._scenario.sectors)]
             self._judge.power_losses(moment, sector=sector, rng=self._rng)
 
     def train(self, disk: CrashDisk, bursts: int) -> list[Moment]:
@@ -378,12 +382,12 @@ class Exploration:
     def _die(self, snapshot: Snapshot) -> CrashDisk:
         lingering = self._rng.choice((0, 0, 12))
         return CrashDisk.after_process_death(
-            snapshot, rng=self._rng, sector=self._rng.choice(SECTORS), lingering=lingering
+            snapshot, rng=self._rng, sector=self._rng.choice(self._scenario.sectors), lingering=lingering
         )
 
     async def _train(self, disk: CrashDisk, bursts: int) -> None:
         scenario = self._scenario
-        writer: Medium = CrashWriter(disk, seed=self._rng.randrange(1 << 30))
+        writer: Medium = scenario.medium(disk, seed=self._rng.randrange(1 << 30))
         engine = CheckpointEngine(
             "memory",
             max_in_flight=scenario.max_in_flight,

@@ -57,8 +57,10 @@ class Outcome:
 class Campaign:
     """Lives and deaths of one store."""
 
-    def __init__(self, folder: Path, *, io: str, elements: int, seed: int, in_flight: int = 2) -> None:
-        self.folder, self.io, self.elements, self.in_flight = folder, io, elements, in_flight
+    def __init__(
+        self, folder: Path, *, io: str, elements: int, seed: int, in_flight: int = 2, medium: str = "files"
+    ) -> None:
+        self.folder, self.io, self.elements, self.in_flight, self.medium = folder, io, elements, in_flight, medium
         self.random = random.Random(seed)
         self.phases = mmap.mmap(-1, mmap.PAGESIZE)  # shared with the children: operations now in each phase
         self.outcome = Outcome()
@@ -176,6 +178,7 @@ class _Child:
         from pccheck_async import SyncCheckpointEngine
         from pccheck_async.engine import EngineCore
         from pccheck_async.medium.files import Files
+        from pccheck_async.medium.mapped import MappedFiles
         from pccheck_async.store import commit
         from pccheck_async.transfer.copying import CopyBackend
 
@@ -183,7 +186,7 @@ class _Child:
         campaign = self.campaign
         for owner, name, phase in (
             (CopyBackend, "gather", "capture"),
-            (Files, "write", "write"),
+            (Files if campaign.medium == "files" else MappedFiles, "write", "write"),
             (commit, "make_data_durable", "flush"),
             (commit, "write_record", "record"),
             (EngineCore, "_open", "recovery"),
@@ -193,6 +196,7 @@ class _Child:
             campaign.folder,
             max_in_flight=campaign.in_flight,
             io=campaign.io,  # type: ignore[arg-type]
+            medium=campaign.medium,  # type: ignore[arg-type]
             chunk_bytes=64 * 1024,
         )
         with engine:

@@ -34,7 +34,7 @@ FLOORS = (
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 OPEN = {
     "format.checksum", "format.dtypes", "format.manifest", "format.record", "format.skeleton",
-    "medium.files", "medium.filesystem", "medium.folder", "medium.open_medium", "medium.status_file",
+    "medium.files", "medium.filesystem", "medium.folder", "medium.mapping", "medium.open_medium", "medium.status_file",
     "state.paths", "state.restore.tree",
     "telemetry.events",
     "training.data", "training.policy",

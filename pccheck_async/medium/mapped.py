@@ -1,0 +1,141 @@
+"""The medium in memory that keeps its contents: files of a folder, mapped (PCcheck, section 3.3, persistent memory)."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from pccheck_async.medium.base import File, MediumFacts, Part, Piece, StepwiseMedium, Unsure, ignore
+from pccheck_async.medium.files import REMOVED, Files, map_error
+from pccheck_async.medium.filesystem import IN_MEMORY, filesystem_type
+from pccheck_async.medium.mapping import INSTRUCTIONS, Kind, Mapping, map_file
+from pccheck_async.telemetry import write
+from pccheck_async.transfer import PAGE_BYTES
+
+__all__ = ["MappedFiles", "kind_of_folder"]
+
+_AT_ONCE = 256 << 10
+"""Bytes that are stored on the loop's thread: sooner than another thread would wake up."""
+_WHY: dict[Kind, str] = {
+    "persistent": "the filesystem maps persistent memory (MAP_SYNC)",
+    "emulated": "tmpfs lies in memory: persistent memory is emulated, and nothing survives the power",
+    "cached": "mapped files of the page cache, which msync flushes",
+}
+
+
+def kind_of_folder(folder: Path) -> Kind:
+    """Find out what files of a folder are, mapped; of the folder above where it does not exist yet.
+
+    An existing store is not written to: a file without a name is.
+    """
+    folder = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+    with suppress(OSError):
+        fd = os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, PAGE_BYTES)
+            map_file(fd, PAGE_BYTES, sync=True)
+            return "persistent"
+        finally:
+            os.close(fd)
+    return "emulated" if filesystem_type(folder) in IN_MEMORY else "cached"
+
+
+class MappedFiles(StepwiseMedium, Files):
+    """Files that are written through mappings; all else is done as :class:`Files` does it.
+
+    On persistent memory what is written is durable at once, without a system call.
+    """
+
+    chains = True
+    stages = True
+    _kind: Kind = "cached"  # until it is prepared: right everywhere
+
+    async def prepare(self, *, create: bool) -> MediumFacts:
+        if create:
+            await self._make_folder()
+        self._kind = kind = await self._operations.call(kind_of_folder, self._folder.path)
+        by = "" if kind == "cached" else f"; lines are written back by {INSTRUCTIONS or 'msync'}"
+        self._facts = MediumFacts(PAGE_BYTES, 1, direct=kind == "persistent", why=_WHY[kind] + by)
+        write(logging.INFO, "mapped", "%s: %s", self._folder.path, self._facts.why)
+        return self._facts
+
+    @property
+    def _direct_flag(self) -> int:
+        return 0
+
+    async def reserve(self, name: str, nbytes: int) -> File:
+        file = await super().reserve(name, nbytes)
+        try:
+            return await self._map(file)
+        except BaseException:
+            await self.close(file)
+            await self.remove(name)
+            raise
+
+    async def open(self, name: str, *, writable: bool) -> File:
+        file = await super().open(name, writable=writable)
+        try:
+            return await self._map(file) if writable else file
+        except BaseException:
+            await self.close(file)
+            raise
+
+    async def _map(self, file: File) -> File:
+        if file.nbytes:
+            with self._errors(file.name, map_error):
+                file.mapping = await self._operations.call(Mapping, file.fd, file.nbytes, self._kind)
+        return file
+
+    def stage(self, file: File, offset: int, nbytes: int) -> memoryview | None:
+        return None if file.mapping is None else file.mapping.view[offset : offset + nbytes]
+
+    async def write(self, file: File, offset: int, data: memoryview) -> None:
+        mapping = file.mapping
+        if mapping is None:
+            await super().write(file, offset, data)
+            return
+        with self._errors(file.name, map_error), self._clock.timed("write", len(data)):
+            await self._settle(file, mapping)
+            if len(data) <= _AT_ONCE:
+                mapping.store(offset, data)
+            else:
+                await self._operations.call(mapping.store, offset, data)
+
+    async def flush(self, file: File) -> None:
+        mapping = file.mapping
+        with self._errors(file.name, map_error), self._clock.timed("flush"):
+            if mapping is None:
+                await self._operations.flush(file.fd)
+                return
+            await self._settle(file, mapping)
+            if not mapping.durable:
+                await self._operations.call(mapping.flush)
+
+    async def _settle(self, file: File, mapping: Mapping) -> None:
+        if not mapping.settled:
+            # Crash: the new file has no size yet, or what a dead predecessor stored was in caches only (I12).
+            await self._operations.flush(file.fd)
+            mapping.settled = True
+
+    async def make_durable(self, parts: Sequence[Part], unsure: Unsure = ignore, *, final: bool = False) -> None:
+        for file, _ in parts:
+            # Else all could succeed, and be gone with the descriptors.
+            if os.fstat(file.fd).st_nlink == 0:
+                error = map_error(OSError(errno.ENOENT, REMOVED), self._folder.path / file.name)
+                unsure(error)
+                raise error
+        if all(_at_once(*part) for part in parts):
+            await self._make_durable(parts, unsure)  # nothing in it waits, so nothing can cancel it
+        else:
+            await super().make_durable(parts, unsure, final=final)
+
+
+def _at_once(file: File, pieces: Sequence[Piece]) -> bool:
+    """Whether pieces of a file become durable without waiting for anything."""
+    mapping = file.mapping
+    ready = mapping is not None and mapping.durable and mapping.settled
+    return ready and all(len(data) <= _AT_ONCE for _, data in pieces)

@@ -1,0 +1,133 @@
+"""A file in memory: how it is mapped there, and what makes bytes stored in it durable.
+
+Three kinds, told apart by trying:
+
+- ``"persistent"``: the filesystem accepts MAP_SYNC (DAX: persistent memory, CXL memory, battery-backed DRAM). What was
+  stored is durable once its cache lines were written back and fenced: no system call.
+- ``"emulated"``: tmpfs. The same instructions, and nothing survives the power: for tests, and against dying processes.
+- ``"cached"``: pages of the page cache, anywhere else. The kernel flushes them (``msync``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import weakref
+from typing import Literal
+
+from pccheck_async.transfer import address_of
+
+try:
+    from pccheck_async import _ext
+except ImportError:  # built without a compiler: the kernel writes lines back, too
+    INSTRUCTIONS = ""
+else:
+    INSTRUCTIONS = _ext.PERSIST_IMPLEMENTATION
+
+__all__ = ["INSTRUCTIONS", "Kind", "Mapping", "map_file"]
+
+Kind = Literal["persistent", "emulated", "cached"]
+
+_MAP_SYNC = 0x80000
+_MAP_SHARED_VALIDATE = 0x03
+_MS_SYNC = 4
+_MADV_DONTFORK = 10
+"""A forked child gets none of it: it must not write to a store, and its memory is not the parent's."""
+_MADV_DONTDUMP = 16
+_MADV_POPULATE_WRITE = 23
+"""From Linux 5.14 on: pages are there before they are stored to, or an error says that they cannot be."""
+_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.msync.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def map_file(fd: int, nbytes: int, *, sync: bool) -> memoryview:
+    """Map an open file for writing; it is unmapped with the last view of it.
+
+    Python's own ``mmap`` duplicates the descriptor, and a duplicate in a forked child would keep the file's lock.
+
+    Args:
+        fd: Open for reading and writing.
+        nbytes: The size of the file.
+        sync: With MAP_SYNC: what is stored needs no flush of the file's metadata.
+
+    Raises:
+        OSError: It cannot be mapped: EOPNOTSUPP where ``sync`` is asked for and the filesystem has no such memory.
+    """
+    flags = _MAP_SHARED_VALIDATE | _MAP_SYNC if sync else mmap.MAP_SHARED
+    address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+    if address == _FAILED:
+        raise _error()
+    for advice in (_MADV_DONTFORK, _MADV_DONTDUMP):
+        _libc.madvise(address, nbytes, advice)
+    memory = (ctypes.c_ubyte * nbytes).from_address(address)
+    weakref.finalize(memory, _unmap, address, nbytes, os.getpid()).atexit = False
+    return memoryview(memory).cast("B")
+
+
+def _unmap(address: int, nbytes: int, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child has no such memory, and maybe other memory there
+        _libc.munmap(address, nbytes)
+
+
+def _error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
+
+
+class Mapping:
+    """One file. Methods raise OSError, and may be called from any thread.
+
+    Attributes:
+        view: All of its bytes.
+        durable: Whether bytes are durable (or as good as, where that is emulated) when :meth:`store` returns.
+        settled: Whether the kernel flushed the file since it was opened: its size, and what others stored before that.
+    """
+
+    settled = False
+
+    def __init__(self, fd: int, nbytes: int, kind: Kind) -> None:
+        self.view = map_file(fd, nbytes, sync=kind == "persistent")
+        self.durable = kind != "cached" and bool(INSTRUCTIONS)
+        self._address = address_of(self.view)
+        if kind != "cached" and _libc.madvise(self._address, nbytes, _MADV_POPULATE_WRITE) != 0:
+            error = _error()
+            if error.errno == errno.EFAULT:  # what would be SIGBUS later
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            # EINVAL, of an older kernel: pages come with the first stores.
+
+    def store(self, offset: int, data: memoryview) -> None:
+        """Store bytes in their place, unless they are there already; where the mapping is ``durable``, durably."""
+        self._copy(offset, data)
+        if self.durable:
+            # Crash: bytes that a record names were in the caches of the processor only.
+            self._write_back(offset, len(data))
+            # Crash: a record is on its way to the memory sooner than what it names.
+            self._fence()
+
+    def flush(self) -> None:
+        """Make all that was stored durable, where it is not yet."""
+        if not self.durable and _libc.msync(self._address, len(self.view), _MS_SYNC) != 0:
+            raise _error()
+
+    def _copy(self, offset: int, data: memoryview) -> None:
+        into = self.view[offset : offset + len(data)]
+        if len(data) == 0 or address_of(data) == self._address + offset:
+            return
+        if INSTRUCTIONS:
+            _ext.store(into, data)
+        else:
+            into[:] = data
+
+    def _write_back(self, offset: int, nbytes: int) -> None:
+        _ext.write_back(self.view[offset : offset + nbytes])
+
+    def _fence(self) -> None:
+        _ext.fence()

@@ -1,0 +1,75 @@
+"""Power loss and process death on persistent memory: lines in any order, in parts of 8 bytes, until they are fenced."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+
+from pccheck_async.testing import ATOM, CrashDisk, CrashMapping, MappedCrashWriter
+from pccheck_async.testing.crash import Inode
+from tests.support.crash_harness import Findings, Scenario, explore
+
+pytestmark = pytest.mark.slow
+
+STATES = 900
+SCENARIO = Scenario(2, 1, bursts=2, deaths=1, trouble=0.0, medium=MappedCrashWriter, sectors=(ATOM,))
+SEEDS = 12
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        Scenario(1, 1, seed=1, states=STATES, bursts=4, deaths=3),
+        Scenario(2, 3, seed=4, states=STATES, bursts=2, deaths=2),
+        Scenario(4, 1, seed=5, states=STATES, bursts=1, deaths=1),
+        Scenario(2, 3, seed=10, states=STATES, bursts=2, deaths=2, chunk_blocks=16, buffers=4),
+    ],
+    ids=lambda s: f"{s.max_in_flight} in flight, {s.keep_last} kept, {s.chunk_blocks} blocks a chunk",
+)
+def test_no_crash_breaks_a_promise(scenario: Scenario) -> None:
+    findings = explore(dataclasses.replace(scenario, medium=MappedCrashWriter, sectors=(ATOM,)))
+    print(f"\n  {findings.summary()}")
+    assert not findings.violations, "\n".join(findings.violations)
+    assert len(findings.states) >= STATES
+    assert findings.events["committed"] > 0
+
+
+class NothingWrittenBack(CrashMapping):
+    def _write_back(self, offset: int, nbytes: int) -> None: ...
+
+
+class OneLineShort(CrashMapping):
+    def _write_back(self, offset: int, nbytes: int) -> None:
+        super()._write_back(offset, nbytes - 64)
+
+
+class NothingFenced(CrashMapping):
+    def _fence(self) -> None: ...
+
+
+class FencedTooEarly(CrashMapping):
+    def _write_back(self, offset: int, nbytes: int) -> None:
+        super()._fence()
+        super()._write_back(offset, nbytes)
+
+    def _fence(self) -> None: ...
+
+
+class Unsettled(CrashMapping):
+    settled = True
+
+
+@pytest.mark.parametrize("mapping", [Unsettled, NothingWrittenBack, OneLineShort, NothingFenced, FencedTooEarly])
+def test_what_is_left_out_is_found(mapping: Callable[[CrashDisk, Inode], CrashMapping]) -> None:
+    class Mistaken(MappedCrashWriter):
+        pass
+
+    Mistaken.mapping = mapping
+    for seed in range(SEEDS):
+        findings: Findings = explore(dataclasses.replace(SCENARIO, enough=1, seed=seed, medium=Mistaken))
+        if findings.violations:
+            print(f"\n  seed {seed}: {findings.violations[0]}")
+            return
+    pytest.fail(f"{SEEDS} explorations found nothing")
