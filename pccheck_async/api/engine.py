@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from functools import wraps
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar, cast
 
-from pccheck_async.api.engine_base import EngineBase, noted_on
+from pccheck_async.api.engine_base import EngineBase, note_closing_failure_on
 from pccheck_async.engine import EngineLoop, Handoff, PendingCheckpoint, run
 from pccheck_async.format import CheckpointInfo, Metadata, Restored
 from pccheck_async.telemetry import ReadProgress
@@ -20,7 +20,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _noted(
+def _counted_until_awaited(
     method: Callable[Concatenate[CheckpointEngine, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[CheckpointEngine, P], Coroutine[Any, Any, T]]:
     """Count calls that nobody awaits, for a log line when the engine closes: Python's own warning is easily lost."""
@@ -137,7 +137,7 @@ class CheckpointEngine(EngineBase):
         return await self.open()
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        with noted_on(error):
+        with note_closing_failure_on(error):
             await self._end(self._training.leave(well=error is None), go=error is None)
 
     def step(self, state: Mapping[str, Any], step: int, *, metadata: Metadata | None = None) -> AsyncStepContext:
@@ -157,7 +157,7 @@ class CheckpointEngine(EngineBase):
         """
         return AsyncStepContext(self._training, TrainingStep(state, step, metadata), self.checkpoint)
 
-    @_noted
+    @_counted_until_awaited
     async def checkpoint(
         self,
         state: Mapping[str, Any],
@@ -212,7 +212,7 @@ class CheckpointEngine(EngineBase):
             self._core.stalls.note_call(pending, start)
         return pending
 
-    @_noted
+    @_counted_until_awaited
     async def restore(
         self,
         state: Mapping[str, Any],
@@ -259,7 +259,7 @@ class CheckpointEngine(EngineBase):
         restored: Restored | None = await run(self._core, self._core.restore(state, step, progress, strict=strict))
         return restored
 
-    @_noted
+    @_counted_until_awaited
     async def pin(self, step: int) -> CheckpointInfo:
         """Keep the newest checkpoint of ``step`` until :meth:`unpin`, whatever ``keep_last`` and the other rules say.
 
@@ -275,13 +275,13 @@ class CheckpointEngine(EngineBase):
         info: CheckpointInfo = await run(self._core, self._core.pin(step, True))
         return info
 
-    @_noted
+    @_counted_until_awaited
     async def unpin(self, step: int) -> CheckpointInfo:
         """End :meth:`pin`: the next commit drops the checkpoint if no rule keeps it."""
         info: CheckpointInfo = await run(self._core, self._core.pin(step, False))
         return info
 
-    @_noted
+    @_counted_until_awaited
     async def drain(self) -> None:
         """Wait until every checkpoint admitted so far ended.
 
@@ -292,7 +292,7 @@ class CheckpointEngine(EngineBase):
         """
         await run(self._core, self._core.drain())
 
-    @_noted
+    @_counted_until_awaited
     async def tune(
         self,
         state: Mapping[str, Any] | None = None,

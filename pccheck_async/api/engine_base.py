@@ -32,7 +32,7 @@ from pccheck_async.training import TrainingRun
 from pccheck_async.training.policy import make_policy
 from pccheck_async.tuning import checkpoint_bytes
 
-__all__ = ["EngineBase", "noted_on"]
+__all__ = ["EngineBase", "note_closing_failure_on"]
 
 
 class EngineBase:
@@ -199,7 +199,7 @@ class EngineBase:
 
 
 @contextmanager
-def noted_on(error: BaseException | None) -> Iterator[None]:
+def note_closing_failure_on(error: BaseException | None) -> Iterator[None]:
     """Where a context is left with an ``error``, let that pass, with a note of what closing the engine raises."""
     try:
         yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn, Self
 
-from pccheck_async.api.engine_base import EngineBase, noted_on
+from pccheck_async.api.engine_base import EngineBase, note_closing_failure_on
 from pccheck_async.engine import EngineLoop, PendingCheckpoint, block_on
 from pccheck_async.format import CheckpointInfo, Metadata, Restored
 from pccheck_async.telemetry import ReadProgress
@@ -41,7 +41,7 @@ class SyncCheckpointEngine(EngineBase):
         return self.open()
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        with noted_on(error), self._training.ending(go=error is None):
+        with note_closing_failure_on(error), self._training.ending(go=error is None):
             block_on(self._core, self._training.leave(well=error is None))
 
     def step(self, state: Mapping[str, Any], step: int, *, metadata: Metadata | None = None) -> StepContext:

@@ -24,7 +24,7 @@ from pccheck_async.transfer.plan import Planner
 
 __all__ = ["Assembly"]
 
-_AT_ONCE = 256 << 10
+_MOST_INLINE_BYTES = 256 << 10
 """Bytes of a state that is captured before the engine's thread hears of it."""
 _END_SECONDS = 0.5
 """What the end of threads and files may take in any case, where nothing hangs."""
@@ -80,7 +80,7 @@ class Assembly:
             decisions.reasons["io"] = session.reason
             self.pool = BufferPool(decisions.host_memory, decisions.chunk_bytes, pinning)
             self.planner = Planner(decisions.chunk_bytes, store.block_bytes)
-            most_inline = min(_AT_ONCE, decisions.chunk_bytes)
+            most_inline = min(_MOST_INLINE_BYTES, decisions.chunk_bytes)
             self.inline_captures = InlineCaptures(session.operations, self.planner, most_inline)
             self.clock = StageClock("capture", "commit", "restore")
             self.scheduler = Scheduler(

@@ -193,8 +193,8 @@ class Captures:
 class Capture:
     """A state seen at one instant: plain values as they were, tensors by reference until they are copied.
 
-    It is released once, by the one who has it last: the caller of :meth:`Captures.start` where the engine's loop never
-    heard of it, else the scheduler when every operation on it has ended.
+    Whoever has it last releases it: the caller of :meth:`Captures.start` where the engine's loop never heard of it,
+    else the scheduler when every operation on it has ended.
 
     Attributes:
         skeleton: The tree with every plain value in it.

@@ -19,7 +19,7 @@ from pccheck_async.engine.config import EngineConfig
 from pccheck_async.engine.in_flight import InFlight
 from pccheck_async.engine.loop import EngineLoop, Handoff, Until, block_on, outlast
 from pccheck_async.engine.overlap import Guard
-from pccheck_async.engine.pending import Moment, PendingCheckpoint
+from pccheck_async.engine.pending import PendingCheckpoint, Promise
 from pccheck_async.engine.policy import TrainingHooks
 from pccheck_async.engine.restore import restore
 from pccheck_async.engine.scheduler import Job
@@ -82,7 +82,7 @@ class EngineCore:
         self.guard = Guard(config.max_stall, self._stop_capture, self.stalls.note_step, self.captures.note_access)
         self._opening = Assembly()
         self._assembly: Assembly | None = None  # once it is open
-        self._closed: Moment[Exception | None] = Moment()  # and what kept all of it from being closed
+        self._closed: Promise[Exception | None] = Promise()  # and what kept all of it from being closed
 
     @property
     def is_open(self) -> bool:
@@ -418,7 +418,7 @@ class EngineCore:
                 state_seconds=stalls.state_seconds,
                 stages=parts.clock.stages() | {"write": io.write, "read": io.read, "flush": io.flush},
                 decisions=replace(parts.decisions, reasons=reasons),
-                io=f"{io.engine}, {'direct' if io.direct else 'buffered'}: {io.why}",
+                io=f"{io.backend}, {'direct' if io.direct else 'buffered'}: {io.why}",
                 loop=self.loop.kind,
                 pool_bytes=pool.touched * pool.buffer_bytes,
                 pool_peak=pool.peak,

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pccheck_async.engine.pending import Moment, PendingCheckpoint
+from pccheck_async.engine.pending import PendingCheckpoint, Promise
 from pccheck_async.errors import TornCaptureError
 from pccheck_async.state import LazyPart, Versions, notify, stop_notifying, storage_address
 from pccheck_async.transfer.copying import Fence
@@ -132,7 +132,7 @@ class Overlapped:
 
     def __init__(self, pending: PendingCheckpoint, lazy: LazyPart) -> None:
         self.pending = pending
-        self.fence: Moment[Fence] = Moment()
+        self.fence: Promise[Fence] = Promise()
         self.note_end = lazy.note_end
         self._versions: Versions | None = lazy.versions
         self._addresses = lazy.versions.memory[0]
@@ -184,7 +184,7 @@ class Overlapped:
     def check(self) -> None:
         """Raise TornCaptureError if anything is known to have changed. Called before the commit."""
         self.compare()
-        self.fence = Moment()  # the copies ended; users may keep their checkpoint for long
+        self.fence = Promise()  # the copies ended; users may keep their checkpoint for long
         if self._torn is not None:
             raise self._torn
 

@@ -1,4 +1,4 @@
-"""A checkpoint on its way: captured, then durable; each is a moment that any thread may note or wait for."""
+"""A checkpoint on its way: captured, then durable; each is a promise that any thread may note or wait for."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from pccheck_async.engine.loop import Until
 from pccheck_async.errors import ClosedError
 from pccheck_async.format import CheckpointInfo
 
-__all__ = ["CheckpointProgress", "Moment", "PendingCheckpoint", "wait_for_any"]
+__all__ = ["CheckpointProgress", "PendingCheckpoint", "Promise", "wait_for_any"]
 
 T = TypeVar("T")
 _is_over = attrgetter("over")
 
 
-class Moment(Generic[T]):
+class Promise(Generic[T]):
     """Something that happens once, with a result or an error, for any thread to note and any thread to ask for.
 
-    Most moments are over when somebody asks, or nobody ever does. So a future, which takes longer to make than all else
-    here, is made only for coroutines that have to wait; a thread waits at a lock of its own. There is none that a
+    Most promises are over when somebody asks, or nobody ever does. So a future, which takes longer to make than all
+    else here, is made only for coroutines that have to wait; a thread waits at a lock of its own. There is none that a
     signal handler could find taken: the first caller of ``dict.setdefault`` wins.
     """
 
@@ -88,14 +88,14 @@ class Moment(Generic[T]):
         if self._facts.setdefault("outcome", outcome) is not outcome:
             return
         for thread in [*self._facts.get("threads", ())]:
-            with suppress(RuntimeError):  # another moment that it waits for was first
+            with suppress(RuntimeError):  # another promise that it waits for was first
                 thread.release()
         future = self._facts.get("future")
         if future is not None:
             _tell(future, outcome)
 
 
-def wait_for_any(moments: Sequence[Moment[Any]], timeout: float | None = None) -> bool:
+def wait_for_any(promises: Sequence[Promise[Any]], timeout: float | None = None) -> bool:
     """Block until one of them has happened; False where that takes longer than ``timeout`` seconds.
 
     Interrupted, it leaves no lock behind that whoever decides would wait for, as futures do.
@@ -103,15 +103,15 @@ def wait_for_any(moments: Sequence[Moment[Any]], timeout: float | None = None) -
     mine = threading.Lock()
     mine.acquire()
     try:
-        for moment in moments:
-            moment._threads().append(mine)
-        if not any(map(_is_over, moments)):  # else whoever decided may not have found it
+        for promise in promises:
+            promise._threads().append(mine)
+        if not any(map(_is_over, promises)):  # else whoever decided may not have found it
             mine.acquire(timeout=-1 if timeout is None else min(max(timeout, 0), threading.TIMEOUT_MAX))
     finally:
-        for moment in moments:
-            if not moment.over and mine in (threads := moment._threads()):  # not where it was interrupted before
+        for promise in promises:
+            if not promise.over and mine in (threads := promise._threads()):  # not where it was interrupted before
                 threads.remove(mine)
-    return any(map(_is_over, moments))
+    return any(map(_is_over, promises))
 
 
 def _running() -> Future[Any]:
@@ -172,9 +172,9 @@ class PendingCheckpoint:
         self.nbytes: int | None = None
         self.captured_nbytes = self.written_nbytes = 0
         self.compare: Callable[[], None] | None = None  # before whoever waits for the capture may change the state
-        self._eager_captured: Moment[None] = Moment()
-        self._captured: Moment[None] = Moment()
-        self._durable: Moment[CheckpointInfo] = Moment()
+        self._eager_captured: Promise[None] = Promise()
+        self._captured: Promise[None] = Promise()
+        self._durable: Promise[CheckpointInfo] = Promise()
         self._target = self  # whose result is waited for
         self.failure_told = False
         self._waiters: set[object] = set()
@@ -247,41 +247,41 @@ class PendingCheckpoint:
             phase = "committing" if written >= nbytes else "writing" if target.is_captured else "capturing"
         return CheckpointProgress("skipped" if self.skipped else phase, nbytes or 0, captured, written)
 
-    async def _wait(self, moment: Moment[T]) -> T:
-        outcome = moment.outcome
+    async def _wait(self, promise: Promise[T]) -> T:
+        outcome = promise.outcome
         if outcome is not None and outcome[1] is None:
             await asyncio.sleep(0)  # others may run, and cancel
             return outcome[0]
-        with self.waiting(moment):
-            return await asyncio.wrap_future(moment.future())
+        with self.waiting(promise):
+            return await asyncio.wrap_future(promise.future())
 
-    def _block(self, moment: Moment[T], timeout: float | None = None) -> T:
-        outcome = moment.outcome
+    def _block(self, promise: Promise[T], timeout: float | None = None) -> T:
+        outcome = promise.outcome
         if outcome is not None and outcome[1] is None:
             return outcome[0]
-        with self.waiting(moment):
+        with self.waiting(promise):
             try:
-                return moment.result(timeout)
+                return promise.result(timeout)
             except TimeoutError:
-                if moment.over:
+                if promise.over:
                     raise
                 where = f"the checkpoint of step {self.step} is {self.progress.phase}"
                 raise TimeoutError(f"{where} after {timeout} s; it goes on") from None
 
     @contextmanager
-    def waiting(self, moment: Moment[Any] | None = None) -> Iterator[None]:
+    def waiting(self, promise: Promise[Any] | None = None) -> Iterator[None]:
         """Count as one who waits for it: nobody else is told of a failure meanwhile.
 
-        Whoever waits for ``moment`` while it fails gets to know of that; whoever gave up waiting before does not.
+        Whoever waits for ``promise`` while it fails gets to know of that; whoever gave up waiting before does not.
         """
-        if moment is not None and not moment.over and os.getpid() != self._pid:
+        if promise is not None and not promise.over and os.getpid() != self._pid:
             raise ClosedError("this checkpoint is on its way in the parent process; a forked child cannot wait for it")
         waiter = object()
         self._waiters.add(waiter)
         try:
             yield
         except BaseException as error:
-            if moment is not None and error is moment.error:
+            if promise is not None and error is promise.error:
                 self.failure_told = True
             raise
         finally:
@@ -305,7 +305,7 @@ class PendingCheckpoint:
         """A wait until nothing reads the live state any more. A failure is not raised, and not told."""
         return Until(self._captured.future())
 
-    def wait_out_of_reach(self, timeout: float | None = None, enough: Moment[Any] | None = None) -> bool:
+    def wait_out_of_reach(self, timeout: float | None = None, enough: Promise[Any] | None = None) -> bool:
         """Block until nothing reads the live state any more, or until ``enough`` happened. A failure is not told.
 
         Returns:
@@ -355,5 +355,5 @@ class PendingCheckpoint:
 
     def set_failed(self, error: BaseException) -> None:
         """Note the failure."""
-        for moment in (self._eager_captured, self._captured, self._durable):
-            moment.set_error(error)
+        for promise in (self._eager_captured, self._captured, self._durable):
+            promise.set_error(error)

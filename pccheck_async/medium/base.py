@@ -72,11 +72,11 @@ class MediumFacts:
 class MediumStatistics:
     """Transfers since the medium was made; seconds are summed over concurrent operations.
 
-    ``engine`` is the name of the I/O backend; ``direct``: whether transfers bypass the page cache; ``why``: the reasons
-    for both. Flushes are those of files and of names.
+    ``backend`` is the name of the I/O backend; ``direct``: whether transfers bypass the page cache; ``why``: the
+    reasons for both. Flushes are those of files and of names.
     """
 
-    engine: str
+    backend: str
     direct: bool
     why: str
     write: Stage = _NONE

@@ -200,7 +200,7 @@ class Files(Medium):
         if self._folder.zeros:
             why += f"; {_ZEROS % self._folder.zeros}"
         return MediumStatistics(
-            engine=self._operations.name,
+            backend=self._operations.name,
             direct=self._facts.direct,
             why=f"{why}; {self._reason}" if self._reason else why,
             **self._clock.stages(),

@@ -18,7 +18,7 @@ from pccheck_async.transfer import PAGE_BYTES
 
 __all__ = ["MappedFiles", "kind_of_folder"]
 
-_AT_ONCE = 256 << 10
+_MOST_BYTES_ON_LOOP = 256 << 10
 """Bytes that are stored on the loop's thread: sooner than another thread would wake up."""
 _WHY: dict[Kind, str] = {
     "persistent": "the filesystem maps persistent memory (MAP_SYNC)",
@@ -100,7 +100,7 @@ class MappedFiles(StepwiseMedium, Files):
             return
         with self._errors(file.name, map_error), self._clock.timed("write", len(data)):
             await self._settle(file, mapping)
-            if len(data) <= _AT_ONCE:
+            if len(data) <= _MOST_BYTES_ON_LOOP:
                 mapping.store(offset, data)
             else:
                 await self._operations.call(mapping.store, offset, data)
@@ -138,4 +138,4 @@ def _at_once(file: File, pieces: Sequence[Piece]) -> bool:
     """Whether pieces of a file become durable without waiting for anything."""
     mapping = file.mapping
     ready = mapping is not None and mapping.durable and mapping.settled
-    return ready and all(len(data) <= _AT_ONCE for _, data in pieces)
+    return ready and all(len(data) <= _MOST_BYTES_ON_LOOP for _, data in pieces)

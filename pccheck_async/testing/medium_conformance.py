@@ -237,7 +237,7 @@ async def transfers_are_counted(medium: Medium, other: Medium, block: int) -> No
     seen = medium.statistics()
     _require((seen.write.count, seen.write.nbytes) == (2, 2 * block), "writes are counted, in make_durable too")
     _require((seen.read.count, seen.flush.count) == (1, 1), "reads and flushes are counted")
-    _require(seen.engine and seen.why, "statistics name the backend")
+    _require(seen.backend and seen.why, "statistics name the backend")
 
 
 @_check

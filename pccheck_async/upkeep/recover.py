@@ -193,11 +193,11 @@ async def _replace_files(medium: Medium, names: Collection[str], files: Mapping[
     """Write files; of those that had such ``names``, return under which names they stay."""
     kept = []
     for name, data in files.items():
-        aside = ""
+        backup_name = ""
         if name in names:
-            aside = next(other for number in count() if (other := f"{name}.damaged-{number}") not in names)
-            kept.append(aside)
-        await medium.replace(name, data, keep_as=aside)
+            backup_name = next(other for number in count() if (other := f"{name}.damaged-{number}") not in names)
+            kept.append(backup_name)
+        await medium.replace(name, data, keep_as=backup_name)
     return tuple(kept)
 
 

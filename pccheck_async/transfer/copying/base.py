@@ -16,7 +16,7 @@ from pccheck_async.transfer.pool import Pinning
 
 __all__ = ["CopyBackend", "CopyStatistics"]
 
-_AT_ONCE = 256 << 10
+_MOST_BYTES_ON_LOOP = 256 << 10
 """Bytes up to which a chunk is copied on the calling thread: two wake-ups take longer."""
 
 
@@ -87,7 +87,7 @@ class CopyBackend:
         Returns:
             The CRC-32 of all of ``into``, computed from the buffer and not from the source (I8).
         """
-        if len(into) <= _AT_ONCE:
+        if len(into) <= _MOST_BYTES_ON_LOOP:
             checksum = self._operations.gather_at_once(segments.host, into)
         else:
             checksum = await self._operations.gather(segments.host, into, keepalive)

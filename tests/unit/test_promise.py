@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
-from pccheck_async.engine.pending import Moment, wait_for_any
+from pccheck_async.engine.pending import Promise, wait_for_any
 
 
 def test_it_is_not_over_before_it_happened() -> None:
-    moment: Moment[int] = Moment()
+    moment: Promise[int] = Promise()
     assert (moment.over, moment.outcome, moment.error) == (False, None, None)
     with pytest.raises(TimeoutError):
         moment.result(0)
@@ -23,7 +23,7 @@ def test_it_is_not_over_before_it_happened() -> None:
 def test_whoever_was_first_decided(waits_first: bool) -> None:
     error = ValueError("no")
     for first in ("result", "error"):
-        moment: Moment[int] = Moment()
+        moment: Promise[int] = Promise()
         future = moment.future() if waits_first else None
         for kind in (first, "result", "error"):
             if kind == "result":
@@ -41,7 +41,7 @@ def test_whoever_was_first_decided(waits_first: bool) -> None:
 
 
 def test_its_future_cannot_be_cancelled() -> None:
-    moment: Moment[int] = Moment()
+    moment: Promise[int] = Promise()
     assert not moment.future().cancel()
 
     async def wait() -> None:
@@ -57,11 +57,11 @@ def test_its_future_cannot_be_cancelled() -> None:
 
 def test_those_who_come_to_wait_while_it_happens_are_told() -> None:
     for number in range(300):
-        moment: Moment[int] = Moment()
+        moment: Promise[int] = Promise()
         start = threading.Barrier(4)
         found: list[int] = []
 
-        def wait(moment: Moment[int] = moment, start: threading.Barrier = start, found: list[int] = found) -> None:
+        def wait(moment: Promise[int] = moment, start: threading.Barrier = start, found: list[int] = found) -> None:
             start.wait()
             found.append(moment.result(30))
 
@@ -76,7 +76,7 @@ def test_those_who_come_to_wait_while_it_happens_are_told() -> None:
 
 
 def test_waiting_for_a_while_leaves_nothing_behind() -> None:
-    moment: Moment[int] = Moment()
+    moment: Promise[int] = Promise()
     for timeout in (0, 0.001, -1):
         with pytest.raises(TimeoutError):
             moment.result(timeout)
@@ -89,7 +89,7 @@ def test_waiting_for_a_while_leaves_nothing_behind() -> None:
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_thread_that_waits_for_either_goes_on_with_the_first_and_the_other_may_follow(first: int) -> None:
-    moments: list[Moment[int]] = [Moment(), Moment()]
+    moments: list[Promise[int]] = [Promise(), Promise()]
     assert not wait_for_any(moments, 0)
     found: list[bool] = []
     thread = threading.Thread(target=lambda: found.append(wait_for_any(moments)))
