@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -98,28 +99,38 @@ class MappedFiles(StepwiseMedium, Files):
         if mapping is None:
             await super().write(file, offset, data)
             return
-        with self._errors(file.name, map_error), self._clock.timed("write", len(data)):
-            await self._settle(file, mapping)
+        start = time.perf_counter()
+        try:
+            if not mapping.settled:
+                await self._settle(file, mapping)
             if len(data) <= _MOST_BYTES_ON_LOOP:
                 mapping.store(offset, data)
             else:
                 await self._operations.call(mapping.store, offset, data)
+        except OSError as error:
+            raise map_error(error, self._folder.path / file.name) from error
+        finally:
+            self._clock.note("write", start, time.perf_counter(), len(data))
 
     async def flush(self, file: File) -> None:
         mapping = file.mapping
-        with self._errors(file.name, map_error), self._clock.timed("flush"):
+        start = time.perf_counter()
+        try:
             if mapping is None:
                 await self._operations.flush(file.fd)
-                return
-            await self._settle(file, mapping)
-            if not mapping.durable:
+            elif not mapping.settled:
+                await self._settle(file, mapping)
+            elif not mapping.durable:
                 await self._operations.call(mapping.flush)
+        except OSError as error:
+            raise map_error(error, self._folder.path / file.name) from error
+        finally:
+            self._clock.note("flush", start, time.perf_counter())
 
     async def _settle(self, file: File, mapping: Mapping) -> None:
-        if not mapping.settled:
-            # Crash: the new file has no size yet, or what a dead predecessor stored was in caches only (I12).
-            await self._operations.flush(file.fd)
-            mapping.settled = True
+        # Crash: the new file has no size yet, or what a dead predecessor stored was in caches only (I12).
+        await self._operations.flush(file.fd)
+        mapping.settled = True
 
     async def make_durable(self, parts: Sequence[Part], unsure: Unsure = ignore, *, final: bool = False) -> None:
         for file, _ in parts:
