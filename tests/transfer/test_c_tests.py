@@ -21,7 +21,9 @@ PROGRAMS = {
     "copy": ("copy", "crc32"),
     "dlpack_forms": ("dlpack_forms",),
     "transfer": (),  # includes transfer.c, to replace the system calls in it
-    "queue": ("queue", "threads", "copy", "crc32"),  # brings transfers of its own, which end on command
+    "persist": ("persist",),
+    "guard": ("guard",),
+    "queue": ("queue", "threads", "guard", "copy", "crc32"),  # brings transfers of its own, which end on command
 }
 FLAGS = ("-std=gnu11", "-g", "-O1", "-pthread", "-Wall", "-Wextra", "-Wconversion", "-Werror")
 SANITIZERS = ("address,undefined", "thread")
