@@ -40,12 +40,14 @@ static void install(void)
 
 int64_t guard_run(void (*body)(void *argument), void *argument)
 {
-    sigjmp_buf back;
+    sigjmp_buf back, *const outer = active;
     pthread_once(&once, install);
-    if (sigsetjmp(back, 0) != 0)
+    if (sigsetjmp(back, 0) != 0) {
+        active = outer;
         return -EIO;
+    }
     active = &back;
     body(argument);
-    active = NULL;
+    active = outer;
     return 0;
 }
