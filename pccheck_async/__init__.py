@@ -11,6 +11,8 @@ so, ``attach`` lets captures overlap with training, ``restore`` fills a live sta
 Reading, without an engine and beside a running one: :func:`list_checkpoints`, :func:`load`, :func:`load_sync`,
 :func:`open_checkpoint` for single tensors.
 
+In place, without an engine: :class:`Shelf`, named variables in a mapped file, with transactions.
+
 Looking after stores, as ``pccheck`` does on the command line: :func:`describe_checkpoint`,
 :func:`verify_checkpoints`, :func:`compare_checkpoints`, :func:`copy_checkpoint`, :func:`remove_checkpoints`,
 :func:`pin_checkpoint`, :func:`recover_store`, :func:`export_checkpoint`, :func:`import_checkpoint`,
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
         WriteError,
     )
     from pccheck_async.format import CheckpointInfo, Restored
+    from pccheck_async.shelf import Shelf
     from pccheck_async.state import RNGState, Stateful
     from pccheck_async.store import SpaceNeeded
     from pccheck_async.telemetry import Stage
@@ -129,6 +132,7 @@ __all__ = [
     "Restored",
     "ResumableLoader",
     "ResumableSampler",
+    "Shelf",
     "SpaceNeeded",
     "Stage",
     "StateMismatchError",
@@ -194,6 +198,7 @@ _HOMES = {
     "Restored": "format.info",
     "ResumableLoader": "training.data",
     "ResumableSampler": "training.data",
+    "Shelf": "shelf",
     "SpaceNeeded": "store.retention",
     "Stage": "telemetry.tracing",
     "Stateful": "state",
