@@ -96,7 +96,12 @@ class Root:
     def encode(self, header: Header) -> bytes:
         """Return the bytes."""
         body = ROOT.pack(self.sequence, self.nbytes, *self.directory, self.checksum, 0)[:-4]
-        return body + zlib.crc32(header.identity + body).to_bytes(4, "little")
+        return body + root_checksum(header, body).to_bytes(4, "little")
+
+
+def root_checksum(header: Header, body: bytes) -> int:
+    """Return the checksum of a root's bytes before it; of another shelf's root it is another one."""
+    return zlib.crc32(header.identity + body)
 
 
 class Variable(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -186,7 +191,7 @@ def newest_root(header: Header, head: bytes, size: int) -> Root:
     roots = []
     for place in (header.page_bytes, 2 * header.page_bytes):
         data = head[place : place + ROOT.size]
-        if len(data) < ROOT.size or zlib.crc32(header.identity + data[:-4]) != int.from_bytes(data[-4:], "little"):
+        if len(data) < ROOT.size or root_checksum(header, data[:-4]) != int.from_bytes(data[-4:], "little"):
             continue
         sequence, nbytes, offset, length, checksum, _ = ROOT.unpack(data)
         if sequence > 0 and header.place(sequence) == place:

@@ -54,7 +54,7 @@ from pccheck_async.shelf.space import Space
 from pccheck_async.state import Array
 from pccheck_async.transfer import PAGE_BYTES
 
-__all__ = ["Shelf", "read_shelf"]
+__all__ = ["Shelf", "empty_shelf", "read_shelf"]
 
 DEFAULT_BYTES: Final = 64 << 20
 _LEAST_PAGES: Final = 8
@@ -76,8 +76,8 @@ class _Live:
 
 
 @dataclass(slots=True)
-class _Layer:
-    """One ``with shelf.transaction()``."""
+class Layer:
+    """One ``with shelf.transaction()``, or an assignment of its own."""
 
     changes: Changes = field(default_factory=dict)
 
@@ -141,7 +141,7 @@ class Shelf:
         where = Path(path).absolute()
         if not readonly and not where.exists():
             with suppress(FileExistsError):  # another process was faster
-                WindowedFile.create(where, *_empty(nbytes or DEFAULT_BYTES))
+                WindowedFile.create(where, *empty_shelf(nbytes or DEFAULT_BYTES))
         file = WindowedFile(where, writable=not readonly)
         self._start(file, nbytes or 0)
 
@@ -156,7 +156,7 @@ class Shelf:
 
     def _start(self, file: ShelfFile, nbytes: int) -> None:
         self._lock = threading.RLock()
-        self._layers: list[_Layer] = []
+        self._layers: list[Layer] = []
         self._owner: object = None
         self._live: dict[str, _Live] = {}
         self._failure: OSError | None = None
@@ -187,6 +187,11 @@ class Shelf:
     def kind(self) -> str:
         """What its memory is: "persistent", "emulated" (a filesystem in memory), "cached" (the kernel flushes)."""
         return str(getattr(self._file, "kind", ""))
+
+    @property
+    def sequence(self) -> int:
+        """Transactions so far, growth among them; that of the last one."""
+        return self._root.sequence
 
     @property
     def nbytes(self) -> int:
@@ -230,6 +235,7 @@ class Shelf:
     def __delitem__(self, name: str) -> None:
         with self._changing() as layer:
             self._variable(name)
+            self._keep_outer(layer, name)
             self._change(layer, name, None)
             self._retire(name)
 
@@ -296,9 +302,7 @@ class Shelf:
         """
         with self._changing(nested=True) as layer:
             for name in names:
-                self._variable(name)
-                if len(self._layers) > 1 and name in self._layers[-2].changes:
-                    self._restage(self._layers[-2], name)  # what an abort of this one goes back to
+                self._keep_outer(layer, name)
                 self._protect(layer, name)
             yield
 
@@ -313,7 +317,7 @@ class Shelf:
             yield
 
     @contextmanager
-    def _changing(self, *, nested: bool = False) -> Iterator[_Layer]:
+    def _changing(self, *, nested: bool = False) -> Iterator[Layer]:
         """Yield the layer that changes go to; where there is none, or it is a nested one, commit or abort it."""
         with self._entered():
             if not self._file.writable:
@@ -327,7 +331,7 @@ class Shelf:
                 yield self._layers[-1]
                 return
             self._file.check_size()
-            layer, self._owner = _Layer(), task
+            layer, self._owner = Layer(), task
             self._layers.append(layer)
             try:
                 yield layer
@@ -341,7 +345,7 @@ class Shelf:
                     self._abort(layer)
                 raise
 
-    def _check_order(self, layer: _Layer) -> None:
+    def _check_order(self, layer: Layer) -> None:
         if self._layers[-1] is not layer:
             raise RuntimeError("transactions of a shelf end in the opposite order in which they began")
         if self._file.closed:
@@ -373,14 +377,14 @@ class Shelf:
             )
         return extent
 
-    def _change(self, layer: _Layer, name: str, variable: Variable | None) -> None:
+    def _change(self, layer: Layer, name: str, variable: Variable | None) -> None:
         """Enter a change into a layer; what it replaces there is free again."""
         replaced = layer.changes.get(name)
         layer.changes[name] = variable
         if replaced is not None:
             self._space.give(self._extent(replaced))
 
-    def _protect(self, layer: _Layer, name: str) -> None:
+    def _protect(self, layer: Layer, name: str) -> None:
         """Let a variable be changed in place: what its window shows from now on is a copy."""
         variable = self._variable(name)
         if layer.changes.get(name) is variable:
@@ -397,15 +401,16 @@ class Shelf:
             raise
         self._change(layer, name, Variable(extent.offset, variable.manifest))
 
-    def _assign(self, layer: _Layer, name: str, value: Any) -> None:
+    def _assign(self, layer: Layer, name: str, value: Any) -> None:
         parts = values.take_apart(name, value)
+        self._keep_outer(layer, name)
         live = self._live.get(name)
         if live is not None and parts.same_as(live.variable.manifest.skeleton, live.arrays):
             self._protect(layer, name)  # ``shelf["x"] += 1``, or what a restore filled: it is there already
         else:
             self._stage(layer, name, parts)
 
-    def _stage(self, layer: _Layer, name: str, parts: values.Parts) -> None:
+    def _stage(self, layer: Layer, name: str, parts: values.Parts) -> None:
         manifest = values.described(parts)
         extent = self._take(manifest.payload_nbytes, f"the new {name!r}")
         try:
@@ -416,14 +421,30 @@ class Shelf:
         self._retire(name)
         self._change(layer, name, Variable(extent.offset, manifest))
 
-    def _restage(self, layer: _Layer, name: str) -> None:
-        """Take over what was changed in a container, apart from the contents of its arrays."""
-        live = self._live.get(name)
-        if live is None or isinstance(live.value, _ARRAYS):
+    def _keep_outer(self, layer: Layer, name: str) -> None:
+        """Take over what was changed in a container before a nested layer: what an abort of that one goes back to."""
+        if name not in layer.changes:
+            outer = next((each for each in reversed(self._layers) if name in each.changes), None)
+            if outer is not None:
+                self._restage(outer, name)
+
+    def _restage(self, layer: Layer, name: str) -> None:
+        """Take over what was changed in a container apart from its arrays' contents; it stays the same object."""
+        live, variable = self._live.get(name), layer.changes.get(name)
+        if live is None or variable is None or isinstance(live.value, _ARRAYS):
             return
         parts = values.take_apart(name, live.value)
-        if not parts.same_as(live.variable.manifest.skeleton, live.arrays):
-            self._stage(layer, name, parts)
+        if parts.same_as(live.variable.manifest.skeleton, live.arrays):
+            return
+        if parts.has_arrays(live.arrays):  # where they are, and maybe changed there
+            manifest = msgspec.structs.replace(variable.manifest, skeleton=parts.skeleton)
+            layer.changes[name] = live.variable = Variable(variable.offset, manifest)
+            return
+        value = live.value
+        del live
+        self._stage(layer, name, parts)
+        new = self._open(name, self._variable(name))
+        new.value = values.with_arrays(value, dict(zip(map(id, parts.arrays), new.arrays, strict=True)))
 
     def _open(self, name: str, variable: Variable) -> _Live:
         window = self._file.window(*self._extent(variable)) if variable.nbytes else None
@@ -445,7 +466,7 @@ class Shelf:
         for name, variable in layer.changes.items():
             self._change(self._layers[-1], name, variable)
 
-    def _abort(self, layer: _Layer) -> None:
+    def _abort(self, layer: Layer) -> None:
         """Forget a layer and those inside it."""
         while True:
             last = self._layers.pop()
@@ -461,15 +482,17 @@ class Shelf:
         live = self._live.get(name)
         if live is None:
             return
-        if before is None or live.variable.manifest is not before.manifest or self._file.closed:
+        # The very same table of arrays: they are still those of the same window.
+        if before is None or live.variable.manifest.tensors is not before.manifest.tensors or self._file.closed:
             self._retire(name)
             return
         if live.window is not None:
             live.window.move(before.offset)
+        live.variable = before
         if not isinstance(live.value, _ARRAYS):
-            live.value = values.remade(before.manifest, live.arrays)
+            live.value = values.refilled(live.value, values.remade(before.manifest, live.arrays))
 
-    def _commit(self, layer: _Layer) -> None:
+    def _commit(self, layer: Layer) -> None:
         """Make the outermost layer durable.
 
         Durability: the new contents and the new directory, then the root that names them, each before the next. Space
@@ -631,7 +654,7 @@ def read_shelf(file: ShelfFile) -> tuple[Header, Root, dict[str, Variable]]:
         raise type(error)(f"{file.path}: {error}") from error
 
 
-def _empty(nbytes: int) -> tuple[int, bytes]:
+def empty_shelf(nbytes: int) -> tuple[int, bytes]:
     """Return the size and the beginning of a new file: root 1 and its directory, which names nothing."""
     header = Header(PAGE_BYTES, secrets.token_bytes(16))
     size = max(header.pages(nbytes), _LEAST_PAGES * PAGE_BYTES)

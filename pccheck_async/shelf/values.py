@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ from pccheck_async.format.manifest import ALIGNMENT, MIN_BLOCK, VERSION, Manifes
 from pccheck_async.format.skeleton import DictNode, Node
 from pccheck_async.state import Allocation, Array, Layout, PackedSource, arrange, flatten, rebuild
 
-__all__ = ["Parts", "Put", "described", "fill", "made", "payload_bytes", "take_apart"]
+__all__ = ["Parts", "Put", "described", "fill", "made", "refilled", "remade", "take_apart", "with_arrays"]
 
 Put = Callable[[int, memoryview], None]
 """Stores bytes at an offset in a variable's contents."""
@@ -33,9 +33,11 @@ class Parts:
 
     def same_as(self, skeleton: Node, arrays: list[Array]) -> bool:
         """Whether a value has these very array objects, and apart from them the same content to the bit."""
-        if len(self.arrays) != len(arrays) or any(a is not b for a, b in zip(self.arrays, arrays, strict=True)):
-            return False
-        return _encode(self.skeleton) == _encode(skeleton)
+        return self.has_arrays(arrays) and _encode(self.skeleton) == _encode(skeleton)
+
+    def has_arrays(self, arrays: list[Array]) -> bool:
+        """Whether a value has these very array objects."""
+        return len(self.arrays) == len(arrays) and all(a is b for a, b in zip(self.arrays, arrays, strict=True))
 
 
 def take_apart(name: str, value: Any) -> Parts:
@@ -44,14 +46,6 @@ def take_apart(name: str, value: Any) -> Parts:
     if flat.objects:
         raise UnsupportedStateError(f"{name}: objects are not kept on a shelf; put their state_dict() there")
     return Parts(flat.skeleton, list(flat.leaves.values), arrange(flat.leaves))
-
-
-def payload_bytes(layout: Layout) -> int:
-    """Return how many bytes the arrays of a value take."""
-    end = 0
-    for nbytes in layout.storage_nbytes:
-        end = _aligned(end, ALIGNMENT) + nbytes
-    return _aligned(end, MIN_BLOCK)
 
 
 def described(parts: Parts) -> Manifest:
@@ -94,6 +88,30 @@ def remade(manifest: Manifest, arrays: list[Array]) -> Any:
     """Make the value anew around its arrays."""
     assert isinstance(manifest.skeleton, DictNode)
     return rebuild(manifest.skeleton.values[0], arrays.__getitem__, depth=1)
+
+
+def with_arrays(value: Any, new: Mapping[int, Array]) -> Any:
+    """Return a value with other arrays, given by the identities of the old ones; dicts and lists stay the same."""
+    if isinstance(value, dict):
+        for key in value:
+            value[key] = with_arrays(value[key], new)
+    elif isinstance(value, list):
+        value[:] = [with_arrays(each, new) for each in value]
+    elif type(value) is tuple:
+        return tuple(with_arrays(each, new) for each in value)
+    return new.get(id(value), value)
+
+
+def refilled(value: Any, content: Any) -> Any:
+    """Return ``content``: as the same outermost object, where that can be refilled."""
+    if type(value) is type(content) is list:
+        value[:] = content
+        return value
+    if type(value) is type(content) and isinstance(value, dict):
+        value.clear()
+        value.update(content)
+        return value
+    return content
 
 
 def _aligned(nbytes: int, to: int) -> int:

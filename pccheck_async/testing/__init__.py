@@ -22,6 +22,7 @@ may do to a training job's checkpoints, for instance::
 
 from pccheck_async.testing.crash import CrashDisk, CrashWriter, ImageWriter
 from pccheck_async.testing.crash_mapped import ATOM, CrashMapping, MappedCrashWriter
+from pccheck_async.testing.crash_shelf import CrashShelfFile
 from pccheck_async.testing.doubles import CHANGES, Access, FailingWriter, StuckWriter, ThrottledWriter, WrappingWriter
 from pccheck_async.testing.medium_conformance import MEDIUM_CHECKS
 from pccheck_async.testing.power_loss import Image, Snapshot, power_loss_images
@@ -33,6 +34,7 @@ __all__ = [
     "Access",
     "CrashDisk",
     "CrashMapping",
+    "CrashShelfFile",
     "CrashWriter",
     "FailingWriter",
     "Image",
