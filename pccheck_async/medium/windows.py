@@ -132,12 +132,10 @@ class Window:
         self._memory = None
         self._file.windows.discard(self)
 
-    def keep_in_child(self) -> None:
+    def keep_in_child(self, fd: int) -> None:
         """Show the same range in a forked child, which has no such memory yet; stores stay in the child."""
         if self.held:
-            with suppress(OSError):
-                flags = mmap.MAP_PRIVATE | _MAP_FIXED
-                _map(self._address, self.nbytes, _READ_WRITE, flags, self._file.fd, self.offset)
+            _map(self._address, self.nbytes, _READ_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED, fd, self.offset)
 
 
 class WindowedFile:
@@ -304,13 +302,19 @@ class WindowedFile:
         for window in list(self.windows):
             window.detach()
         self._mapping = None
+        if self.fd >= 0:
+            fcntl.flock(self.fd, fcntl.LOCK_UN)  # whatever still maps the file
         self.fd = -1
         self._finalizer()
 
     def abandon(self) -> None:
         """Keep nothing but what windows show, in a forked child."""
-        for window in list(self.windows):
-            window.keep_in_child()
+        with suppress(OSError):
+            # Opened anew: a mapping holds what it was made of, and with that the parent's lock, whoever dies first.
+            fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+            for window in list(self.windows):
+                window.keep_in_child(fd)
+            os.close(fd)
         with suppress(OSError):
             os.close(self.fd)  # closing leaves the lock to the parent's descriptor
         self.fd = -1
