@@ -19,6 +19,7 @@ import typer
 from pccheck_async.cli import stores
 from pccheck_async.cli.bench import bench
 from pccheck_async.cli.output import complain, flow_help, reporting
+from pccheck_async.cli.shelf import shelf
 from pccheck_async.cli.tune import tune
 from pccheck_async.cli.watch import watch
 from pccheck_async.telemetry import fill_standard_files
@@ -84,6 +85,7 @@ for command in (
 ):
     app.command(command.__name__.rstrip("_"))(command)
 flow_help(app)
+app.add_typer(shelf)
 
 
 def main() -> None:
