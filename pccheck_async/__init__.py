@@ -11,6 +11,8 @@ so, ``attach`` lets captures overlap with training, ``restore`` fills a live sta
 Reading, without an engine and beside a running one: :func:`list_checkpoints`, :func:`load`, :func:`load_sync`,
 :func:`open_checkpoint` for single tensors.
 
+In place, without an engine: :class:`Shelf`, named variables in a mapped file, with transactions.
+
 Looking after stores, as ``pccheck`` does on the command line: :func:`describe_checkpoint`,
 :func:`verify_checkpoints`, :func:`compare_checkpoints`, :func:`copy_checkpoint`, :func:`remove_checkpoints`,
 :func:`pin_checkpoint`, :func:`recover_store`, :func:`export_checkpoint`, :func:`import_checkpoint`,
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
         WriteError,
     )
     from pccheck_async.format import CheckpointInfo, Restored
+    from pccheck_async.shelf import Shelf
     from pccheck_async.state import RNGState, Stateful
     from pccheck_async.store import SpaceNeeded
     from pccheck_async.telemetry import Stage
@@ -98,7 +101,8 @@ __all__ = [
     "Description", "Distribution", "EngineStatistics", "EverySeconds", "EverySteps", "Exported", "InfeasibleError",
     "InvalidTuningError", "LeafDifference", "Measurement", "NoCheckpointError", "OpenCheckpoint", "PCcheckInterval",
     "PendingCheckpoint", "Point", "Policy", "RNGState", "ReadError", "Recovery", "Removal", "Restored",
-    "ResumableLoader", "ResumableSampler", "SpaceNeeded", "Stage", "StateMismatchError", "Stateful", "StoreError",
+    "ResumableLoader", "ResumableSampler", "Shelf", "SpaceNeeded", "Stage", "StateMismatchError", "Stateful",
+    "StoreError",
     "StoreFailedError", "StoreFullError", "StoreLockedError", "StoredState", "StoredTensor", "SyncCheckpointEngine",
     "TornCaptureError", "TrainingStep", "TunedSettings", "Tuning", "UnsupportedStateError", "Verification",
     "WriteError", "YoungDaly", "compare_checkpoints", "copy_checkpoint", "describe_checkpoint", "export_checkpoint",
@@ -117,6 +121,7 @@ _HOMES = {
     "engine": ("CheckpointProgress", "Decisions", "Distribution", "EngineStatistics", "PendingCheckpoint"),
     "format": ("CheckpointInfo", "Restored"),
     "state": ("RNGState", "Stateful"),
+    "shelf": ("Shelf",),
     "store": ("SpaceNeeded",),
     "telemetry": ("Stage",),
     "training": ("TrainingStep",),

@@ -19,6 +19,7 @@ from pccheck_async.cli import stores
 from pccheck_async.cli.bench import bench
 from pccheck_async.cli.demo import demo
 from pccheck_async.cli.output import complain, flow_help
+from pccheck_async.cli.shelf import shelf
 from pccheck_async.cli.tune import tune
 from pccheck_async.cli.watch import watch
 from pccheck_async.telemetry import fill_standard_files
@@ -57,6 +58,7 @@ for command in (
 ):
     app.command(command.__name__.rstrip("_"))(command)
 flow_help(app)
+app.add_typer(shelf)
 
 
 def main() -> None:

@@ -22,12 +22,14 @@ may do to a training job's checkpoints, for instance::
 
 from pccheck_async.testing.crash import CrashDisk, CrashWriter, ImageWriter
 from pccheck_async.testing.crash_mapped import ATOM, CrashMapping, MappedCrashWriter
+from pccheck_async.testing.crash_shelf import CrashShelfFile
 from pccheck_async.testing.doubles import CHANGES, Access, FailingWriter, StuckWriter, ThrottledWriter, WrappingWriter
 from pccheck_async.testing.medium_conformance import MEDIUM_CHECKS
 from pccheck_async.testing.power_loss import Image, Snapshot, power_loss_images
 
 __all__ = [
-    "ATOM", "CHANGES", "MEDIUM_CHECKS", "Access", "CrashDisk", "CrashMapping", "CrashWriter", "FailingWriter", "Image",
-    "ImageWriter", "MappedCrashWriter", "Snapshot", "StuckWriter", "ThrottledWriter", "WrappingWriter",
+    "ATOM", "CHANGES", "MEDIUM_CHECKS", "Access", "CrashDisk", "CrashMapping", "CrashShelfFile", "CrashWriter",
+    "FailingWriter", "Image", "ImageWriter", "MappedCrashWriter", "Snapshot", "StuckWriter", "ThrottledWriter",
+    "WrappingWriter",
     "power_loss_images",
 ]  # fmt: skip

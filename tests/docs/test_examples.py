@@ -7,12 +7,14 @@ import signal
 from multiprocessing import get_context
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from pccheck_async import compare_checkpoints, list_checkpoints
+from pccheck_async import Shelf, compare_checkpoints, list_checkpoints
 from tests.support.run_example import EXAMPLES, run_example
+from tests.support.state_strategies import difference
 
-NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "__init__")
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in ("__init__", "shelf"))
 FREE = {"rng.python", "rng.numpy"}
 """Generators that no example seeds, because none draws from them: they differ from run to run."""
 SPAWN = get_context("forkserver")
@@ -53,6 +55,19 @@ def test_an_example_resumes_with_the_same_bits(name: str, tmp_path: Path) -> Non
     assert {path for path in different if ".".join(path.split(".")[:2]) not in FREE} == set()
 
 
+@pytest.mark.slow
+def test_the_shelf_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    assert "starting from scratch" in run("shelf", tmp_path / "twice", "1")
+    assert "resumed after iteration 0" in run("shelf", tmp_path / "twice", "1")
+    run("shelf", tmp_path / "once", "2")
+    found = []
+    for times in ("twice", "once"):
+        with Shelf(tmp_path / times / "kmeans.shelf", readonly=True) as shelf:
+            found.append({name: np.copy(value) for name, value in dict(shelf).items()})
+            assert shelf.verify() == ()
+    assert not difference(found[0], found[1])
+
+
 def test_the_programs_are_short() -> None:
-    for name in NAMES:
+    for name in (*NAMES, "shelf"):
         assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 70, name

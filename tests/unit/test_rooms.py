@@ -18,7 +18,7 @@ FLOORS = (
     ("state",),
     ("transfer",),
     ("medium",),
-    ("store",),
+    ("store", "shelf"),
     ("engine",),
     ("training",),
     ("tuning",),
@@ -35,6 +35,7 @@ LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 OPEN = {
     "format.checksum", "format.dtypes", "format.manifest", "format.record", "format.skeleton",
     "medium.files", "medium.filesystem", "medium.folder", "medium.mapping", "medium.open_medium", "medium.status_file",
+    "medium.windows", "shelf.format",
     "state.paths", "state.restore.tree",
     "telemetry.events",
     "training.data", "training.policy",

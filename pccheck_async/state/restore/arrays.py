@@ -118,6 +118,17 @@ class Allocation:
             entries = [manifest.tensors[index] for index in indices]
             self._memories[storage] = _allocate(entries, _HOST if others else first)
 
+    @classmethod
+    def over(cls, manifest: Manifest, payload: memoryview) -> Allocation:
+        """Return arrays that view ``payload``, the manifest's payload in memory, and keep it."""
+        allocation = cls(manifest, ())
+        tensors = {entry.storage for entry in manifest.tensors if entry.kind != "ndarray"}
+        for number, storage in enumerate(manifest.storages):
+            part = np.frombuffer(payload, np.uint8, storage.nbytes, storage.offset)
+            flat: Array = torch.from_numpy(part) if number in tensors else part
+            allocation._memories[number] = _NewMemory(0, flat, address_of(part), [(0, storage.nbytes)])
+        return allocation
+
     def targets(self) -> Iterator[Target]:
         """Yield the memory that has to be filled before any array is used."""
         for storage, memory in self._memories.items():

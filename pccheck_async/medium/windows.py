@@ -1,0 +1,381 @@
+"""One file whose ranges are seen through windows: memory that stays at its address while the range behind it changes.
+
+A user holds arrays in a window. :meth:`Window.move` puts another range of the file there, in one step and without
+copying: by then that range holds a copy, so the arrays show what they showed before, and what is stored into them from
+now on goes to the copy. Each window that was moved keeps a twin, in which its last range is mapped: moving there and
+back exchanges page tables (20 us for 24 MiB), where mapping anew would fault on every page (8 ms).
+
+A window does not outlive its range by accident: :meth:`Window.detach` gives arrays that are still held private memory
+with the same contents. In a forked child windows show the file, and stores to them stay in the child.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import tempfile
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pccheck_async.errors import CorruptStoreError, StoreFullError, StoreLockedError, write_error
+from pccheck_async.medium.folder import ForkLock, open_regular
+from pccheck_async.medium.mapped import kind_of_folder
+from pccheck_async.medium.mapping import Kind, Mapping
+from pccheck_async.transfer import PAGE_BYTES
+
+__all__ = ["Window", "WindowedFile"]
+
+_PROT_NONE = 0
+_MAP_FIXED = 0x10
+_MAP_SHARED_VALIDATE = 0x03
+_MAP_SYNC = 0x80000
+_MREMAP = 1 | 2 | 4
+"""MAYMOVE, FIXED and DONTUNMAP (Linux 5.13 for files): what is moved away from stays mapped, so that never is there a
+hole which another thread's malloc could fill."""
+_MADV_DONTFORK = 10
+_MADV_DONTDUMP = 16
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_HUGE_BYTES = 2 << 20
+"""Windows of this size begin at multiples of it: then whole page tables are moved, not their entries."""
+_FAILED = ctypes.c_void_p(-1).value
+_ZEROS = bytes(1 << 20)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = _libc.mremap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong]
+_libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+_opening = ForkLock()
+_files: weakref.WeakSet[WindowedFile] = weakref.WeakSet()
+
+
+class Window:
+    """Memory that shows a range of a file. :meth:`WindowedFile.window` makes it.
+
+    Attributes:
+        offset: Where the range begins that it shows now, in bytes.
+        nbytes: Length of the range, whole pages.
+    """
+
+    def __init__(self, file: WindowedFile, offset: int, nbytes: int) -> None:
+        self.offset, self.nbytes = offset, nbytes
+        self._file = file
+        # Three places with a page between them, so that the kernel never makes one mapping of two.
+        align = _HUGE_BYTES if nbytes >= _HUGE_BYTES else PAGE_BYTES
+        step = -(-(nbytes + PAGE_BYTES) // align) * align
+        reserved = align + 3 * step
+        start = _map(None, reserved, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        self._address, self._twin, self._spare = (-(-start // align) * align + place * step for place in range(3))
+        self._twin_offset = -1
+        try:
+            file.map_at(self._address, offset, nbytes)
+        except BaseException:
+            _libc.munmap(start, reserved)
+            raise
+        memory = (ctypes.c_ubyte * nbytes).from_address(self._address)
+        memory.window = self  # type: ignore[attr-defined]  # arrays keep it, and the file open and locked
+        weakref.finalize(memory, _unmap, start, reserved, os.getpid()).atexit = False
+        self._memory: weakref.ref[Any] | None = weakref.ref(memory)
+        self._handed: Any = memory
+
+    def memory(self) -> memoryview:
+        """Return all of its bytes; once: the window lives as long as anything made of them."""
+        memory, self._handed = self._handed, None
+        return memoryview(memory).cast("B")
+
+    @property
+    def held(self) -> bool:
+        """Whether anything made of its memory is left."""
+        return self._memory is not None and self._memory() is not None
+
+    def move(self, offset: int) -> None:
+        """Show another range of the same length from now on. Raises OSError; then it shows what it showed before."""
+        if offset == self.offset:
+            return
+        if offset != self._twin_offset or not self._exchange():
+            self._file.map_at(self._address, offset, self.nbytes)
+            with suppress(OSError):  # the next move maps anew
+                self._file.map_at(self._twin, self.offset, self.nbytes)
+                self._twin_offset = self.offset
+        else:
+            self._twin_offset = self.offset
+        self.offset = offset
+
+    def _exchange(self) -> bool:
+        """Exchange the window's page tables with its twin's. False: the kernel cannot, and nothing has changed."""
+        here, twin, spare, nbytes = self._address, self._twin, self._spare, self.nbytes
+        if not _remap(here, spare, nbytes):
+            return False
+        if not _remap(twin, here, nbytes):
+            return False  # what was moved to the spare place is still mapped here, too
+        self._twin_offset = self.offset
+        if not _remap(spare, twin, nbytes):
+            self._file.map_at(twin, self.offset, nbytes)
+        return True
+
+    def detach(self) -> None:
+        """Leave the file: what still holds the memory has it for itself from now on, contents as they are."""
+        if self.held:
+            private = _map(None, self.nbytes, _READ_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+            ctypes.memmove(private, self._address, self.nbytes)
+            if _libc.mremap(private, self.nbytes, self.nbytes, 3, self._address) == _FAILED:
+                raise _error()
+            for place in (self._twin, self._spare):
+                _map(place, self.nbytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED, -1, 0)
+        self._memory = None
+        self._file.windows.discard(self)
+
+    def keep_in_child(self, fd: int) -> None:
+        """Show the same range in a forked child, which has no such memory yet; stores stay in the child."""
+        if self.held:
+            _map(self._address, self.nbytes, _READ_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED, fd, self.offset)
+
+
+class WindowedFile:
+    """One locked file: a mapping of all of it, through which bytes are made durable, and windows for users.
+
+    Methods raise WriteError and its kin. One thread at a time.
+
+    Args:
+        path: The file.
+        writable: Else it is locked with other readers, and windows show it privately.
+
+    Raises:
+        StoreLockedError: Somebody else has it open, and one of both writes.
+        FileNotFoundError: There is no such file.
+        CorruptStoreError: It is no regular file.
+
+    Attributes:
+        fd: Open as long as the file or memory of a window is held; -1 in a forked child.
+        kind: What its memory is (see :mod:`pccheck_async.medium.mapping`).
+        nbytes: Bytes that are mapped (:meth:`map`).
+    """
+
+    fd = -1
+    nbytes = 0
+
+    def __init__(self, path: Path, *, writable: bool) -> None:
+        self.path, self.writable = path, writable
+        self.windows: weakref.WeakSet[Window] = weakref.WeakSet()
+        self._pid = os.getpid()
+        self._mapping: Mapping | None = None
+        with _opening:
+            self._keep(open_regular(path, os.O_RDWR if writable else os.O_RDONLY))
+        self._lock()
+        self.kind: Kind = kind_of_folder(path.parent) if writable else "cached"
+
+    def _keep(self, fd: int) -> None:
+        self.fd = fd
+        _files.add(self)
+        self._finalizer = weakref.finalize(self, _close, fd, self._pid)
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self.fd, (fcntl.LOCK_EX if self.writable else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise StoreLockedError(f"{self.path} is open elsewhere; one process writes to it at a time") from None
+
+    @staticmethod
+    def create(path: Path, nbytes: int, head: bytes) -> None:
+        """Make a file, its space reserved, that begins with ``head``: all of that durably, or nothing.
+
+        Raises:
+            FileExistsError: There is something of that name.
+            StoreFullError: There is not so much space.
+        """
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fd, temporary = _open_nameless(path.parent)
+            try:
+                _reserve(fd, nbytes, path)
+                os.pwrite(fd, head, 0)
+                os.fsync(fd)  # crash: a name, and no header or no space behind it
+                # With a folder, Python follows the link that the kernel shows for the descriptor.
+                os.link(temporary or f"/proc/self/fd/{fd}", path.name, dst_dir_fd=folder, follow_symlinks=True)
+                os.fsync(folder)  # crash: acknowledged, and no such file
+            finally:
+                os.close(fd)
+                if temporary:
+                    os.unlink(temporary)
+        finally:
+            os.close(folder)
+
+    @property
+    def size(self) -> int:
+        """The size of the file now."""
+        return os.fstat(self.fd).st_size
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Return bytes, fewer at the end of the file; by the kernel: a hole in the file is no fault."""
+        return os.pread(self.fd, nbytes, offset)
+
+    def map(self, nbytes: int) -> None:
+        """Map so many bytes of the file, and make sure of what others stored before."""
+        try:
+            # Crash: what a dead predecessor stored was in caches only, and what builds on it becomes durable.
+            os.fsync(self.fd)
+            self._mapping = Mapping(self.fd, nbytes, self.kind)
+        except OSError as error:
+            raise write_error(error, self.path) from error
+        self.nbytes = nbytes
+
+    def grow(self, nbytes: int) -> None:
+        """Reserve more space, durably, and map it, too. Raises StoreFullError; then nothing has changed."""
+        before = self.size
+        try:
+            _reserve(self.fd, nbytes, self.path)
+        except BaseException:
+            with suppress(OSError):
+                os.ftruncate(self.fd, before)
+            raise
+        self.map(nbytes)
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Return bytes in their place in the mapping of the whole file."""
+        assert self._mapping is not None
+        return self._mapping.view[offset : offset + nbytes]
+
+    def check_size(self) -> None:
+        """Raise CorruptStoreError where somebody truncated the file: touching what is gone would end the process."""
+        if self.size < self.nbytes:
+            raise CorruptStoreError(
+                f"{self.path} was truncated to {self.size} bytes of {self.nbytes} while it was open"
+            )
+
+    def put(self, offset: int, data: memoryview) -> None:
+        """Store bytes; volatile until :meth:`persist`."""
+        self.view(offset, len(data))[:] = data
+
+    def persist(self, offset: int, nbytes: int) -> None:
+        """Write back what was stored to a range, by whomever: it is durable, or with the next :meth:`flush`."""
+        self.store(offset, self.view(offset, nbytes))
+
+    def store(self, offset: int, data: memoryview) -> None:
+        """Store bytes: they are durable, or with the next :meth:`flush`."""
+        assert self._mapping is not None
+        try:
+            self._mapping.store(offset, data)
+        except OSError as error:
+            raise write_error(error, self.path) from error
+
+    def flush(self) -> None:
+        """Make all that was stored durable."""
+        assert self._mapping is not None
+        try:
+            self._mapping.flush()
+        except OSError as error:
+            raise write_error(error, self.path) from error
+
+    def window(self, offset: int, nbytes: int) -> Window:
+        """Return a window that shows a range of whole pages."""
+        try:
+            window = Window(self, offset, nbytes)
+        except OSError as error:
+            raise write_error(error, self.path) from error
+        self.windows.add(window)
+        return window
+
+    def map_at(self, address: int, offset: int, nbytes: int) -> None:
+        """Map a range of the file at an address, in place of what is there."""
+        flags = mmap.MAP_SHARED if self.writable else mmap.MAP_PRIVATE
+        if self.kind == "persistent":
+            flags = _MAP_SHARED_VALIDATE | _MAP_SYNC
+        _map(address, nbytes, _READ_WRITE, flags | _MAP_FIXED, self.fd, offset)
+        for advice in (_MADV_DONTFORK, _MADV_DONTDUMP):
+            _libc.madvise(address, nbytes, advice)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is closed, or belongs to the process that this one was forked from."""
+        return self.fd < 0
+
+    def close(self) -> None:
+        """Detach all windows, and close the file. Idempotent."""
+        for window in list(self.windows):
+            window.detach()
+        self._mapping = None
+        if self.fd >= 0:
+            fcntl.flock(self.fd, fcntl.LOCK_UN)  # whatever still maps the file
+        self.fd = -1
+        self._finalizer()
+
+    def abandon(self) -> None:
+        """Keep nothing but what windows show, in a forked child."""
+        with suppress(OSError):
+            # Opened anew: a mapping holds what it was made of, and with that the parent's lock, whoever dies first.
+            fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+            for window in list(self.windows):
+                window.keep_in_child(fd)
+            os.close(fd)
+        with suppress(OSError):
+            os.close(self.fd)  # closing leaves the lock to the parent's descriptor
+        self.fd = -1
+
+
+def _open_nameless(folder: Path) -> tuple[int, str]:
+    """Open a new file without a name; where there is no such thing, with one, which is returned."""
+    try:
+        return os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o666), ""
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
+            raise
+    return tempfile.mkstemp(prefix=".shelf-", dir=folder)
+
+
+def _reserve(fd: int, nbytes: int, path: Path) -> None:
+    """Reserve space, so that no store faults for want of it."""
+    try:
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            for offset in range(os.fstat(fd).st_size, nbytes, len(_ZEROS)):
+                os.pwrite(fd, _ZEROS[: nbytes - offset], offset)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise StoreFullError(error.errno, f"there is no space for {nbytes} bytes", os.fspath(path)) from error
+        raise write_error(error, path) from error
+
+
+def _map(address: int | None, nbytes: int, protection: int, flags: int, fd: int, offset: int) -> int:
+    got = _libc.mmap(address, nbytes, protection, flags, fd, offset)
+    if got == _FAILED:
+        raise _error()
+    return int(got)
+
+
+def _remap(source: int, target: int, nbytes: int) -> bool:
+    return bool(_libc.mremap(source, nbytes, nbytes, _MREMAP, target) == target)
+
+
+def _error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
+
+
+def _unmap(address: int, nbytes: int, pid: int) -> None:
+    if os.getpid() == pid:
+        _libc.munmap(address, nbytes)
+
+
+def _close(fd: int, pid: int) -> None:
+    if os.getpid() == pid:
+        os.close(fd)
+
+
+def _abandon_in_child() -> None:
+    for file in list(_files):
+        if not file.closed:
+            file.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_in_child)

@@ -1,0 +1,685 @@
+"""Named variables in a mapped file, used where they lie (PyMM's programming model, HPEC'22).
+
+How a transaction protects a variable that is changed in place was decided by figures, of prototypes of both ways
+(medians of a whole transaction, an EPYC with 2 cores under KVM; an increment of all float64s in it; begin and commit
+together):
+
+=======================  ==================  ==================  ==================  ==================
+way                      tmpfs, 64 KiB       tmpfs, 24 MiB       ext4, 64 KiB        ext4, 24 MiB
+=======================  ==================  ==================  ==================  ==================
+undo log                 131 us              12.2 ms             9.1 ms              184 ms
+shadow copy              102 us              7.0 ms              5.1 ms              134 ms
+=======================  ==================  ==================  ==================  ==================
+
+An undo log is durable before the first store may be (two flushes), and so are the new contents and the end of the log
+(two more); its bytes are written beside those of the variable. Of a *shadow copy* nothing needs to be durable before
+the commit, because nothing names it: two flushes, the bytes once, an abort copies nothing, and recovery has nothing to
+do but to read the root. What speaks against it is that arrays would change their address; here the variable's window
+shows the copy at the old address (:mod:`pccheck_async.medium.windows`), 20 us. So: shadow copies. Both need free space
+for one copy of what is changed in place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import msgspec
+import numpy as np
+import torch
+
+from pccheck_async.errors import (
+    ClosedError,
+    CorruptStoreError,
+    StoreError,
+    StoreFailedError,
+    StoreFullError,
+    UnsupportedStateError,
+)
+from pccheck_async.format import crc32
+from pccheck_async.medium.windows import Window, WindowedFile
+from pccheck_async.shelf import format as layout
+from pccheck_async.shelf import values
+from pccheck_async.shelf.file import ShelfFile
+from pccheck_async.shelf.format import Extent, Header, Root, Variable
+from pccheck_async.shelf.space import Space
+from pccheck_async.state import Array
+from pccheck_async.transfer import PAGE_BYTES
+
+__all__ = ["Shelf", "empty_shelf", "read_shelf"]
+
+DEFAULT_BYTES: Final = 64 << 20
+_LEAST_PAGES: Final = 8
+_PIECE: Final = 1 << 20
+_ARRAYS: Final = (torch.Tensor, np.ndarray)
+
+Changes: TypeAlias = dict[str, Variable | None]
+"""New variables by name; None for one that is deleted."""
+
+
+@dataclass(slots=True)
+class _Live:
+    """A variable in use: the value that was handed out, its arrays, and the window that they are in."""
+
+    value: Any
+    arrays: list[Array]
+    window: Window | None
+    variable: Variable
+
+
+@dataclass(slots=True)
+class Layer:
+    """One ``with shelf.transaction()``, or an assignment of its own."""
+
+    changes: Changes = field(default_factory=dict)
+
+
+class Shelf:
+    """Named variables in one file: NumPy arrays and tensors in place, and plain values.
+
+    ::
+
+        with Shelf("kmeans.shelf", nbytes=64 << 20) as shelf:
+            if "centres" not in shelf:
+                shelf["centres"] = first_centres  # durable when this returns
+            centres = shelf.centres  # the array in the file: not a copy
+            with shelf.transaction("centres"):
+                centres += steps  # all of it, durably, or nothing
+
+    **Values.** Arrays and tensors of all dtypes that a checkpoint takes (a tensor of a device lies in host memory
+    here), strings, numbers, None, bytes, and nested dicts, lists, tuples and sets of all these. A container is an
+    ordinary Python object; arrays in it are in place.
+
+    **Durability.** An assignment or a deletion is a transaction of its own: atomic, and durable when it returns. What
+    is changed in place is protected inside ``with shelf.transaction("name", ...)`` only. Changed outside of one, an
+    array may be found half changed after a crash, and a list or dict unchanged; :meth:`verify` tells which. On a
+    filesystem in memory everything survives the death of the process, and nothing that of the machine (see ``kind``).
+
+    **Size.** The file has ``nbytes``, reserved when it is made. It grows only when it is told to, by :meth:`grow` or by
+    opening it with more, and never shrinks. A variable takes whole pages; a transaction takes space for one more copy
+    of what it names, and for what it assigns, until its end.
+
+    **Sharing.** One process writes, or several read. A forked child sees what its parent's arrays showed, stores to
+    them stay in the child, and the shelf itself is closed there. Threads take turns: a transaction waits for that of
+    another thread. Other threads must not store into a variable while a transaction on it begins or ends. Memory that
+    is pinned or registered with a device by its address follows no transaction.
+
+    **Arrays that are left behind.** When a variable is assigned anew or deleted, or the shelf is closed, arrays that
+    are still held become private copies: they keep their contents, and no longer reach the file.
+
+    In the state of an engine a shelf is an object like a module: its variables are saved, and restored in one
+    transaction. Arrays that fit are filled before that begins, in place and unprotected: after a crash in between,
+    restore again.
+
+    Args:
+        path: The file. It is made where it does not exist, unless ``readonly``.
+        nbytes: Bytes of the file, 64 MiB by default; an existing one grows to it.
+        readonly: Open beside other readers. Arrays can be changed, but only for this process.
+
+    Raises:
+        StoreLockedError: It is open elsewhere, and one of both writes.
+        StoreFullError: There is no space for ``nbytes``.
+        CorruptStoreError: It is no shelf, or damaged, or was truncated.
+        FileNotFoundError: There is no such folder; with ``readonly``, no such file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], nbytes: int | None = None, *, readonly: bool = False) -> None:
+        if nbytes is not None and (isinstance(nbytes, bool) or not isinstance(nbytes, int)):
+            raise TypeError(f"nbytes is a number of bytes, not {nbytes!r}")
+        if nbytes is not None and not 0 < nbytes < 1 << 62:
+            raise ValueError(f"nbytes={nbytes}: a shelf has at least one byte, and less than 4 EiB")
+        if nbytes is not None and readonly:
+            raise ValueError("a shelf that is only read cannot be given a size")
+        where = Path(path).absolute()
+        if not readonly and not where.exists():
+            with suppress(FileExistsError):  # another process was faster
+                WindowedFile.create(where, *empty_shelf(nbytes or DEFAULT_BYTES))
+        file = WindowedFile(where, writable=not readonly)
+        self._start(file, nbytes or 0)
+
+    @classmethod
+    def on(cls, file: ShelfFile) -> Shelf:
+        """Use a file that is open: for doubles that fail and crash."""
+        shelf = cls.__new__(cls)
+        shelf._start(file, 0)
+        return shelf
+
+    _file: ShelfFile
+
+    def _start(self, file: ShelfFile, nbytes: int) -> None:
+        self._lock = threading.RLock()
+        self._layers: list[Layer] = []
+        self._owner: object = None
+        self._live: dict[str, _Live] = {}
+        self._failure: OSError | None = None
+        self._encoder = layout.DirectoryEncoder()
+        self._file = file
+        try:
+            self._header, self._root, self._committed = read_shelf(file)
+            if file.writable:
+                file.map(self._root.nbytes)
+            root, header = self._root, self._header
+            taken = [self._extent(each) for each in self._committed.values()]
+            taken.append(Extent(root.directory.offset, header.pages(root.directory.nbytes)))
+            self._space = Space(layout.FIRST_PAGE * header.page_bytes, root.nbytes, taken)
+            if nbytes > root.nbytes:
+                self.grow(nbytes)
+        except BaseException:
+            file.close()
+            raise
+
+    # -- what it is
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._file.path
+
+    @property
+    def kind(self) -> str:
+        """What its memory is: "persistent", "emulated" (a filesystem in memory), "cached" (the kernel flushes)."""
+        return str(getattr(self._file, "kind", ""))
+
+    @property
+    def sequence(self) -> int:
+        """Transactions so far, growth among them; that of the last one."""
+        return self._root.sequence
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return self._root.nbytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the file that nothing takes; maybe not in one piece."""
+        return self._space.free_bytes
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is closed here, or belongs to the process that this one was forked from."""
+        return self._file.closed
+
+    def __repr__(self) -> str:
+        return f"<Shelf {self.path}: {'closed' if self.closed else f'{len(self)} variables'}>"
+
+    # -- variables
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a variable; the same object until it is assigned anew."""
+        with self._entered():
+            live = self._live.get(name)
+            return live.value if live is not None else self._open(name, self._variable(name)).value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Assign a variable: atomically and durably, or as part of the transaction that is open.
+
+        The value is copied: what is changed in it afterwards is not changed here.
+
+        Raises:
+            UnsupportedStateError: It cannot be kept; names its path.
+            StoreFullError: There is no space. The old value stays.
+        """
+        _check_name(name)
+        with self._changing() as layer:
+            self._assign(layer, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        with self._changing() as layer:
+            self._variable(name)
+            self._keep_outer(layer, name)
+            self._change(layer, name, None)
+            self._retire(name)
+
+    def __contains__(self, name: object) -> bool:
+        with self._entered():
+            return isinstance(name, str) and self._current(name) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        with self._entered():
+            names = dict.fromkeys(self._committed)
+            for layer in self._layers:
+                names |= dict.fromkeys(layer.changes)
+            return iter([name for name in names if self._current(name) is not None])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def keys(self) -> list[str]:
+        """Return the names, so that ``dict(shelf)`` is what is on it."""
+        return list(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        try:
+            return self[name]
+        except KeyError as error:
+            raise AttributeError(str(error.args[0])) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            object.__setattr__(self, name, value)
+        elif hasattr(type(self), name):
+            raise AttributeError(f"{name!r} is part of Shelf itself; a variable of that name is shelf[{name!r}]")
+        else:
+            self[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        try:
+            del self[name]
+        except KeyError as error:
+            raise AttributeError(str(error.args[0])) from None
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *(name for name in self if name.isidentifier())})
+
+    # -- transactions
+
+    @contextmanager
+    def transaction(self, *names: str) -> Iterator[None]:
+        """Make all changes inside the block one: all of them are durable at its end, or an exception undoes all.
+
+        Args:
+            names: Variables that are changed in place inside. Assignments and deletions inside belong to the
+                transaction whatever their names are.
+
+        A transaction inside another one becomes part of it; an exception that leaves the inner one undoes that one
+        only. Do not ``await`` inside: another task's changes would become part of it, so those raise RuntimeError.
+
+        Raises:
+            KeyError: There is no such variable.
+            StoreFullError: There is no space for copies. Nothing has changed.
+            StoreFailedError: A flush failed: it is unknown whether the transaction is durable; reopening tells.
+        """
+        with self._changing(nested=True) as layer:
+            for name in names:
+                self._keep_outer(layer, name)
+                self._protect(layer, name)
+            yield
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        # First without the lock: in a forked child a thread may hold it that does not exist there.
+        if self._file.closed:
+            raise ClosedError(f"the shelf {self.path} is closed, or belongs to the process that this was forked from")
+        with self._lock:
+            if self._file.closed:
+                raise ClosedError(f"the shelf {self.path} was closed meanwhile")
+            yield
+
+    @contextmanager
+    def _changing(self, *, nested: bool = False) -> Iterator[Layer]:
+        """Yield the layer that changes go to; where there is none, or it is a nested one, commit or abort it."""
+        with self._entered():
+            if not self._file.writable:
+                raise StoreError(f"{self.path} was opened to be read")
+            if self._failure is not None:
+                raise _failed(self._failure, self.path)
+            task = _current_task()
+            if self._layers and self._owner is not task:
+                raise RuntimeError("another task is inside a transaction of this shelf: do not await there")
+            if self._layers and not nested:
+                yield self._layers[-1]
+                return
+            self._file.check_size()
+            layer, self._owner = Layer(), task
+            self._layers.append(layer)
+            try:
+                yield layer
+                self._check_order(layer)
+                if len(self._layers) > 1:
+                    self._join()
+                else:
+                    self._commit(layer)
+            except BaseException:
+                if layer in self._layers:
+                    self._abort(layer)
+                raise
+
+    def _check_order(self, layer: Layer) -> None:
+        if self._layers[-1] is not layer:
+            raise RuntimeError("transactions of a shelf end in the opposite order in which they began")
+        if self._file.closed:
+            raise ClosedError("a transaction ends in the process in which it began")
+
+    def _current(self, name: str) -> Variable | None:
+        for layer in reversed(self._layers):
+            if name in layer.changes:
+                return layer.changes[name]
+        return self._committed.get(name)
+
+    def _variable(self, name: str) -> Variable:
+        if not isinstance(name, str):
+            raise TypeError(f"names of variables are strings, not {name!r}")
+        variable = self._current(name)
+        if variable is None:
+            raise KeyError(f"there is no {name!r} on the shelf; there are: {', '.join(list(self)[:20]) or 'none'}")
+        return variable
+
+    def _extent(self, variable: Variable) -> Extent:
+        return Extent(variable.offset, self._header.pages(variable.nbytes))
+
+    def _take(self, nbytes: int, what: str) -> Extent:
+        extent = self._space.take(self._header.pages(nbytes))
+        if extent is None:
+            raise StoreFullError(
+                f"the shelf {self.path} is full: {what} needs {self._header.pages(nbytes)} bytes in one piece, and "
+                f"{self._space.largest} of {self.nbytes} are free; delete something, or grow() it"
+            )
+        return extent
+
+    def _change(self, layer: Layer, name: str, variable: Variable | None) -> None:
+        """Enter a change into a layer; what it replaces there is free again."""
+        replaced = layer.changes.get(name)
+        layer.changes[name] = variable
+        if replaced is not None:
+            self._space.give(self._extent(replaced))
+
+    def _protect(self, layer: Layer, name: str) -> None:
+        """Let a variable be changed in place: what its window shows from now on is a copy."""
+        variable = self._variable(name)
+        if layer.changes.get(name) is variable:
+            return
+        extent = self._take(variable.nbytes, f"a copy of {name!r}")
+        try:
+            if extent.nbytes:
+                self._file.put(extent.offset, self._file.view(variable.offset, variable.nbytes))
+            live = self._live.get(name)
+            if live is not None and live.window is not None:
+                live.window.move(extent.offset)
+        except BaseException:
+            self._space.give(extent)
+            raise
+        self._change(layer, name, Variable(extent.offset, variable.manifest))
+
+    def _assign(self, layer: Layer, name: str, value: Any) -> None:
+        parts = values.take_apart(name, value)
+        self._keep_outer(layer, name)
+        live = self._live.get(name)
+        if live is not None and parts.same_as(live.variable.manifest.skeleton, live.arrays):
+            self._protect(layer, name)  # ``shelf["x"] += 1``, or what a restore filled: it is there already
+        else:
+            self._stage(layer, name, parts)
+
+    def _stage(self, layer: Layer, name: str, parts: values.Parts) -> None:
+        manifest = values.described(parts)
+        extent = self._take(manifest.payload_nbytes, f"the new {name!r}")
+        try:
+            values.fill(parts, manifest, lambda offset, data: self._file.put(extent.offset + offset, data))
+        except BaseException:
+            self._space.give(extent)
+            raise
+        self._retire(name)
+        self._change(layer, name, Variable(extent.offset, manifest))
+
+    def _keep_outer(self, layer: Layer, name: str) -> None:
+        """Take over what was changed in a container before a nested layer: what an abort of that one goes back to."""
+        if name not in layer.changes:
+            outer = next((each for each in reversed(self._layers) if name in each.changes), None)
+            if outer is not None:
+                self._restage(outer, name)
+
+    def _restage(self, layer: Layer, name: str) -> None:
+        """Take over what was changed in a container apart from its arrays' contents; it stays the same object."""
+        live, variable = self._live.get(name), layer.changes.get(name)
+        if live is None or variable is None or isinstance(live.value, _ARRAYS):
+            return
+        parts = values.take_apart(name, live.value)
+        if parts.same_as(live.variable.manifest.skeleton, live.arrays):
+            return
+        if parts.has_arrays(live.arrays):  # where they are, and maybe changed there
+            manifest = msgspec.structs.replace(variable.manifest, skeleton=parts.skeleton)
+            layer.changes[name] = live.variable = Variable(variable.offset, manifest)
+            return
+        value = live.value
+        del live
+        self._stage(layer, name, parts)
+        new = self._open(name, self._variable(name))
+        new.value = values.with_arrays(value, dict(zip(map(id, parts.arrays), new.arrays, strict=True)))
+
+    def _open(self, name: str, variable: Variable) -> _Live:
+        window = self._file.window(*self._extent(variable)) if variable.nbytes else None
+        payload = memoryview(b"") if window is None else window.memory()
+        value, arrays = values.made(variable.manifest, payload)
+        live = self._live[name] = _Live(value, arrays, window, variable)
+        return live
+
+    def _retire(self, name: str) -> None:
+        """Leave arrays to those who hold them, with contents of their own."""
+        live = self._live.pop(name, None)
+        if live is not None and (window := live.window) is not None:
+            del live
+            window.detach()
+
+    def _join(self) -> None:
+        """Make the innermost layer part of the one around it."""
+        layer = self._layers.pop()
+        for name, variable in layer.changes.items():
+            self._change(self._layers[-1], name, variable)
+
+    def _abort(self, layer: Layer) -> None:
+        """Forget a layer and those inside it."""
+        while True:
+            last = self._layers.pop()
+            for name, variable in last.changes.items():
+                self._return(name, self._current(name))
+                if variable is not None:
+                    self._space.give(self._extent(variable))
+            if last is layer:
+                return
+
+    def _return(self, name: str, before: Variable | None) -> None:
+        """Let a variable be again what it was before a layer."""
+        live = self._live.get(name)
+        if live is None:
+            return
+        # The very same table of arrays: they are still those of the same window.
+        if before is None or live.variable.manifest.tensors is not before.manifest.tensors or self._file.closed:
+            self._retire(name)
+            return
+        if live.window is not None:
+            live.window.move(before.offset)
+        live.variable = before
+        if not isinstance(live.value, _ARRAYS):
+            live.value = values.refilled(live.value, values.remade(before.manifest, live.arrays))
+
+    def _commit(self, layer: Layer) -> None:
+        """Make the outermost layer durable.
+
+        Durability: the new contents and the new directory, then the root that names them, each before the next. Space
+        of what the old root named is free only after that: until then the old root may come back into force.
+        """
+        file, sequence = self._file, self._root.sequence + 1
+        for name in [name for name, variable in layer.changes.items() if variable is not None]:
+            self._restage(layer, name)
+        if not layer.changes:
+            self._layers.pop()
+            return
+        new, now = dict(self._committed), time.time()
+        for name, variable in layer.changes.items():
+            if variable is None:
+                new.pop(name, None)
+            else:
+                new[name] = self._finished(variable, sequence, now)
+        data = self._encoder.encode(sequence, new)
+        place = self._take(len(data), "the directory")
+        try:
+            for name in layer.changes:
+                if name in new and new[name].nbytes:
+                    # Crash: the root names contents that were in caches only.
+                    file.persist(new[name].offset, new[name].nbytes)
+            # Crash: the root names a directory that was in caches only.
+            file.store(place.offset, memoryview(data))
+            # Crash (where the kernel flushes): the root reaches the disk before what it names.
+            file.flush()
+        except OSError as error:
+            self._space.give(place)
+            self._failure = error
+            raise _failed(error, self.path) from error
+        self._publish(Root(sequence, self._root.nbytes, Extent(place.offset, len(data)), crc32(data)))
+        self._layers.pop()
+        old, self._committed = self._committed, new
+        for name in layer.changes:
+            if name in old:
+                self._space.give(self._extent(old[name]))
+            if name in self._live:
+                self._live[name].variable = new[name]
+
+    def _finished(self, variable: Variable, sequence: int, now: float) -> Variable:
+        checksum = crc32(self._file.view(variable.offset, variable.nbytes)) if variable.nbytes else 0
+        manifest = msgspec.structs.replace(variable.manifest, counter=sequence, time=now)
+        return Variable(variable.offset, manifest).with_checksum(checksum)
+
+    def _publish(self, root: Root) -> None:
+        """Store a root, the commit, over the older of the two. The directory of the one before it is free then."""
+        before, header = self._root, self._header
+        try:
+            self._file.store(header.place(root.sequence), memoryview(root.encode(header)))
+            # Crash: a transaction is acknowledged and gone; or the next one stores over what the older root names.
+            self._file.flush()
+        except OSError as error:
+            self._failure = error
+            raise _failed(error, self.path) from error
+        self._root = root
+        self._space.give(Extent(before.directory.offset, header.pages(before.directory.nbytes)))
+
+    # -- the file
+
+    def grow(self, nbytes: int) -> None:
+        """Let the file have at least ``nbytes``, durably, whatever becomes of a transaction. Arrays stay in place.
+
+        Raises:
+            StoreFullError: There is not so much space; nothing has changed.
+        """
+        with self._changing():
+            end = self._root.nbytes
+            if nbytes <= end:
+                return
+            data = self._encoder.encode(self._root.sequence + 1, self._committed)
+            used = self._header.pages(len(data))
+            size = max(self._header.pages(nbytes), end + used)
+            self._file.grow(size)
+            self._space.give(Extent(end, size - end))
+            # At the end of what is new, if need be: what is free before and behind the old end stays one piece.
+            place = self._space.take_last(used)
+            try:
+                self._file.store(place.offset, memoryview(data))
+                self._file.flush()  # crash: the root names a directory that was in caches only
+            except OSError as error:
+                self._failure = error
+                raise _failed(error, self.path) from error
+            self._publish(Root(self._root.sequence + 1, size, Extent(place.offset, len(data)), crc32(data)))
+
+    def verify(self) -> tuple[str, ...]:
+        """Return the names of the variables that are not what their last transaction made of them.
+
+        They were changed outside a transaction, or are damaged.
+        """
+        with self._entered():
+            return tuple(name for name, variable in self._committed.items() if not self._is_whole(name, variable))
+
+    def _is_whole(self, name: str, variable: Variable) -> bool:
+        live = self._live.get(name)
+        if live is not None and not self._layers and not isinstance(live.value, _ARRAYS):
+            try:
+                if not values.take_apart(name, live.value).same_as(variable.manifest.skeleton, live.arrays):
+                    return False
+            except UnsupportedStateError:
+                return False
+        checksum = 0
+        for low in range(0, variable.nbytes, _PIECE):
+            checksum = crc32(self._file.read(variable.offset + low, min(_PIECE, variable.nbytes - low)), checksum)
+        return checksum == variable.checksum
+
+    def variables(self) -> Mapping[str, Variable]:
+        """Return what the last transaction left, by name: places, manifests, checksums."""
+        with self._entered():
+            return dict(self._committed)
+
+    def close(self) -> None:
+        """Close the file. Arrays that are still held become private copies. Idempotent.
+
+        Raises:
+            RuntimeError: A transaction is open.
+        """
+        if self._file.closed:
+            return
+        with self._lock:
+            if self._layers:
+                raise RuntimeError("a shelf is not closed inside a transaction")
+            self._live.clear()
+            self._file.close()
+
+    def __enter__(self) -> Shelf:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- in the state of an engine
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all variables, arrays in place."""
+        return {name: self[name] for name in self}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the shelf hold exactly these variables, in one transaction."""
+        with self.transaction():
+            for name in [name for name in self if name not in state]:
+                del self[name]
+            for name, value in state.items():
+                self[name] = value
+
+
+def read_shelf(file: ShelfFile) -> tuple[Header, Root, dict[str, Variable]]:
+    """Return what is in force in a file, checked. Raises CorruptStoreError, naming the file."""
+    try:
+        header = layout.decode_header(file.read(0, layout.HEADER.size))
+        if header.page_bytes % PAGE_BYTES:
+            raise CorruptStoreError(
+                f"the shelf was made on a machine with pages of {header.page_bytes} bytes; those here have {PAGE_BYTES}"
+            )
+        root = layout.newest_root(header, file.read(0, layout.FIRST_PAGE * header.page_bytes), file.size)
+        return header, root, layout.decode_directory(header, root, file.read(*root.directory))
+    except CorruptStoreError as error:
+        raise type(error)(f"{file.path}: {error}") from error
+
+
+def empty_shelf(nbytes: int) -> tuple[int, bytes]:
+    """Return the size and the beginning of a new file: root 1 and its directory, which names nothing."""
+    header = Header(PAGE_BYTES, secrets.token_bytes(16))
+    size = max(header.pages(nbytes), _LEAST_PAGES * PAGE_BYTES)
+    data = layout.DirectoryEncoder().encode(1, {})
+    root = Root(1, size, Extent(layout.FIRST_PAGE * PAGE_BYTES, len(data)), crc32(data))
+    head = bytearray(layout.FIRST_PAGE * PAGE_BYTES) + data
+    head[: layout.HEADER.size] = header.encode()
+    head[header.place(1) : header.place(1) + layout.ROOT.size] = root.encode(header)
+    return size, bytes(head)
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"names of variables are strings, not {name!r}")
+    if not name:
+        raise ValueError("the name of a variable is empty")
+
+
+def _failed(error: OSError, path: Path) -> StoreFailedError:
+    text = f"a flush of the shelf failed ({error.strerror or error}); reopen it to see what is durable"
+    return StoreFailedError(error.errno, text, os.fspath(path))
+
+
+def _current_task() -> object:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no loop runs on this thread
+        return None

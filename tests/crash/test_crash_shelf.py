@@ -1,0 +1,193 @@
+"""Power losses and deaths inside transactions of a shelf: all or nothing; and mistakes that have to be found."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+import pytest
+
+from pccheck_async import Shelf
+from pccheck_async.shelf import format as layout
+from pccheck_async.shelf.format import Extent, Variable
+from pccheck_async.shelf.shelf import Layer
+from pccheck_async.shelf.space import Space
+from pccheck_async.testing import CrashMapping, CrashShelfFile
+from tests.support.shelf_harness import Course, Findings, explore
+
+pytestmark = pytest.mark.slow
+
+IMAGES = 5000
+KINDS = pytest.mark.parametrize("durable", [True, False], ids=["written back", "flushed"])
+SEEDS = 40
+
+
+def many(durable: bool, images: int, first: int) -> Findings:
+    findings, seed = Findings(), first
+    while len(findings.images) < images and not findings.violations:
+        explore(Course(seed, durable=durable), findings)
+        seed += 1
+    print(f"\n  {seed - first} courses: {findings.summary()}")
+    return findings
+
+
+@KINDS
+def test_no_crash_breaks_a_transaction(durable: bool) -> None:
+    findings = many(durable, IMAGES, 0)
+    assert not findings.violations, "\n".join(findings.violations)
+    assert findings.events["commits"] > 0
+    assert findings.events["deaths"] > 0
+
+
+@pytest.mark.campaign
+@KINDS
+def test_thirty_thousand_crashes_of_a_kind(durable: bool) -> None:
+    findings = many(durable, int(os.environ.get("PCCHECK_IMAGES", "30000")), 1000)
+    assert not findings.violations, "\n".join(findings.violations)
+    for event in ("commits", "deaths", "growths", "deletions", "full", "aborts by Undone"):
+        assert findings.events[event] > 0, event
+
+
+# -- mistakes in how bytes become durable
+
+
+class NothingWrittenBack(CrashMapping):
+    def _write_back(self, offset: int, nbytes: int) -> None: ...
+
+
+class OneLineShort(CrashMapping):
+    def _write_back(self, offset: int, nbytes: int) -> None:
+        super()._write_back(offset, nbytes - 64)
+
+
+class NothingFenced(CrashMapping):
+    def _fence(self) -> None: ...
+
+
+class FencedTooEarly(CrashMapping):
+    def _write_back(self, offset: int, nbytes: int) -> None:
+        super()._fence()
+        super()._write_back(offset, nbytes)
+
+    def _fence(self) -> None: ...
+
+
+class ContentsNotPersisted(CrashShelfFile):
+    def persist(self, offset: int, nbytes: int) -> None:
+        if nbytes == layout.ROOT.size or self._storing:
+            super().persist(offset, nbytes)
+
+    _storing = False
+
+    def store(self, offset: int, data: memoryview) -> None:
+        self._storing = True
+        super().store(offset, data)
+        self._storing = False
+
+
+class DirectoryNotPersisted(CrashShelfFile):
+    def store(self, offset: int, data: memoryview) -> None:
+        if len(data) == layout.ROOT.size:
+            super().store(offset, data)
+        else:
+            self.put(offset, data)
+
+
+class RootNotPersisted(CrashShelfFile):
+    def store(self, offset: int, data: memoryview) -> None:
+        if len(data) == layout.ROOT.size:
+            self.put(offset, data)
+        else:
+            super().store(offset, data)
+
+
+class NotFlushedBeforeTheRoot(CrashShelfFile):
+    _stored_root = False
+
+    def store(self, offset: int, data: memoryview) -> None:
+        self._stored_root = len(data) == layout.ROOT.size
+        super().store(offset, data)
+
+    def flush(self) -> None:
+        if self._stored_root:
+            super().flush()
+
+
+class NotFlushedAfterTheRoot(NotFlushedBeforeTheRoot):
+    def flush(self) -> None:
+        if not self._stored_root:
+            CrashShelfFile.flush(self)
+
+
+class Unsettled(CrashShelfFile):
+    def map(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+
+def with_mapping(mapping: type[CrashMapping]) -> type[CrashShelfFile]:
+    return type(mapping.__name__, (CrashShelfFile,), {"mapping_type": mapping})
+
+
+# -- mistakes in what a transaction does
+
+
+class WithoutShadowCopy(Shelf):
+    def _protect(self, layer: Layer, name: str) -> None:
+        """In place: what the root in force names is stored to."""
+
+
+class WindowNotMoved(Shelf):
+    """There is a copy, and the user stores into the original."""
+
+    def _protect(self, layer: Layer, name: str) -> None:
+        live = self._live.pop(name, None)
+        super()._protect(layer, name)
+        if live is not None:
+            self._live[name] = live
+
+
+class FreedTooEarly(Shelf):
+    """Space of what a transaction replaces is used again before its commit."""
+
+    def _change(self, layer: Layer, name: str, variable: Variable | None) -> None:
+        super()._change(layer, name, variable)
+        self._space.__class__ = LenientSpace
+        if name in self._committed:
+            self._space.give(self._extent(self._committed[name]))
+
+
+class LenientSpace(Space):
+    def give(self, extent: Extent) -> None:
+        with suppress(ValueError):
+            super().give(extent)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "durable"),
+    [
+        *((with_mapping(each), True) for each in (NothingWrittenBack, OneLineShort, NothingFenced, FencedTooEarly)),
+        *((each, True) for each in (ContentsNotPersisted, DirectoryNotPersisted, RootNotPersisted)),
+        *((each, False) for each in (NotFlushedBeforeTheRoot, NotFlushedAfterTheRoot, Unsettled)),
+        (Unsettled, True),
+        *((each, True) for each in (WithoutShadowCopy, WindowNotMoved, FreedTooEarly)),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "written back" if value else "flushed",
+)
+def test_a_mistake_is_found(mistake: type[CrashShelfFile] | type[Shelf], durable: bool) -> None:
+    for seed in range(SEEDS):
+        where = {"shelf" if issubclass(mistake, Shelf) else "file": mistake}
+        findings = explore(Course(seed, durable=durable, enough=1, **where))  # type: ignore[arg-type]
+        if findings.violations:
+            print(f"\n  course {seed}: {findings.violations[0]}")
+            return
+    pytest.fail(f"{SEEDS} courses found nothing")
+
+
+def test_a_root_whose_checksum_is_not_verified_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "root_checksum", lambda header, body: 0)
+    assert any(explore(Course(seed, enough=1)).violations for seed in range(SEEDS))
+
+
+def test_roots_that_take_turns_nowhere_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout.Header, "place", lambda header, sequence: header.page_bytes)
+    assert any(explore(Course(seed, enough=1)).violations for seed in range(SEEDS))
