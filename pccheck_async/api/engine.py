@@ -12,7 +12,7 @@ from pccheck_async.engine import EngineLoop, Handoff, PendingCheckpoint, run
 from pccheck_async.format import CheckpointInfo, Metadata, Restored
 from pccheck_async.telemetry import ReadProgress
 from pccheck_async.training import AsyncStepContext, TrainingStep
-from pccheck_async.tuning import Progress, Tuning, checkpoint_bytes, tune
+from pccheck_async.tuning import Progress, Tuning
 
 __all__ = ["CheckpointEngine"]
 
@@ -329,17 +329,7 @@ class CheckpointEngine(EngineBase):
             ValueError: ``io`` is a single medium, or an argument is out of range.
             WriteError: the storage failed.
         """
-        self._core.check_alive()
-        nbytes = checkpoint_bytes(self._core, state, nbytes)
+        measure = self._tuning(state, nbytes, step_seconds, budget_seconds, progress)
         await self._core.loop.run(self._core.wait_ended())
         async with EngineLoop("pccheck-tune") as loop:
-            measuring = tune(
-                self._core.path,
-                nbytes=nbytes,
-                config=self._core.config,
-                io=self._core.io,
-                step_seconds=step_seconds,
-                budget_seconds=budget_seconds,
-                progress=progress,
-            )
-            return await loop.run(measuring)
+            return await loop.run(measure())

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Never
 
@@ -30,7 +31,7 @@ from pccheck_async.store import SpaceNeeded
 from pccheck_async.telemetry import Hook
 from pccheck_async.training import TrainingRun
 from pccheck_async.training.policy import make_policy
-from pccheck_async.tuning import checkpoint_bytes
+from pccheck_async.tuning import Progress, Tuning, checkpoint_bytes, tune
 
 __all__ = ["EngineBase", "note_closing_failure_on"]
 
@@ -191,6 +192,27 @@ class EngineBase:
     def scalars(self) -> dict[str, float]:
         """Return the statistics as numbers by name (see :func:`pccheck_async.engine.metrics.scalars`)."""
         return scalars(self.statistics())
+
+    def _tuning(
+        self,
+        state: Mapping[str, Any] | None,
+        nbytes: int | None,
+        step_seconds: float | None,
+        budget_seconds: float,
+        progress: Progress | None,
+    ) -> Callable[[], Coroutine[Any, Any, Tuning]]:
+        """Return what measures for an engine like this one, once its checkpoints have ended."""
+        self._core.check_alive()
+        return partial(
+            tune,
+            self._core.path,
+            nbytes=checkpoint_bytes(self._core, state, nbytes),
+            config=self._core.config,
+            io=self._core.io,
+            step_seconds=step_seconds,
+            budget_seconds=budget_seconds,
+            progress=progress,
+        )
 
     @property
     def path(self) -> str:

@@ -10,7 +10,7 @@ from pccheck_async.engine import EngineLoop, PendingCheckpoint, block_on
 from pccheck_async.format import CheckpointInfo, Metadata, Restored
 from pccheck_async.telemetry import ReadProgress
 from pccheck_async.training import StepContext, TrainingStep
-from pccheck_async.tuning import Progress, Tuning, checkpoint_bytes, tune
+from pccheck_async.tuning import Progress, Tuning
 
 __all__ = ["SyncCheckpointEngine"]
 
@@ -112,17 +112,7 @@ class SyncCheckpointEngine(EngineBase):
         progress: Progress | None = None,
     ) -> Tuning:
         """Measure and return the settings for an engine here (see :meth:`pccheck_async.CheckpointEngine.tune`)."""
-        self._core.check_alive()
-        nbytes = checkpoint_bytes(self._core, state, nbytes)
+        measure = self._tuning(state, nbytes, step_seconds, budget_seconds, progress)
         self._core.loop.call(self._core.wait_ended())
         with EngineLoop("pccheck-tune") as loop:
-            measuring = tune(
-                self._core.path,
-                nbytes=nbytes,
-                config=self._core.config,
-                io=self._core.io,
-                step_seconds=step_seconds,
-                budget_seconds=budget_seconds,
-                progress=progress,
-            )
-            return loop.call(measuring)
+            return loop.call(measure())
