@@ -79,18 +79,18 @@ async def open_session(
         name, why = "python", "the C extension was not built here"
     backend = PythonOperations if name == "python" else NativeOperations
     operations: Operations = backend(io_threads=writers, copy_threads=copiers)
-    if not isinstance(io, str):
-        try:
+    try:
+        if not isinstance(io, str):
             given = io if isinstance(io, Medium) else io(os.fspath(path), operations)
-        except BaseException:
-            await operations.close()
-            raise
-        return Session(operations, given, f"files by {type(given).__name__}")
-    reason = f"{name}: {why}"
-    if medium == "auto" and await operations.call(kind_of_folder, Path(path)) == "persistent":
-        medium = "mapped"
-    kind = MappedFiles if medium == "mapped" else Files
-    return Session(operations, kind(path, operations, reason), reason)
+            return Session(operations, given, f"files by {type(given).__name__}")
+        reason = f"{name}: {why}"
+        if medium == "auto" and await operations.call(kind_of_folder, Path(path)) == "persistent":
+            medium = "mapped"
+        kind = MappedFiles if medium == "mapped" else Files
+        return Session(operations, kind(path, operations, reason), reason)
+    except BaseException:
+        await uninterrupted(operations.close())
+        raise
 
 
 def store_path(path: str | os.PathLike[str]) -> str:
