@@ -75,11 +75,11 @@ class LayoutCache:
         if [*map(type, leaves.values)] != self._types:
             return None
         tensors, views = self._split(leaves)
-        if [*self._forms_of_arrays(leaves, views)] != self._array_forms:
+        if self._arrays and [*self._forms_of_arrays(leaves, views)] != self._array_forms:
             return None
-        place = self._place
+        place, blocks = self._place, _blocks(tensors)
         bases, sizes, owners, prints = list[int](), list[int](), list[Any](), list[bytes | None]()
-        for number, (known, block) in enumerate(zip(self._blocks, _blocks(tensors), strict=True)):
+        for number, (known, block) in enumerate(zip(self._blocks, blocks, strict=True)):
             prints.append(fingerprint(block, addresses=True))
             print_same = prints[-1] is not None and place is not None and prints[-1] == place.prints[number]
             try:
@@ -91,19 +91,21 @@ class LayoutCache:
             bases += map(_address, storages)
             sizes += map(_nbytes, storages)
             owners += storages
-        bases += map(_base, views)
-        sizes += [_span(view)[1] for view in views]
-        owners += [None if view is None else view.owner for view in views]
+        if views:
+            bases += map(_base, views)
+            sizes += [_span(view)[1] for view in views]
+            owners += [None if view is None else view.owner for view in views]
         if place is None or bases != place.bases or sizes != place.sizes:
-            if not all(map(Fingerprints.same_offsets, self._blocks, _blocks(tensors))):
+            if not all(map(Fingerprints.same_offsets, self._blocks, blocks)):
                 return None
             each = np.array(bases, np.int64)
             if not self._relations.hold(each, np.array(sizes, np.int64)):
                 return None
             place = self._place = _Place(bases, sizes, prints, self._addresses(each))
-        return replace(
-            self._layout, sources=self._layout.sources.with_memory(place.addresses, self._owners(leaves, owners))
-        )
+        last = self._layout
+        sources = last.sources.with_memory(place.addresses, self._owners(leaves, owners))
+        # ``replace`` takes five times as long.
+        return Layout(last.tensors, last.storage_nbytes, last.extents, sources, last.source_of, last.breaks)
 
     def _split(self, leaves: Leaves) -> tuple[list[Any], list[View | None]]:
         values = leaves.values
@@ -144,8 +146,10 @@ class _Place(NamedTuple):
     addresses: npt.NDArray[np.uint64]
 
 
-def _blocks(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    return (tensors[start : start + _BLOCK] for start in range(0, len(tensors), _BLOCK))
+def _blocks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    if len(tensors) <= _BLOCK:
+        return [tensors] if tensors else []
+    return [tensors[start : start + _BLOCK] for start in range(0, len(tensors), _BLOCK)]
 
 
 def _base(view: View | None) -> int:
