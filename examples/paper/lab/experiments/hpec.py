@@ -136,23 +136,23 @@ def saves(
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pccheck-bench-", dir=place.folder))
             for number, kind in enumerate(kinds):
                 entries.append((place, stack.enter_context(kind(Path(folder) / str(number)))))
-        for number in range(-_WARM, rounds):
+        seconds: list[list[tuple[float, float]]] = [[] for _ in entries]
+        for number in range(_WARM + rounds):
             if model.converged:
                 model.start()
             model.iterate()
             state = model.state_dict()
-            for place, method in shuffle.sample(entries, len(entries)):
-                seconds = _save(method, state, _WARM + number)
+            for at in shuffle.sample(range(len(entries)), len(entries)):
+                seconds[at].append(_save(entries[at][1], state, number))
                 os.sync()
-                if number >= 0:
-                    rows += _rows(place, method.name, seconds, label, k, number)
-        for place, method in entries:
+        for (place, method), each in zip(entries, seconds, strict=True):
             try:
                 check_restore(method, state, {key: _blank(value) for key, value in state.items()})
             except DiffersError as error:
-                gone = (method.name, _WAITED) if method.name == _OURS else (method.name,)
-                rows = [row for row in rows if row.figure != place.figure or row.method not in gone]
                 notes.append(f"Figure {place.figure}, {label}, k = {k}: failed: {error}")
+                continue
+            for repetition, one in enumerate(each[_WARM:]):
+                rows += _rows(place, method.name, one, label, k, repetition)
     return rows, notes
 
 

@@ -1,24 +1,27 @@
-"""A shelf: the state's parts are variables in a mapped file, and a save is one transaction."""
+"""A shelf: every array is a variable in a mapped file, all the rest is one more, and a save is one transaction."""
 
 from __future__ import annotations
 
 import copy
 from pathlib import Path
 
-from examples.paper.lab.methods.base import Done, Handle, Method, State
+import numpy as np
+import torch
+
+from examples.paper.lab.methods.base import Done, Handle, Method, State, UnsupportedError
 from examples.paper.lab.methods.files import fill
 from pccheck_async import Shelf
 from pccheck_async.state import arrange, flatten
 
 __all__ = ["ShelfInPlace", "ShelfReassigned"]
 
-_STEP = "step of the checkpoint"
+_REST = "rest"
 _COPIES, _MORE_BYTES = 3, 1 << 20
 """Space: what is in force, what replaces it, and as much again, since free space is not always in one piece."""
 
 
 class ShelfReassigned(Method):
-    """Every variable is assigned anew, all in one transaction."""
+    """All variables are assigned anew, in one transaction."""
 
     name = "shelf reassigned"
     durable = atomic = resumable = True
@@ -36,22 +39,26 @@ class ShelfReassigned(Method):
         """Commit a transaction; the first one makes the file."""
         if self._shelf is None:
             self._shelf = Shelf(self.file, _COPIES * sum(arrange(flatten(state).leaves).storage_nbytes) + _MORE_BYTES)
-        self._put(self._shelf, {**state, _STEP: step})
+        arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray | torch.Tensor)}
+        if _REST in arrays:
+            raise UnsupportedError(f"an array is called {_REST!r}")
+        rest = {name: value for name, value in state.items() if name not in arrays}
+        self._put(self._shelf, arrays, [step, rest])
         return Done()
 
-    def _put(self, shelf: Shelf, state: State) -> None:
-        shelf.load_state_dict(state)
+    def _put(self, shelf: Shelf, arrays: State, rest: object) -> None:
+        shelf.load_state_dict({**arrays, _REST: rest})
 
     def load(self, into: State) -> int:
         """Copy from the shelf: what is loaded is changed outside of transactions."""
         if self._shelf is None and self.file.exists():
             self._shelf = Shelf(self.file)
-        if self._shelf is None or _STEP not in self._shelf:
+        if self._shelf is None or _REST not in self._shelf:
             raise FileNotFoundError(f"no checkpoint in {self.folder}")
+        step, rest = self._shelf[_REST]
         for name in into:
-            into[name] = fill(into[name], copy.deepcopy(self._shelf[name]))
-        step: int = self._shelf[_STEP]
-        return step
+            into[name] = fill(into[name], copy.deepcopy(rest[name] if name in rest else self._shelf[name]))
+        return int(step)
 
     def close(self) -> None:
         """Close the file."""
@@ -68,7 +75,9 @@ class ShelfInPlace(ShelfReassigned):
 
     name = "shelf in place"
 
-    def _put(self, shelf: Shelf, state: State) -> None:
-        with shelf.transaction(*(name for name in state if name in shelf)):
-            for name, value in state.items():
-                shelf[name] = fill(shelf[name], value) if name in shelf else value
+    def _put(self, shelf: Shelf, arrays: State, rest: object) -> None:
+        with shelf.transaction(*(name for name in arrays if name in shelf)):
+            for name, value in arrays.items():
+                if name not in shelf or fill(shelf[name], value) is not shelf[name]:  # the first time, another shape
+                    shelf[name] = value
+            shelf[_REST] = rest
