@@ -9,13 +9,15 @@ import signal
 import sys
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pccheck_async import CheckpointError, SyncCheckpointEngine, list_checkpoints
+from examples.paper.lab.methods import CLUSTERING
+from pccheck_async import CheckpointError, list_checkpoints
 
 Floats = NDArray[np.float64]
 
@@ -122,14 +124,15 @@ def make_parser(description: str | None, *, tolerance: float, meaning: str) -> a
     add("--k", type=int, default=10, help="clusters (default %(default)s)")
     add("--max-iterations", type=int, default=300, help="in all, resumed ones included (default %(default)s)")
     add("--tolerance", type=float, default=tolerance, help=f"{meaning} (default %(default)s)")
-    add("--crash-at", type=int, metavar="ITERATION", help="die by SIGKILL in the middle of the save of this iteration")
+    add("--method", choices=CLUSTERING, default="pccheck", help="how to save (default %(default)s)")
+    add("--crash-at", type=int, metavar="ITERATION", help="die by SIGKILL once saving this iteration lets go on")
     add("--seed", type=int, default=1)
     return parser
 
 
 def samples_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Samples:
     """Return the samples that the command line asks for; end the program where it makes no sense."""
-    if not args.resume and list_checkpoints(args.store):
+    if not args.resume and (list_checkpoints(args.store) or any(args.store.glob("checkpoint.*"))):
         parser.error(f"{args.store} holds checkpoints already: continue with --resume, or choose another --store")
     samples = load_samples(args.data, args.samples)
     if not 1 <= args.k <= len(samples.values):
@@ -139,21 +142,26 @@ def samples_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Sam
 
 def fit(clusters: Clusters, args: argparse.Namespace) -> None:
     """Iterate until done, save after every iteration, resume or crash where the command line says so."""
-    with SyncCheckpointEngine(args.store) as engine:
-        restored = engine.restore({"clusters": clusters}) if args.resume else None
-        print(f"resumed from iteration {restored.step}" if restored else "starting from scratch", flush=True)
+    with CLUSTERING[args.method](args.store) as method:
+        state, restored = clusters.state_dict(), 0
+        if args.resume:
+            with suppress(FileNotFoundError):
+                restored = method.load(state)
+        print(f"resumed from iteration {restored}" if restored else "starting from scratch", flush=True)
         if args.data == "synthetic":
             print("synthetic images, of MNIST's shape: no figure here is one of MNIST", flush=True)
-        if restored is None:
+        if restored:
+            clusters.load_state_dict(state)
+        else:
             clusters.start()
         while not clusters.converged and clusters.iteration < args.max_iterations:
             clusters.iterate()
             name, value = clusters.score
             print(f"iteration {clusters.iteration}: {name} {value!r}, saving", flush=True)
-            engine.checkpoint({"clusters": clusters}, step=clusters.iteration, metadata={name: value})
-            # The state is captured and is being written in the background: the next iteration may change it.
+            method.save(clusters.state_dict(), clusters.iteration).captured()
+            # With pccheck the state is captured and being written: the next iteration may change it.
             if clusters.iteration == args.crash_at:
-                os.kill(os.getpid(), signal.SIGKILL)  # in the middle of the save, with no chance to clean up
+                os.kill(os.getpid(), signal.SIGKILL)  # with no chance to clean up
     how = "converged" if clusters.converged else "not converged"
     print(f"{how} after {clusters.iteration} iterations, parameters {digest(clusters.parameters)}", flush=True)
 

@@ -18,7 +18,7 @@ from tests.support.tiny_experiments import Failing, Tiny
 ROOT = Path(__file__).parents[2]
 METHODS = {
     "gh": ("torch.save + fsync + rename", "pccheck overlapped"),
-    "hpec": ("savez", "savez_durable", "pccheck"),
+    "hpec": ("savez without fsync", "savez + fsync + rename", "pccheck", "pccheck mapped", "shelf in place"),
     "overhead": ("pccheck overlapped",),
     "throughput": ("CheckFreq", "pccheck overlapped"),
     "costs": ("pccheck", "torch.save"),

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from examples.paper.lab.bits import differences, scribble
-from examples.paper.lab.methods import METHODS, Method, State, UnsupportedError, find_method
+from examples.paper.lab.methods import CLUSTERING, METHODS, Method, State, UnsupportedError, find_method
 from pccheck_async import RNGState
 from tests.support.children import end, fork, in_child
 from tests.support.loop_devices import unmount
@@ -53,9 +53,9 @@ IMPORTED = {
 MIB = 1 << 20
 
 
-@pytest.fixture(params=METHODS)
+@pytest.fixture(params=[*METHODS, "pccheck mapped", "shelf reassigned", "shelf in place"])
 def kind(request: pytest.FixtureRequest) -> type[Method]:
-    method = find_method(request.param)
+    method = (METHODS | CLUSTERING)[request.param]
     reason = method.why_not()
     if reason is not None:
         pytest.skip(reason)

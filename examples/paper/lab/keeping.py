@@ -14,7 +14,7 @@ import msgspec
 
 from examples.paper.lab.experiments import Experiment, Findings, Settings
 from examples.paper.lab.figures import draw_rows, draw_timeline
-from examples.paper.lab.methods import METHODS, Method
+from examples.paper.lab.methods import CLUSTERING, METHODS, Method
 from examples.paper.lab.outcome import MethodInfo, Outcome, TimelineFiles, file_name, read_outcome, replace_file
 from examples.paper.lab.table import Row, TableError, write_rows
 from pccheck_async.bench.machine import survey
@@ -170,7 +170,7 @@ def _versions() -> dict[str, str]:
 
 def _method_infos() -> dict[str, MethodInfo]:
     """Return what there is to know of every method, those that one experiment has for itself among them."""
-    kinds = {kind.name: kind for kind in _kinds(Method) if hasattr(kind, "name")} | METHODS
+    kinds = {kind.name: kind for kind in _kinds(Method) if hasattr(kind, "name")} | METHODS | CLUSTERING
     return {
         name: MethodInfo(
             durable=kind.durable,
@@ -187,6 +187,6 @@ def _method_infos() -> dict[str, MethodInfo]:
 def _kinds(kind: type) -> Iterator[type[Method]]:
     each: type[Method]
     for each in kind.__subclasses__():
-        if each.__module__.startswith("pccheck_async."):
+        if each.__module__.startswith("examples.paper."):
             yield each
         yield from _kinds(each)

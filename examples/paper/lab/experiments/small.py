@@ -37,7 +37,7 @@ _PAIRS, _QUICK_PAIRS = 25, 8
 class Savez(Method):
     """``numpy.savez`` into a new file that takes the old one's name once it is flushed, the folder flushed too."""
 
-    name = "savez_durable"
+    name = "savez + fsync + rename"
     durable = atomic = True
     resumable = False
 

@@ -223,7 +223,7 @@ CATALOGUE: dict[str, FigureSpec] = {
     ),
     **{
         figure: FigureSpec(
-            title=f"Time of one save of {what}",
+            title=f"Time of one save of a clustering, {where}",
             x_label="clusters (k)",
             y_label="time of one save",
             kind="lines",
@@ -231,7 +231,10 @@ CATALOGUE: dict[str, FigureSpec] = {
             log_y=True,
             from_zero=False,
         )
-        for figure, what in (("hpec-kmeans", "KMeans"), ("hpec-gmm", "a Gaussian mixture"))
+        for figure, where in (
+            ("hpec-disk", "on the disk"),
+            ("hpec-tmpfs-emulation", "on tmpfs: persistent memory is emulated, nothing survives the power"),
+        )
     },
 }
 """By the name in the ``figure`` column."""

@@ -61,12 +61,13 @@ _METHODS = {
     "safetensors + fsync + rename": Style("safetensors, crash-safe", "#999933", "h", "\\\\\\"),
     "Lightning AsyncCheckpointIO": Style("Lightning async", "#F0E442", "v", "..."),
     "DeepSpeed FastFileWriter": Style("DeepSpeed FastFileWriter", "#DDCC77", ">", "///"),
-    "savez": Style("savez", "#BBBBBB", "P"),
-    "savez_durable": Style("savez, durable", "#888888", "X", "///"),
-    "savez_compressed": Style("savez_compressed", "#E69F00", "d", "\\\\\\"),
-    "savez_compressed_durable": Style("savez_compressed, durable", "#CC79A7", "s", "xxx"),
-    "shelf": Style("shelf, reassigned", "#56B4E9", "D"),
-    "shelf_in_place": Style("shelf, in place", "#0072B2", "o"),
+    "savez without fsync": Style("savez, no fsync", "#BBBBBB", "P"),
+    "savez + fsync + rename": Style("savez, fsync", "#888888", "X", "///"),
+    "savez_compressed without fsync": Style("savez_compressed, no fsync", "#E69F00", "d", "\\\\\\"),
+    "savez_compressed + fsync + rename": Style("savez_compressed, fsync", "#CC79A7", "s", "xxx"),
+    "pccheck mapped": Style('pccheck_async, medium="mapped"', "#009E73", "^"),
+    "shelf reassigned": Style("shelf, reassigned", "#D55E00", "D"),
+    "shelf in place": Style("shelf, in place", "#882255", "v"),
 }
 _OTHERS = ("#F0E442", "#661100", "#332288", "#44AA99", "#AA4499", "#999933", "#DDCC77", "#88CCEE", "#CC6677", "#117733")
 _OTHER_MARKERS = "<>*ph8HX1d"

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 __all__ = ["fill", "missing", "newest", "remove_older", "sync_folder", "target"]
@@ -64,12 +65,17 @@ def remove_older(folder: Path, marker: str = "") -> None:
 
 
 def fill(into: Any, saved: Any) -> Any:
-    """Return ``saved`` with the tensors, dicts and lists of ``into`` where these fit, which it fills in place."""
+    """Return ``saved`` with the tensors, arrays, dicts and lists of ``into`` that fit, which it fills in place."""
     if isinstance(into, torch.Tensor) and isinstance(saved, torch.Tensor):
         if into.shape == saved.shape and into.dtype == saved.dtype:
             into.detach().copy_(saved)
             return into
         return saved.clone()  # what was read may be mapped memory that is about to go
+    if isinstance(into, np.ndarray) and isinstance(saved, np.ndarray):
+        if into.shape == saved.shape and into.dtype == saved.dtype:
+            np.copyto(into, saved)
+            return into
+        return saved.copy()
     if isinstance(into, dict) and isinstance(saved, dict):
         for key in [key for key in into if key not in saved]:
             del into[key]

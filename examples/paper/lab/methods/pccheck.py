@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
 from examples.paper.lab.methods.base import Handle, Method, State
 from pccheck_async import PendingCheckpoint, SyncCheckpointEngine
 from pccheck_async.engine import Auto
-from pccheck_async.medium.open_medium import IO
+from pccheck_async.medium.open_medium import IO, MediumName
 
-__all__ = ["PCcheck", "PCcheckOverlapped"]
+__all__ = ["PCcheck", "PCcheckMapped", "PCcheckOverlapped"]
 
 
 class _Pending(Handle):
@@ -53,6 +54,7 @@ class PCcheck(Method):
 
     name = "pccheck"
     durable = atomic = resumable = True
+    medium: ClassVar[MediumName] = "auto"
 
     def __init__(
         self,
@@ -72,6 +74,7 @@ class PCcheck(Method):
             host_memory=host_memory,
             writers=writers,
             io=io,
+            medium=self.medium,
         ).open()
 
     def save(self, state: State, step: int) -> Handle:
@@ -101,3 +104,10 @@ class PCcheckOverlapped(PCcheck):
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the optimizer's steps wait for captures."""
         self.engine.attach(optimizer)
+
+
+class PCcheckMapped(PCcheck):
+    """Written through mapped files, whatever the filesystem: on tmpfs persistent memory is emulated so."""
+
+    name = "pccheck mapped"
+    medium = "mapped"

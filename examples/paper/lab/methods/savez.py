@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
@@ -22,7 +23,7 @@ _REST = "rest"
 class Savez(Method):
     """Over the last file, nothing flushed; what is no array goes along as a literal of Python's."""
 
-    name = "savez"
+    name = "savez without fsync"
     durable = atomic = False
     resumable = True
     write: ClassVar[Callable[..., None]] = staticmethod(np.savez)
@@ -39,8 +40,12 @@ class Savez(Method):
         return Done()
 
     def load(self, into: State) -> int:
-        """Read the file."""
-        with np.load(self.file, allow_pickle=False) as found:
+        """Read the file. Raises ValueError where a save was killed that wrote over it."""
+        try:
+            archive = np.load(self.file, allow_pickle=False)
+        except (EOFError, zipfile.BadZipFile) as error:  # its directory is written last
+            raise ValueError(f"{self.file} is torn: a save was killed that wrote over the only checkpoint") from error
+        with archive as found:
             step, rest = ast.literal_eval(str(found[_REST]))
             for name in into:
                 array = None if name in rest else found[name]
@@ -61,7 +66,7 @@ class Savez(Method):
 class SavezDurable(Savez):
     """Into a new file that takes the old one's name once it is flushed, the folder flushed too."""
 
-    name = "savez_durable"
+    name = "savez + fsync + rename"
     durable = atomic = True
 
     def save(self, state: State, step: int) -> Handle:
@@ -79,14 +84,14 @@ class SavezDurable(Savez):
 class SavezCompressed(Savez):
     """Compressed, over the last file."""
 
-    name = "savez_compressed"
+    name = "savez_compressed without fsync"
     write = staticmethod(np.savez_compressed)
 
 
 class SavezCompressedDurable(SavezDurable):
     """Compressed, and durable."""
 
-    name = "savez_compressed_durable"
+    name = "savez_compressed + fsync + rename"
     write = staticmethod(np.savez_compressed)
 
 
