@@ -272,7 +272,8 @@ class Capture:
         # and those of them for which the caller waits.
         self._eager: set[int] = set()
         if self.lazy is not None:
-            self._eager = self._chunks_of(alive & self.lazy.eager)
+            if self.lazy.eager is not None:
+                self._eager = self._chunks_of(alive & self.lazy.eager)
             if not self._eager:
                 eager_captured()
         self._timed_nbytes, self._timed_since = 0, time.perf_counter()

@@ -253,7 +253,7 @@ class Guard:
             notify(self.before_access)
         with self._lock:
             self._captures = [each for each in self._captures if not each.pending.done()] + [capture]
-        if not lazy.any_eager:
+        if lazy.eager is None:
             pending.set_eager_captured()
         return capture
 

@@ -119,10 +119,13 @@ class Files(Medium):
 
     async def lock(self, file: File, *, shared: bool = False) -> bool:
         # Without waiting flock returns at once, so it needs no helper thread.
-        with self._errors(file.name, read_error if shared else write_error), suppress(BlockingIOError):
+        try:
             fcntl.flock(file.fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-            return True
-        return False
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise (read_error if shared else write_error)(error, self._folder.path / file.name) from error
+        return True
 
     async def unlock(self, file: File) -> None:
         with self._errors(file.name, write_error):

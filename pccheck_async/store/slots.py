@@ -88,6 +88,11 @@ class SlotTable:
         """Slots that nothing uses, smallest number first."""
         return sorted(self.sizes.keys() - self._committed - self.leased - self._read.keys())
 
+    def is_free(self, slot: int) -> bool:
+        """Whether a slot exists and nothing uses it."""
+        used = slot in self._committed or slot in self.leased or slot in self._read
+        return slot in self.sizes and not used
+
     def decide(self, nbytes: int, passed_over: Collection[int] = ()) -> Decision:
         """Choose a slot for a checkpoint of ``nbytes``, without the free slots ``passed_over`` (readers hold them).
 
@@ -137,7 +142,7 @@ class SlotTable:
         self.leased.add(slot)
 
     def _check_free(self, slot: int) -> None:
-        if slot not in self.free():
+        if not self.is_free(slot):
             raise ValueError(f"slot {slot} is not free")
 
     def release(self, slot: int) -> None:
@@ -166,7 +171,8 @@ class SlotTable:
 
     def surplus(self) -> list[int]:
         """Free slots beyond ``most`` (after a reader's extra slot, or when fewer are kept), to be removed."""
-        return sorted(self.free(), key=self._rank)[: max(0, self.count - self.most)]
+        beyond = self.count - self.most
+        return sorted(self.free(), key=self._rank)[:beyond] if beyond > 0 else []
 
 
 _POLL_SECONDS = 0.01
@@ -321,7 +327,7 @@ class Slots:
         """Lock a free slot; False where a reader holds it: of another process, or of this one by now."""
         if not await self._medium.lock(self._files[slot]):
             return False
-        if slot not in self.table.free():
+        if not self.table.is_free(slot):
             await self._medium.unlock(self._files[slot])
             return False
         return True

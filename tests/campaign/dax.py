@@ -2,8 +2,8 @@
 
 In a guest (see :mod:`tests.support.guest`; the kernel and a disk with this Python are kept in ``--work``): the tests in
 C and the conformance checks of media, on the mount; system calls from ``checkpoint()`` to durable; then lives of an
-engine, each of which ends with SIGKILL of qemu at a random moment. The next one has to find what was acknowledged, all
-or nothing.
+engine and a shelf, each of which ends with SIGKILL of qemu at a random moment. The next one has to find what was
+acknowledged, all or nothing.
 """
 
 from __future__ import annotations
@@ -97,6 +97,8 @@ class Lives:
     kills: Counter[str] = field(default_factory=Counter)
     acknowledged: int = -1
     acknowledgements: int = 0
+    kept: int = -1
+    transactions: int = 0
     restarts: int = 0
     lost: int = 0
     seconds: float = 1.0  # from resuming until all is examined
@@ -136,17 +138,23 @@ class Lives:
         match said:
             case ["mounted"]:
                 return "examining"
-            case ["restored", step]:
+            case ["restored", step, number]:
                 self.restarts += 1
-                if step < self.acknowledged:
+                if step < self.acknowledged or number < self.kept:
                     self.lost += 1
                     print(f"LOST: step {self.acknowledged} was acknowledged, {step} is there", flush=True)
-                self.acknowledged = step  # it is durable now, and what comes next has to be newer
+                    print(f"      transaction {self.kept} was acknowledged, {number} is there", flush=True)
+                self.acknowledged, self.kept = step, number  # durable now, and what comes next has to be newer
                 return "saving"
             case ["durable", step]:
                 assert step > self.acknowledged, f"step {step} acknowledged after {self.acknowledged}"
                 self.acknowledged = step
                 self.acknowledgements += 1
+                return phase
+            case ["kept", number]:
+                assert number == self.kept + 1, f"transaction {number} acknowledged after {self.kept}"
+                self.kept = number
+                self.transactions += 1
                 return phase
         raise RuntimeError(f"the guest ended by itself, or said {said}")
 
@@ -187,6 +195,7 @@ def main() -> int:
     print(f"{lives.kills.total()} guests killed: {dict(lives.kills)}")
     print(f"{lives.restarts} restarts, all that was committed whole in each; {lives.lost} missed an acknowledged step")
     print(f"{lives.acknowledgements} checkpoints acknowledged, step {lives.acknowledged} the newest; e2fsck: {clean}")
+    print(f"{lives.transactions} transactions of the shelf acknowledged, {lives.kept} the newest")
     return failed + lives.lost + checked.returncode
 
 

@@ -42,7 +42,7 @@ class Taken:
         if lazy is None:
             return np.zeros(len(sources), np.bool_)
         owned = np.zeros(len(sources), np.bool_) if sources.owned is None else sources.owned
-        return ~owned & ~lazy.eager
+        return ~owned if lazy.eager is None else ~owned & ~lazy.eager
 
 
 class Saver:

@@ -27,6 +27,7 @@ import torch
 
 from pccheck_async import (
     NoCheckpointError,
+    Shelf,
     StoreFullError,
     SyncCheckpointEngine,
     list_checkpoints,
@@ -44,6 +45,7 @@ from tests.support.kill_harness import is_whole, state_of
 
 MOUNT = Path("/mnt")
 STORE = MOUNT / "store"
+SHELF = MOUNT / "variables.shelf"
 TRACED = 20
 """Checkpoints whose system calls are counted."""
 _RESEED = 0x5207
@@ -96,11 +98,35 @@ def examine() -> int:
     return step
 
 
+def examine_shelf() -> int:
+    """Return the number of the newest transaction, -1 for none. Raises where it is there in part."""
+    if not SHELF.exists():
+        return -1
+    with Shelf(SHELF) as shelf:
+        assert shelf.kind == "persistent", shelf.kind
+        if "number" not in shelf:
+            return -1
+        number: int = shelf.number
+        assert all((array == number).all() for array in shelf.arrays), f"transaction {number} is there in part"
+        assert not shelf.verify(), shelf.verify()
+        return number
+
+
+def transact(shelf: Shelf, number: int) -> None:
+    """Change arrays of 4 to 256 KiB in place and a number, in one transaction."""
+    if "arrays" not in shelf:
+        shelf["arrays"] = [torch.full((1024 << each,), float(number)) for each in range(0, 8, 2)]
+    with shelf.transaction("arrays"):
+        for array in shelf.arrays:
+            array.fill_(number)
+        shelf["number"] = number
+
+
 def live() -> None:
-    """Say what is there, and save until the guest is killed."""
-    step = examine()
-    say("restored", step)
-    with engine_on(STORE, max_in_flight=2, keep_last=2, chunk_bytes=64 << 10) as engine:
+    """Say what is there, save and change a shelf until the guest is killed."""
+    step, number = examine(), examine_shelf()
+    say("restored", step, number)
+    with Shelf(SHELF, 4 << 20) as shelf, engine_on(STORE, max_in_flight=2, keep_last=2, chunk_bytes=64 << 10) as engine:
         chosen = engine.statistics().io
         assert "MAP_SYNC" in chosen, chosen
         waiting: list[Any] = []
@@ -109,11 +135,14 @@ def live() -> None:
             waiting.append(engine.checkpoint(state_of(step, elements_of(step)), step=step))
             if len(waiting) == 2:
                 say("durable", waiting.pop(0).result().step)
+            number += 1
+            transact(shelf, number)
+            say("kept", number)
 
 
 def look() -> None:
     """Say what is there, and leave the filesystem clean."""
-    say("restored", examine())
+    say("restored", examine(), examine_shelf())
     subprocess.run(["umount", MOUNT], check=True)
     say("unmounted")
 

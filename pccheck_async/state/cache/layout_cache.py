@@ -78,10 +78,14 @@ class LayoutCache:
         if self._arrays and [*self._forms_of_arrays(leaves, views)] != self._array_forms:
             return None
         place, blocks = self._place, _blocks(tensors)
-        bases, sizes, owners, prints = list[int](), list[int](), list[Any](), list[bytes | None]()
-        for number, (known, block) in enumerate(zip(self._blocks, blocks, strict=True)):
-            prints.append(fingerprint(block, addresses=True))
-            print_same = prints[-1] is not None and place is not None and prints[-1] == place.prints[number]
+        bases: list[int] = []
+        sizes: list[int] = []
+        owners: list[Any] = []
+        prints: list[bytes | None] = []
+        for known, block in zip(self._blocks, blocks, strict=True):
+            now = fingerprint(block, addresses=True)
+            print_same = now is not None and place is not None and now == place.prints[len(prints)]
+            prints.append(now)
             try:
                 if not known.same(block, print_same=print_same):
                     return None
@@ -103,7 +107,9 @@ class LayoutCache:
                 return None
             place = self._place = _Place(bases, sizes, prints, self._addresses(each))
         last = self._layout
-        sources = last.sources.with_memory(place.addresses, self._owners(leaves, owners))
+        if self._packings or not self._in_order:
+            owners = self._owners(leaves, owners)
+        sources = last.sources.with_memory(place.addresses, owners)
         # ``replace`` takes five times as long.
         return Layout(last.tensors, last.storage_nbytes, last.extents, sources, last.source_of, last.breaks)
 

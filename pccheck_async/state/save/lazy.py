@@ -61,10 +61,13 @@ class LazySources:
     """Which sources lie in lazy memory, remembered for as long as neither they nor that memory change."""
 
     def __init__(self) -> None:
-        self._last: tuple[npt.NDArray[np.uint64], bytes | None, _Which] | None = None  # replaced at once: see Splitter
+        # Replaced at once: see Splitter.
+        self._last: tuple[npt.NDArray[np.uint64], bytes | None, tuple[_Which, bool]] | None = None
 
-    def among(self, sources: Sources, tensors: list[torch.Tensor]) -> _Which:
-        """Return which of ``sources`` lie in the memory of ``tensors`` (see :func:`covered`). Not to be changed.
+    def among(self, sources: Sources, tensors: list[torch.Tensor]) -> tuple[_Which, bool]:
+        """Return which of ``sources`` lie in the memory of ``tensors`` (see :func:`covered`), and whether all do.
+
+        The array is not to be changed.
 
         The table of addresses of the sources is the same object as at the last call while all leaves lie as they did.
         """
@@ -72,8 +75,9 @@ class LazySources:
         if last is not None and addresses is last[0] and places is not None and places == last[1]:
             return last[2]
         which = covered(sources, tensors)
-        self._last = addresses, places, which
-        return which
+        found = which, bool(which.all())
+        self._last = addresses, places, found
+        return found
 
 
 def covered(sources: Sources, tensors: Sequence[torch.Tensor]) -> _Which:

@@ -39,10 +39,15 @@ class LazyPart:
     """What of a state is captured while training goes on, and the checks that find out whether it changed meanwhile."""
 
     def __init__(
-        self, eager: _Which, versions: Versions, byte_check: ByteCheck | None, constants: Choice | None, by: Splitter
+        self,
+        eager: _Which | None,
+        versions: Versions,
+        byte_check: ByteCheck | None,
+        constants: Choice | None,
+        by: Splitter,
     ) -> None:
-        self.eager = eager  # sources that are not part of it and were not copied: the caller waits for their capture
-        self.any_eager = bool(eager.any())
+        # Sources that are not part of it and were not copied: the caller waits for their capture. None for none.
+        self.eager = eager
         self.versions = versions  # of the lazy tensors, as they were at the call
         # Called with what made the checkpoint fail, None where nothing did; it holds none of the state.
         self.note_end = partial(by.note_end, constants)
@@ -99,13 +104,13 @@ class Splitter:
         if changing := changed_by_forward(flat.objects):
             owned = sharing_nothing(owned, changing)
         sources = layout.sources
-        lazy = self._lazy_sources.among(sources, owned)
+        lazy, all_lazy = self._lazy_sources.among(sources, owned)
         if torn := self._torn.sources(paths, layout.source_of):
-            lazy = lazy.copy()
+            lazy, all_lazy = lazy.copy(), False
             lazy[torn] = False
-        eager, constants = ~lazy, None
-        if eager.any():
-            sources, eager = copy_small(sources, eager)
+        eager, constants = None, None
+        if not all_lazy:
+            sources, eager = copy_small(sources, ~lazy)
             candidates = eager.copy()
             candidates[torn] = False
             if candidates.any():
@@ -113,6 +118,8 @@ class Splitter:
             if constants is not None:
                 layout = replace(layout, breaks=constants.breaks)
                 lazy, eager = lazy | constants.constant, eager & ~constants.constant
+            if not eager.any():
+                eager = None
         if fenced:
             sources, _ = copy_small(sources, lazy & sources.on_host())
             if sources.owned is not None:
