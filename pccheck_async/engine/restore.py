@@ -100,7 +100,7 @@ def _restore_one(
     begun: list[str],
 ) -> Handoff:
     """Restore one checkpoint; to ``begun`` go the paths of live arrays that it may fill before it fails."""
-    store, medium, backend = parts.store, parts.session.medium, parts.backend
+    store, medium, backend = parts.store, parts.opened.medium, parts.backend
     lease = ReadLease(store, entry, superseded)
     try:
         file = yield from _reading(lease.acquire())

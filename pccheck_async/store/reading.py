@@ -20,7 +20,7 @@ from pccheck_async.errors import CorruptStoreError, DamagedError, ReadError, is_
 from pccheck_async.format import Entry, align, crc32
 from pccheck_async.format.manifest import ChunkEntry, Manifest, decode
 from pccheck_async.medium import File, Medium
-from pccheck_async.medium.open_medium import Session
+from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.state import Targets
 from pccheck_async.telemetry import write
 from pccheck_async.transfer import BufferLease, BufferPool, Segments, Tasks, address_of, aligned_buffer
@@ -226,9 +226,9 @@ class VerifiedChunks:
     ``pool``'s buffers.
     """
 
-    def __init__(self, session: Session, file: File, manifest: Manifest, pool: BufferPool) -> None:
-        self._medium = session.medium
-        self._backend = CopyBackend(session.operations)
+    def __init__(self, opened: OpenMedium, file: File, manifest: Manifest, pool: BufferPool) -> None:
+        self._medium = opened.medium
+        self._backend = CopyBackend(opened.operations)
         self._file = file
         self._manifest = manifest
         self._pool = pool_for(manifest, pool)
