@@ -1,4 +1,4 @@
-"""What is durable: which checkpoints exist, where the next one goes, and the commit (:mod:`.commit`).
+"""What is durable: which checkpoints exist, where the next one goes, and the commit (:meth:`.Store.commit`).
 
 It may import medium and what is below; it knows no engine, no loop and no trainer. While an engine runs, only this room
 decides what a commit record names and asks the store's medium to flush; ``upkeep.recover`` rewrites a store that nobody
