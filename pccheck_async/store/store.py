@@ -14,17 +14,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from pccheck_async.errors import NoCheckpointError
 from pccheck_async.format import Entry, Record, align
 from pccheck_async.format.record import MOST_ENTRIES
 from pccheck_async.medium import File, Medium, Part, Piece
 from pccheck_async.store.commit_file import CommitFile, open_commit, read_record
 from pccheck_async.store.latch import Latch
+from pccheck_async.store.reading import DroppedMeanwhileError
 from pccheck_async.store.retention import Committed, Retention
 from pccheck_async.store.slots import SlotLease, Slots, open_slots
 from pccheck_async.transfer import aligned_buffer, uninterrupted
 
-__all__ = ["DroppedMeanwhileError", "ReadLease", "Store", "StoreStatistics", "open_store"]
+__all__ = ["ReadLease", "Store", "StoreStatistics", "open_store"]
 
 
 _CHAIN_NBYTES = 2 << 20
@@ -308,10 +308,6 @@ class Store:
             superseded=self.superseded,
             reader_waits=self.slots.reader_waits,
         )
-
-
-class DroppedMeanwhileError(NoCheckpointError):
-    """The checkpoint to restore was superseded before its slot could be held."""
 
 
 @dataclass(slots=True, eq=False)

@@ -19,7 +19,7 @@ from pccheck_async.medium.files import Files
 from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.state import Targets
 from pccheck_async.store.commit_file import read_identity, read_record
-from pccheck_async.store.reading import Fallback, choose, read_manifest, read_payload, warn_damaged
+from pccheck_async.store.reading import Fallback, UnreadableError, choose, read_manifest, read_payload, reading
 from pccheck_async.transfer import BufferPool
 from pccheck_async.transfer.copying import CopyBackend
 
@@ -152,34 +152,31 @@ class StoreReader:
             chosen = pick(record)
             return None if chosen is None else (chosen, chosen in record.superseded)
 
-        while True:
-            locked = await self.lock(pick)
-            if locked is None:
-                of_step = "" if step is None else f" of step {step}"
-                raise NoCheckpointError(f"{os.fspath(path)} holds no checkpoint{of_step}")
+        while (locked := await self.lock(pick)) is not None:
             entry, file = locked
             superseded, used = entry in record.superseded, False
-            try:
-                if not isinstance(file, File):
-                    raise file
-                manifest = await read_manifest(self.opened.medium, file, entry, self.identity.block_bytes)
-                if superseded:
-                    largest = max((chunk.nbytes for chunk in manifest.chunks), default=MIN_BLOCK)
-                    pool, backend = BufferPool(2 * largest, largest), CopyBackend(self.opened.operations)
-                    await read_payload(self.opened.medium, backend, pool, file, manifest, Targets(), every=True)
-                result = await use(entry, file, manifest)
-                if superseded and fallback.failure is not None:
-                    warn_damaged(fallback.failure[0], entry, fallback.failure[1])
-                used = True
-                return result
-            except (DamagedError, ReadError) as error:
-                if is_exhausted(error):
+            with fallback.trying(entry, superseded, older):
+                try:
+                    with reading():
+                        if not isinstance(file, File):
+                            raise file
+                        manifest = await read_manifest(self.opened.medium, file, entry, self.identity.block_bytes)
+                        if superseded:
+                            largest = max((chunk.nbytes for chunk in manifest.chunks), default=MIN_BLOCK)
+                            pool, backend = BufferPool(2 * largest, largest), CopyBackend(self.opened.operations)
+                            await read_payload(self.opened.medium, backend, pool, file, manifest, Targets(), every=True)
+                        result = await use(entry, file, manifest)
+                    used = True
+                    return result
+                except UnreadableError as unreadable:
+                    if not is_exhausted(unreadable.error):
+                        pick(await self.record())  # what older() chooses from
                     raise
-                pick(await self.record())  # what older() chooses from
-                fallback.pass_over(entry, superseded, error, older)
-            finally:
-                if isinstance(file, File) and not (used and keep):
-                    await self.opened.medium.close(file)
+                finally:
+                    if isinstance(file, File) and not (used and keep):
+                        await self.opened.medium.close(file)
+        of_step = "" if step is None else f" of step {step}"
+        raise NoCheckpointError(f"{os.fspath(path)} holds no checkpoint{of_step}")
 
 
 def _names(record: Record, entry: Entry, superseded: bool) -> bool:
