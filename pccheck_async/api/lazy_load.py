@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from pccheck_async.api.reading import open_reader, staging_pool, start_session
+from pccheck_async.api.reading import open_folder, open_reader, staging_pool
 from pccheck_async.engine import Auto, EngineLoop
 from pccheck_async.errors import ClosedError, explained
 from pccheck_async.format import CheckpointInfo, Entry, check_step, dtypes
 from pccheck_async.format.manifest import Manifest, TensorEntry
 from pccheck_async.format.skeleton import ArrayNode, Node, arrays
 from pccheck_async.medium import File
-from pccheck_async.medium.open_medium import IO, Session
+from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.state import Allocation, Array, Targets, below, opened, paths, rebuild
 from pccheck_async.state.restore.tree import leaves
 from pccheck_async.store import VerifiedChunks
@@ -92,22 +92,22 @@ class Connection:
             raise
 
     async def _open(self, step: int | None, host_memory: int | Auto, io: IO) -> None:
-        session = await start_session(self.path, io, host_memory)
+        opened = await open_folder(self.path, io, host_memory)
         try:
-            reader = await open_reader(session, self.path)
+            reader = await open_reader(opened, self.path)
             pool = staging_pool(reader, host_memory)
 
             async def use(entry: Entry, file: File, manifest: Manifest) -> tuple[Entry, File, Manifest]:
                 return entry, file, manifest
 
             self.entry, file, self.manifest = await reader.read(self.path, step, use, keep=True)
-            self.chunks = VerifiedChunks(session, file, self.manifest, pool)
+            self.chunks = VerifiedChunks(opened, file, self.manifest, pool)
         except BaseException:
-            await session.close()
+            await opened.close()
             raise
-        self.session = session
+        self.opened = opened
         # A lock that nobody can let go of any more would hold up the writer for as long as this process lives.
-        self._forgotten = weakref.finalize(self, _let_go, self._loop, session, self.path, self._pid)
+        self._forgotten = weakref.finalize(self, _let_go, self._loop, opened, self.path, self._pid)
         self._forgotten.atexit = False
         self._closed = False
 
@@ -142,7 +142,7 @@ class Connection:
         self._closed = True
         self._forgotten.detach()
         try:
-            self._loop.call(self.session.close())
+            self._loop.call(self.opened.close())
         finally:
             self._loop.stop()
 
@@ -166,12 +166,12 @@ class Connection:
         return allocation.array(0, self.device)
 
 
-def _let_go(loop: EngineLoop, session: Session, path: str, pid: int) -> None:
+def _let_go(loop: EngineLoop, opened: OpenMedium, path: str, pid: int) -> None:
     """Close what nobody did, whichever thread the garbage collector runs on: without waiting."""
     if os.getpid() != pid:
         return  # there the descriptors are closed, and nothing runs
     with suppress(ClosedError):
-        loop.submit(session.close())[0].add_done_callback(lambda _: loop.post(loop.loop.stop))
+        loop.submit(opened.close())[0].add_done_callback(lambda _: loop.post(loop.loop.stop))
     warnings.warn(f"the checkpoint of {path} was not closed", ResourceWarning, stacklevel=2)
 
 
@@ -397,7 +397,7 @@ class OpenCheckpoint(StoredState):
     @property
     def bytes_read(self) -> int:
         """Bytes that were read from storage so far, manifest included."""
-        return self._connection.session.medium.statistics().read.nbytes
+        return self._connection.opened.medium.statistics().read.nbytes
 
     def close(self) -> None:
         """Let the writer have the slot again; nothing is read any more. Idempotent."""

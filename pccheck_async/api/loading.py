@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from pccheck_async.api.reading import folder_session, open_reader, staging_pool
+from pccheck_async.api.reading import open_folder, open_reader, staging_pool
 from pccheck_async.engine import Auto, EngineLoop
 from pccheck_async.format import CheckpointInfo, Entry, check_step
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.medium import File
 from pccheck_async.medium.files import Files
-from pccheck_async.medium.open_medium import IO, Session, check_io
+from pccheck_async.medium.open_medium import IO, OpenMedium, check_io
 from pccheck_async.state import allocate
 from pccheck_async.store import StoreReader, pool_for, read_payload
 from pccheck_async.telemetry import ReadProgress, reading_progress
@@ -96,26 +96,26 @@ def list_checkpoints(path: str | os.PathLike[str], *, io: IO = "python") -> list
     if isinstance(io, str):
         operations = OperationsAtOnce()
         medium = Files(path, operations)
-        return _at_once(_list_and_close(Session(operations, medium, "")))
+        return _at_once(_list_and_close(OpenMedium(operations, medium, "")))
     with EngineLoop("pccheck-read") as loop:
         return loop.call(_list_of_medium(path, io))
 
 
-async def _list(session: Session) -> list[CheckpointInfo]:
-    reader = await StoreReader.open(session)
+async def _list(opened: OpenMedium) -> list[CheckpointInfo]:
+    reader = await StoreReader.open(opened)
     return [entry.info for entry in (await reader.record()).entries] if reader else []
 
 
 async def _list_of_medium(path: str | os.PathLike[str], io: IO) -> list[CheckpointInfo]:
-    async with folder_session(path, io) as session:
-        return await _list(session)
+    async with await open_folder(path, io) as opened:
+        return await _list(opened)
 
 
-async def _list_and_close(session: Session) -> list[CheckpointInfo]:
+async def _list_and_close(opened: OpenMedium) -> list[CheckpointInfo]:
     try:
-        return await _list(session)
+        return await _list(opened)
     finally:
-        await session.medium.close()
+        await opened.medium.close()
 
 
 def _at_once(work: Coroutine[Any, Any, T]) -> T:
@@ -139,15 +139,15 @@ async def _load(
     progress: ReadProgress | None,
 ) -> dict[str, Any]:
     step = check_step(step)
-    async with folder_session(path, io, host_memory) as session:
-        reader = await open_reader(session, path)
-        pool, backend = staging_pool(reader, host_memory), CopyBackend(session.operations)
+    async with await open_folder(path, io, host_memory) as opened:
+        reader = await open_reader(opened, path)
+        pool, backend = staging_pool(reader, host_memory), CopyBackend(opened.operations)
 
         async def read(_: Entry, file: File, manifest: Manifest) -> dict[str, Any]:
             loading = allocate(manifest, keys, torch.device(device))
             advance = reading_progress(progress, sum(chunk.nbytes for chunk in manifest.chunks))
             buffers = pool_for(manifest, pool)
-            await read_payload(session.medium, backend, buffers, file, manifest, loading.targets, advance=advance)
+            await read_payload(opened.medium, backend, buffers, file, manifest, loading.targets, advance=advance)
             state: dict[str, Any] = loading.finish()
             return state
 

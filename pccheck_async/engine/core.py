@@ -403,7 +403,7 @@ class EngineCore:
     def statistics(self) -> EngineStatistics:
         """Return a snapshot of everything counted so far."""
         parts, counts, stalls = self.assembly, self.in_flight.counts, self.stalls
-        io, pool = parts.session.medium.statistics(), parts.pool.statistics()
+        io, pool = parts.opened.medium.statistics(), parts.pool.statistics()
         store, copying = parts.store.statistics(), parts.backend.statistics()
         reasons = parts.decisions.reasons | {"device": copying.reason}
         with self.in_flight.lock:

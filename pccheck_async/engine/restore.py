@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pccheck_async.engine.assembly import Assembly
 from pccheck_async.engine.loop import Handoff
-from pccheck_async.errors import DamagedError, ReadError, StateMismatchError
+from pccheck_async.errors import DamagedError, StateMismatchError
 from pccheck_async.format import Entry, Restored
 from pccheck_async.format.manifest import Manifest
+from pccheck_async.medium import File
 from pccheck_async.state import Restoration, Targets, match
 from pccheck_async.store import (
-    DroppedMeanwhileError,
     Fallback,
     ReadLease,
+    UnreadableError,
     choose,
     pool_for,
     read_manifest,
     read_payload,
-    warn_damaged,
+    reading,
 )
 from pccheck_async.telemetry import ReadProgress, events, reading_progress, write
 
@@ -49,45 +50,25 @@ def restore(
 
     while (found := find()) is not None:
         entry, superseded = found
-        try:
-            restored: Restored = yield from _restore_one(parts, state, entry, superseded, progress, strict, begun)
-        except DroppedMeanwhileError:
-            continue  # newer ones were committed
-        except _UnreadableError as unreadable:
-            error = unreadable.error
-            if isinstance(error, DamagedError) and not superseded:  # else it may be read the next time
-                parts.loop.post(committed.damaged.add, entry.counter)
-            fallback.pass_over(entry, superseded, error, find)
-        except StateMismatchError as error:
-            if begun:
-                error.add_note("reading a newer checkpoint failed before: the state may hold parts of it")
-            raise
-        else:
-            if superseded:
-                known = committed.record.entries[0], DamagedError("found damaged by an earlier restore")
-                newer, why = fallback.failure or known
-                warn_damaged(newer, entry, why)
-            seconds = time.perf_counter() - start
-            parts.reporter.tell(
-                events.Restored, step=entry.step, counter=entry.counter, nbytes=entry.nbytes, seconds=seconds
-            )
-            return restored
-    return None
-
-
-class _UnreadableError(Exception):
-    """What reading the store raised. Objects of the user may raise such errors, too, which say nothing of the store."""
-
-    def __init__(self, error: DamagedError | ReadError) -> None:
-        super().__init__(error)
-        self.error = error
-
-
-def _reading(work: Coroutine[Any, Any, Any]) -> Handoff:
-    try:
-        return (yield work)
-    except (DamagedError, ReadError) as error:
-        raise _UnreadableError(error) from error
+        if superseded and fallback.failure is None:
+            fallback.failure = committed.record.entries[0], DamagedError("found damaged by an earlier restore")
+        with fallback.trying(entry, superseded, find):
+            try:
+                restored: Restored = yield from _restore_one(parts, state, entry, superseded, progress, strict, begun)
+            except UnreadableError as unreadable:
+                if isinstance(unreadable.error, DamagedError) and not superseded:  # else it may be read the next time
+                    parts.loop.post(committed.damaged.add, entry.counter)
+                raise
+            except StateMismatchError as error:
+                if begun:
+                    error.add_note("reading a newer checkpoint failed before: the state may hold parts of it")
+                raise
+            break
+    else:
+        return None
+    seconds = time.perf_counter() - start
+    parts.reporter.tell(events.Restored, step=entry.step, counter=entry.counter, nbytes=entry.nbytes, seconds=seconds)
+    return restored
 
 
 def _restore_one(
@@ -100,23 +81,32 @@ def _restore_one(
     begun: list[str],
 ) -> Handoff:
     """Restore one checkpoint; to ``begun`` go the paths of live arrays that it may fill before it fails."""
-    store, medium, backend = parts.store, parts.session.medium, parts.backend
+    store, medium, backend = parts.store, parts.opened.medium, parts.backend
     lease = ReadLease(store, entry, superseded)
+
+    async def hold() -> tuple[File, Manifest]:
+        with reading():
+            file = await lease.acquire()
+            manifest = await read_manifest(medium, file, entry, store.block_bytes)
+            if superseded:
+                pool = pool_for(manifest, parts.pool)
+                await read_payload(medium, backend, pool, file, manifest, Targets(), every=True)
+                await store.adopt(entry)
+            return file, manifest
+
+    async def fill() -> None:
+        pool, targets = pool_for(manifest, parts.pool), restoration.targets
+        advance = reading_progress(progress, sum(chunk.nbytes for chunk in manifest.chunks))
+        with reading(), parts.clock.timed("restore", manifest.payload_nbytes):
+            await read_payload(medium, backend, pool, file, manifest, targets, admission, advance)
+
     try:
-        file = yield from _reading(lease.acquire())
-        manifest: Manifest = yield from _reading(read_manifest(medium, file, entry, store.block_bytes))
-        pool = pool_for(manifest, parts.pool)
-        if superseded:
-            yield from _reading(read_payload(medium, backend, pool, file, manifest, Targets(), every=True))
-            yield store.adopt(entry)
+        file, manifest = yield hold()
         restoration: Restoration = match(state, manifest, lambda: backend.by_address, strict=strict)
         _refuse_parts(entry, restoration, begun)
         begun += restoration.filled
         admission = backend.mark_queued_work(restoration.targets.devices)
-        advance = reading_progress(progress, sum(chunk.nbytes for chunk in manifest.chunks))
-        with parts.clock.timed("restore", manifest.payload_nbytes):
-            reading = read_payload(medium, backend, pool, file, manifest, restoration.targets, admission, advance)
-            yield from _reading(reading)
+        yield fill()
     finally:
         parts.loop.post(lease.release)
     restoration.finish()

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
@@ -16,7 +16,7 @@ from pccheck_async.transfer.operations import Operations, native
 from pccheck_async.transfer.operations.native import NativeOperations
 from pccheck_async.transfer.operations.python import PythonOperations
 
-__all__ = ["IO", "MediumName", "Session", "check_io", "open_session", "store_path"]
+__all__ = ["IO", "MediumName", "OpenMedium", "check_io", "open_medium", "store_path"]
 
 IO = Literal["auto", "threads", "python"] | Medium | Callable[[str, Operations], Medium]
 """Name of an I/O backend; or a medium, or a function that makes one, as the failure doubles in ``testing`` are."""
@@ -27,12 +27,18 @@ _NAMES = ("auto", "threads", "python")
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
-    """What moves bytes for one engine or one load; ``reason`` says why that I/O backend, in one sentence."""
+class OpenMedium:
+    """A medium and the I/O backend under it, for one engine or load; ``reason``: why that backend, in one sentence."""
 
     operations: Operations
     medium: Medium
     reason: str
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def close(self) -> None:
         """Wait until every operation ended and stop the threads; only then close the files.
@@ -58,9 +64,9 @@ def check_io(io: IO) -> None:
         raise ValueError("io='threads' needs the C extension, which was not built here; use io='auto' or 'python'")
 
 
-async def open_session(
+async def open_medium(
     path: str | os.PathLike[str], io: IO, *, writers: int, copiers: int, medium: MediumName = "files"
-) -> Session:
+) -> OpenMedium:
     """Start the threads. Called on the engine's loop.
 
     Args:
@@ -82,12 +88,12 @@ async def open_session(
     try:
         if not isinstance(io, str):
             given = io if isinstance(io, Medium) else io(os.fspath(path), operations)
-            return Session(operations, given, f"files by {type(given).__name__}")
+            return OpenMedium(operations, given, f"files by {type(given).__name__}")
         reason = f"{name}: {why}"
         if medium == "auto" and await operations.call(kind_of_folder, Path(path)) == "persistent":
             medium = "mapped"
         kind = MappedFiles if medium == "mapped" else Files
-        return Session(operations, kind(path, operations, reason), reason)
+        return OpenMedium(operations, kind(path, operations, reason), reason)
     except BaseException:
         await uninterrupted(operations.close())
         raise

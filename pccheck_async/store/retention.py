@@ -250,11 +250,13 @@ class Committed:
             text = "the next checkpoint drops those of steps %s: no rule of this engine keeps them"
             write(logging.WARNING, "dropping", text, dropped)
 
-    def retain(self, new: Entry) -> Kept:
-        """Return what the next record names; ``new`` is not among it where it is superseded (I6). Changes nothing."""
-        return self.retention.retain((*self.record.entries, *self.adopted), new, self.damaged)
+    def decide(self, new: Entry) -> Record | None:
+        """Return the record that commits ``new``; None where newer checkpoints superseded it (I6). Changes nothing."""
+        kept = self.retention.retain((*self.record.entries, *self.adopted), new, self.damaged)
+        self._warn_of(new, kept)
+        return self.record_naming(kept.entries) if new in kept.entries else None
 
-    def warn_of(self, new: Entry, kept: Kept) -> None:
+    def _warn_of(self, new: Entry, kept: Kept) -> None:
         """Log which checkpoints are dropped for want of room, and, once, that ``keep_best`` cannot rank ``new``."""
         for entry in kept.crowded_out:
             text = "the checkpoint of step %d is dropped although keep_every keeps it: a record names %d"

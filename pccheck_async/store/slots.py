@@ -231,16 +231,30 @@ class Slots:
         """Lease a slot of at least ``nbytes``, whole blocks. Called under :attr:`lock`. Raises StoreFullError."""
         if not self._reserved:
             await self._reserve_all(nbytes)
-        slot = await self._find_slot(nbytes)
-        self.table.lease(slot)
-        return SlotLease(slot, self._files[slot])
-
-    async def release(self, lease: SlotLease) -> None:
-        """Unlock a slot that no record will name and give it back, once nothing writes to it any more."""
-        try:
-            await self._medium.unlock(lease.file)
-        finally:
-            self.table.release(lease.slot)
+        passed_over: set[int] = set()
+        waiting = False
+        while True:
+            slot, create, old = self.table.decide(nbytes, passed_over)
+            if slot is None:
+                if not waiting:
+                    waiting = True
+                    self.reader_waits += 1
+                    text = "a checkpoint waits for %d reader(s) of this store to finish"
+                    write(logging.WARNING, "readers", text, len(passed_over))
+                await asyncio.sleep(_POLL_SECONDS)
+                passed_over.clear()
+                continue
+            # Locked by a reader, or by the last requests of a killed predecessor: never wait for those.
+            reused = old if create else slot
+            if reused is not None and not await self._lock_free(reused):
+                passed_over.add(reused)
+                continue
+            if not create:
+                self.table.lease(slot)
+                return SlotLease(slot, self._files[slot])
+            if old is not None:
+                await self._remove_slot(old)
+            await uninterrupted(self._create_slot(slot, nbytes))
 
     def start_reading(self, slot: int) -> File:
         """Keep a slot from being reused until :meth:`SlotTable.stop_reading`.
@@ -297,31 +311,6 @@ class Slots:
                     error.filename,
                 ) from error
         self._reserved = True
-
-    async def _find_slot(self, nbytes: int) -> int:
-        passed_over: set[int] = set()
-        waiting = False
-        while True:
-            slot, create, old = self.table.decide(nbytes, passed_over)
-            if slot is None:
-                if not waiting:
-                    waiting = True
-                    self.reader_waits += 1
-                    text = "a checkpoint waits for %d reader(s) of this store to finish"
-                    write(logging.WARNING, "readers", text, len(passed_over))
-                await asyncio.sleep(_POLL_SECONDS)
-                passed_over.clear()
-                continue
-            # Locked by a reader, or by the last requests of a killed predecessor: never wait for those.
-            reused = old if create else slot
-            if reused is not None and not await self._lock_free(reused):
-                passed_over.add(reused)
-                continue
-            if not create:
-                return slot
-            if old is not None:
-                await self._remove_slot(old)
-            await uninterrupted(self._create_slot(slot, nbytes))
 
     async def _lock_free(self, slot: int) -> bool:
         """Lock a free slot; False where a reader holds it: of another process, or of this one by now."""

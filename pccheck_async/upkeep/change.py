@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
-from pccheck_async.api import folder_session, open_reader
+from pccheck_async.api import open_folder, open_reader
 from pccheck_async.errors import DamagedError, NoCheckpointError, StoreError, StoreFullError, StoreLockedError
 from pccheck_async.format import CheckpointInfo, Entry, align, check_step, crc32
 from pccheck_async.format.manifest import encode
 from pccheck_async.format.record import MOST_ENTRIES, slot_number
 from pccheck_async.medium.filesystem import slot_bytes
-from pccheck_async.medium.open_medium import IO, Session, store_path
+from pccheck_async.medium.open_medium import IO, OpenMedium, store_path
 from pccheck_async.store import KeepAll, SlotLease, Store, open_store
 from pccheck_async.transfer import aligned_buffer
 from pccheck_async.upkeep.reading import LOCK_SECONDS, Held, Progress, Run, check_chunks, hold, run
@@ -109,15 +109,15 @@ def _with_store(path: str | os.PathLike[str], io: IO, work: Callable[[Store], Co
     """Open an existing store for writing, and never make one."""
 
     async def change() -> T:
-        async with folder_session(path, io) as session:
-            reader = await open_reader(session, path)
+        async with await open_folder(path, io) as opened:
+            reader = await open_reader(opened, path)
             committed = len((await reader.record()).entries)
-            await session.medium.close(reader.commit)
-            slots = sum(1 for name in await session.medium.names() if slot_number(name) is not None)
+            await opened.medium.close(reader.commit)
+            slots = sum(1 for name in await opened.medium.names() if slot_number(name) is not None)
             free = max(0, slots - committed)  # as many stay free: the trainer reserved them
             try:
                 store = await open_store(
-                    session.medium, path=path, retention=KeepAll(), max_in_flight=free, lock_timeout=LOCK_SECONDS
+                    opened.medium, path=path, retention=KeepAll(), max_in_flight=free, lock_timeout=LOCK_SECONDS
                 )
             except StoreLockedError as error:
                 raise StoreLockedError(
@@ -175,14 +175,14 @@ def copy_checkpoint(
             raise ValueError(f"{os.fspath(source)} and {os.fspath(target)} are one folder: there is nothing to copy")
 
     async def copy() -> CheckpointInfo:
-        async with hold(source, step, io) as held, folder_session(target, io) as session:
-            return await _copy(held, session, target, pinned, progress)
+        async with hold(source, step, io) as held, await open_folder(target, io) as opened:
+            return await _copy(held, opened, target, pinned, progress)
 
     return run(copy())
 
 
-async def _copy(held: Held, session: Session, path: str, pinned: bool | None, progress: Progress) -> CheckpointInfo:
-    store = await open_store(session.medium, path=path, retention=KeepAll(), max_in_flight=1, lock_timeout=LOCK_SECONDS)
+async def _copy(held: Held, opened: OpenMedium, path: str, pinned: bool | None, progress: Progress) -> CheckpointInfo:
+    store = await open_store(opened.medium, path=path, retention=KeepAll(), max_in_flight=1, lock_timeout=LOCK_SECONDS)
     if len(store.committed.entries) >= MOST_ENTRIES:
         full = f"a commit record names {MOST_ENTRIES} checkpoints: remove some first"
         raise StoreFullError(errno.ENOSPC, full, path)
@@ -197,7 +197,7 @@ async def _copy(held: Held, session: Session, path: str, pinned: bool | None, pr
     offset = align(manifest.payload_nbytes, block)
     lease = await store.reserve(offset + align(len(data), block))
     try:
-        await _copy_payload(held, session, lease, progress)
+        await _copy_payload(held, opened, lease, progress)
     except BaseException:
         await store.release(lease)
         raise
@@ -208,7 +208,7 @@ async def _copy(held: Held, session: Session, path: str, pinned: bool | None, pr
     return entry.info
 
 
-async def _copy_payload(held: Held, session: Session, lease: SlotLease, progress: Progress) -> None:
+async def _copy_payload(held: Held, opened: OpenMedium, lease: SlotLease, progress: Progress) -> None:
     manifest, done = held.manifest, 0
 
     def damaged(index: int, reason: str) -> None:
@@ -222,8 +222,8 @@ async def _copy_payload(held: Held, session: Session, lease: SlotLease, progress
         # Where blocks of the target are larger than those of the source, a run may end inside one. Then the writer
         # goes on without O_DIRECT.
         nonlocal done
-        await session.medium.write(lease.file, run.offset, view)
+        await opened.medium.write(lease.file, run.offset, view)
         done += run.nbytes
         progress(done, manifest.payload_nbytes)
 
-    await check_chunks(held.reader.session, held.file, manifest, damaged=damaged, checked=write)
+    await check_chunks(held.reader.opened, held.file, manifest, damaged=damaged, checked=write)

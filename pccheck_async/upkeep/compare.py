@@ -17,7 +17,7 @@ import torch
 from pccheck_async.errors import DamagedError
 from pccheck_async.format import CheckpointInfo, check_step, dtypes
 from pccheck_async.format.manifest import TensorEntry
-from pccheck_async.medium.open_medium import IO, Session
+from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.state import StoredLeaf, list_leaves
 from pccheck_async.store import VerifiedChunks
 from pccheck_async.transfer import Tasks
@@ -131,7 +131,7 @@ def compare_checkpoints(
 
     async def compare() -> Comparison:
         async with hold(path, step, io) as one, hold(path if other is None else other, other_step, io) as two:
-            comparing = _Comparing(one.reader.session, _Side(one), _Side(two), progress)
+            comparing = _Comparing(one.reader.opened, _Side(one), _Side(two), progress)
             differences = tuple(await comparing.run())
             return Comparison(one.entry.info, two.entry.info, comparing.leaves, comparing.done, differences)
 
@@ -144,7 +144,7 @@ class _Side:
     def __init__(self, held: Held) -> None:
         self._step = held.entry.step
         self._listing = list_leaves(held.manifest)
-        self._payload = VerifiedChunks(held.reader.session, held.file, held.manifest, make_pool(held.manifest))
+        self._payload = VerifiedChunks(held.reader.opened, held.file, held.manifest, make_pool(held.manifest))
         self.branches = self._listing.branches
         self.leaves = {leaf.path: leaf for leaf in self._listing.leaves}
 
@@ -167,8 +167,8 @@ class _Side:
 
 
 class _Comparing:
-    def __init__(self, session: Session, one: _Side, other: _Side, progress: Progress) -> None:
-        self._call = session.operations.call
+    def __init__(self, opened: OpenMedium, one: _Side, other: _Side, progress: Progress) -> None:
+        self._call = opened.operations.call
         self._one = one
         self._other = other
         self._progress = progress

@@ -11,14 +11,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from pccheck_async.api import folder_session, open_reader
+from pccheck_async.api import open_folder, open_reader
 from pccheck_async.engine import EngineLoop
 from pccheck_async.errors import NoCheckpointError, ReadError
 from pccheck_async.format import CheckpointInfo, Entry, check_step, crc32
 from pccheck_async.format.manifest import ChunkEntry, Manifest
 from pccheck_async.format.record import slot_name
 from pccheck_async.medium import File
-from pccheck_async.medium.open_medium import IO, Session
+from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.state import StoredLeaf, list_leaves
 from pccheck_async.store import StoreReader, choose, read_manifest
 from pccheck_async.transfer import BufferPool, Tasks, available_memory
@@ -59,15 +59,15 @@ async def hold(path: str | os.PathLike[str], step: int | None, io: IO) -> AsyncI
 
     Raises NoCheckpointError, DamagedError (slot or manifest), CorruptStoreError, ReadError.
     """
-    async with folder_session(path, io) as session:
-        reader = await open_reader(session, path)
+    async with await open_folder(path, io) as opened:
+        reader = await open_reader(opened, path)
         held = await reader.lock(lambda record: choose(record.entries, step))
         if held is None:
             raise no_checkpoint(path, step)
         entry, file = held
         if not isinstance(file, File):
             raise file
-        manifest = await read_manifest(session.medium, file, entry, reader.identity.block_bytes)
+        manifest = await read_manifest(opened.medium, file, entry, reader.identity.block_bytes)
         yield Held(reader, entry, file, manifest)
 
 
@@ -182,7 +182,7 @@ def make_pool(manifest: Manifest) -> BufferPool:
 
 
 async def check_chunks(
-    session: Session,
+    opened: OpenMedium,
     file: File,
     manifest: Manifest,
     *,
@@ -193,7 +193,7 @@ async def check_chunks(
     """Read chunks at the storage's speed and compare each with its checksum.
 
     Args:
-        session: Moves the bytes.
+        opened: Moves the bytes.
         file: The slot.
         manifest: Names the chunks.
         damaged: Called with the number of every chunk that is not what was written, and why.
@@ -206,7 +206,7 @@ async def check_chunks(
     async def check(run: Run, buffer: memoryview) -> None:
         view, whole = buffer[: run.nbytes], True
         try:
-            got = await session.medium.read(file, run.offset, view)
+            got = await opened.medium.read(file, run.offset, view)
         except ReadError as error:
             if len(run.chunks) > 1:
                 for index, chunk in enumerate(run.chunks, run.first):  # which of them it is
@@ -214,7 +214,7 @@ async def check_chunks(
                 return
             damaged(run.first, f"it cannot be read: {error.strerror or error}")
         else:
-            sums = await session.operations.call(_checksums, run, view)
+            sums = await opened.operations.call(_checksums, run, view)
             for index, (chunk, checksum) in enumerate(zip(run.chunks, sums, strict=True), run.first):
                 if chunk.offset - run.offset + chunk.nbytes > got:
                     damaged(index, f"the file ends at byte {run.offset + got}")

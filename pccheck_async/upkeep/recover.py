@@ -12,7 +12,7 @@ from typing import Literal
 
 from msgspec import structs
 
-from pccheck_async.api import folder_session
+from pccheck_async.api import open_folder
 from pccheck_async.errors import (
     CorruptStoreError,
     NoCheckpointError,
@@ -38,7 +38,7 @@ from pccheck_async.format.record import (
     slot_number,
 )
 from pccheck_async.medium import Medium
-from pccheck_async.medium.open_medium import IO, Session
+from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.store import lock_commit, no_store, read_commit, stored_identity, unread_record
 from pccheck_async.transfer import PAGE_BYTES
 from pccheck_async.upkeep.reading import LOCK_SECONDS, Progress, run
@@ -118,16 +118,16 @@ def recover_store(
     """
     name = os.fspath(path)
 
-    async def examine(session: Session) -> Recovery:
-        medium = session.medium
+    async def examine(opened: OpenMedium) -> Recovery:
+        medium = opened.medium
         alone = write and COMMIT_NAME not in await medium.names()  # no trainer opens it so
-        opening = partial(medium.open, COMMIT_NAME, writable=True)  # its lock is held until the session ends
+        opening = partial(medium.open, COMMIT_NAME, writable=True)  # its lock is held until the folder is closed
         if write and not alone and await lock_commit(medium, opening, LOCK_SECONDS) is None:
             raise StoreLockedError(f"another process has {name} open for writing: close it first")
         names = await medium.names()  # only now: whoever held the lock may have made slots
         numbers = [number for each in names if (number := slot_number(each)) is not None]
         if not numbers and COMMIT_NAME not in names:
-            raise no_store(session, path, "no store, nor parts of one")
+            raise no_store(opened, path, "no store, nor parts of one")
         facts = await medium.prepare(create=False)
         identity_state, identity = await _identity(medium)
         commit = await read_commit(medium)
@@ -136,7 +136,7 @@ def recover_store(
         found: list[FoundCheckpoint] = []
         if record is None or search:
             block = identity.block_bytes if identity else MIN_BLOCK
-            found = [await _search(session, number, block, progress, keep=write, alone=alone) for number in numbers]
+            found = [await _search(opened, number, block, progress, keep=write, alone=alone) for number in numbers]
             if write and any(one.note == _BUSY for one in found):
                 raise StoreLockedError(f"another process writes to a slot of {name}: nothing was written")
             if alone and COMMIT_NAME in await medium.names():
@@ -168,8 +168,8 @@ def recover_store(
         return replace(recovery, written=tuple(files), kept=await _replace_files(medium, names, files))
 
     async def recover() -> Recovery:
-        async with folder_session(path, io) as session:
-            return await examine(session)
+        async with await open_folder(path, io) as opened:
+            return await examine(opened)
 
     return run(recover())
 
@@ -229,26 +229,26 @@ def _record(
 
 
 async def _search(
-    session: Session, number: int, block_bytes: int, progress: Progress, *, keep: bool, alone: bool
+    opened: OpenMedium, number: int, block_bytes: int, progress: Progress, *, keep: bool, alone: bool
 ) -> FoundCheckpoint:
-    """Search a slot; it stays locked until the session ends where what was found is going to be named.
+    """Search a slot; it stays locked until the folder is closed where what was found is going to be named.
 
     With ``alone`` also against others that recover: without a commit file its lock cannot keep them out.
     """
     try:
-        file = await session.medium.open(slot_name(number), writable=alone)  # flock over NFS asks for that
+        file = await opened.medium.open(slot_name(number), writable=alone)  # flock over NFS asks for that
     except (CorruptStoreError, OSError) as error:
         if is_exhausted(error) or is_forbidden(error):
             raise  # what it holds may be whole, and would not be named
         return FoundCheckpoint(number, note=str(error))
     try:
-        if not await session.medium.lock(file, shared=not alone):
+        if not await opened.medium.lock(file, shared=not alone):
             keep = False
             return FoundCheckpoint(number, note=_BUSY)
-        return await search_slot(session, number, file, block_bytes, progress)
+        return await search_slot(opened, number, file, block_bytes, progress)
     finally:
         if not keep:
-            await session.medium.close(file)
+            await opened.medium.close(file)
 
 
 def _block(block: int, entries: Sequence[Entry]) -> int:

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pccheck_async.api import folder_session, open_reader
+from pccheck_async.api import open_folder, open_reader
 from pccheck_async.errors import DamagedError, ReadError
 from pccheck_async.format import CheckpointInfo, Entry, Record, check_step
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.format.record import COMMIT_NBYTES, REGION_NBYTES, decode_record, newest_record, slot_name
 from pccheck_async.medium import File, read_around
-from pccheck_async.medium.open_medium import IO, Session
+from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.state import Listing, list_leaves
 from pccheck_async.store import StoreReader, choose, read_manifest
 from pccheck_async.transfer import aligned_buffer
@@ -140,8 +140,8 @@ def verify_checkpoints(
     step = check_step(step)
 
     async def verify() -> Verification:
-        async with folder_session(path, io) as session:
-            reader = await open_reader(session, path)
+        async with await open_folder(path, io) as opened:
+            reader = await open_reader(opened, path)
             copies, record = await _records(reader)
             start, total, done = time.perf_counter(), 0, 0
 
@@ -160,7 +160,7 @@ def verify_checkpoints(
                 if not checks:
                     record = await reader.record()
             seconds = time.perf_counter() - start
-            return Verification(copies, tuple(checks), done, seconds, session.medium.statistics().direct)
+            return Verification(copies, tuple(checks), done, seconds, opened.medium.statistics().direct)
 
     return run(verify())
 
@@ -189,7 +189,7 @@ async def _records(reader: StoreReader) -> tuple[tuple[RecordCopy, ...], Record]
     view = aligned_buffer(COMMIT_NBYTES)
     last, same = b"", 0
     for _ in range(10 * _LOOKS):
-        got, lost = await read_around(reader.session.medium, reader.commit, 0, view, reader.identity.block_bytes)
+        got, lost = await read_around(reader.opened.medium, reader.commit, 0, view, reader.identity.block_bytes)
         image, bad = view[:got], {offset // REGION_NBYTES * REGION_NBYTES for offset in lost}
         copies = tuple(
             replace(copy, state="damaged") if copy.offset in bad else copy
@@ -220,10 +220,10 @@ async def _check(reader: StoreReader, entry: Entry, read: Callable[[int], None])
         why = str(file) if isinstance(file, ReadError) else "there is no such file"
         return CheckedCheckpoint(info, name, 0, 0, (Damage(name, "slot", 0, offset + nbytes, why),))
     read(nbytes)
-    medium = reader.session.medium
+    medium = reader.opened.medium
     try:
         manifest = await read_manifest(medium, file, chosen, reader.identity.block_bytes)
-        damages = await check_payload(reader.session, file, manifest, list_leaves(manifest), read)
+        damages = await check_payload(reader.opened, file, manifest, list_leaves(manifest), read)
         return CheckedCheckpoint(info, name, len(manifest.chunks), manifest.payload_nbytes + nbytes, damages)
     except (DamagedError, ReadError) as error:  # of the manifest: a chunk that cannot be read is noted as damage
         return CheckedCheckpoint(info, name, 0, nbytes, (Damage(name, "manifest", offset, nbytes, str(error)),))
@@ -232,7 +232,7 @@ async def _check(reader: StoreReader, entry: Entry, read: Callable[[int], None])
 
 
 async def check_payload(
-    session: Session, file: File, manifest: Manifest, listing: Listing, read: Callable[[int], None] = lambda _: None
+    opened: OpenMedium, file: File, manifest: Manifest, listing: Listing, read: Callable[[int], None] = lambda _: None
 ) -> tuple[Damage, ...]:
     """Read every chunk of a checkpoint and return what is damaged, in the order of the file."""
     damages: dict[int, Damage] = {}
@@ -242,5 +242,5 @@ async def check_payload(
         leaves = tuple(listing.within(chunk.offset, chunk.offset + chunk.nbytes))
         damages[index] = Damage(file.name, f"chunk {index}", chunk.offset, chunk.nbytes, reason, leaves)
 
-    await check_chunks(session, file, manifest, damaged=damaged, read=read)
+    await check_chunks(opened, file, manifest, damaged=damaged, read=read)
     return tuple(damages[index] for index in sorted(damages))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import Any
 
 from pccheck_async.transfer.operations.base import Operations
 
@@ -43,18 +42,9 @@ class NativeOperations(Operations):
             if isinstance(error, BlockingIOError):  # as Python says of its own threads
                 raise RuntimeError("can't start new threads: see ulimit -u and the cgroup's pids.max") from error
             raise
+        self._submit, self._cancel, self.gather_at_once = self._queue.submit, self._queue.cancel, _ext.gather
         self._fd: int = self._queue.fileno()
         self._loop.add_reader(self._fd, self._reap)
-
-    def gather_at_once(self, segments: bytes, into: memoryview) -> int:
-        """Gather on this thread (see :class:`Operations`)."""
-        return _ext.gather(segments, into)
-
-    def _submit(self, batch: list[tuple[Any, ...]]) -> None:
-        self._queue.submit(batch)
-
-    def _cancel(self, token: int) -> None:
-        self._queue.cancel(token)
 
     def _shutdown(self) -> None:
         self._loop.remove_reader(self._fd)
@@ -62,8 +52,9 @@ class NativeOperations(Operations):
 
     def _reap(self) -> None:
         for token, result, found in self._queue.reap():
+            completion = self._waiting.pop(token)
             if result < 0 and found is None:
                 text = "checksum mismatch" if result == -errno.EBADMSG else os.strerror(-result)
-                self._complete(token, None, OSError(-result, text))
+                completion.set_exception(OSError(-result, text))
             else:
-                self._complete(token, result if found is None else found, None)
+                completion.set_result(result if found is None else found)
