@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Never
 
 import torch
+from torch.distributed import ProcessGroup
 
 from pccheck_async.engine import (
     Auto,
@@ -25,6 +26,7 @@ from pccheck_async.engine import (
     scalars,
 )
 from pccheck_async.format import CheckpointInfo
+from pccheck_async.group import Group, GroupCore
 from pccheck_async.medium.filesystem import free_bytes, slot_bytes
 from pccheck_async.medium.open_medium import IO, MediumName
 from pccheck_async.store import SpaceNeeded
@@ -61,6 +63,7 @@ class EngineBase:
         on_error: Literal["raise", "warn"] = "raise",
         lock_timeout: float = 5.0,
         exit_timeout: float = 60.0,
+        group: ProcessGroup | Group | None = None,
         **unknown: Never,
     ) -> None:
         if unknown:
@@ -84,7 +87,10 @@ class EngineBase:
         )
         policy = make_policy(interval, max_in_flight)
         check_flag("save_last", save_last)
-        self._core = EngineCore(path, io, config)
+        if group is None:
+            self._core = EngineCore(path, io, config)
+        else:
+            self._core = GroupCore(path, io, config, Group.of(group))
         self._training = TrainingRun(self._core, policy, save_last=save_last)
 
     def __reduce_ex__(self, protocol: object) -> Never:

@@ -4,6 +4,7 @@ The engine knows a policy as a protocol, and of training steps what :class:`Trai
 It may import: store and what is below.
 """
 
+from pccheck_async.engine.assembly import Assembly
 from pccheck_async.engine.capture import InlineCaptures
 from pccheck_async.engine.config import Auto, Decisions, EngineConfig, check_flag, decide
 from pccheck_async.engine.core import EngineCore
@@ -12,12 +13,13 @@ from pccheck_async.engine.metrics import openmetrics, scalars
 from pccheck_async.engine.overlap import Guard, StepHooks, hooks_of, unwrapped
 from pccheck_async.engine.pending import CheckpointProgress, PendingCheckpoint
 from pccheck_async.engine.policy import Decision, Policy, SaveReport, StepReport, TrainingHooks
+from pccheck_async.engine.restore import Reading
 from pccheck_async.engine.scheduler import Scheduler
 from pccheck_async.engine.statistics import Distribution, EngineStatistics
 
 __all__ = [
-    "Auto", "CheckpointProgress", "Decision", "Decisions", "Distribution", "EngineConfig", "EngineCore",
+    "Assembly", "Auto", "CheckpointProgress", "Decision", "Decisions", "Distribution", "EngineConfig", "EngineCore",
     "EngineLoop", "EngineStatistics", "Guard", "Handoff", "InlineCaptures", "PendingCheckpoint", "Policy",
-    "SaveReport", "Scheduler", "StepHooks", "StepReport", "TrainingHooks", "block_on", "check_flag", "decide",
-    "hooks_of", "openmetrics", "run", "scalars", "unwrapped",
+    "Reading", "SaveReport", "Scheduler", "StepHooks", "StepReport", "TrainingHooks", "block_on", "check_flag",
+    "decide", "hooks_of", "openmetrics", "run", "scalars", "unwrapped",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from pccheck_async.engine.status_publisher import Publisher
 from pccheck_async.format.manifest import MIN_BLOCK
 from pccheck_async.medium.open_medium import IO, OpenMedium, open_medium
 from pccheck_async.medium.status_file import Status
-from pccheck_async.store import open_store
+from pccheck_async.store import Store, open_store
 from pccheck_async.telemetry import Reporter, StageClock
 from pccheck_async.transfer import BufferPool, available_cores, available_memory, uninterrupted
 from pccheck_async.transfer.copying import CopyBackend, make_backend
@@ -44,6 +44,7 @@ class Assembly:
         path: str,
         io: IO,
         config: EngineConfig,
+        kind: type[Store],
         *,
         loop: EngineLoop,
         ended: Callable[[PendingCheckpoint, Exception | None, bool, int], None],
@@ -71,6 +72,7 @@ class Assembly:
                 retention=config.retention,
                 max_in_flight=config.max_in_flight,
                 lock_timeout=config.lock_timeout,
+                kind=kind,
             )
             self.backend = backend = make_backend(opened.operations, config.device)
             pinning = backend.pinning
@@ -126,6 +128,7 @@ class Assembly:
                 self.scheduler.give_up(left)  # what they still had to capture may change from now on
                 return False, left
             rest = None if deadline is None else max(_END_SECONDS, began + deadline - time.monotonic())
+            await self.store.leave(rest)
             ending = asyncio.ensure_future(self._end(closer, rest))
             await asyncio.wait((ending,), timeout=rest)
         except asyncio.CancelledError:

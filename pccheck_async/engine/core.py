@@ -39,6 +39,7 @@ from pccheck_async.format import (
 from pccheck_async.medium import forget, remember
 from pccheck_async.medium.open_medium import IO, check_io, store_path
 from pccheck_async.medium.status_file import Status
+from pccheck_async.store import Store
 from pccheck_async.telemetry import ReadProgress, Reporter, Sink, about, write
 from pccheck_async.telemetry.events import Opened
 
@@ -101,6 +102,7 @@ class EngineCore:
         remember(self)  # before the first lock: a child forked meanwhile must not keep it
         try:
             yield self._open()
+            yield from self._join()
             self._began = time.time()
             # Asks the user's policy, too, which may raise.
             checkpoints, step, io = len(self.infos), self.newest_step, self.statistics().io
@@ -120,16 +122,31 @@ class EngineCore:
     async def _open(self) -> None:
         about.set({"store": self.path})
         await self._opening.open(
-            self.path,
+            self.store_path,
             self.io,
             self.config,
+            self.store_kind,
             loop=self.loop,
-            ended=self.in_flight.note_end,
+            ended=self._note_end,
             reporter=self.reporter,
             collect=self._status,
         )
         self._assembly = self._opening
         self.in_flight.counter = self._assembly.store.committed.largest_counter
+
+    store_kind: type[Store] = Store
+
+    @property
+    def store_path(self) -> str:
+        """The folder of the store."""
+        return self.path
+
+    def _join(self) -> Handoff:
+        """Get in touch with whom this engine saves together, once its own store is open."""
+        yield from ()
+
+    def _note_end(self, pending: PendingCheckpoint, error: Exception | None, superseded: bool, nbytes: int) -> None:
+        self.in_flight.note_end(pending, error, superseded, nbytes)
 
     def close(self, deadline: float | None = None) -> Handoff:
         """Drain, then close; idempotent. Raises the failures that nobody saw.
@@ -369,7 +386,7 @@ class EngineCore:
     @property
     def infos(self) -> list[CheckpointInfo]:
         """Committed checkpoints, newest first."""
-        return [entry.info for entry in self.assembly.store.committed.entries]
+        return [entry.info for entry in self.assembly.store.entries]
 
     def pin(self, step: int, pinned: bool) -> Handoff:
         """Keep the newest checkpoint of a step whatever the rules say, or leave it to them again."""
@@ -393,10 +410,21 @@ class EngineCore:
             for pending in reading:
                 yield pending.out_of_reach  # what is restored would tear its capture
         self.guard.wait()
-        restored: Restored | None = yield from restore(assembly, state, step, progress, strict=strict)
+        restored: Restored | None = yield from self._restore(assembly, state, step, progress, strict=strict)
         if restored is None and step is not None:
             raise NoCheckpointError(f"{self.path} has no checkpoint of step {step}")
         return restored
+
+    def _restore(
+        self,
+        assembly: Assembly,
+        state: Mapping[str, Any],
+        step: int | None,
+        progress: ReadProgress | None,
+        *,
+        strict: bool,
+    ) -> Handoff:
+        return restore(assembly, state, step, progress, strict=strict)
 
     # -- statistics
 

@@ -26,7 +26,7 @@ from pccheck_async.store import (
 )
 from pccheck_async.telemetry import ReadProgress, events, reading_progress, write
 
-__all__ = ["restore"]
+__all__ = ["Reading", "restore"]
 
 _NAMED = 5
 """Paths that the warning of a partial restore names."""
@@ -71,6 +71,76 @@ def restore(
     return restored
 
 
+class Reading:
+    """One checkpoint of an engine's own store on its way into a state: the steps of a restore, in their order.
+
+    :meth:`match`, :meth:`begin` and :meth:`finish` run on the caller's thread, :meth:`release` on any, the others on
+    the engine's loop.
+
+    Attributes:
+        restoration: What the state lacks and what will be filled; from :meth:`match` on.
+    """
+
+    restoration: Restoration
+
+    def __init__(
+        self, parts: Assembly, entry: Entry, *, superseded: bool = False, progress: ReadProgress | None = None
+    ) -> None:
+        self._parts = parts
+        self._entry = entry
+        self._progress = progress
+        self._lease = ReadLease(parts.store, entry, superseded)
+
+    async def hold(self) -> None:
+        """Keep its slot from being reused, and read its manifest. Raises UnreadableError."""
+        parts = self._parts
+        with reading():
+            self._file: File = await self._lease.acquire()
+            self._manifest: Manifest = await read_manifest(
+                parts.opened.medium, self._file, self._entry, parts.store.block_bytes
+            )
+
+    async def verify(self) -> None:
+        """Read every chunk, and fill nothing. Raises UnreadableError."""
+        await self._read(Targets(), every=True)
+
+    def match(self, state: Mapping[str, Any], *, strict: bool) -> None:
+        """Compare it with the live state, changing nothing. Raises StateMismatchError."""
+        backend = self._parts.backend
+        self.restoration = match(state, self._manifest, lambda: backend.by_address, strict=strict)
+
+    def begin(self) -> None:
+        """Mark what devices have queued by now: they are filled after that."""
+        self._admission = self._parts.backend.mark_queued_work(self.restoration.targets.devices)
+
+    async def fill(self) -> None:
+        """Fill the live arrays. Raises UnreadableError; some are filled then."""
+        advance = reading_progress(self._progress, sum(chunk.nbytes for chunk in self._manifest.chunks))
+        with self._parts.clock.timed("restore", self._manifest.payload_nbytes):
+            await self._read(self.restoration.targets, self._admission, advance)
+
+    async def _read(self, *arguments: Any, every: bool = False) -> None:
+        parts = self._parts
+        pool = pool_for(self._manifest, parts.pool)
+        with reading():
+            await read_payload(
+                parts.opened.medium, parts.backend, pool, self._file, self._manifest, *arguments, every=every
+            )
+
+    def release(self) -> None:
+        """Let its slot go. Idempotent."""
+        self._parts.loop.post(self._lease.release)
+
+    def finish(self) -> Restored:
+        """Give every object its state, and say what was restored."""
+        restoration = self.restoration
+        restoration.finish()
+        if restoration.missing or restoration.unexpected:
+            _warn_of_parts(self._entry, restoration)
+        filled = sum(number for number, _ in restoration.counts.values())
+        return Restored.of(self._entry.info, restoration.missing, restoration.unexpected, filled)
+
+
 def _restore_one(
     parts: Assembly,
     state: Mapping[str, Any],
@@ -81,39 +151,24 @@ def _restore_one(
     begun: list[str],
 ) -> Handoff:
     """Restore one checkpoint; to ``begun`` go the paths of live arrays that it may fill before it fails."""
-    store, medium, backend = parts.store, parts.opened.medium, parts.backend
-    lease = ReadLease(store, entry, superseded)
+    one = Reading(parts, entry, superseded=superseded, progress=progress)
 
-    async def hold() -> tuple[File, Manifest]:
-        with reading():
-            file = await lease.acquire()
-            manifest = await read_manifest(medium, file, entry, store.block_bytes)
-            if superseded:
-                pool = pool_for(manifest, parts.pool)
-                await read_payload(medium, backend, pool, file, manifest, Targets(), every=True)
-                await store.adopt(entry)
-            return file, manifest
-
-    async def fill() -> None:
-        pool, targets = pool_for(manifest, parts.pool), restoration.targets
-        advance = reading_progress(progress, sum(chunk.nbytes for chunk in manifest.chunks))
-        with reading(), parts.clock.timed("restore", manifest.payload_nbytes):
-            await read_payload(medium, backend, pool, file, manifest, targets, admission, advance)
+    async def hold() -> None:
+        await one.hold()
+        if superseded:
+            await one.verify()
+            await parts.store.adopt(entry)
 
     try:
-        file, manifest = yield hold()
-        restoration: Restoration = match(state, manifest, lambda: backend.by_address, strict=strict)
-        _refuse_parts(entry, restoration, begun)
-        begun += restoration.filled
-        admission = backend.mark_queued_work(restoration.targets.devices)
-        yield fill()
+        yield hold()
+        one.match(state, strict=strict)
+        _refuse_parts(entry, one.restoration, begun)
+        begun += one.restoration.filled
+        one.begin()
+        yield one.fill()
     finally:
-        parts.loop.post(lease.release)
-    restoration.finish()
-    if restoration.missing or restoration.unexpected:
-        _warn_of_parts(entry, restoration)
-    filled = sum(number for number, _ in restoration.counts.values())
-    return Restored.of(entry.info, restoration.missing, restoration.unexpected, filled)
+        one.release()
+    return one.finish()
 
 
 def _warn_of_parts(entry: Entry, restoration: Restoration) -> None:

@@ -88,6 +88,7 @@ class Scheduler:
     def start(self, job: Job) -> None:
         """Admit a checkpoint. Called in the order of counters, which is the order in which they are served."""
         pending = job.pending
+        self.store.request(pending.counter, pending.step, job.metadata)
         job.task = asyncio.get_running_loop().create_task(self._run(job), name=f"checkpoint {pending.counter}")
         self._jobs[pending] = job
         job.task.add_done_callback(lambda _: self._jobs.pop(pending))
@@ -100,6 +101,13 @@ class Scheduler:
         job.task.cancel()
         await asyncio.wait((job.task,))
         return True
+
+    def end_with(self, counter: int, error: CheckpointError) -> None:
+        """Write a checkpoint no further: its group decided otherwise."""
+        for pending, job in self._jobs.items():
+            if pending.counter == counter:
+                job.abandoned = error
+                job.task.cancel()
 
     async def stop_capture(self, pending: PendingCheckpoint, max_stall: float | None) -> bool:
         """Give a capture up that holds training up for too long; return once nothing reads the live state any more.
@@ -177,6 +185,7 @@ class Scheduler:
             try:
                 await self._turns.acquire()
                 try:
+                    await self.store.admit(pending.counter)
                     info, superseded = await self._save(job)
                 finally:
                     self._turns.release()  # only after the slot that the commit freed is free
@@ -259,7 +268,7 @@ class Scheduler:
             committed = await self.store.commit(slot, entry, rest, written, chain=job.overlapped is None)
         finally:
             self.clock.note("commit", start, time.perf_counter())
-        return (entry.info, False) if committed else (self.store.committed.newest.info, True)
+        return (entry.info, False) if committed else (self.store.newest.info, True)
 
     def _note_captured(self, pending: PendingCheckpoint) -> None:
         at = pending.captured_at if pending.is_captured else time.monotonic()  # a small one before it came here

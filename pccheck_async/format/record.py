@@ -26,8 +26,8 @@ offset bytes field (little-endian)
 
 An entry is a MessagePack array of the fields of :class:`Entry` in their order: counter, step, time, payload bytes,
 slot, manifest offset, manifest length, manifest CRC-32, pinned, metadata. In version 2, that of the store of one rank
-of a group, the body is an array of that array and :class:`pccheck_async.format.parts.Parts`. The manifest is MessagePack too
-(:mod:`pccheck_async.format.manifest`). Nothing in a store refers to its own path.
+of a group, the body is an array of that array and :class:`pccheck_async.format.parts.Parts`. The manifest is
+MessagePack too (:mod:`pccheck_async.format.manifest`). Nothing in a store refers to its own path.
 
 Bytes from storage become a :class:`Record` or an :class:`Identity` in this module only, and only if every check holds.
 """
@@ -39,6 +39,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from operator import attrgetter
+from typing import Any
 
 import msgspec
 
@@ -137,7 +138,7 @@ class Record(msgspec.Struct, frozen=True):
         return tuple(entry for entry in self.before if entry.slot not in slots and entry.counter < newest)
 
 
-_decoders = {
+_decoders: dict[int, msgspec.msgpack.Decoder[Any]] = {
     FORMAT_VERSION: msgspec.msgpack.Decoder(tuple[Entry, ...]),
     GROUP_VERSION: msgspec.msgpack.Decoder(tuple[tuple[Entry, ...], Parts]),
 }
@@ -260,7 +261,9 @@ def decode_record(region: bytes | bytearray | memoryview, store_id: bytes) -> Re
         content = _decoders[version].decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None
-    record = Record(generation, content) if version == FORMAT_VERSION else Record(generation, content[0], (), content[1])
+    record = (
+        Record(generation, content) if version == FORMAT_VERSION else Record(generation, content[0], (), content[1])
+    )
     return record if _sane(record) else None
 
 

@@ -6,6 +6,8 @@ It may import: tuning and what is below.
 """
 
 from pccheck_async.group.coordinator import Coordinator
+from pccheck_async.group.core import GroupCore
+from pccheck_async.group.group import Group
 from pccheck_async.group.member import Member
 from pccheck_async.group.messages import decode_decision, decode_message, encode
 from pccheck_async.group.parts import Applied, Key, Part, Run, SeenStore
@@ -13,6 +15,7 @@ from pccheck_async.group.schedule import LeadSchedule, Schedule, Verdict
 from pccheck_async.group.view import Complete, Incomplete, View, view_of
 
 __all__ = [
-    "Applied", "Complete", "Coordinator", "Incomplete", "Key", "LeadSchedule", "Member", "Part", "Run", "Schedule",
+    "Applied", "Complete", "Coordinator", "Group", "GroupCore", "Incomplete", "Key", "LeadSchedule",
+    "Member", "Part", "Run", "Schedule",
     "SeenStore", "Verdict", "View", "decode_decision", "decode_message", "encode", "view_of",
 ]  # fmt: skip

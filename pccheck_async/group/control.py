@@ -27,11 +27,11 @@ from datetime import timedelta
 from typing import Final, TypeAlias
 
 import msgspec
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pccheck_async.errors import GroupError
 from pccheck_async.group.coordinator import Coordinator
-from pccheck_async.group.messages import AnyDecision, AnyMessage, decode_decision, decode_message, encode
+from pccheck_async.group.messages import AnyDecision, AnyMessage, Refused, decode_decision, decode_message, encode
 
 __all__ = ["Address", "Client", "Server"]
 
@@ -51,9 +51,10 @@ class Server:
     Args:
         coordinator: Called by one thread at a time.
         world: Ranks in the group.
+        seconds: Within which all of them have to say hello.
     """
 
-    def __init__(self, coordinator: Coordinator, world: int) -> None:
+    def __init__(self, coordinator: Coordinator, world: int, seconds: float) -> None:
         self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=_FOREVER)
         self._inbox = self._connect()
         self._log = self._connect()
@@ -66,6 +67,16 @@ class Server:
         self.failure: Exception | None = None
         self._thread = threading.Thread(target=self._serve, name="pccheck-group-inbox", daemon=True)
         self._thread.start()
+        self._timer = threading.Timer(seconds, self._refuse_late, (seconds,))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _refuse_late(self, seconds: float) -> None:
+        """Refuse the opening where ranks are missing; a rank that never comes must not hang the others."""
+        with self._lock, suppress(*_LOST):
+            if missing := self._coordinator.missing:
+                ranks = ", ".join(map(str, missing))
+                self._publish([Refused(f"ranks {ranks} did not open this group within {seconds} s")])
 
     def _connect(self) -> TCPStore:
         return TCPStore("localhost", self._store.port, is_master=False, wait_for_workers=False, timeout=_FOREVER)
@@ -98,15 +109,16 @@ class Server:
                     self._learned[rank] = max(self._learned[rank], learned)
                     self._publish(self._coordinator.receive(message))
             with self._lock:
-                self._log.set(f"out/{self._published}", b"")
+                self._log.set(f"out/{self._published}", b"")  # type: ignore[arg-type]
         except Exception as error:  # noqa: BLE001 - the clients are told by a store that is gone
             self.failure = error
         finally:
+            self._timer.cancel()
             self._ended.set()
 
     def _publish(self, decisions: Sequence[AnyDecision]) -> None:
         for decision in decisions:
-            self._log.set(f"out/{self._published}", encode(decision))
+            self._log.set(f"out/{self._published}", encode(decision))  # type: ignore[arg-type]
             self._published += 1
         while self._deleted < min(self._learned):
             self._log.delete_key(f"out/{self._deleted}")
@@ -163,7 +175,7 @@ class Client:
     def _post_all(self) -> None:
         while (message := self._outgoing.get()) is not None:
             number = self._inbox.add("in", 1)
-            self._inbox.set(f"in/{number}", _FRAME.pack(self._rank, self._learned) + encode(message))
+            self._inbox.set(f"in/{number}", _FRAME.pack(self._rank, self._learned) + encode(message))  # type: ignore[arg-type]
 
     def _read_all(self) -> None:
         while data := self._log.get(f"out/{self._learned}"):

@@ -130,10 +130,10 @@ class Member:
         world: Ranks in the group.
         max_in_flight: Checkpoints that hold a slot and are not ended, at most.
         reserved: The most checkpoints that retention keeps at a time (:attr:`Retention.reserved`).
-        own: This rank's own store as found at opening; its domain is not read. None: there is none yet.
+        parts: What the newest record of this rank's own store names.
     """
 
-    def __init__(self, rank: int, world: int, *, max_in_flight: int, reserved: int, own: SeenStore | None) -> None:
+    def __init__(self, rank: int, world: int, *, max_in_flight: int, reserved: int, parts: Iterable[Part] = ()) -> None:
         self.rank = rank
         self.world = world
         self.max_in_flight = max_in_flight
@@ -149,7 +149,7 @@ class Member:
         """Why nothing more is done in this run."""
         self.learned = 0
         """Decisions taken in."""
-        self.parts: dict[Key, Part] = {part.key: part for part in own.parts} if own is not None else {}
+        self.parts: dict[Key, Part] = {part.key: part for part in parts}
         """What the newest durable record names."""
         self.run: Run | None = None
         """From decision 0 on."""

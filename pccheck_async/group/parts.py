@@ -4,39 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from hashlib import blake2b
-from typing import NamedTuple
 
 import msgspec
 
-from pccheck_async.format import Entry
+from pccheck_async.format import Applied, Entry, Key, Run
 
 __all__ = ["MOST_HASH", "Applied", "Key", "Part", "Run", "SeenStore", "Settled", "member_hash", "members_digest"]
 
 MOST_HASH = 1 << 64
-
-
-class Run(NamedTuple):
-    """One opening of a group.
-
-    Numbers grow with every run that saw the one before; runs that could not see each other, on other nodes, may have
-    the same number, and differ by ``nonce``.
-    """
-
-    number: int
-    nonce: int
-    """Random, 64 bits."""
-    members: int
-    """:func:`members_digest` of the stores that its ranks write to."""
-
-
-class Key(NamedTuple):
-    """What makes parts one checkpoint, and in what order checkpoints come.
-
-    Not the step: a step may be saved twice, and a rank's part of the one does not belong to the other.
-    """
-
-    counter: int
-    run: Run
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -54,15 +29,6 @@ class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     def key(self) -> Key:
         """The checkpoint that this is a part of."""
         return Key(self.entry.counter, self.run)
-
-
-class Applied(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The header of a commit record, format version 2: how many of which run's decisions its entries reflect."""
-
-    run: Run
-    decisions: int
-    pinned: tuple[Key, ...] = ()
-    """All that are pinned by then, also those that this rank has no part of: of the newest record they are the pins."""
 
 
 class SeenStore(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import ClassVar
 
-from pccheck_async.format import Entry, Record, align
-from pccheck_async.format.record import MOST_ENTRIES
+from pccheck_async.format import Entry, Metadata, Record, align
+from pccheck_async.format.record import FORMAT_VERSION, MOST_ENTRIES
 from pccheck_async.medium import File, Medium, Part, Piece
 from pccheck_async.store.commit_file import CommitFile, open_commit, read_record
 from pccheck_async.store.latch import Latch
@@ -50,11 +51,17 @@ class StoreStatistics:
 
 
 async def open_store(
-    medium: Medium, *, path: str | os.PathLike[str], retention: Retention, max_in_flight: int, lock_timeout: float
+    medium: Medium,
+    *,
+    path: str | os.PathLike[str],
+    retention: Retention,
+    max_in_flight: int,
+    lock_timeout: float,
+    kind: type[Store] | None = None,
 ) -> Store:
     """Lock the store, create it where there is none, and recover: the newest valid record decides.
 
-    ``path`` is for messages; ``lock_timeout`` are the seconds to wait for another writer.
+    ``path`` is for messages; ``lock_timeout`` are the seconds to wait for another writer; ``kind`` makes the store.
 
     Durability: opening an existing store writes nothing.
 
@@ -63,14 +70,16 @@ async def open_store(
         CorruptStoreError: the folder holds something else, or no valid record.
         StoreFullError: so many checkpoints are pinned that a record has no room for those to be kept.
     """
-    file = await open_commit(medium, path, lock_timeout)
+    make = kind or Store
+    file = await open_commit(medium, path, lock_timeout, make.version)
     record = await read_record(medium, file.file, file.identity)
     repairs = None if file.is_new else await file.repairs(medium, record)
     committed = Committed(record, retention)
-    committed.check_rules()
+    if make.version == FORMAT_VERSION:  # else a group decides what is dropped
+        committed.check_rules()
     latch = Latch()
     slots = await open_slots(medium, record, in_flight=max_in_flight, kept=retention.reserved, latch=latch)
-    return Store(medium, file, committed, slots, latch, repairs)
+    return make(medium, file, committed, slots, latch, repairs)
 
 
 @dataclass(slots=True, eq=False)
@@ -92,10 +101,29 @@ class Store:
     superseded: int = 0
     """Checkpoints that newer ones replaced before they were committed."""
 
+    version: ClassVar[int] = FORMAT_VERSION
+    """Of its records."""
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        """Durable checkpoints, newest first."""
+        return self.committed.entries
+
+    @property
+    def newest(self) -> Entry:
+        """The newest checkpoint that is durable."""
+        return self.committed.newest
+
     @property
     def block_bytes(self) -> int:
         """The unit of every offset and length in the store."""
         return self.file.identity.block_bytes
+
+    def request(self, counter: int, step: int, metadata: Metadata) -> None:
+        """Hear of a checkpoint, in the order of counters."""
+
+    async def admit(self, counter: int) -> None:
+        """Wait until a checkpoint may be written."""
 
     async def reserve(self, nbytes: int) -> SlotLease:
         """Lease a slot of at least ``nbytes`` for one checkpoint, creating or enlarging one where needed.
@@ -173,6 +201,9 @@ class Store:
         elif chain:
             written()
         return record is not None
+
+    async def leave(self, seconds: float | None) -> None:
+        """Hear that no more checkpoints come; takes so many seconds at the most."""
 
     async def release(self, lease: SlotLease, manifest_offset: int | None = None) -> None:
         """Free the slot of a checkpoint that will not be committed, once nothing writes to it any more.

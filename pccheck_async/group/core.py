@@ -1,0 +1,181 @@
+"""The engine of one rank of a group: opening, restoring and ending are agreed on with the others."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pccheck_async.engine import Assembly, EngineConfig, EngineCore, Handoff, PendingCheckpoint, Reading
+from pccheck_async.errors import (
+    CheckpointError,
+    DamagedError,
+    GroupError,
+    IncompleteCheckpointError,
+    NoCheckpointError,
+    StateMismatchError,
+)
+from pccheck_async.format import Key
+from pccheck_async.group.actions import ChangeState, EndRestore, MatchManifest, VerifyChunks
+from pccheck_async.group.control import Server
+from pccheck_async.group.folder import parts_of, rank_name
+from pccheck_async.group.group import Group
+from pccheck_async.group.run import GroupRun, serve
+from pccheck_async.group.store import GroupStore
+from pccheck_async.medium.open_medium import IO
+from pccheck_async.store import Store, UnreadableError
+from pccheck_async.telemetry import ReadProgress, events
+
+__all__ = ["GroupCore"]
+
+
+class GroupCore(EngineCore):
+    """One rank's engine. The arguments are those of :class:`EngineCore`; ``path`` is the group's folder."""
+
+    store_kind: type[Store] = GroupStore
+
+    def __init__(self, path: str | os.PathLike[str], io: IO, config: EngineConfig, group: Group) -> None:
+        super().__init__(path, io, config)
+        if config.on_busy == "skip":
+            raise ValueError("on_busy='skip' is not for groups: what one rank skips, another one saves")
+        self.group = group
+        self._server: Server | None = None
+
+    @property
+    def store_path(self) -> str:
+        """The folder of this rank's store."""
+        return os.fspath(Path(self.path) / rank_name(self.group.rank))
+
+    @property
+    def _run(self) -> GroupRun:
+        store = self.assembly.store
+        assert isinstance(store, GroupStore)
+        assert store.run is not None
+        return store.run
+
+    def open(self) -> Handoff:
+        """Lock (or create) this rank's store, meet the others, and agree on what there is.
+
+        Collective where the group is a process group: an address is broadcast on the calling thread.
+        """
+        if self.group.rank == 0 and self.state == "new":
+            self._server = serve(self.group.world_size, self.config, self.group.timeout)
+        self._address = self.group.share(self._server.address if self._server is not None else None)
+        yield from super().open()
+
+    def _join(self) -> Handoff:
+        assembly = self.assembly
+
+        async def join() -> None:
+            store = assembly.store
+            assert isinstance(store, GroupStore)
+            parts = parts_of(store.committed.record)
+            run = store.run = GroupRun(
+                Path(self.path), self.group.rank, self.group.world_size, self.config, store, store.write_parts, parts,
+                assembly.scheduler.end_with,
+            )  # fmt: skip
+            run.server = self._server
+            await run.join(self._address)
+            self.in_flight.counter = run.member.counter
+
+        yield join()
+
+    def _note_end(self, pending: PendingCheckpoint, error: Exception | None, superseded: bool, nbytes: int) -> None:
+        super()._note_end(pending, error, superseded, nbytes)
+        self._run.note_end(pending.counter, error)
+
+    # -- restoring
+
+    def _restore(
+        self,
+        assembly: Assembly,
+        state: Mapping[str, Any],
+        step: int | None,
+        progress: ReadProgress | None,
+        *,
+        strict: bool,
+    ) -> Handoff:
+        """Restore the same checkpoint on every rank, or none and raise the same error on every rank.
+
+        Chunks are read twice: all ranks have verified theirs before any of them changes its state (G5).
+        """
+        start, run = time.perf_counter(), self._run
+        reading: Reading | None = None
+        mismatch: Exception | None = None
+        agreed = False
+        yield run.ask_restore(step)
+        try:
+            while True:
+                action = yield run.restoring.get()
+                match action:
+                    case MatchManifest(key):
+                        if reading is not None:
+                            reading.release()
+                        reading = self._reading(assembly, key, progress)
+                        outcome, why, mismatch = yield from _match(reading, state, strict=strict)
+                        yield run.tell_matched(outcome, why)
+                    case VerifyChunks():
+                        assert reading is not None
+                        yield run.tell_verified((yield from _verify(reading)))
+                    case ChangeState(key):
+                        agreed = True
+                        assert reading is not None
+                        reading.begin()
+                        yield reading.fill()
+                        restored = reading.finish()
+                        seconds = time.perf_counter() - start
+                        told = {"step": restored.step, "counter": key.counter, "nbytes": restored.nbytes}
+                        self.reporter.tell(events.Restored, **told, seconds=seconds)
+                        return restored
+                    case EndRestore(reason, why):
+                        agreed = True
+                        if reason == "none":
+                            return None
+                        raise mismatch or _error(reason, why)
+        except BaseException as error:
+            if not agreed:  # the others wait for an answer
+                yield run.tell_matched("mismatch", f"the restore ended: {error!r}")
+            raise
+        finally:
+            if reading is not None:
+                reading.release()
+
+    def _reading(self, assembly: Assembly, key: Key, progress: ReadProgress | None) -> Reading | None:
+        """Return what reads this rank's part, None where it is not in its store."""
+        part = self._run.part(key)
+        return None if part is None else Reading(assembly, part.entry, progress=progress)
+
+
+def _match(reading: Reading | None, state: Mapping[str, Any], *, strict: bool) -> Handoff:
+    """Return how this rank's part compares with its state, why, and the error that says so."""
+    if reading is None:
+        return "damaged", "its part is not in its store", None
+    try:
+        yield reading.hold()
+        reading.match(state, strict=strict)
+    except UnreadableError as error:
+        return "damaged", str(error), None
+    except (CheckpointError, TypeError, ValueError) as error:
+        return "mismatch", str(error), error
+    return "ok", "", None
+
+
+def _verify(reading: Reading) -> Handoff:
+    try:
+        yield reading.verify()
+    except UnreadableError as error:
+        return str(error)
+    return None
+
+
+def _error(reason: str, why: str) -> Exception:
+    kind = {
+        "incomplete": IncompleteCheckpointError,
+        "no step": NoCheckpointError,
+        "mismatch": StateMismatchError,
+        "damaged": DamagedError,
+    }.get(reason, GroupError)
+    error: Exception = kind(why)
+    return error
