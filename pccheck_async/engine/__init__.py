@@ -13,13 +13,13 @@ from pccheck_async.engine.metrics import openmetrics, scalars
 from pccheck_async.engine.overlap import Guard, StepHooks, hooks_of, unwrapped
 from pccheck_async.engine.pending import CheckpointProgress, PendingCheckpoint
 from pccheck_async.engine.policy import Decision, Policy, SaveReport, StepReport, TrainingHooks
-from pccheck_async.engine.restore import Reading
+from pccheck_async.engine.restore import Lease, Reading
 from pccheck_async.engine.scheduler import Scheduler
 from pccheck_async.engine.statistics import Distribution, EngineStatistics
 
 __all__ = [
     "Assembly", "Auto", "CheckpointProgress", "Decision", "Decisions", "Distribution", "EngineConfig", "EngineCore",
-    "EngineLoop", "EngineStatistics", "Guard", "Handoff", "InlineCaptures", "PendingCheckpoint", "Policy",
+    "EngineLoop", "EngineStatistics", "Guard", "Handoff", "InlineCaptures", "Lease", "PendingCheckpoint", "Policy",
     "Reading", "SaveReport", "Scheduler", "StepHooks", "StepReport", "TrainingHooks", "block_on", "check_flag",
     "decide", "hooks_of", "openmetrics", "run", "scalars", "unwrapped",
 ]  # fmt: skip

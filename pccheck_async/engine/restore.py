@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from pccheck_async.engine.assembly import Assembly
 from pccheck_async.engine.loop import Handoff
 from pccheck_async.errors import DamagedError, StateMismatchError
 from pccheck_async.format import Entry, Restored
 from pccheck_async.format.manifest import Manifest
-from pccheck_async.medium import File
+from pccheck_async.medium import File, Medium
 from pccheck_async.state import Restoration, Targets, match
 from pccheck_async.store import (
     Fallback,
@@ -26,7 +26,7 @@ from pccheck_async.store import (
 )
 from pccheck_async.telemetry import ReadProgress, events, reading_progress, write
 
-__all__ = ["Reading", "restore"]
+__all__ = ["Lease", "Reading", "restore"]
 
 _NAMED = 5
 """Paths that the warning of a partial restore names."""
@@ -71,8 +71,30 @@ def restore(
     return restored
 
 
+class Lease(Protocol):
+    """Keeps a checkpoint from being overwritten while it is read. Used on the engine's loop."""
+
+    @property
+    def entry(self) -> Entry:
+        """What its record says of it; known once it is acquired."""
+
+    @property
+    def medium(self) -> Medium:
+        """What reads it."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Unit of its offsets."""
+
+    async def acquire(self) -> File:
+        """Return its file. Raises DamagedError, ReadError, NoCheckpointError."""
+
+    def release(self) -> None:
+        """Let it go, acquired or not. Idempotent."""
+
+
 class Reading:
-    """One checkpoint of an engine's own store on its way into a state: the steps of a restore, in their order.
+    """One checkpoint on its way into a state: the steps of a restore, in their order.
 
     :meth:`match`, :meth:`begin` and :meth:`finish` run on the caller's thread, :meth:`release` on any, the others on
     the engine's loop.
@@ -83,22 +105,17 @@ class Reading:
 
     restoration: Restoration
 
-    def __init__(
-        self, parts: Assembly, entry: Entry, *, superseded: bool = False, progress: ReadProgress | None = None
-    ) -> None:
+    def __init__(self, parts: Assembly, lease: Lease, progress: ReadProgress | None = None) -> None:
         self._parts = parts
-        self._entry = entry
+        self._lease = lease
         self._progress = progress
-        self._lease = ReadLease(parts.store, entry, superseded)
 
     async def hold(self) -> None:
         """Keep its slot from being reused, and read its manifest. Raises UnreadableError."""
-        parts = self._parts
+        lease = self._lease
         with reading():
-            self._file: File = await self._lease.acquire()
-            self._manifest: Manifest = await read_manifest(
-                parts.opened.medium, self._file, self._entry, parts.store.block_bytes
-            )
+            self._file: File = await lease.acquire()
+            self._manifest: Manifest = await read_manifest(lease.medium, self._file, lease.entry, lease.block_bytes)
 
     async def verify(self) -> None:
         """Read every chunk, and fill nothing. Raises UnreadableError."""
@@ -123,9 +140,8 @@ class Reading:
         parts = self._parts
         pool = pool_for(self._manifest, parts.pool)
         with reading():
-            await read_payload(
-                parts.opened.medium, parts.backend, pool, self._file, self._manifest, *arguments, every=every
-            )
+            medium = self._lease.medium
+            await read_payload(medium, parts.backend, pool, self._file, self._manifest, *arguments, every=every)
 
     def release(self) -> None:
         """Let its slot go. Idempotent."""
@@ -133,12 +149,12 @@ class Reading:
 
     def finish(self) -> Restored:
         """Give every object its state, and say what was restored."""
-        restoration = self.restoration
+        restoration, entry = self.restoration, self._lease.entry
         restoration.finish()
         if restoration.missing or restoration.unexpected:
-            _warn_of_parts(self._entry, restoration)
+            _warn_of_parts(entry, restoration)
         filled = sum(number for number, _ in restoration.counts.values())
-        return Restored.of(self._entry.info, restoration.missing, restoration.unexpected, filled)
+        return Restored.of(entry.info, restoration.missing, restoration.unexpected, filled)
 
 
 def _restore_one(
@@ -151,7 +167,7 @@ def _restore_one(
     begun: list[str],
 ) -> Handoff:
     """Restore one checkpoint; to ``begun`` go the paths of live arrays that it may fill before it fails."""
-    one = Reading(parts, entry, superseded=superseded, progress=progress)
+    one = Reading(parts, ReadLease(parts.store, entry, superseded), progress)
 
     async def hold() -> None:
         await one.hold()

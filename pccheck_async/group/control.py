@@ -146,8 +146,9 @@ class Client:
         self._lost = lost
         self._learned = 0
         self._outgoing: queue.SimpleQueue[AnyMessage | None] = queue.SimpleQueue()
+        self._address = address
         self._inbox = _reach(address)
-        self._log = _reach(address, only=self._inbox.host)
+        self._log = self.another()
         self._threads = [
             threading.Thread(target=self._run, args=(loop,), name=f"pccheck-group-{name}", daemon=True)
             for name, loop in (("post", self._post_all), ("log", self._read_all))
@@ -155,6 +156,10 @@ class Client:
         self._once = threading.Lock()
         for thread in self._threads:
             thread.start()
+
+    def another(self) -> TCPStore:
+        """Return one more client of the store, for whoever waits for something else."""
+        return _reach(self._address, only=self._inbox.host)
 
     def post(self, message: AnyMessage) -> None:
         """Put a message into the inbox, after those before it. Returns at once."""

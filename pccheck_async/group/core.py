@@ -143,9 +143,9 @@ class GroupCore(EngineCore):
                 reading.release()
 
     def _reading(self, assembly: Assembly, key: Key, progress: ReadProgress | None) -> Reading | None:
-        """Return what reads this rank's part, None where it is not in its store."""
-        part = self._run.part(key)
-        return None if part is None else Reading(assembly, part.entry, progress=progress)
+        """Return what reads the part that this rank restores, None where it is gone."""
+        lease = self._run.lease(key)
+        return None if lease is None else Reading(assembly, lease, progress)
 
 
 def _match(reading: Reading | None, state: Mapping[str, Any], *, strict: bool) -> Handoff:

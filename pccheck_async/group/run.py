@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from pccheck_async.engine import EngineConfig
+from pccheck_async.engine import EngineConfig, Lease
 from pccheck_async.errors import CheckpointError, GroupError, NoCheckpointError
 from pccheck_async.format import Applied, Entry, Key, Metadata
 from pccheck_async.group.actions import (
@@ -38,12 +38,14 @@ from pccheck_async.group.actions import (
 )
 from pccheck_async.group.control import Address, Client, Server
 from pccheck_async.group.coordinator import Coordinator
+from pccheck_async.group.elsewhere import FetchedLease, FolderLease, send_part
 from pccheck_async.group.folder import domain_of, rank_name, remove_store, seen_stores
 from pccheck_async.group.member import Member
 from pccheck_async.group.messages import AnyDecision
 from pccheck_async.group.parts import Part, SeenStore
+from pccheck_async.group.view import Complete
 from pccheck_async.medium.open_medium import open_medium
-from pccheck_async.store import Retention, Store, open_store
+from pccheck_async.store import ReadLease, Retention, Store, open_store
 from pccheck_async.telemetry import write
 
 __all__ = ["GroupRun", "serve"]
@@ -144,9 +146,41 @@ class GroupRun:
         kept = [member.parts[key].entry for key in member.keep if key in member.parts]
         return sorted(kept, key=lambda entry: -entry.counter)
 
-    def part(self, key: Key) -> Part | None:
-        """Return this rank's part of a checkpoint, None where it is not in its store."""
-        return self.member.parts.get(key)
+    def lease(self, key: Key) -> Lease | None:
+        """Return what reads the part of a complete checkpoint that this rank restores; None where it is gone."""
+        member = self.member
+        if (part := member.parts.get(key)) is not None:
+            return ReadLease(self._store, part.entry, superseded=False)
+        if (found := self._complete(key)) is None:
+            return None
+        source, domain = _source(found, member.rank)
+        if source != member.rank:
+            text = "this checkpoint is of %d ranks: rank %d restores what rank %d saved, random number generators, too"
+            write(logging.WARNING, "other_world", text, found.world, member.rank, source)
+        if domain == member.homes[member.rank]:
+            return FolderLease(self._folder / rank_name(source), key)
+        assert self._client is not None
+        return FetchedLease(self._client.another(), self._prefix(member.rank), self._folder / rank_name(member.rank))
+
+    def _complete(self, key: Key) -> Complete | None:
+        complete = self.member.view.complete if self.member.view is not None else ()
+        return next((one for one in complete if one.key == key), None)
+
+    def _prefix(self, rank: int) -> str:
+        """Return where what a rank restores is sent to it."""
+        return f"part/{self.member.restore.index}/{self.member.restore.attempt}/{rank}"
+
+    def _send_parts(self, key: Key) -> None:
+        """Send what other hosts restore and only this one has."""
+        member, found = self.member, self._complete(key)
+        if found is None:
+            return
+        for rank, home in enumerate(member.homes):
+            source, domain = _source(found, rank)
+            if domain != home and member.homes.index(domain) == member.rank:
+                assert self._client is not None
+                path = self._folder / rank_name(source)
+                self._start(send_part(self._client.another(), self._prefix(rank), path, key))
 
     def request(self, counter: int, step: int, metadata: Metadata) -> None:
         """Request a checkpoint, in the order of counters."""
@@ -255,7 +289,10 @@ class GroupRun:
                         _set(answer, None)
                     elif answer is not None and not answer.done():
                         answer.set_exception(NoCheckpointError(action.why))
-                case MatchManifest() | VerifyChunks() | ChangeState() | EndRestore():
+                case MatchManifest():
+                    self._send_parts(action.key)
+                    self.restoring.put_nowait(action)
+                case VerifyChunks() | ChangeState() | EndRestore():
                     self.restoring.put_nowait(action)
                 case Free():
                     pass  # publishing the record freed them
@@ -327,13 +364,19 @@ def _settings(folder: Path, config: EngineConfig) -> str:
     """Return what has to be equal on all ranks."""
     best = config.retention.keep_best
     settings = {
-        "path": os.fspath(folder),
+        "folder": folder.name,  # nodes may have it in different places
         "max_in_flight": config.max_in_flight,
         "keep_last": config.keep_last,
         "keep_every": config.keep_every,
         "keep_best": None if best is None else (best.metric, best.count, best.mode),
     }
     return msgspec.json.encode(settings).decode()
+
+
+def _source(found: Complete, rank: int) -> tuple[int, int]:
+    """Return whose part a rank restores, and in which domain that is."""
+    source = rank % found.world
+    return source, found.places[source]
 
 
 def serve(world: int, config: EngineConfig, seconds: float) -> Server:

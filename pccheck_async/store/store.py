@@ -354,6 +354,16 @@ class ReadLease:
     superseded: bool
     _held: bool = False
 
+    @property
+    def medium(self) -> Medium:
+        """The store's."""
+        return self.store.medium
+
+    @property
+    def block_bytes(self) -> int:
+        """Unit of its offsets."""
+        return self.store.block_bytes
+
     async def acquire(self) -> File:
         """Hold the slot and return its file. Runs on the engine's loop, as :meth:`release` does.
 
