@@ -84,7 +84,7 @@ class Server:
     @property
     def address(self) -> Address:
         """Where the others find it."""
-        names = [os.environ.get("MASTER_ADDR", ""), socket.gethostname(), socket.getfqdn(), "localhost"]
+        names = [os.environ.get("MASTER_ADDR", ""), socket.gethostname(), "localhost"]
         return tuple(dict.fromkeys(filter(None, names))), self._store.port
 
     def decide(self, ask: Callable[[Coordinator], Sequence[AnyDecision]]) -> None:

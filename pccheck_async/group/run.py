@@ -205,6 +205,10 @@ class GroupRun:
             raise error
         return outcome.outcome == "durable"
 
+    def is_cancelled(self, counter: int) -> bool:
+        """Whether the group decided about a checkpoint before a record of this rank could name it."""
+        return counter in self._cancelled
+
     def note_end(self, counter: int, error: Exception | None) -> None:
         """Note that nothing of a checkpoint is being written any more."""
         self._admissions.pop(counter, None)

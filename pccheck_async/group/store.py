@@ -65,15 +65,17 @@ class GroupStore(Store):
 
         Durability: on True all ranks' parts survive power loss.
         """
-        named = False
         try:
             await self.make_data_durable(lease, rest)
             written()
             await self.medium.unlock(lease.file)  # all writes ended: readers of the next record may lock the slot
+        except BaseException:
+            await self.release(lease, entry.manifest_offset)
+            raise
+        try:
             return await self._run.decided(entry)
         finally:
-            named = any(one.slot == lease.slot for one in self.committed.record.entries)
-            if not named and lease.slot in self.slots.table.leased and self.latch.failure is None:
+            if self._run.is_cancelled(entry.counter):  # else a record names it, or is about to
                 await self.release(lease, entry.manifest_offset)
 
     async def write_parts(self, parts: tuple[Part, ...], applied: Applied) -> None:
