@@ -218,8 +218,8 @@ class Member:
 
     def written(self, counter: int, entry: Entry) -> list[Action]:
         """Note that all of a checkpoint is durable in its slot."""
-        job = self._jobs[counter]
-        if job.phase is _Phase.WRITING:  # else it was cancelled meanwhile, and `released` comes
+        job = self._jobs.get(counter)
+        if job is not None and job.phase is _Phase.WRITING:  # else it was cancelled meanwhile, and `released` comes
             job.phase, job.entry = _Phase.WRITTEN, entry
         return self._advance()
 
@@ -249,9 +249,9 @@ class Member:
         self._writing, self.parts = None, written.parts
         actions: list[Action] = []
         for counter in written.prepares:
-            job = self._jobs[counter]
-            job.phase = _Phase.PREPARED
-            actions += self._vote(counter, job)
+            if (job := self._jobs.get(counter)) is not None:  # else all has ended meanwhile
+                job.phase = _Phase.PREPARED
+                actions += self._vote(counter, job)
         gone = tuple(part for key, part in before.items() if key not in self.parts)
         if gone:
             actions.append(Free(gone))

@@ -117,9 +117,8 @@ class LeadRestore:
             return [self._end("disagreement", asked)]
         self.step = steps.pop()
         if self.step is not None and not any(step == self.step for _, step in there):
-            return [
-                self._end("no step", {-1: f"there is no complete checkpoint of step {self.step}. {lacking}".strip()})
-            ]
+            why = f"there is no complete checkpoint of step {self.step}"
+            return [self._end("no step", {-1: f"{why}; {lacking}" if lacking else why})]
         if not there:
             return [self._end("incomplete", {-1: lacking}) if lacking else self._end("none", {})]
         return self._try_next(there, {})

@@ -85,10 +85,7 @@ def view_of(stores: Sequence[SeenStore], homes: Sequence[int], hosts: Sequence[s
         hosts: The host that each rank runs on.
     """
     seen = reachable(stores, homes)
-    by_key: defaultdict[Key, list[tuple[SeenStore, Part]]] = defaultdict(list)
-    for store in seen:
-        for part in store.parts:
-            by_key[part.key].append((store, part))
+    by_key = parts_by_key(seen)
     pinned = pinned_keys(seen)
     complete: list[Complete] = []
     incomplete: list[Incomplete] = []
@@ -117,6 +114,15 @@ def view_of(stores: Sequence[SeenStore], homes: Sequence[int], hosts: Sequence[s
 def reachable(stores: Sequence[SeenStore], homes: Sequence[int]) -> list[SeenStore]:
     """Return the stores that count: every folder of every member's domain, also those of ranks that run elsewhere."""
     return [store for store in stores if store.domain in set(homes)]
+
+
+def parts_by_key(stores: Iterable[SeenStore]) -> dict[Key, list[tuple[SeenStore, Part]]]:
+    """Return the parts of each checkpoint, with the stores that hold them."""
+    by_key: defaultdict[Key, list[tuple[SeenStore, Part]]] = defaultdict(list)
+    for store in stores:
+        for part in store.parts:
+            by_key[part.key].append((store, part))
+    return by_key
 
 
 def missing_ranks(parts: Sequence[Part]) -> list[int]:
