@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import fields
 from datetime import timedelta
 from difflib import get_close_matches
@@ -35,7 +34,7 @@ from pccheck_async.training import TrainingRun
 from pccheck_async.training.policy import make_policy
 from pccheck_async.tuning import Progress, Tuning, checkpoint_bytes, tune
 
-__all__ = ["EngineBase", "note_closing_failure_on"]
+__all__ = ["EngineBase"]
 
 
 class EngineBase:
@@ -224,17 +223,6 @@ class EngineBase:
     def path(self) -> str:
         """Folder of the store."""
         return self._core.path
-
-
-@contextmanager
-def note_closing_failure_on(error: BaseException | None) -> Iterator[None]:
-    """Where a context is left with an ``error``, let that pass, with a note of what closing the engine raises."""
-    try:
-        yield
-    except Exception as failure:
-        if error is None:
-            raise
-        error.add_note(f"closing the engine failed, too: {type(failure).__name__}: {failure}")
 
 
 def _unknown(engine: str, name: str) -> TypeError:

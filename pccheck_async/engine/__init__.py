@@ -7,7 +7,7 @@ It may import: store and what is below.
 from pccheck_async.engine.assembly import Assembly
 from pccheck_async.engine.capture import InlineCaptures
 from pccheck_async.engine.config import Auto, Decisions, EngineConfig, check_flag, decide
-from pccheck_async.engine.core import EngineCore
+from pccheck_async.engine.core import EngineCore, note_closing_failure_on
 from pccheck_async.engine.loop import EngineLoop, Handoff, block_on, run
 from pccheck_async.engine.metrics import openmetrics, scalars
 from pccheck_async.engine.overlap import Guard, StepHooks, hooks_of, unwrapped
@@ -21,5 +21,5 @@ __all__ = [
     "Assembly", "Auto", "CheckpointProgress", "Decision", "Decisions", "Distribution", "EngineConfig", "EngineCore",
     "EngineLoop", "EngineStatistics", "Guard", "Handoff", "InlineCaptures", "Lease", "PendingCheckpoint", "Policy",
     "Reading", "SaveReport", "Scheduler", "StepHooks", "StepReport", "TrainingHooks", "block_on", "check_flag",
-    "decide", "hooks_of", "openmetrics", "run", "scalars", "unwrapped",
+    "decide", "hooks_of", "note_closing_failure_on", "openmetrics", "run", "scalars", "unwrapped",
 ]  # fmt: skip

@@ -7,8 +7,8 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from types import FrameType
 from typing import Any
@@ -43,7 +43,7 @@ from pccheck_async.store import Store
 from pccheck_async.telemetry import ReadProgress, Reporter, Sink, about, write
 from pccheck_async.telemetry.events import Opened
 
-__all__ = ["EngineCore"]
+__all__ = ["EngineCore", "note_closing_failure_on"]
 
 HOOKS_SECONDS = 1.0
 """Seconds that closing waits for hooks to hear of the last events."""
@@ -235,6 +235,7 @@ class EngineCore:
     def abandon(self) -> None:
         """In a forked child: let go of every descriptor; the engine lives on in the parent only."""
         self.state = "closed"
+        forget(self)
         self._opening.abandon()
 
     def check_alive(self) -> Assembly:
@@ -473,6 +474,18 @@ class EngineCore:
         in_flight = self.in_flight.checkpoints()  # before the others: one that is committed meanwhile is in both
         newest, infos = self.in_flight.newest, self.infos
         return make_status(self.statistics(), self._began, in_flight, newest, infos, report, failure)
+
+
+@contextmanager
+def note_closing_failure_on(error: BaseException | None) -> Iterator[None]:
+    """Where a context is left with an ``error``, let that pass, with a note of what closing the engine raises."""
+    try:
+        yield
+    except Exception as failure:
+        if error is None:
+            raise
+        if failure is not error:
+            error.add_note(f"closing the engine failed, too: {type(failure).__name__}: {failure}")
 
 
 def _caller() -> str:

@@ -12,11 +12,11 @@ from typing import Literal, NamedTuple
 from msgspec.structs import replace
 
 from pccheck_async.errors import NoCheckpointError, StoreFullError
-from pccheck_async.format import Entry, Record
+from pccheck_async.format import Entry, Record, check_count
 from pccheck_async.format.record import MOST_ENTRIES
 from pccheck_async.telemetry import write
 
-__all__ = ["Best", "Committed", "KeepAll", "Kept", "Retention", "SpaceNeeded", "check_count", "make_best"]
+__all__ = ["Best", "Committed", "KeepAll", "Kept", "Retention", "SpaceNeeded", "make_best"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,9 +285,3 @@ def make_best(best: object) -> Best:
 
 def _by_counter(entry: Entry) -> int:
     return -entry.counter
-
-
-def check_count(name: str, value: object) -> None:
-    """Raise ValueError where a setting is not a whole number of at least 1."""
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name} is a whole number of at least 1, not {value!r}")

@@ -23,6 +23,7 @@ from pccheck_async.engine import (
     StepReport,
     TrainingHooks,
     block_on,
+    note_closing_failure_on,
     run,
     unwrapped,
 )
@@ -253,10 +254,8 @@ class TrainingRun(TrainingHooks):
         except BaseException as error:
             if not isinstance(error, Exception):  # cancelled: as in closing, what is in flight is not waited for
                 yield core.cancel_all()
-            try:
+            with note_closing_failure_on(error):
                 yield from core.close()
-            except Exception as failure:  # noqa: BLE001 - told with the first one
-                error.add_note(f"closing the engine failed, too: {type(failure).__name__}: {failure}")
             raise
         yield from core.close()
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pccheck_async.engine import EngineConfig, EngineCore, run
-from pccheck_async.errors import CheckpointError, StoreLockedError, folder_error
+from pccheck_async.engine import EngineConfig, EngineCore, note_closing_failure_on, run
+from pccheck_async.errors import StoreLockedError, folder_error
 from pccheck_async.format import align
 from pccheck_async.medium import File, Medium
 from pccheck_async.medium.open_medium import IO, open_medium
@@ -148,11 +148,8 @@ async def _engine(folder: Path, io: IO, config: EngineConfig) -> AsyncIterator[E
     try:
         yield core
     except BaseException as error:
-        try:
+        with note_closing_failure_on(error):
             await run(core, core.close())
-        except CheckpointError as failure:
-            if failure is not error:
-                error.add_note(f"closing the engine failed too: {failure}")
         raise
     await run(core, core.close())
 
