@@ -12,10 +12,11 @@ from pccheck_async.group.member import Member
 from pccheck_async.group.messages import decode_decision, decode_message, encode
 from pccheck_async.group.parts import Applied, Key, Part, Run, SeenStore
 from pccheck_async.group.schedule import LeadSchedule, Schedule, Verdict
+from pccheck_async.group.training import GroupTraining
 from pccheck_async.group.view import Complete, Incomplete, View, view_of
 
 __all__ = [
-    "Applied", "Complete", "Coordinator", "Group", "GroupCore", "Incomplete", "Key", "LeadSchedule",
+    "Applied", "Complete", "Coordinator", "Group", "GroupCore", "GroupTraining", "Incomplete", "Key", "LeadSchedule",
     "Member", "Part", "Run", "Schedule",
     "SeenStore", "Verdict", "View", "decode_decision", "decode_message", "encode", "view_of",
 ]  # fmt: skip

@@ -82,6 +82,15 @@ class Server:
         return TCPStore("localhost", self._store.port, is_master=False, wait_for_workers=False, timeout=_FOREVER)
 
     @property
+    def step(self) -> int:
+        """The step that rank 0's trainer is in."""
+        return self._coordinator.schedule.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._coordinator.schedule.step = step
+
+    @property
     def address(self) -> Address:
         """Where the others find it."""
         names = [os.environ.get("MASTER_ADDR", ""), socket.gethostname(), "localhost"]

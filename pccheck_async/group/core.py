@@ -49,7 +49,8 @@ class GroupCore(EngineCore):
         return os.fspath(Path(self.path) / rank_name(self.group.rank))
 
     @property
-    def _run(self) -> GroupRun:
+    def run(self) -> GroupRun:
+        """This opening of the group."""
         store = self.assembly.store
         assert isinstance(store, GroupStore)
         assert store.run is not None
@@ -84,7 +85,13 @@ class GroupCore(EngineCore):
 
     def _note_end(self, pending: PendingCheckpoint, error: Exception | None, superseded: bool, nbytes: int) -> None:
         super()._note_end(pending, error, superseded, nbytes)
-        self._run.note_end(pending.counter, error)
+        self.run.note_end(pending.counter, error)
+
+    def end_schedule(self) -> None:
+        """Note that this rank makes no more steps: no step is agreed on that it would not reach."""
+        store = self._assembly.store if self._assembly is not None else None
+        if isinstance(store, GroupStore) and store.run is not None:
+            store.run.end_schedule()
 
     # -- restoring
 
@@ -101,7 +108,7 @@ class GroupCore(EngineCore):
 
         Chunks are read twice: all ranks have verified theirs before any of them changes its state (G5).
         """
-        start, run = time.perf_counter(), self._run
+        start, run = time.perf_counter(), self.run
         reading: Reading | None = None
         mismatch: Exception | None = None
         agreed = False
@@ -144,7 +151,7 @@ class GroupCore(EngineCore):
 
     def _reading(self, assembly: Assembly, key: Key, progress: ReadProgress | None) -> Reading | None:
         """Return what reads the part that this rank restores, None where it is gone."""
-        lease = self._run.lease(key)
+        lease = self.run.lease(key)
         return None if lease is None else Reading(assembly, lease, progress)
 
 

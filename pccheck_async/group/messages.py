@@ -185,9 +185,11 @@ class Broken(Decision, frozen=True):
 
 
 class Next(Decision, frozen=True):
-    """The next step to save after."""
+    """The next step at which all ranks do the same."""
 
     step: int
+    save: bool = True
+    """They save; else they only know by then what comes after."""
 
 
 class Preempted(Message, frozen=True):

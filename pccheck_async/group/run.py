@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import socket
+import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
@@ -41,8 +42,9 @@ from pccheck_async.group.coordinator import Coordinator
 from pccheck_async.group.elsewhere import FetchedLease, FolderLease, send_part
 from pccheck_async.group.folder import domain_of, rank_name, remove_store, seen_stores
 from pccheck_async.group.member import Member
-from pccheck_async.group.messages import AnyDecision
+from pccheck_async.group.messages import AnyDecision, AnyMessage, Preempted
 from pccheck_async.group.parts import Part, SeenStore
+from pccheck_async.group.schedule import Verdict
 from pccheck_async.group.view import Complete
 from pccheck_async.medium.open_medium import open_medium
 from pccheck_async.store import ReadLease, Retention, Store, open_store
@@ -100,7 +102,9 @@ class GroupRun:
         self._pins_asked = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
-        self._lost: str | None = None
+        self._scheduled = threading.Condition()  # held around every use of the schedule
+        self._published: int | None = None
+        self._preempted = False
         self.restoring: asyncio.Queue[MatchManifest | VerifyChunks | ChangeState | EndRestore] = asyncio.Queue()
 
     # -- opening
@@ -125,13 +129,18 @@ class GroupRun:
         await self._opened
 
     def _note_lost(self, why: str) -> None:
-        self._lost = why
         if not self._opened.done():
             self._opened.set_exception(GroupError(why))
-        self._do(self.member.lost(why))
+        with self._scheduled:
+            actions = self.member.lost(why)
+            self._scheduled.notify_all()
+        self._do(actions)
 
     def _learn(self, decision: AnyDecision) -> None:
-        self._do(self.member.learn(decision))
+        with self._scheduled:
+            actions = self.member.learn(decision)
+            self._scheduled.notify_all()
+        self._do(actions)
         if self.member.stopped is not None and not self._opened.done():
             self._opened.set_exception(GroupError(self.member.stopped.why))
 
@@ -239,6 +248,56 @@ class GroupRun:
     async def tell_verified(self, damage: str | None) -> None:
         """Answer whether this rank's part of the candidate is whole."""
         self._do(self.member.restore.verified(damage))
+
+    # -- the schedule: called on the trainer's thread
+
+    def begin_step(self, step: int) -> None:
+        """Note that the trainer is in a step."""
+        with self._scheduled:
+            self.member.schedule.begin(step)
+            if self.server is not None:
+                self.server.step = step
+
+    def at_end(self, step: int) -> Verdict:
+        """Tell what to do at the end of a step."""
+        with self._scheduled:
+            return self.member.schedule.at_end(step)
+
+    def lacks_schedule(self, step: int) -> bool:
+        """On rank 0: whether no step behind this one is scheduled."""
+        published = self._published
+        return published is None or published <= step
+
+    def publish(self, step: int, *, save: bool) -> None:
+        """On rank 0: schedule the next step."""
+        assert self.server is not None
+        self._published = step
+        self.server.decide(lambda coordinator: coordinator.schedule.publish(step, save=save))
+
+    def wait_for_schedule(self, step: int) -> None:
+        """Wait until something is known about the step. Raises GroupError: nothing will be."""
+        with self._scheduled:
+            while True:
+                if (stopped := self.member.stopped) is not None:
+                    raise GroupError(stopped.why)
+                if self.member.schedule.at_end_waits(step):
+                    self._scheduled.wait()
+                else:
+                    return
+
+    def tell_preempted(self) -> None:
+        """Report that this rank was asked to go; once."""
+        if not self._preempted:
+            self._preempted = True
+            self._loop.call_soon_threadsafe(self._post, Preempted(self.member.rank))
+
+    def _post(self, message: AnyMessage) -> None:
+        self._do([Post(message)])
+
+    def end_schedule(self) -> None:
+        """Note that this rank makes no more steps."""
+        with self._scheduled:
+            self.member.schedule.end()
 
     async def leave(self, seconds: float | None, why: str | None = None) -> None:
         """Apply what was decided, say goodbye, and on rank 0 wait for the others; at most ``seconds``."""

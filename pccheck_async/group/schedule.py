@@ -1,7 +1,9 @@
 """One schedule for all ranks: after which steps they save, and which step is the last one before they are preempted.
 
 Only rank 0's policy is asked. On reaching a scheduled step, and before it waits for anything, rank 0 publishes the next
-one; a rank that has passed the last one it knows waits for that at the end of its step.
+one; a rank that has passed the last one it knows waits for that at the end of its step. A policy that cannot say in
+advance when it will save is asked after every step, and steps are scheduled at which nothing is saved: what it wants
+is done at the first scheduled step that is not published yet.
 
 Preemption: any rank reports it; rank 0 proposes a last step a few ahead; all acknowledge; rank 0 confirms. A rank that
 has passed the proposed step refuses it, and a later one is proposed, with twice the lead. Who reaches it unconfirmed
@@ -42,9 +44,9 @@ class Schedule:
     ended: bool = False
     """Its loop has ended."""
     reached: int | None = None
-    """The scheduled step that was saved last."""
-    upcoming: tuple[int, ...] = ()
-    """Scheduled steps that were not saved yet."""
+    """The step at which a scheduled one was reached last."""
+    upcoming: tuple[Next, ...] = ()
+    """Scheduled steps that were not reached yet."""
     proposed: int | None = None
     """The step of a proposal that this rank acknowledged, until it is confirmed or a later one comes."""
     final: int | None = None
@@ -66,10 +68,19 @@ class Schedule:
             return Verdict.GO
         if self.final is not None and step >= self.final:
             return Verdict.STOP
-        if self.upcoming and step >= self.upcoming[0]:
+        if self.upcoming and step >= self.upcoming[0].step:
+            save = self.upcoming[0].save
             self.reached, self.upcoming = step, self.upcoming[1:]
-            return Verdict.SAVE
+            if save:
+                return Verdict.SAVE
         return Verdict.WAIT if self._has_to_wait(step) else Verdict.GO
+
+    def at_end_waits(self, step: int) -> bool:
+        """Tell whether :meth:`at_end` would say to wait."""
+        known = (self.final is not None and step >= self.final) or (
+            bool(self.upcoming) and step >= self.upcoming[0].step
+        )
+        return not known and self._has_to_wait(step)
 
     def _has_to_wait(self, step: int) -> bool:
         unconfirmed = self.proposed is not None and step >= self.proposed
@@ -82,7 +93,7 @@ class Schedule:
         """Take a decision in; return the answer to a proposal."""
         match decision:
             case Next():
-                self.upcoming += (decision.step,)
+                self.upcoming += (decision,)
             case Propose():
                 return self._answer(decision)
             case Confirm():
@@ -116,12 +127,12 @@ class LeadSchedule:
     settled: bool = False
     """A last step was confirmed, or the proposal withdrawn."""
 
-    def publish(self, step: int) -> list[Next]:
-        """Return the decision that ``step`` is the next one to save after; none where it lies not behind the last."""
+    def publish(self, step: int, *, save: bool = True) -> list[Next]:
+        """Return the decision that ``step`` is the next scheduled one; it has to lie behind the last."""
         if self.published is not None and step <= self.published:
             raise ValueError(f"step {step} is scheduled after step {self.published}: schedules go forward")
         self.published = step
-        return [Next(step)]
+        return [Next(step, save)]
 
     def receive(self, message: Preempted | Acknowledge) -> list[Propose | Confirm | Withdraw]:
         """Take a message in; return what is decided."""

@@ -252,3 +252,13 @@ def test_a_rank_that_knows_no_schedule_waits() -> None:
     assert one.at_end(1, whole=False) is Verdict.GO
     one.learn(Next(2))
     assert one.at_end(1) is Verdict.GO
+
+
+def test_a_scheduled_step_at_which_nothing_is_saved_is_passed() -> None:
+    one = Schedule(1)
+    one.learn(Next(1, save=False))
+    assert one.at_end(0) is Verdict.GO
+    assert one.at_end(1) is Verdict.GO
+    assert one.at_end(2) is Verdict.WAIT
+    one.learn(Next(2))
+    assert one.at_end(2) is Verdict.SAVE

@@ -36,6 +36,10 @@ class EverySteps(_Given):
         """Go by the step's number."""
         return self._was_skipped() or (report.step + 1) % self._interval == 0
 
+    def next_after(self, step: int) -> int:
+        """Return the next step to save after: a group of ranks has to know it in advance."""
+        return ((step + 1) // self._interval + 1) * self._interval - 1
+
     def decision(self) -> Decision:
         """Return the interval that was given."""
         every = "every step" if self._interval == 1 else f"every {self._interval} steps"
