@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from pccheck_async.errors import (
     NoCheckpointError,
     StateMismatchError,
 )
-from pccheck_async.format import Key
+from pccheck_async.format import Key, Metadata
 from pccheck_async.group.actions import ChangeState, EndRestore, MatchManifest, VerifyChunks
-from pccheck_async.group.control import Server
+from pccheck_async.group.control import Client, Server
 from pccheck_async.group.folder import parts_of, rank_name
 from pccheck_async.group.group import Group
+from pccheck_async.group.messages import Failed
 from pccheck_async.group.run import GroupRun, serve
 from pccheck_async.group.store import GroupStore
 from pccheck_async.medium.open_medium import IO
@@ -64,7 +66,18 @@ class GroupCore(EngineCore):
         if self.group.rank == 0 and self.state == "new":
             self._server = serve(self.group.world_size, self.config, self.group.timeout)
         self._address = self.group.share(self._server.address if self._server is not None else None)
-        yield from super().open()
+        try:
+            yield from super().open()
+        except BaseException as error:
+            self._tell_unopened(error)
+            raise
+
+    def _tell_unopened(self, error: BaseException) -> None:
+        """Let the others know at once: they wait for this rank."""
+        with suppress(GroupError):
+            client = Client(self._address, self.group.rank, lambda _: None, lambda _: None)
+            client.post(Failed(self.group.rank, -1, f"cannot open its store: {error}", latched=True))
+            client.close()
 
     def _join(self) -> Handoff:
         assembly = self.assembly
@@ -92,6 +105,27 @@ class GroupCore(EngineCore):
         store = self._assembly.store if self._assembly is not None else None
         if isinstance(store, GroupStore) and store.run is not None:
             store.run.end_schedule()
+
+    def start_checkpoint(
+        self,
+        state: Mapping[str, Any],
+        step: int | None,
+        metadata: Metadata | None,
+        *,
+        overlap: bool = False,
+        last: bool = False,
+    ) -> tuple[PendingCheckpoint, float]:
+        """Do what :meth:`EngineCore.start_checkpoint` does; a call that raises counts, and fails on all ranks."""
+        counter = self.in_flight.counter
+        try:
+            return super().start_checkpoint(state, step, metadata, overlap=overlap, last=last)
+        except BaseException as error:
+            with self.in_flight.lock:
+                if self.state == "open" and self.in_flight.counter == counter:
+                    self.in_flight.counter += 1
+                    number = self.in_flight.counter
+                    self.loop.post(self.run.request_failed, number, number if step is None else step, repr(error))
+            raise
 
     # -- restoring
 

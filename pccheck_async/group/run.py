@@ -199,6 +199,12 @@ class GroupRun:
         assert self.member.counter == counter, (self.member.counter, counter)
         self._do(actions)
 
+    def request_failed(self, counter: int, step: int, why: str) -> None:
+        """Request a checkpoint that failed already, so that ranks keep counting alike."""
+        self.request(counter, step, {})
+        self._do(self.member.failed(counter, why))
+        del self._admissions[counter], self._outcomes[counter]
+
     async def admitted(self, counter: int) -> None:
         """Wait until a checkpoint may be written. Raises GroupError: it ended before."""
         admission, outcome = self._admissions[counter], self._outcomes[counter]
@@ -312,7 +318,8 @@ class GroupRun:
                 while self._tasks:
                     await asyncio.wait(set(self._tasks))
                 await asyncio.to_thread(self._client.close)
-                if self.server is not None and not await asyncio.to_thread(self.server.wait_until_all_left, limit):
+                wait = self.server is not None and self.member.view is not None and self.member.stopped is None
+                if wait and not await asyncio.to_thread(self.server.wait_until_all_left, limit):
                     text = "rank 0 of the group of %s goes although other ranks have not left"
                     write(logging.WARNING, "group_left", text, self._folder)
 

@@ -32,6 +32,9 @@ _RESTORED, _DURABLE, _ENDED, _WRONG, _LOST = range(5)
 PATIENCE = 60.0
 """Seconds without a word from any rank that lives, after which it hangs."""
 
+_servers: list[TCPStore] = []
+"""Never destroyed: a forked child that collected one would wait for its thread."""
+
 Point = Callable[[object], bool]
 
 
@@ -89,6 +92,7 @@ class Lives:
         for node in set(nodes):
             (self.root / f"node{node}").mkdir(exist_ok=True)
         server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        _servers.append(server)
         reader, writer = os.pipe()
         pids: list[int] = []
         for rank, node in enumerate(nodes):

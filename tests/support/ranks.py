@@ -16,7 +16,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pccheck_async import Group
 
-PATIENCE: Final = 60.0
+PATIENCE: Final = 30.0
+_servers: list[TCPStore] = []
+"""Never destroyed: a forked child that collected one would wait for its thread."""
 
 
 class RankFailedError(AssertionError):
@@ -36,6 +38,7 @@ def run_ranks(
     is where their exit statuses go. Raises RankFailedError, and TimeoutError after a minute; all ranks are dead then.
     """
     server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    _servers.append(server)
     pids, pipes = [], []
     for rank in range(world):
         reader, writer = os.pipe()
