@@ -69,6 +69,7 @@ from pccheck_async.group.messages import (
     Opened,
     Pin,
     PinRequest,
+    Preempted,
     Propose,
     Refused,
     Restored,
@@ -268,7 +269,15 @@ class Member:
 
     def lost(self, why: str, rank: int = 0) -> list[Action]:
         """Note that rank 0 or its log is gone: all that wait fail, and nothing is dropped."""
-        return self._stop(Broken(why, rank))
+        actions = self._stop(Broken(why, rank))
+        if self.restore.key is not None:
+            self.restore.key = None
+            actions.append(EndRestore("lost", why))
+        return actions
+
+    def preempted(self) -> list[Action]:
+        """Report that this rank was asked to go: the schedule will say after which step all do."""
+        return [Post(Preempted(self.rank))]
 
     def drain(self) -> list[Action]:
         """Apply what is decided as soon as it is, until :attr:`idle`."""
@@ -447,9 +456,6 @@ class Member:
         actions += [Cancel(counter) for counter, job in self._jobs.items() if job.phase in _LEASED]
         self._jobs, self._early, self._pins = {}, {}, ()
         actions += self._resolve_pins(range(self._pins_answered, self._pins_asked), broken.why)
-        if self.restore.key is not None:
-            self.restore.key = None
-            actions.append(EndRestore("lost", broken.why))
         return actions
 
 

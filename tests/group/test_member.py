@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import pytest
@@ -15,7 +16,9 @@ from pccheck_async.group.actions import (
     Action,
     Admit,
     Cancel,
+    ChangeState,
     Free,
+    MatchManifest,
     Post,
     Ready,
     Resolve,
@@ -26,6 +29,7 @@ from pccheck_async.group.actions import (
     WriteRecord,
 )
 from pccheck_async.group.messages import AnyDecision, AnyMessage, Commit, Found, Hello, Ok, Pin, Start
+from pccheck_async.group.restore import Restore
 from pccheck_async.store import Retention
 
 T = TypeVar("T")
@@ -190,6 +194,41 @@ def test_a_latched_store_ends_all_commits_and_drops_nothing() -> None:
         assert group.done[rank][-1] == Resolve(1, "failed", "EIO", 1)
         assert group.members[rank].idle
     assert not [one for one in group.done[0] if isinstance(one, Free)]
+
+
+def test_a_broken_group_restores_and_ends_all_the_same() -> None:
+    group = Group()
+    group.save_all(1)
+    group.carry_out(1, group.members[1].record_failed("EIO"))
+    group.deliver()
+    for rank in range(2):
+        group.carry_out(rank, group.members[rank].restore.request(None))
+    group.deliver()
+    assert isinstance(group.done[0][-1], MatchManifest)
+    group.carry_out(1, group.members[1].preempted())
+    group.deliver()
+    assert group.members[0].schedule.final is not None
+    for rank in range(2):
+        group.carry_out(rank, group.members[rank].leave("EIO"))
+    assert group.coordinator.everyone_left
+
+
+def test_what_is_being_restored_stays() -> None:
+    group = Group()
+    group.save_all(1)
+    for rank in range(2):
+        group.carry_out(rank, group.members[rank].restore.request(None))
+    group.deliver()
+    group.save_all(2)
+    kept = [[one.key.counter for one in each.keep] for each in group.decisions() if isinstance(each, Commit)]
+    assert kept == [[0], [1, 0]]
+    for answer in (partial(Restore.matched, outcome="ok"), Restore.verified):
+        for rank in range(2):
+            group.carry_out(rank, answer(group.members[rank].restore))
+        group.deliver()
+    assert isinstance(group.done[0][-1], ChangeState)
+    group.save_all(3)
+    assert [[one.key.counter for one in each.keep] for each in group.decisions() if isinstance(each, Commit)][-1] == [2]
 
 
 def test_a_lost_log_fails_what_waits() -> None:

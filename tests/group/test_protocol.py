@@ -29,6 +29,7 @@ SMALL = [
     Scenario("a pin", ("sp", "s"), pins=1, power=False),
     Scenario("a rank saves another step", ("ss",), steps=(7, 8), diverges=True, power=False),
     Scenario("a rank leaves early with an error", ("ssq",), leaves="x", power=False),
+    Scenario("a record's flush fails, and all leave", ("sq",), latches=1, power=False),
     Scenario("late messages", ("ss",), slow=True, power=False),
 ]
 FULL = [
