@@ -17,6 +17,7 @@ from pccheck_async.group.actions import (
     Admit,
     Cancel,
     ChangeState,
+    EndRestore,
     Free,
     MatchManifest,
     Post,
@@ -316,6 +317,20 @@ def test_pins_that_cannot_be() -> None:
     assert second == "ranks asked to pin different checkpoints: [(1, True), (2, True)]"
     assert ResolvePin(1, second) in group.done[1]
     assert ResolvePin(0, first) in group.done[0]
+
+
+def test_every_pin_and_restore_that_waits_ends_when_rank_0_is_lost() -> None:
+    group = Group()
+    group.save_all(1)
+    for step in (1, 5):
+        for rank in range(2):
+            group.carry_out(rank, group.members[rank].pin(step, True))
+    group.carry_out(0, group.members[0].restore.request(None))
+    group.deliver()
+    assert [one.index for one in group.done[0] if isinstance(one, ResolvePin)] == [1]
+    group.carry_out(0, group.members[0].lost("rank 0 is gone"))
+    assert [one.index for one in group.done[0] if isinstance(one, ResolvePin)] == [1, 0]
+    assert group.done[0][-1] == EndRestore("lost", "rank 0 is gone")
 
 
 def test_a_rank_that_leaves_early_ends_what_it_takes_no_part_in() -> None:
