@@ -102,9 +102,10 @@ class Coordinator:
 
     def receive(self, message: AnyMessage) -> Sequence[AnyDecision]:
         """Take the next message of the inbox in; return what is decided, to be published in this order."""
-        if self.broken is not None:
-            return []
         match message:
+            # What is committed stays readable, ranks go when they are asked to, and rank 0 goes after the last one.
+            case Ok() | Failed() | Admitted() | Joined() | PinRequest() if self.broken is not None:
+                return []
             case Ok():
                 return self._receive_ok(message)
             case Failed():
@@ -127,7 +128,7 @@ class Coordinator:
                 return self._receive_pin(message)
             case Goodbye():
                 self._left[message.rank] = message
-                return self._abort_what_lacks_ranks()
+                return self._abort_what_lacks_ranks() if self.broken is None else []
 
     # -- opening
 

@@ -5,7 +5,7 @@ for each thing that happened, and carries out the actions that it returns, in or
 0's inbox; rank 0's adapter hands each message of the inbox to :meth:`Coordinator.receive` and appends what that returns
 to the log, in order; every adapter hands each decision of the log to :meth:`Member.learn`, rank 0's own, too. Calls of
 one object never overlap; nothing else is assumed: messages of different ranks may arrive in any order, and decisions
-as late as they like. ::
+as late as they like. A rank says hello once it holds the lock of its own store. ::
 
     opening    hello            -> Post(Hello); the lowest rank of each domain: Scan, found; then Ready or Unopened
     admission  request          -> (first: TakeOver, took_over) ... Admit; at most max_in_flight at a time
@@ -24,7 +24,7 @@ the tests replace one after the other by a wrong one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -69,6 +69,7 @@ from pccheck_async.group.messages import (
     Opened,
     Pin,
     PinRequest,
+    Preempted,
     Propose,
     Refused,
     Restored,
@@ -165,7 +166,7 @@ class Member:
         self._latched: str | None = None
         self._draining = False
         self._pins_asked = 0
-        self._pins_answered = 0
+        self._unanswered: set[int] = set()  # pins
         self._pins: tuple[int, ...] = ()  # decided, and not in a durable record of this rank
         self._left = False
 
@@ -198,7 +199,7 @@ class Member:
     @property
     def idle(self) -> bool:
         """Whether everything that was requested has ended, and every record that was due is durable."""
-        return not self._jobs and self._writing is None and self._pins_answered == self._pins_asked
+        return not self._jobs and self._writing is None and not self._unanswered
 
     def request(self, step: int, metadata: Metadata | None = None) -> list[Action]:
         """Request a checkpoint: :attr:`counter` is then its number, whatever becomes of it."""
@@ -268,7 +269,15 @@ class Member:
 
     def lost(self, why: str, rank: int = 0) -> list[Action]:
         """Note that rank 0 or its log is gone: all that wait fail, and nothing is dropped."""
-        return self._stop(Broken(why, rank))
+        actions = self._stop(Broken(why, rank))
+        if self.restore.active:
+            self.restore.active = False
+            actions.append(EndRestore("lost", why))
+        return actions
+
+    def preempted(self) -> list[Action]:
+        """Report that this rank was asked to go: the schedule will say after which step all do."""
+        return [Post(Preempted(self.rank))]
 
     def drain(self) -> list[Action]:
         """Apply what is decided as soon as it is, until :attr:`idle`."""
@@ -276,7 +285,10 @@ class Member:
         return self._advance()
 
     def leave(self, why: str | None = None) -> list[Action]:
-        """Take part in no later checkpoint; with an error in none that is not prepared. Rank 0 leaves last."""
+        """Take part in no later checkpoint; with an error none that still waits begins. Rank 0 leaves last.
+
+        What is being written goes on, or is cancelled and reported as ``failed`` before this.
+        """
         if self._left:
             return []
         self._left = True
@@ -288,12 +300,12 @@ class Member:
         return [*actions, Post(Goodbye(self.rank, self.counter, why)), *self.drain()]
 
     def pin(self, step: int, pinned: bool) -> list[Action]:
-        """Pin the newest checkpoint of a step, or unpin all of that step. Answers come in the order of calls."""
+        """Pin the newest checkpoint of a step, or unpin all of that step. Calls are numbered from 0 on."""
         index = self._pins_asked
         self._pins_asked += 1
         if self.stopped is not None:
-            self._pins_answered += 1
             return [ResolvePin(index, self.stopped.why)]
+        self._unanswered.add(index)
         return [*self._join(), Post(PinRequest(self.rank, index, step, pinned))]
 
     def _join(self) -> list[Action]:
@@ -362,9 +374,9 @@ class Member:
         """Whether an apply does not wait for the next prepare."""
         return self._draining or any(job.phase is _Phase.WAITING for job in self._jobs.values())
 
-    def _resolve_pins(self, indices: Iterable[int], why: str | None = None) -> list[Action]:
+    def _resolve_pins(self, indices: Collection[int], why: str | None = None) -> list[Action]:
         actions: list[Action] = [ResolvePin(index, why) for index in indices]
-        self._pins_answered += len(actions)
+        self._unanswered.difference_update(indices)
         return actions
 
     # -- decisions
@@ -446,10 +458,7 @@ class Member:
         actions: list[Action] = [Resolve(counter, "failed", broken.why, broken.rank) for counter in waiting]
         actions += [Cancel(counter) for counter, job in self._jobs.items() if job.phase in _LEASED]
         self._jobs, self._early, self._pins = {}, {}, ()
-        actions += self._resolve_pins(range(self._pins_answered, self._pins_asked), broken.why)
-        if self.restore.key is not None:
-            self.restore.key = None
-            actions.append(EndRestore("lost", broken.why))
+        actions += self._resolve_pins(sorted(self._unanswered), broken.why)
         return actions
 
 

@@ -27,12 +27,14 @@ class Restore:
     rank: int
     index: int = -1
     attempt: int = -1
+    active: bool = False
+    """A restore is under way."""
     key: Key | None = None
-    """The candidate; None where no restore is under way."""
+    """The last candidate."""
 
     def request(self, step: int | None) -> list[Action]:
         """Ask for the newest checkpoint, or for the newest of a step."""
-        self.index += 1
+        self.index, self.active = self.index + 1, True
         return [Post(RestoreRequest(self.rank, self.index, step))]
 
     def matched(self, outcome: Literal["ok", "mismatch", "damaged"], why: str = "") -> list[Action]:
@@ -53,10 +55,10 @@ class Restore:
                 assert self.key is not None
                 return [VerifyChunks(self.key)]
             case Restored():
-                self.key = None
+                self.active = False
                 return [ChangeState(decision.key)]
             case NotRestored():
-                self.key = None
+                self.active = False
                 return [EndRestore(decision.reason, _text(decision))]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import pytest
@@ -15,7 +16,10 @@ from pccheck_async.group.actions import (
     Action,
     Admit,
     Cancel,
+    ChangeState,
+    EndRestore,
     Free,
+    MatchManifest,
     Post,
     Ready,
     Resolve,
@@ -26,6 +30,7 @@ from pccheck_async.group.actions import (
     WriteRecord,
 )
 from pccheck_async.group.messages import AnyDecision, AnyMessage, Commit, Found, Hello, Ok, Pin, Start
+from pccheck_async.group.restore import Restore
 from pccheck_async.store import Retention
 
 T = TypeVar("T")
@@ -192,6 +197,41 @@ def test_a_latched_store_ends_all_commits_and_drops_nothing() -> None:
     assert not [one for one in group.done[0] if isinstance(one, Free)]
 
 
+def test_a_broken_group_restores_and_ends_all_the_same() -> None:
+    group = Group()
+    group.save_all(1)
+    group.carry_out(1, group.members[1].record_failed("EIO"))
+    group.deliver()
+    for rank in range(2):
+        group.carry_out(rank, group.members[rank].restore.request(None))
+    group.deliver()
+    assert isinstance(group.done[0][-1], MatchManifest)
+    group.carry_out(1, group.members[1].preempted())
+    group.deliver()
+    assert group.members[0].schedule.final is not None
+    for rank in range(2):
+        group.carry_out(rank, group.members[rank].leave("EIO"))
+    assert group.coordinator.everyone_left
+
+
+def test_what_is_being_restored_stays() -> None:
+    group = Group()
+    group.save_all(1)
+    for rank in range(2):
+        group.carry_out(rank, group.members[rank].restore.request(None))
+    group.deliver()
+    group.save_all(2)
+    kept = [[one.key.counter for one in each.keep] for each in group.decisions() if isinstance(each, Commit)]
+    assert kept == [[0], [1, 0]]
+    for answer in (partial(Restore.matched, outcome="ok"), Restore.verified):
+        for rank in range(2):
+            group.carry_out(rank, answer(group.members[rank].restore))
+        group.deliver()
+    assert isinstance(group.done[0][-1], ChangeState)
+    group.save_all(3)
+    assert [[one.key.counter for one in each.keep] for each in group.decisions() if isinstance(each, Commit)][-1] == [2]
+
+
 def test_a_lost_log_fails_what_waits() -> None:
     group = Group()
     for rank in range(2):
@@ -277,6 +317,20 @@ def test_pins_that_cannot_be() -> None:
     assert second == "ranks asked to pin different checkpoints: [(1, True), (2, True)]"
     assert ResolvePin(1, second) in group.done[1]
     assert ResolvePin(0, first) in group.done[0]
+
+
+def test_every_pin_and_restore_that_waits_ends_when_rank_0_is_lost() -> None:
+    group = Group()
+    group.save_all(1)
+    for step in (1, 5):
+        for rank in range(2):
+            group.carry_out(rank, group.members[rank].pin(step, True))
+    group.carry_out(0, group.members[0].restore.request(None))
+    group.deliver()
+    assert [one.index for one in group.done[0] if isinstance(one, ResolvePin)] == [1]
+    group.carry_out(0, group.members[0].lost("rank 0 is gone"))
+    assert [one.index for one in group.done[0] if isinstance(one, ResolvePin)] == [1, 0]
+    assert group.done[0][-1] == EndRestore("lost", "rank 0 is gone")
 
 
 def test_a_rank_that_leaves_early_ends_what_it_takes_no_part_in() -> None:

@@ -237,9 +237,16 @@ class Explorer:
 
     # -- search
 
+    def first(self) -> State:
+        """Empty disks, and nobody runs."""
+        return State(
+            (0, 0) * len(self.places), 0, self.pins.add(frozenset()),
+            self.budgets.add((self.scenario.fails, self.scenario.latches)), 0, -1, -1, -1, (),
+        )  # fmt: skip
+
     def explore(self, most: int = 3_000_000, *, stop: bool = False) -> Explorer:
         """Explore at most so many states; ``stop``: until something is found."""
-        first = self._first()
+        first = self.first()
         parents: dict[State, tuple[State | None, str]] = {first: (None, "")}
         queue = deque([first])
         while queue and len(parents) < most and not (stop and self.found):
@@ -259,8 +266,8 @@ class Explorer:
         """Take so many random steps, each history to its end, or until a violation of that kind is found."""
         choose = random.Random(seed)
         while self.transitions < steps and until not in self.found:
-            state: State | None = self._first()
-            parents: dict[State, tuple[State | None, str]] = {self._first(): (None, "")}
+            state: State | None = self.first()
+            parents: dict[State, tuple[State | None, str]] = {self.first(): (None, "")}
             while state is not None:
                 self._restarted.clear()
                 moves = list(self.steps(state)) if choose.random() > _RESTART else []
@@ -276,12 +283,6 @@ class Explorer:
                 state = None if notes else after
             self.states += len(parents)
         return self
-
-    def _first(self) -> State:
-        return State(
-            (0, 0) * len(self.places), 0, self.pins.add(frozenset()),
-            self.budgets.add((self.scenario.fails, self.scenario.latches)), 0, -1, -1, -1, (),
-        )  # fmt: skip
 
     def _note(self, note: str, parents: dict[State, tuple[State | None, str]], state: State | None, label: str) -> None:
         kind = note.split(":", maxsplit=1)[0]
@@ -343,6 +344,15 @@ class Explorer:
             lost = "" if disks == state.disks else "power fails, "
             for label, after, notes in self._starts[start]:
                 yield lost + label, after, notes
+
+    def restart(self, state: State, lost: Sequence[bool], nodes: tuple[int, ...]) -> tuple[State, list[str]]:
+        """Restart on these nodes; the places of which ``lost`` says so fall back to their durable records."""
+        disks = list(state.disks)
+        for at, one in enumerate(lost):
+            disks[2 * at + 1] = disks[2 * at] if one else disks[2 * at + 1]
+        canonical = self._rename(tuple(disks), self.bests[state.best], self.pins[state.pins])
+        _, after, notes = self._start(*canonical, state.budget, state.era, nodes)
+        return after, notes
 
     def _losses(self, disks: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         pairs = [disks[at : at + 2] for at in range(0, len(disks), 2)]
@@ -559,6 +569,9 @@ class Explorer:
             broken = all(self.members[self.ranks[number].member].stopped for number in state.ranks)
             if not broken:
                 yield "nothing can happen any more", None, ["L: deadlock"]
+        coordinator: Coordinator = self.coordinators[state.coordinator]
+        if not progress and self.envs[state.env].program[-1] in "qx" and not coordinator.everyone_left:
+            yield "nothing can happen any more", None, ["L: rank 0 waits for a rank that left"]
 
     def _label(self, rank: int, move: tuple[Any, ...]) -> str:
         label = f"rank {rank}: {' '.join(map(str, move))}"
