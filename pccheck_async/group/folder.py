@@ -22,6 +22,7 @@ from pccheck_async.errors import CorruptStoreError, StoreError
 from pccheck_async.format import Membership, Parts, Record
 from pccheck_async.format.record import (
     COMMIT_NAME,
+    GROUP_NAME,
     GROUP_VERSION,
     IDENTITY_NAME,
     decode_identity,
@@ -30,7 +31,6 @@ from pccheck_async.format.record import (
 from pccheck_async.group.parts import Applied, Part, SeenStore
 
 __all__ = [
-    "GROUP_NAME",
     "domain_of",
     "parts_of",
     "rank_folders",
@@ -40,7 +40,6 @@ __all__ = [
     "seen_stores",
 ]
 
-GROUP_NAME = "group.json"
 _RANK_NAME = re.compile(r"rank-(\d{5,9})")
 
 
