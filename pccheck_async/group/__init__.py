@@ -7,7 +7,7 @@ It may import: tuning and what is below.
 
 from pccheck_async.group.coordinator import Coordinator
 from pccheck_async.group.core import GroupCore
-from pccheck_async.group.folder import parts_of, rank_name
+from pccheck_async.group.folder import parts_of, rank_folders, rank_name
 from pccheck_async.group.group import Group
 from pccheck_async.group.member import Member
 from pccheck_async.group.messages import decode_decision, decode_message, encode
@@ -19,5 +19,6 @@ from pccheck_async.group.view import Complete, Incomplete, View, view_of
 __all__ = [
     "Applied", "Complete", "Coordinator", "Group", "GroupCore", "GroupListing", "Incomplete", "Key", "LeadSchedule",
     "Member", "Part", "PartReader", "Run", "Schedule", "SeenStore", "Verdict", "View", "decode_decision",
-    "decode_message", "encode", "is_group_folder", "list_group", "parts_of", "rank_name", "ranks", "view_of",
+    "decode_message", "encode", "is_group_folder", "list_group", "parts_of", "rank_folders", "rank_name", "ranks",
+    "view_of",
 ]  # fmt: skip

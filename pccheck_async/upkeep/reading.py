@@ -17,6 +17,7 @@ from pccheck_async.errors import ReadError
 from pccheck_async.format import CheckpointInfo, Entry, check_step, crc32
 from pccheck_async.format.manifest import ChunkEntry, Manifest
 from pccheck_async.format.record import slot_name
+from pccheck_async.group import PartReader
 from pccheck_async.medium import File
 from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.state import StoredLeaf, list_leaves
@@ -82,6 +83,7 @@ class Description:
         manifest_nbytes: Its length.
         store_id: Of the store.
         block_bytes: Of the store: what offsets and lengths are multiples of.
+        rank: Whose part of a group's checkpoint it is, else None.
     """
 
     info: CheckpointInfo
@@ -94,6 +96,7 @@ class Description:
     manifest_nbytes: int
     store_id: str
     block_bytes: int
+    rank: int | None = None
 
     @property
     def array_nbytes(self) -> int:
@@ -134,6 +137,7 @@ def describe_checkpoint(
                 manifest_nbytes=held.entry.manifest_nbytes,
                 store_id=held.reader.identity.store_id,
                 block_bytes=held.reader.identity.block_bytes,
+                rank=held.reader.rank if isinstance(held.reader, PartReader) else None,
             )
 
     return run(describe())

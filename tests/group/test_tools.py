@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import re
 import shutil
 import time
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
+from typer.testing import CliRunner
 
 from pccheck_async import (
     CorruptStoreError,
@@ -31,11 +34,13 @@ from pccheck_async import (
     remove_checkpoints,
     verify_checkpoints,
 )
+from pccheck_async.cli import app
 from pccheck_async.errors import IncompleteCheckpointError
 from pccheck_async.format.record import region_offsets
 from pccheck_async.group import Group, rank_name, reading
 from pccheck_async.group.folder import seen_stores
 from pccheck_async.store import read_at_once
+from tests.store.test_status_file import published
 from tests.support.ranks import end_ranks, save_in_group, start_ranks, state_of_rank
 
 
@@ -277,3 +282,128 @@ def test_only_the_ranks_change_a_groups_checkpoints(folder: Path) -> None:
         with pytest.raises(StoreError, match="a group's checkpoints"):
             change()
     assert [info.step for info in list_checkpoints(folder)] == [3, 2, 1]
+
+
+# -- the command
+
+runner = CliRunner()
+
+
+def pccheck(*arguments: object, status: int = 0) -> str:
+    result = runner.invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def parsed(*arguments: object, status: int = 0) -> Any:
+    result = runner.invoke(app, [*map(str, arguments), "--json"])
+    assert result.exit_code == status, result.output
+    return json.loads(result.stdout)
+
+
+def test_ls_names_complete_checkpoints_and_who_lacks_the_others(folder: Path) -> None:
+    before = (folder / "rank-00001" / "commit").read_bytes()
+    save_in_group(folder, 2, 4, keep_last=4)
+    assert "Incomplete" not in pccheck("ls", folder)
+    (folder / "rank-00001" / "commit").write_bytes(before)
+    said = pccheck("ls", folder)
+    assert re.findall(r"^ +(\d) +\d", said, re.MULTILINE) == ["3", "2", "1"]
+    assert "Incomplete: step 4 (counter 3) lacks the parts of rank 1; it was complete once." in said
+    found = parsed("ls", folder)
+    assert [(one["step"], one["world_size"], one["pinned"]) for one in found["checkpoints"]] == [
+        (3, 2, False),
+        (2, 2, False),
+        (1, 2, True),
+    ]
+    assert found["incomplete"] == [{"step": 4, "counter": 3, "missing_ranks": [1], "was_complete": True}]
+    shutil.rmtree(folder / "rank-00000")
+    said = pccheck("ls", folder, status=3)
+    assert "holds no complete checkpoint: step 3 lacks the parts of rank 0" in said
+    assert "Incomplete: step 2 (counter 1) lacks the parts of rank 0" in said
+
+
+def test_ls_of_one_ranks_folder_says_what_it_is(made: Path) -> None:
+    said = pccheck("ls", made / "rank-00001")
+    assert f"One rank's parts of a group's checkpoints, prepared ones too: `pccheck ls {made}` says" in said
+    assert [one["step"] for one in parsed("ls", made / "rank-00001")] == [3, 2, 1]
+
+
+def test_show_and_verify_name_the_rank(folder: Path) -> None:
+    assert "step 3, part of rank 1" in pccheck("show", folder, "--rank=1")
+    assert (parsed("show", folder)["rank"], parsed("show", folder / "rank-00001")["rank"]) == (0, None)
+    assert "no rank 2" in pccheck("show", folder, "--rank=2", status=3)
+    damaged = slot_of(folder, 1, 3)
+    flip(damaged, 100)
+    flip(folder / "rank-00000" / "commit", 70)
+    said = pccheck("verify", folder, "--all", status=4)
+    assert f"rank 1: {damaged.name}: chunk 0 (bytes 0 to 8192): checksum mismatch; it holds weights" in said
+    assert "rank 0: commit: copy A0 of a record, at byte 0, is damaged" in said
+    assert {one["rank"] for one in parsed("verify", folder, status=4)["checkpoints"]} == {0, 1}
+
+
+def test_diff_copy_and_export_take_a_rank(made: Path, tmp_path: Path) -> None:
+    assert "step = " not in pccheck("copy", made, tmp_path / "copy", "--rank=1", "--step=2")
+    assert "All 3 leaves are equal" in pccheck("diff", f"{made}@2", tmp_path / "copy", "--rank=1")
+    assert "int 0 -> int 1" in pccheck("diff", f"{made}@2", "@2", "--rank=0", "--other-rank=1", status=4)
+    pccheck("export", made, tmp_path / "out.pt", "--to=torch", "--rank=1")
+    assert_part(torch.load(tmp_path / "out.pt", weights_only=True), 1, 3)
+
+
+def test_what_changes_a_store_is_refused(folder: Path) -> None:
+    for command in (("rm", folder, 1), ("pin", folder, 2), ("unpin", folder, 1)):
+        assert "which only its ranks can change together" in pccheck(*command, status=1)
+    assert "there are stores in it: rank-00000, rank-00001" in pccheck("recover", folder, status=3)
+    assert "Nothing is missing" in pccheck("recover", folder / "rank-00001")
+
+
+def test_the_heat_map_of_ranks_and_checkpoints(folder: Path, tmp_path: Path) -> None:
+    before = (folder / "rank-00001" / "commit").read_bytes()
+    save_in_group(folder, 2, 4, keep_last=4)
+    (folder / "rank-00001" / "commit").write_bytes(before)
+    said = pccheck("show", folder, "--ranks")
+    assert re.search(r"^ +0 +4\.1 kB +▓▓▓▓ *$", said, re.MULTILINE), said
+    assert re.search(r"^ +1 +███x *$", said, re.MULTILINE), said
+    assert "Steps 1, 2, 3, 4. █: up to 8.2 kB; x: no part." in said
+    found = parsed("show", folder, "--ranks")
+    assert [sorted(one["nbytes"]) for one in found["checkpoints"]] == [["0", "1"]] * 3 + [["0"]]
+    assert found["slowest"] is None
+    with SyncCheckpointEngine(tmp_path / "single") as engine:
+        engine.checkpoint({"x": 1}, step=1).result(60)
+    assert "is no folder of a group's checkpoints" in pccheck("show", tmp_path / "single", "--ranks", status=1)
+    pccheck("show", folder, "--ranks", "--rank=1", status=2)
+
+
+@pytest.mark.slow
+def test_watch_has_a_line_for_each_rank_and_names_the_slowest(tmp_path: Path) -> None:
+    folder = tmp_path / "group"
+    children = start_ranks(2, lambda group: save_slowly(folder, group))
+    try:
+        for rank in range(2):
+            published(folder / rank_name(rank), lambda each: each.status.counts["durable"] == 1)
+        said, found, drawn = (
+            pccheck("watch", folder, "--once"),
+            parsed("watch", folder, "--once"),
+            pccheck("show", folder, "--ranks"),
+        )
+    finally:
+        (folder / "end").touch()
+        assert end_ranks(children) == [0, 0]
+    for rank in range(2):
+        assert re.search(rf"^rank {rank}: \d\d:\d\d:\d\d durable: step 1; in flight: nothing", said, re.MULTILINE), said
+    for text in (said, drawn):
+        assert re.search(r"Slowest: rank 1 with .* of capture, write, flush per checkpoint \(median of all ranks", text)
+        assert re.search(r"most of the difference in (capture|write|flush)", text)
+    assert (found["state"], found["slowest"], sorted(found["ranks"])) == ("running", 1, ["0", "1"])
+    assert [one["step"] for one in found["committed"]] == [1]
+    closed = pccheck("watch", folder, "--once", status=4)
+    assert re.findall(r"rank (\d): \S+ no engine has published anything here; durable: step 1", closed) == ["0", "1"]
+
+
+def save_slowly(folder: Path, group: Group) -> None:
+    """Save a checkpoint, of which rank 1 has far more, and wait until told to end."""
+    torch.set_num_threads(1)
+    with SyncCheckpointEngine(folder, group=group) as engine:
+        state = {"weights": torch.ones(1000 if group.rank == 0 else 40_000_000)}
+        engine.checkpoint(state, step=1).result(60)
+        while not (folder / "end").exists():
+            time.sleep(0.01)
