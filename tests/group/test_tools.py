@@ -31,6 +31,7 @@ from pccheck_async import (
     load_sync,
     open_checkpoint,
     pin_checkpoint,
+    recover_store,
     remove_checkpoints,
     verify_checkpoints,
 )
@@ -282,6 +283,27 @@ def test_only_the_ranks_change_a_groups_checkpoints(folder: Path) -> None:
         with pytest.raises(StoreError, match="a group's checkpoints"):
             change()
     assert [info.step for info in list_checkpoints(folder)] == [3, 2, 1]
+
+
+def test_recover_of_a_ranks_store(folder: Path) -> None:
+    """Its records alone said of which checkpoints of the group its slots hold parts."""
+    store = folder / "rank-00001"
+    (store / "store.json").unlink()
+    assert recover_store(store, write=True).written == ("store.json",)
+    save_in_group(folder, 2, 4, keep_last=4)  # it is that of a rank again
+    assert [info.step for info in list_checkpoints(folder)] == [4, 3, 2, 1]
+    for search in (True, False):
+        if not search:
+            flip(store / "commit", *(70 + (n << 16) for n in range(4)))
+        before = (store / "commit").read_bytes()
+        with pytest.raises(StoreError, match="only records that ranks wrote say of which"):
+            recover_store(store, write=True, search=search)
+        assert (store / "commit").read_bytes() == before
+        assert [info.step for info in recover_store(store, search=search).named] == [4, 3, 2, 1]
+    elsewhere = folder.parent / "elsewhere"
+    shutil.copytree(store, elsewhere, ignore=shutil.ignore_patterns("store.json", "commit"))
+    assert recover_store(elsewhere, write=True).written == ("commit", "store.json")
+    assert_part(load_sync(elsewhere), 1, 4)
 
 
 # -- the command
