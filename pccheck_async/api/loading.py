@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -12,24 +12,22 @@ from pccheck_async.api.reading import open_folder, open_reader, staging_pool
 from pccheck_async.engine import Auto, EngineLoop
 from pccheck_async.format import CheckpointInfo, Entry, check_step
 from pccheck_async.format.manifest import Manifest
+from pccheck_async.group import is_group_folder, list_group
 from pccheck_async.medium import File
-from pccheck_async.medium.files import Files
-from pccheck_async.medium.open_medium import IO, OpenMedium, check_io
+from pccheck_async.medium.open_medium import IO, check_io
 from pccheck_async.state import allocate
-from pccheck_async.store import StoreReader, pool_for, read_payload
+from pccheck_async.store import StoreReader, pool_for, read_at_once, read_payload
 from pccheck_async.telemetry import ReadProgress, reading_progress
 from pccheck_async.transfer.copying import CopyBackend
-from pccheck_async.transfer.operations.python import OperationsAtOnce
 
 __all__ = ["list_checkpoints", "load", "load_sync"]
-
-T = TypeVar("T")
 
 
 async def load(
     path: str | os.PathLike[str],
     *,
     step: int | None = None,
+    rank: int | None = None,
     keys: Sequence[str] | None = None,
     device: str | torch.device = "cpu",
     host_memory: int | Auto = "auto",
@@ -39,9 +37,10 @@ async def load(
     """Load a checkpoint into new tensors. Works while a writer of another process commits.
 
     Args:
-        path: Folder of a store.
+        path: Folder of a store, or of a group: then one rank's part of a complete checkpoint is loaded.
         step: The step to load; by default the newest checkpoint, or the next older one if that is damaged (with a
             warning).
+        rank: Of a group: whose part. By default that of rank 0.
         keys: Paths of leaves, or of what contains them, as ``pccheck show`` and errors write them, or globs
             (``"model.*"``); only what matches is read. A path may be written without the escapes of dots inside keys
             (:mod:`pccheck_async.state.paths`) if only one leaf is called so.
@@ -57,21 +56,24 @@ async def load(
     Cancellation: ends once every read ended.
 
     Raises:
-        NoCheckpointError: there is none, or none of ``step``.
+        NoCheckpointError: there is none, or none of ``step``, or it has no such ``rank``.
+        IncompleteCheckpointError: no checkpoint of the group has the parts of all ranks.
         DamagedError: it is damaged, and there is no older one (or ``step`` was given).
         CorruptStoreError: this version, or this torch, does not understand it.
         StateMismatchError: one of ``keys`` names nothing, or without its escapes several leaves.
         ReadError: the device failed.
         RuntimeError: torch has no such ``device``.
+        ValueError: ``rank`` for what is no group's folder.
     """
     async with EngineLoop("pccheck-read") as loop:
-        return await loop.run(_load(path, step, keys, device, host_memory, io, progress))
+        return await loop.run(_load(path, step, rank, keys, device, host_memory, io, progress))
 
 
 def load_sync(
     path: str | os.PathLike[str],
     *,
     step: int | None = None,
+    rank: int | None = None,
     keys: Sequence[str] | None = None,
     device: str | torch.device = "cpu",
     host_memory: int | Auto = "auto",
@@ -80,54 +82,41 @@ def load_sync(
 ) -> dict[str, Any]:
     """Load a checkpoint, blocking (see :func:`load`)."""
     with EngineLoop("pccheck-read") as loop:
-        return loop.call(_load(path, step, keys, device, host_memory, io, progress))
+        return loop.call(_load(path, step, rank, keys, device, host_memory, io, progress))
 
 
 def list_checkpoints(path: str | os.PathLike[str], *, io: IO = "python") -> list[CheckpointInfo]:
     """Return the committed checkpoints, newest first; ``[]`` where there is no (complete) store.
 
-    Reads only the commit record, on this thread, writes nothing, and works while a writer runs.
+    Of a group's folder, those that are complete: all ranks have their parts. Their bytes are those of all ranks.
+    Reads only commit records, on this thread, writes nothing, and works while a writer runs.
 
     Raises:
         CorruptStoreError: there is a store, but no valid commit record.
+        StoreError: the records of a group's ranks contradict each other.
         ReadError: the device failed.
     """
     check_io(io)
     if isinstance(io, str):
-        operations = OperationsAtOnce()
-        return _at_once(_list(OpenMedium(operations, Files(path, operations), "")))
+        if is_group_folder(path):
+            listing = list_group(path)
+            return [listing.info(one) for one in listing.complete]
+        found = read_at_once(path)
+        return [] if found is None else [entry.info for entry in found[1].entries]
     with EngineLoop("pccheck-read") as loop:
         return loop.call(_list_of_medium(path, io))
 
 
-async def _list(opened: OpenMedium) -> list[CheckpointInfo]:
-    """List, and close the files: the threads, where there are any, are left to the caller."""
-    try:
-        reader = await StoreReader.open(opened)
-        return [entry.info for entry in (await reader.record()).entries] if reader else []
-    finally:
-        await opened.medium.close()
-
-
 async def _list_of_medium(path: str | os.PathLike[str], io: IO) -> list[CheckpointInfo]:
     async with await open_folder(path, io) as opened:
-        return await _list(opened)
-
-
-def _at_once(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that awaits only :class:`OperationsAtOnce`, with no loop around it."""
-    try:
-        work.send(None)
-    except StopIteration as end:
-        result: T = end.value
-        return result
-    work.close()
-    raise RuntimeError("it waits for something")
+        reader = await StoreReader.open(opened)
+        return [entry.info for entry in (await reader.record()).entries] if reader else []
 
 
 async def _load(
     path: str | os.PathLike[str],
     step: int | None,
+    rank: int | None,
     keys: Sequence[str] | None,
     device: str | torch.device,
     host_memory: int | Auto,
@@ -135,8 +124,8 @@ async def _load(
     progress: ReadProgress | None,
 ) -> dict[str, Any]:
     step = check_step(step)
-    async with await open_folder(path, io, host_memory) as opened:
-        reader = await open_reader(opened, path)
+    reader = await open_reader(path, io, host_memory, step=step, rank=rank)
+    async with reader.opened as opened:
         pool, backend = staging_pool(reader, host_memory), CopyBackend(opened.operations)
 
         async def read(_: Entry, file: File, manifest: Manifest) -> dict[str, Any]:

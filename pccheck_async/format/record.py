@@ -53,6 +53,8 @@ GROUP_VERSION = 2
 """Of the store of one rank of a group."""
 IDENTITY_NAME = "store.json"
 COMMIT_NAME = "commit"
+GROUP_NAME = "group.json"
+"""Makes a folder that of a group; the stores of its ranks are folders in it."""
 MAGIC = b"PCCHKREC"
 HEADER = struct.Struct("<8sII16sQI20x")
 _CHECKED_HEADER = struct.Struct("<8sII16sQ")

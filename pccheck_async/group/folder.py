@@ -20,17 +20,11 @@ import msgspec
 
 from pccheck_async.errors import CorruptStoreError, StoreError
 from pccheck_async.format import Membership, Parts, Record
-from pccheck_async.format.record import (
-    COMMIT_NAME,
-    GROUP_VERSION,
-    IDENTITY_NAME,
-    decode_identity,
-    newest_record,
-)
+from pccheck_async.format.record import GROUP_NAME, GROUP_VERSION, IDENTITY_NAME
 from pccheck_async.group.parts import Applied, Part, SeenStore
+from pccheck_async.store import read_at_once
 
 __all__ = [
-    "GROUP_NAME",
     "domain_of",
     "parts_of",
     "rank_folders",
@@ -40,7 +34,6 @@ __all__ = [
     "seen_stores",
 ]
 
-GROUP_NAME = "group.json"
 _RANK_NAME = re.compile(r"rank-(\d{5,9})")
 
 
@@ -100,19 +93,18 @@ def domain_of(folder: Path) -> str:
 def seen_stores(folder: Path) -> Iterator[SeenStore]:
     """Yield what the newest record of every rank's store in a folder says; a store that was never whole is none.
 
-    Raises CorruptStoreError where a store has no valid record.
+    Raises CorruptStoreError where a store has no valid record, ReadError.
     """
     for rank, path in rank_folders(folder).items():
         try:
-            identity = decode_identity((path / IDENTITY_NAME).read_bytes())
-            record = newest_record((path / COMMIT_NAME).read_bytes(), identity.id_bytes)
-        except FileNotFoundError:
-            continue
+            found = read_at_once(path)
         except CorruptStoreError as error:
+            if not path.exists():  # it was removed meanwhile
+                continue
             raise CorruptStoreError(f"{path}: {error}") from None
-        if record is None:
-            raise CorruptStoreError(f"{path}: no copy of a commit record is valid; see `pccheck recover`")
-        yield SeenStore(0, rank, identity.id_bytes, record.parts.applied if record.parts else None, parts_of(record))
+        if found is not None:
+            (identity, record), parts = found, found[1].parts
+            yield SeenStore(0, rank, identity.id_bytes, parts.applied if parts else None, parts_of(record))
 
 
 def parts_of(record: Record) -> tuple[Part, ...]:

@@ -318,8 +318,10 @@ class GroupRun:
                 while self._tasks:
                     await asyncio.wait(set(self._tasks))
                 await asyncio.to_thread(self._client.close)
-                wait = self.server is not None and self.member.view is not None and self.member.stopped is None
-                if wait and not await asyncio.to_thread(self.server.wait_until_all_left, limit):
+                server, member = self.server, self.member
+                if server is None or member.view is None or member.stopped is not None:
+                    return
+                if not await asyncio.to_thread(server.wait_until_all_left, limit):
                     text = "rank 0 of the group of %s goes although other ranks have not left"
                     write(logging.WARNING, "group_left", text, self._folder)
 

@@ -34,11 +34,11 @@ from pccheck_async.store.reading import (
 from pccheck_async.store.retention import Best, KeepAll, Retention, SpaceNeeded, make_best
 from pccheck_async.store.slots import SlotLease
 from pccheck_async.store.store import ReadLease, Store, StoreStatistics, open_store
-from pccheck_async.store.store_reader import StoreReader, no_store, why_no_store
+from pccheck_async.store.store_reader import LOCK_SECONDS, StoreReader, no_store, read_at_once, why_no_store
 
 __all__ = [
-    "Best", "Fallback", "KeepAll", "ReadLease", "Retention", "SlotLease", "SpaceNeeded", "Store", "StoreReader",
-    "StoreStatistics", "UnreadableError", "VerifiedChunks", "choose", "lock_commit", "make_best", "no_store",
-    "open_store", "pool_for", "read_commit", "read_manifest", "read_payload", "reading", "stored_identity",
-    "unread_record", "why_no_store",
+    "LOCK_SECONDS", "Best", "Fallback", "KeepAll", "ReadLease", "Retention", "SlotLease", "SpaceNeeded", "Store",
+    "StoreReader", "StoreStatistics", "UnreadableError", "VerifiedChunks", "choose", "lock_commit",
+    "make_best", "no_store", "open_store", "pool_for", "read_at_once", "read_commit", "read_manifest", "read_payload",
+    "reading", "stored_identity", "unread_record", "why_no_store",
 ]  # fmt: skip

@@ -28,6 +28,7 @@ from pccheck_async.format.record import (
     COMMIT_NAME,
     COMMIT_NBYTES,
     FORMAT_VERSION,
+    GROUP_NAME,
     GROUP_VERSION,
     IDENTITY_NAME,
     REGION_NBYTES,
@@ -204,11 +205,12 @@ async def open_commit(
 
     Raises:
         StoreLockedError: another writer held the store for ``lock_timeout`` seconds.
+        StoreError: the folder is a group's, or the store has the other format.
         CorruptStoreError: the folder holds something else.
         WriteError: the folder cannot be written.
     """
     facts = await medium.prepare(create=True)
-    file = await lock_commit(medium, lambda: _open(medium), lock_timeout, lambda: _refuse_own(path))
+    file = await lock_commit(medium, lambda: _open(medium, path), lock_timeout, lambda: _refuse_own(path))
     if file is None:
         holder = ""  # probably
         with suppress(OSError):
@@ -263,12 +265,17 @@ async def lock_commit(
             await asyncio.sleep(_POLL_SECONDS)
 
 
-async def _open(medium: Medium) -> File:
+async def _open(medium: Medium, path: str | os.PathLike[str]) -> File:
     try:
         with suppress(FileNotFoundError):
             return await medium.open(COMMIT_NAME, writable=True)
+        names = await medium.names()
+        if GROUP_NAME in names:
+            raise StoreError(
+                f"{os.fspath(path)} holds a group's checkpoints: open it with group=, or use another folder"
+            )
         # A new commit file would overwrite what is left of a store that lost its own.
-        parts = [name for name in await medium.names() if name == IDENTITY_NAME or slot_number(name) is not None]
+        parts = [name for name in names if name == IDENTITY_NAME or slot_number(name) is not None]
         if parts and COMMIT_NAME not in await medium.names():  # once more: another writer may be making the store
             raise CorruptStoreError(f"{COMMIT_NAME!r} is missing beside {max(parts)}: {_ADVICE}")
         try:

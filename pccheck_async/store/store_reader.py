@@ -22,8 +22,9 @@ from pccheck_async.store.commit_file import read_identity, read_record
 from pccheck_async.store.reading import Fallback, UnreadableError, choose, read_manifest, read_payload, reading
 from pccheck_async.transfer import BufferPool
 from pccheck_async.transfer.copying import CopyBackend
+from pccheck_async.transfer.operations.python import OperationsAtOnce
 
-__all__ = ["LOCK_SECONDS", "StoreReader", "no_store", "why_no_store"]
+__all__ = ["LOCK_SECONDS", "StoreReader", "no_store", "read_at_once", "why_no_store"]
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.001
@@ -175,8 +176,37 @@ class StoreReader:
                 finally:
                     if isinstance(file, File) and not (used and keep):
                         await self.opened.medium.close(file)
+        raise self.nothing(path, step)
+
+    def nothing(self, path: str | os.PathLike[str], step: int | None) -> NoCheckpointError:
+        """Return what to raise where there is no checkpoint, or none of ``step``."""
         of_step = "" if step is None else f" of step {step}"
-        raise NoCheckpointError(f"{os.fspath(path)} holds no checkpoint{of_step}")
+        return NoCheckpointError(f"{os.fspath(path)} holds no checkpoint{of_step}")
+
+
+def read_at_once(path: str | os.PathLike[str]) -> tuple[Identity, Record] | None:
+    """Read the identity and the newest record of a store on this thread; None where there is no (complete) store.
+
+    Raises CorruptStoreError, ReadError.
+    """
+    operations = OperationsAtOnce()
+    opened = OpenMedium(operations, Files(path, operations), "")
+
+    async def read() -> tuple[Identity, Record] | None:
+        try:
+            reader = await StoreReader.open(opened)
+            return None if reader is None else (reader.identity, await reader.record())
+        finally:
+            await opened.medium.close()
+
+    work = read()
+    try:
+        work.send(None)  # no loop is around it: these operations never suspend
+    except StopIteration as end:
+        found: tuple[Identity, Record] | None = end.value
+        return found
+    work.close()
+    raise RuntimeError("it waits for something")
 
 
 def _names(record: Record, entry: Entry, superseded: bool) -> bool:

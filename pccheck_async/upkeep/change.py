@@ -17,6 +17,7 @@ from pccheck_async.errors import DamagedError, NoCheckpointError, StoreError, St
 from pccheck_async.format import CheckpointInfo, Entry, align, check_step, crc32
 from pccheck_async.format.manifest import encode
 from pccheck_async.format.record import MOST_ENTRIES, slot_number
+from pccheck_async.group import is_group_folder
 from pccheck_async.medium.filesystem import slot_bytes
 from pccheck_async.medium.open_medium import IO, OpenMedium, store_path
 from pccheck_async.store import KeepAll, SlotLease, Store, open_store
@@ -107,10 +108,15 @@ def pin_checkpoint(path: str | os.PathLike[str], step: int, *, pinned: bool = Tr
 
 def _with_store(path: str | os.PathLike[str], io: IO, work: Callable[[Store], Coroutine[Any, Any, T]]) -> T:
     """Open an existing store for writing, and never make one."""
+    if is_group_folder(path):
+        raise StoreError(
+            f"{os.fspath(path)} holds a group's checkpoints, which only its ranks can change together: engine.pin() "
+            "and engine.unpin() on all of them; keep_last and the other rules drop what is neither pinned nor kept"
+        )
 
     async def change() -> T:
-        async with await open_folder(path, io) as opened:
-            reader = await open_reader(opened, path)
+        reader = await open_reader(path, io)
+        async with reader.opened as opened:
             committed = len((await reader.record()).entries)
             await opened.medium.close(reader.commit)
             slots = sum(1 for name in await opened.medium.names() if slot_number(name) is not None)
@@ -137,6 +143,7 @@ def copy_checkpoint(
     target: str | os.PathLike[str],
     *,
     step: int | None = None,
+    rank: int | None = None,
     pinned: bool | None = None,
     progress: Progress = lambda done, total: None,
     io: IO = "auto",
@@ -150,9 +157,11 @@ def copy_checkpoint(
     Durability: when this returns the copy survives power loss. On an error nothing was committed.
 
     Args:
-        source: Store that has it; a trainer may write to it meanwhile.
+        source: Store that has it, or the folder of a group: then one rank's part of a complete checkpoint is copied. A
+            trainer may write to it meanwhile.
         target: Store that gets it; no trainer has it open.
         step: The newest checkpoint of this step; by default the newest of all.
+        rank: Of a group: whose part. By default that of rank 0.
         pinned: Whether the copy is pinned; by default as it is in ``source``. One that is not pinned goes when a
             trainer that opens ``target`` commits, unless its rules keep it.
         progress: See :data:`Progress`.
@@ -175,7 +184,7 @@ def copy_checkpoint(
             raise ValueError(f"{os.fspath(source)} and {os.fspath(target)} are one folder: there is nothing to copy")
 
     async def copy() -> CheckpointInfo:
-        async with hold(source, step, io) as held, await open_folder(target, io) as opened:
+        async with hold(source, step, io, rank) as held, await open_folder(target, io) as opened:
             return await _copy(held, opened, target, pinned, progress)
 
     return run(copy())

@@ -105,6 +105,8 @@ def compare_checkpoints(
     *,
     step: int | None = None,
     other_step: int | None = None,
+    rank: int | None = None,
+    other_rank: int | None = None,
     progress: Progress = lambda done, total: None,
     io: IO = "auto",
 ) -> Comparison:
@@ -119,6 +121,8 @@ def compare_checkpoints(
         other: Store of the second; by default the same.
         step: Of the first; by default the newest one there.
         other_step: Of the second; by default the newest one there.
+        rank: Whose part of the first, in the folder of a group; by default that of rank 0.
+        other_rank: Whose part of the second; in the same folder by default that of ``rank``.
         progress: See :data:`Progress`.
         io: As for :class:`pccheck_async.CheckpointEngine`.
 
@@ -128,9 +132,11 @@ def compare_checkpoints(
         ReadError: the device failed.
     """
     step, other_step = check_step(step), check_step(other_step)
+    if other is None:
+        other, other_rank = path, rank if other_rank is None else other_rank
 
     async def compare() -> Comparison:
-        async with hold(path, step, io) as one, hold(path if other is None else other, other_step, io) as two:
+        async with hold(path, step, io, rank) as one, hold(other, other_step, io, other_rank) as two:
             comparing = _Comparing(one.reader.opened, _Side(one), _Side(two), progress)
             differences = tuple(await comparing.run())
             return Comparison(one.entry.info, two.entry.info, comparing.leaves, comparing.done, differences)

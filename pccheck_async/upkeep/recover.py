@@ -28,6 +28,7 @@ from pccheck_async.format.record import (
     COMMIT_NAME,
     COMMIT_NBYTES,
     FORMAT_VERSION,
+    GROUP_VERSION,
     IDENTITY_NAME,
     encode_identity,
     encode_record,
@@ -111,7 +112,8 @@ def recover_store(
 
     Raises:
         NoCheckpointError: there is nothing here that could be recovered.
-        StoreError: ``write`` where nothing is missing or damaged.
+        StoreError: ``write`` where nothing is missing or damaged, or where the store of a group's rank needs a record:
+            of which checkpoints its slots hold parts was only in those that are lost.
         StoreLockedError: ``write`` while a trainer has the store open.
         CorruptStoreError: a newer version of this package made the store.
         ReadError, WriteError: the device failed.
@@ -152,14 +154,12 @@ def recover_store(
         recovery = Recovery(identity_state, record_state, tuple(found), tuple(entry.info for entry in entries))
         if not write:
             return recovery
-        if not recovery.needed and not search:
-            raise StoreError(f"{name} is in order: nothing was written (`pccheck verify` checks its checkpoints)")
-        if found and not entries:
-            raise NoCheckpointError(f"no slot of {name} holds a whole checkpoint: nothing was written")
+        version = record.version if record is not None else identity.format if identity is not None else FORMAT_VERSION
+        _check_writable(name, recovery, version, search)
         if identity is None:
             block = _block(max(facts.block_bytes, PAGE_BYTES), entries)
             store_id = store_id or secrets.token_hex(16)
-            identity = Identity(format=FORMAT_VERSION, store_id=store_id, checksum=checksum.NAME, block_bytes=block)
+            identity = Identity(format=version, store_id=store_id, checksum=checksum.NAME, block_bytes=block)
         files: dict[str, bytes] = {}
         if record is None or search:
             files[COMMIT_NAME] = _commit_file(identity, entries)
@@ -172,6 +172,20 @@ def recover_store(
             return await examine(opened)
 
     return run(recover())
+
+
+def _check_writable(name: str, recovery: Recovery, version: int, search: bool) -> None:
+    """Raise StoreError, NoCheckpointError where nothing is to be written."""
+    if not recovery.needed and not search:
+        raise StoreError(f"{name} is in order: nothing was written (`pccheck verify` checks its checkpoints)")
+    if version == GROUP_VERSION and (recovery.record != "valid" or search):
+        raise StoreError(
+            f"{name} holds one rank's parts of a group's checkpoints, and only records that ranks wrote say of which: "
+            "nothing was written; copy the slots that are whole into a folder of their own, without "
+            f"{COMMIT_NAME!r} and {IDENTITY_NAME!r}, and recover that as a store of one process"
+        )
+    if recovery.found and not recovery.named:
+        raise NoCheckpointError(f"no slot of {name} holds a whole checkpoint: nothing was written")
 
 
 def _pinned_as_before(entries: Sequence[Entry], record: Record | None) -> list[Entry]:

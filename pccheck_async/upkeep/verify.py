@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pccheck_async.api import open_folder, open_reader
+from pccheck_async.api import open_reader
 from pccheck_async.errors import DamagedError, ReadError
 from pccheck_async.format import CheckpointInfo, Entry, Record, check_step
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.format.record import COMMIT_NBYTES, REGION_NBYTES, decode_record, newest_record, slot_name
+from pccheck_async.group import is_group_folder, list_group, parts_of, rank_name
 from pccheck_async.medium import File, read_around
 from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.state import Listing, list_leaves
 from pccheck_async.store import StoreReader, choose, read_manifest
 from pccheck_async.transfer import aligned_buffer
-from pccheck_async.upkeep.reading import Progress, check_chunks, no_checkpoint, run
+from pccheck_async.upkeep.reading import Progress, check_chunks, run
 
 __all__ = ["CheckedCheckpoint", "Damage", "RecordCopy", "Verification", "check_payload", "examine_records"]
 __all__ += ["verify_checkpoints"]
@@ -42,12 +43,14 @@ class RecordCopy:
         generation: Of the record; None where it is not valid.
         state: ``valid``; ``blank`` where none was written yet; ``older`` than the other copy, as a kill between two
             writes leaves it; ``damaged``.
+        rank: Whose record it is in a group's folder, else None.
     """
 
     name: str
     offset: int
     generation: int | None
     state: RecordState
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,7 @@ class CheckedCheckpoint:
         chunks: So many were checked.
         nbytes: Of payload and manifest.
         damage: Empty where it is whole.
+        rank: Whose part of a group's checkpoint it is, else None.
     """
 
     info: CheckpointInfo
@@ -88,6 +92,7 @@ class CheckedCheckpoint:
     chunks: int
     nbytes: int
     damage: tuple[Damage, ...]
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +101,7 @@ class Verification:
 
     Attributes:
         records: The copies of both commit records.
-        checkpoints: Those that were checked, newest first.
+        checkpoints: Those that were checked, newest first; of a group all parts, rank by rank.
         nbytes: Bytes of checkpoints that were read.
         seconds: The time that reading and checking them took.
         direct: Whether they came from the device, past the page cache.
@@ -124,15 +129,17 @@ def verify_checkpoints(
 ) -> Verification:
     """Check ``store.json``, all copies of both commit records, and the manifest and every chunk of checkpoints.
 
+    Of a group's folder, the records of all ranks, and all parts of complete checkpoints.
+
     Args:
-        path: Folder of a store.
+        path: Folder of a store, or of a group.
         step: Check the newest checkpoint of this step; by default the newest of all.
         every: Check all committed checkpoints. Those that a running writer drops meanwhile are left out.
         progress: See :data:`Progress`.
         io: As for :class:`pccheck_async.CheckpointEngine`.
 
     Raises:
-        NoCheckpointError: there is none to check.
+        NoCheckpointError: there is none to check; of a group, none that is complete (IncompleteCheckpointError).
         CorruptStoreError: ``store.json`` is damaged, or no record is valid: see :func:`recover_store`. Or this version
             does not understand what is whole in a checkpoint.
         ReadError: the device failed where the records lie.
@@ -140,29 +147,64 @@ def verify_checkpoints(
     step = check_step(step)
 
     async def verify() -> Verification:
-        async with await open_folder(path, io) as opened:
-            reader = await open_reader(opened, path)
+        async with (reader := await open_reader(path, io)).opened as opened:
             copies, record = await _records(reader)
-            start, total, done = time.perf_counter(), 0, 0
-
-            def add(nbytes: int) -> None:
-                nonlocal done
-                done += nbytes
-                progress(min(done, total), total)
-
+            reading = _Reading(progress)
             checks: list[CheckedCheckpoint] = []
             while not checks:  # a running writer may drop all of them before they can be held
                 wanted = list(record.entries) if every else [entry] if (entry := choose(record.entries, step)) else []
                 if not wanted:
-                    raise no_checkpoint(path, step)
-                total = sum(entry.manifest_nbytes + entry.nbytes for entry in wanted)
-                checks = [checked for entry in wanted if (checked := await _check(reader, entry, add))]
+                    raise reader.nothing(path, step)
+                reading.total = sum(map(_nbytes, wanted))
+                checks = [checked for entry in wanted if (checked := await _check(reader, entry, reading.add))]
                 if not checks:
                     record = await reader.record()
-            seconds = time.perf_counter() - start
-            return Verification(copies, tuple(checks), done, seconds, opened.medium.statistics().direct)
+            return reading.verification(copies, checks, opened.medium.statistics().direct)
 
-    return run(verify())
+    async def verify_group() -> Verification:
+        while True:
+            listing, reading = list_group(path), _Reading(progress)
+            chosen = listing.choose(step)
+            keys = {one.key for one in (listing.complete if every else (chosen,))}
+            reading.total = sum(_nbytes(part.entry) for key in keys for part in listing.parts(key).values())
+            copies: list[RecordCopy] = []
+            checks: list[CheckedCheckpoint] = []
+            direct = True
+            for rank in listing.stores:
+                async with (reader := await open_reader(listing.folder / rank_name(rank), io)).opened as opened:
+                    found, record = await _records(reader)
+                    copies += (replace(copy, rank=rank) for copy in found)
+                    for part in parts_of(record):
+                        if part.key in keys and (checked := await _check(reader, part.entry, reading.add)):
+                            checks.append(replace(checked, rank=rank))
+                    direct &= opened.medium.statistics().direct
+            if checks:
+                return reading.verification(copies, checks, direct)
+
+    return run(verify_group() if isinstance(io, str) and is_group_folder(path) else verify())
+
+
+class _Reading:
+    """Counts bytes and time of a verification."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._start = time.perf_counter()
+        self.total = self._done = 0
+
+    def add(self, nbytes: int) -> None:
+        self._done += nbytes
+        self._progress(min(self._done, self.total), self.total)
+
+    def verification(
+        self, copies: Iterable[RecordCopy], checks: Iterable[CheckedCheckpoint], direct: bool
+    ) -> Verification:
+        seconds = time.perf_counter() - self._start
+        return Verification(tuple(copies), tuple(checks), self._done, seconds, direct)
+
+
+def _nbytes(entry: Entry) -> int:
+    return entry.manifest_nbytes + entry.nbytes
 
 
 def examine_records(commit: memoryview, store_id: bytes) -> tuple[RecordCopy, ...]:
