@@ -218,6 +218,7 @@ class EngineCore:
     def abandon(self) -> None:
         """In a forked child: let go of every descriptor; the engine lives on in the parent only."""
         self.state = "closed"
+        forget(self)
         self._opening.abandon()
 
     def check_alive(self) -> Assembly:

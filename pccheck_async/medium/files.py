@@ -8,7 +8,6 @@ import fcntl
 import logging
 import os
 import time
-import weakref
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -20,6 +19,7 @@ from pccheck_async.medium.base import File, Medium, MediumFacts, MediumStatistic
 from pccheck_async.medium.filesystem import probe
 from pccheck_async.medium.folder import Folder
 from pccheck_async.telemetry import StageClock, write
+from pccheck_async.transfer import abandoned_in_child
 from pccheck_async.transfer.operations import ChainStep, Kind, Operations, Step
 
 __all__ = ["REMOVED", "Files", "map_error"]
@@ -30,7 +30,6 @@ REMOVED = "the file was removed while the store was open; open it again"
 _ZEROS = "the filesystem reserves no space, which is taken by writing zeros (%s)"
 _BUFFERED = "%s: buffered I/O with fdatasync: %s"
 _WRITE, _FLUSH, _UNLOCK, _LINKED = Kind.WRITE, Kind.FLUSH, Kind.UNLOCK, Kind.LINKED
-_media: weakref.WeakSet[Files] = weakref.WeakSet()
 
 
 class Files(Medium):
@@ -45,7 +44,7 @@ class Files(Medium):
         self._facts = MediumFacts(1, 1, direct=False, why="not opened yet")
         self._files: set[File] = set()
         self._closed = False
-        _media.add(self)
+        abandoned_in_child.add(self)
         self._clock = StageClock("write", "read", "flush")
 
     @contextmanager
@@ -294,13 +293,3 @@ def _steps(parts: Sequence[Part]) -> tuple[list[File], list[ChainStep]]:
         steps += ((_FLUSH, fd), (_UNLOCK, fd))
         files += [file] * (len(pieces) + 2)
     return files, steps[:-1]
-
-
-def _abandon_in_child() -> None:
-    # The child shares the parent's open files, and with them its locks: an orphaned DataLoader worker must not keep
-    # them.
-    for medium in list(_media):
-        medium.abandon()
-
-
-os.register_at_fork(after_in_child=_abandon_in_child)
