@@ -201,7 +201,7 @@ class CheckpointEngine(EngineBase):
         """
         pending, start = self._core.start_checkpoint(state, step, metadata, overlap=overlap)
         try:
-            await (pending.eager_captured() if overlap else pending.captured())
+            await pending.eager_captured()
         except asyncio.CancelledError:
             await run(self._core, self._core.abort(pending))
             raise

@@ -62,10 +62,7 @@ class SyncCheckpointEngine(EngineBase):
         """
         pending, start = self._core.start_checkpoint(state, step, metadata, overlap=overlap)
         try:
-            if overlap:
-                pending.wait_eager_captured()
-            else:
-                pending.wait_captured()
+            pending.wait_eager_captured()
         except Exception as error:
             if not self._core.in_flight.warn_of(pending, error):
                 raise

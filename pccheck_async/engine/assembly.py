@@ -24,8 +24,6 @@ from pccheck_async.transfer.plan import Planner
 
 __all__ = ["Assembly"]
 
-_MOST_INLINE_BYTES = 256 << 10
-"""Bytes of a state that is captured before the engine's thread hears of it."""
 _END_SECONDS = 0.5
 """What the end of threads and files may take in any case, where nothing hangs."""
 
@@ -80,8 +78,7 @@ class Assembly:
             decisions.reasons["io"] = opened.reason
             self.pool = BufferPool(decisions.host_memory, decisions.chunk_bytes, pinning)
             self.planner = Planner(decisions.chunk_bytes, store.block_bytes)
-            most_inline = min(_MOST_INLINE_BYTES, decisions.chunk_bytes)
-            self.inline_captures = InlineCaptures(opened.operations, self.planner, most_inline)
+            self.inline_captures = InlineCaptures(opened.operations, self.planner)
             self.clock = StageClock("capture", "commit", "restore")
             self.scheduler = Scheduler(
                 store=store,
