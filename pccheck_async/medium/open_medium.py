@@ -12,9 +12,7 @@ from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.mapped import MappedFiles, kind_of_folder
 from pccheck_async.transfer import uninterrupted
-from pccheck_async.transfer.operations import Operations, native
-from pccheck_async.transfer.operations.native import NativeOperations
-from pccheck_async.transfer.operations.python import PythonOperations
+from pccheck_async.transfer.operations import NativeOperations, Operations, PythonOperations
 
 __all__ = ["IO", "MediumName", "OpenMedium", "check_io", "open_medium", "store_path"]
 
@@ -60,7 +58,7 @@ def check_io(io: IO) -> None:
         )
     if not isinstance(io, Medium) and not callable(io) and io not in _NAMES:
         raise ValueError(f"io is one of {', '.join(_NAMES)}, a Medium, or a function that makes one, not {io!r}")
-    if io == "threads" and not native.available():
+    if io == "threads" and not NativeOperations.available():
         raise ValueError("io='threads' needs the C extension, which was not built here; use io='auto' or 'python'")
 
 
@@ -79,7 +77,7 @@ async def open_medium(
     check_io(io)
     if isinstance(io, str) and io != "auto":
         name, why = io, "asked for"
-    elif native.available():
+    elif NativeOperations.available():
         name, why = "threads", "the C extension was built here"
     else:
         name, why = "python", "the C extension was not built here"

@@ -12,7 +12,7 @@ import torch
 
 from pccheck_async import SyncCheckpointEngine, list_checkpoints, load_sync, open_checkpoint
 from pccheck_async.medium.open_medium import open_medium
-from pccheck_async.transfer.operations import native
+from pccheck_async.transfer.operations import NativeOperations
 from tests.conftest import BACKENDS
 from tests.support.elsewhere import without_extension
 from tests.support.processes import open_files
@@ -36,7 +36,7 @@ def test_the_backend_asked_for_is_used(tmp_path: Path, io: str) -> None:
 
 def test_auto_says_what_it_found(tmp_path: Path) -> None:
     said, reason = save_and_load(tmp_path, "auto")
-    if not native.available():
+    if not NativeOperations.available():
         assert reason == "python: the C extension was not built here"
     else:
         assert reason == "threads: the C extension was built here"

@@ -39,7 +39,7 @@ OPEN = {
     "state.paths", "state.restore.tree",
     "telemetry.events",
     "training.data", "training.policy",
-    "transfer.copying", "transfer.operations", "transfer.operations.native", "transfer.operations.python",
+    "transfer.copying", "transfer.operations", "transfer.operations.python",
     "transfer.plan",
 }  # fmt: skip
 """What other rooms import by its module, past the door: lists of names that belong together, what imports torch where
