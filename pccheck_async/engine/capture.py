@@ -269,7 +269,7 @@ class Capture:
         # Numbers of chunks that are not copied yet: those that hold bytes of the live state,
         self._live = self._chunks_of(alive)
         # those of them that the fence does not cover yet, or never covers, as the host copies live bytes of them,
-        self._unfenced = self._live.copy()
+        self._unfenced = self._live.copy() if self._fenced is not None else set()
         self._by_host = self._chunks_of(alive & self._sources.on_host()) if self._fenced is not None else set()
         # and those of them for which the caller waits.
         self._eager: set[int] = set()

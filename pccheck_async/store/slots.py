@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, count, islice
 from typing import NamedTuple
@@ -20,7 +20,6 @@ from pccheck_async.errors import CorruptStoreError, DamagedError, ReadError, Sto
 from pccheck_async.format import Record
 from pccheck_async.format.record import MOST_SLOT, slot_name, slot_number
 from pccheck_async.medium import File, Medium
-from pccheck_async.store.latch import Latch
 from pccheck_async.telemetry import write
 from pccheck_async.transfer import uninterrupted
 
@@ -181,10 +180,12 @@ class SlotLease:
     file: File
 
 
-async def open_slots(medium: Medium, record: Record, *, in_flight: int, kept: int, latch: Latch) -> Slots:
+async def open_slots(
+    medium: Medium, record: Record, sync_names: Callable[[], Awaitable[None]], *, in_flight: int, kept: int
+) -> Slots:
     """Open the slots that a folder has; a slot that cannot be opened is left alone: what it holds is lost.
 
-    ``record`` is the newest one; ``in_flight`` and ``kept`` are those of :class:`SlotTable`.
+    ``record`` is the newest one, ``sync_names`` makes names durable; the rest is for :class:`SlotTable`.
     """
     files: dict[int, File] = {}
     unusable: dict[int, Exception] = {}
@@ -203,7 +204,7 @@ async def open_slots(medium: Medium, record: Record, *, in_flight: int, kept: in
     named = [entry.slot for entry in record.entries]
     before = [entry.slot for entry in record.before]
     table = SlotTable(sizes, named, unusable, before, in_flight=in_flight, kept=kept)
-    return Slots(table, medium, latch, files, unusable)
+    return Slots(table, medium, sync_names, files, unusable)
 
 
 @dataclass(slots=True, eq=False)
@@ -212,7 +213,7 @@ class Slots:
 
     table: SlotTable
     _medium: Medium
-    _latch: Latch
+    _sync_names: Callable[[], Awaitable[None]]
     _files: dict[int, File]
     _unusable: Mapping[int, Exception]
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -318,7 +319,7 @@ class Slots:
     async def _create_slot(self, number: int, nbytes: int) -> None:
         file = await self._medium.reserve(slot_name(number), nbytes)
         # Crash: a record may name this slot later, and its name must be there then. Its size is flushed with its bytes.
-        await self._latch.flush(self._medium.sync_names)
+        await self._sync_names()
         self._files[number] = file
         self.table.created(number, nbytes)
 

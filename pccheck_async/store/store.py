@@ -8,20 +8,22 @@ other by a wrong one, and must find every one of them.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
+from pccheck_async.errors import StoreFailedError
 from pccheck_async.format import Entry, Record, align
 from pccheck_async.format.record import MOST_ENTRIES
 from pccheck_async.medium import File, Medium, Part, Piece
 from pccheck_async.store.commit_file import CommitFile, open_commit, read_record
-from pccheck_async.store.latch import Latch
 from pccheck_async.store.reading import DroppedMeanwhileError
 from pccheck_async.store.retention import Committed, Retention
 from pccheck_async.store.slots import SlotLease, Slots, open_slots
+from pccheck_async.telemetry import write
 from pccheck_async.transfer import aligned_buffer, uninterrupted
 
 __all__ = ["ReadLease", "Store", "StoreStatistics", "open_store"]
@@ -30,6 +32,57 @@ __all__ = ["ReadLease", "Store", "StoreStatistics", "open_store"]
 _CHAIN_NBYTES = 2 << 20
 """Most bytes that are written in one chain with their record. A chain saves two wake-ups of a 0.7 ms save (15 %) and
 keeps other commits waiting until all of it is written: about a millisecond for so many bytes."""
+
+
+class Latch:
+    """The first error after which it is unknown what is durable. It is never reset: reopen the store.
+
+    Attributes:
+        failure: That error, None while there was none.
+    """
+
+    def __init__(self) -> None:
+        self.failure: BaseException | None = None
+
+    def set(self, error: BaseException) -> None:
+        """Take no more commits because of ``error``; only the first one is kept, and logged."""
+        if self.failure is None:
+            self.failure = error
+            write(logging.ERROR, "store_failed", "the store takes no more commits: %s", error, error=str(error))
+
+    def check(self) -> None:
+        """Raise StoreFailedError where the store takes no more commits."""
+        if self.failure is not None:
+            raise _failed(self.failure) from self.failure
+
+    def raise_as_failed(self, error: BaseException) -> None:
+        """Raise ``error`` as that of a store which takes no more commits; return where it does."""
+        if self.failure is not None and isinstance(error, Exception):
+            raise _failed(error) from error
+
+    async def flush(self, flush: Callable[[], Awaitable[None]]) -> None:
+        """Flush; where that fails no more commits are taken. Raises StoreFailedError.
+
+        Cancellation: raised when the flush ended: its error must latch though the caller no longer waits.
+        """
+
+        async def flush_or_latch() -> None:
+            try:
+                await flush()
+            except OSError as error:
+                # After a failed flush the kernel may report success although the data is gone: never try again.
+                self.set(error)
+                raise _failed(error) from error
+
+        await uninterrupted(flush_or_latch())
+
+
+def _failed(error: BaseException) -> StoreFailedError:
+    rest = "what was committed stays readable; check the storage and open the store anew"
+    if isinstance(error, OSError):
+        why = error.strerror or str(error)
+        return StoreFailedError(error.errno, f"the store takes no more commits: {why}; {rest}", error.filename)
+    return StoreFailedError(f"the store takes no more commits: {error!r}; {rest}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +122,8 @@ async def open_store(
     committed = Committed(record, retention)
     committed.check_rules()
     latch = Latch()
-    slots = await open_slots(medium, record, in_flight=max_in_flight, kept=retention.reserved, latch=latch)
+    sync_names = partial(latch.flush, medium.sync_names)
+    slots = await open_slots(medium, record, sync_names, in_flight=max_in_flight, kept=retention.reserved)
     return Store(medium, file, committed, slots, latch, repairs)
 
 
@@ -109,7 +163,8 @@ class Store:
             await self.amend(lambda entries: entries)  # frees the slots of damaged checkpoints
         async with self.slots.lock:
             self.latch.check()
-            await self.take_over()
+            if not self.took_over:
+                await self.take_over()
             return await self.slots.lease(nbytes)
 
     async def commit(
@@ -219,7 +274,8 @@ class Store:
                     self.latch.check()
                     # Crash: this record overwrites the last durable one. Where nothing is to change: the record that
                     # says so was only in the device's cache, as its writer died before the flush.
-                    await self.take_over()
+                    if not self.took_over:  # by a reservation meanwhile
+                        await self.take_over()
             if entries != self.committed.record.entries:
                 await uninterrupted(replace_record(self.committed.record_naming(entries)))
             return entries
@@ -250,10 +306,8 @@ class Store:
     async def take_over(self) -> None:
         """Make sure that any later crash falls back to the record found at opening, before anything is written (I12).
 
-        Does nothing once that is done. Called under the lock of the slots. Raises StoreFailedError: no commits.
+        Once, and under the lock of the slots. Raises StoreFailedError: no commits.
         """
-        if self.took_over:
-            return
         # Flush what a dead predecessor wrote and did not flush. Crash: a record that was only in the device's cache
         # names the slots this writer keeps; if the power fails after new data went into the slots it freed, the older
         # record comes back and names overwritten slots.
