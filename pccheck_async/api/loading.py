@@ -95,27 +95,23 @@ def list_checkpoints(path: str | os.PathLike[str], *, io: IO = "python") -> list
     check_io(io)
     if isinstance(io, str):
         operations = OperationsAtOnce()
-        medium = Files(path, operations)
-        return _at_once(_list_and_close(OpenMedium(operations, medium, "")))
+        return _at_once(_list(OpenMedium(operations, Files(path, operations), "")))
     with EngineLoop("pccheck-read") as loop:
         return loop.call(_list_of_medium(path, io))
 
 
 async def _list(opened: OpenMedium) -> list[CheckpointInfo]:
-    reader = await StoreReader.open(opened)
-    return [entry.info for entry in (await reader.record()).entries] if reader else []
+    """List, and close the files: the threads, where there are any, are left to the caller."""
+    try:
+        reader = await StoreReader.open(opened)
+        return [entry.info for entry in (await reader.record()).entries] if reader else []
+    finally:
+        await opened.medium.close()
 
 
 async def _list_of_medium(path: str | os.PathLike[str], io: IO) -> list[CheckpointInfo]:
     async with await open_folder(path, io) as opened:
         return await _list(opened)
-
-
-async def _list_and_close(opened: OpenMedium) -> list[CheckpointInfo]:
-    try:
-        return await _list(opened)
-    finally:
-        await opened.medium.close()
 
 
 def _at_once(work: Coroutine[Any, Any, T]) -> T:
