@@ -18,8 +18,8 @@ from pccheck_async.group.training import GroupTraining
 from pccheck_async.group.view import Complete, Incomplete, View, view_of
 
 __all__ = [
-    "Applied", "Complete", "Coordinator", "Group", "GroupCore", "GroupListing", "GroupTraining", "Incomplete", "Key",
-    "LeadSchedule", "Member", "Part", "PartReader", "Run", "Schedule", "SeenStore", "Verdict", "View", "decode_decision",
-    "decode_message", "encode", "is_group_folder", "list_group", "parts_of", "rank_folders", "rank_name", "ranks",
-    "view_of",
+    "Applied", "Complete", "Coordinator", "Group", "GroupCore", "GroupListing", "GroupTraining", "Incomplete",
+    "Key", "LeadSchedule", "Member", "Part", "PartReader", "Run", "Schedule", "SeenStore", "Verdict", "View",
+    "decode_decision", "decode_message", "encode", "is_group_folder", "list_group", "parts_of", "rank_folders",
+    "rank_name", "ranks", "view_of",
 ]  # fmt: skip
