@@ -204,7 +204,12 @@ def _reach(address: Address, only: str | None = None) -> TCPStore:
         # torch retries for as long as its timeout: not where the name leads nowhere, or to another machine.
         with suppress(OSError), socket.create_connection((name, port), timeout=_CONNECT_SECONDS):
             try:
-                return TCPStore(name, port, is_master=False, wait_for_workers=False, timeout=_FOREVER)
+                store = TCPStore(
+                    name, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_SECONDS)
+                )
             except _LOST as error:
                 errors.append(str(error).splitlines()[0])
+            else:
+                store.set_timeout(_FOREVER)
+                return store
     raise GroupError(f"rank 0's control plane is not reached at {', '.join(names)}, port {port}; {'; '.join(errors)}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from pccheck_async.errors import CheckpointError
 from pccheck_async.format import Entry
 from pccheck_async.group.messages import (
@@ -181,8 +183,15 @@ class Coordinator:
         view = self._view
         assert view is not None
         self.run = Run(view.number, self.nonce, members_digest(self._stores.items()))
-        kept = kept_at_start(view, self.retention, self.restore.damaged)
-        self.committed = {one.entry.counter: (one.run, one.entry) for one in kept}
+        # What was pinned or unpinned since the opening counts; what was unpinned goes with the next commit.
+        there = [replace(one, entry=self.committed[one.entry.counter][1]) for one in view.complete]
+        damaged = self.restore.damaged
+        kept = {
+            one.entry.counter
+            for complete in (view.complete, there)
+            for one in kept_at_start(complete, self.retention, damaged)
+        }
+        self.committed = {counter: one for counter, one in self.committed.items() if counter in kept}
         return [Start(self.run, self._keep_list(), self.unproven)]
 
     def _receive_admitted(self, message: Admitted) -> list[AnyDecision]:

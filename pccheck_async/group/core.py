@@ -44,6 +44,7 @@ class GroupCore(EngineCore):
             raise ValueError("on_busy='skip' is not for groups: what one rank skips, another one saves")
         self.group = group
         self._server: Server | None = None
+        self._met = False  # this rank said hello
 
     @property
     def store_path(self) -> str:
@@ -69,11 +70,12 @@ class GroupCore(EngineCore):
         try:
             yield from super().open()
         except BaseException as error:
-            self._tell_unopened(error)
+            if not self._met:
+                self._tell_unopened(error)
             raise
 
     def _tell_unopened(self, error: BaseException) -> None:
-        """Let the others know at once: they wait for this rank."""
+        """Let the others know at once: they wait for this rank, which could not open its store."""
         with suppress(GroupError):
             client = Client(self._address, self.group.rank, lambda _: None, lambda _: None)
             client.post(Failed(self.group.rank, -1, f"cannot open its store: {error}", latched=True))
@@ -91,6 +93,7 @@ class GroupCore(EngineCore):
                 assembly.scheduler.end_with,
             )  # fmt: skip
             run.server = self._server
+            self._met = True
             await run.join(self._address)
             self.in_flight.counter = run.member.counter
 

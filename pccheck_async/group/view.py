@@ -207,15 +207,15 @@ def error_in(stores: Sequence[SeenStore], complete: Sequence[Complete]) -> str |
     return None
 
 
-def kept_at_start(view: View, retention: Retention, damaged: Collection[int]) -> list[Complete]:
+def kept_at_start(complete: Sequence[Complete], retention: Retention, damaged: Collection[int]) -> list[Complete]:
     """Return the complete checkpoints that decision 0 keeps.
 
     Nothing newer replaces one that is known to be damaged: it stays until the next commit, and so does what the rules
     keep without it.
     """
-    entries = [one.entry for one in view.complete]
+    entries = [one.entry for one in complete]
     kept: set[int] = set()
     for candidates in (entries, [entry for entry in entries if entry.counter not in damaged]):
         if candidates:
             kept.update(entry.counter for entry in retention.retain(candidates[1:], candidates[0]).entries)
-    return [one for one in view.complete if one.entry.counter in kept]
+    return [one for one in complete if one.entry.counter in kept]

@@ -29,6 +29,7 @@ from pccheck_async.group.run import GroupRun
 
 _MESSAGE = struct.Struct("=Bqq")
 _RESTORED, _DURABLE, _ENDED, _WRONG, _LOST = range(5)
+os.environ.setdefault("RES_OPTIONS", "timeout:1")  # torch looks up the name of every address that it connects to
 PATIENCE = 60.0
 """Seconds without a word from any rank that lives, after which it hangs."""
 

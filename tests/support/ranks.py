@@ -16,6 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pccheck_async import Group
 
+os.environ.setdefault("RES_OPTIONS", "timeout:1")  # torch looks up the name of every address that it connects to
 PATIENCE: Final = 30.0
 _servers: list[TCPStore] = []
 """Never destroyed: a forked child that collected one would wait for its thread."""
