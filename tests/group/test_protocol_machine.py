@@ -57,10 +57,6 @@ class GroupMachine(RuleBasedStateMachine):
         self.state, self.notes = self.explorer.restart(self.state, fails, nodes)
         self.history.append(f"restart on {nodes}")
 
-    def runs(self) -> bool:
-        return self.state.env >= 0
-
-    @precondition(runs)
     @rule(choices=st.lists(st.integers(0, 1000), min_size=1, max_size=40))
     def act(self, choices: list[int]) -> None:
         for choice in choices:

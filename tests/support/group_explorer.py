@@ -532,6 +532,9 @@ class Explorer:
         self, key: Key | None, best: Best | None, refused: list[str], found: Sequence[Restored | NotRestored],
         disks: Sequence[int], nodes: Sequence[int],
     ) -> list[str]:  # fmt: skip
+        complete = self.complete(disks, 1)
+        if refused and len({one.counter for one in complete}) < len(complete):
+            return []  # two runs that could not see each other both got so far: nobody can tell which one is wanted
         due = best is not None and set(best.nodes) <= set(nodes)
         if best is not None and due:
             if refused:
