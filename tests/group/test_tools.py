@@ -38,8 +38,10 @@ from pccheck_async import (
 from pccheck_async.cli import app
 from pccheck_async.errors import IncompleteCheckpointError
 from pccheck_async.format.record import region_offsets
-from pccheck_async.group import Group, rank_name, reading
+from pccheck_async.group import Group, list_group, rank_name, reading
 from pccheck_async.group.folder import seen_stores
+from pccheck_async.medium import File
+from pccheck_async.medium.files import Files
 from pccheck_async.store import read_at_once
 from tests.store.test_status_file import published
 from tests.support.ranks import end_ranks, save_in_group, start_ranks, state_of_rank
@@ -203,6 +205,33 @@ def test_records_that_change_while_they_are_read(made: Path, monkeypatch: pytest
         )
         assert [info.step for info in list_checkpoints(made)] == [3, 2, 1]
         assert list(reads) == []
+    first = [replace(one, parts=one.parts[1:]), replace(other, parts=(prepared, *other.parts[1:]))]
+    reads = iter([first, [replace(one, parts=(one.parts[0], one.parts[2])), other]])
+    monkeypatch.setattr(reading, "seen_stores", lambda folder: next(reads))
+    listing = list_group(made)  # step 2 was dropped between the last two reads, and lacks nothing
+    assert [one.entry.step for one in listing.complete] == [3, 1]
+    assert listing.incomplete == ()
+
+
+def test_a_part_that_is_replaced_before_it_is_locked(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All records are read again once it is locked; the newer checkpoint is read then, without a warning of damage."""
+    newer = tmp_path / "newer"
+    shutil.copytree(folder, newer)
+    save_in_group(newer, 2, 4, 5, 6, 7, keep_last=1)
+    lock = Files.lock
+    locked: list[str] = []
+
+    async def lock_late(self: Files, file: File, **options: bool) -> bool:
+        if not locked:
+            shutil.copytree(newer, folder, dirs_exist_ok=True)
+        locked.append(file.name)
+        return await lock(self, file, **options)
+
+    monkeypatch.setattr(Files, "lock", lock_late)
+    assert_part(load_sync(folder, rank=1), 1, 7)
+    assert len(locked) == 2
 
 
 @pytest.mark.slow
