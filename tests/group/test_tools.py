@@ -8,9 +8,11 @@ import json
 import re
 import shutil
 import time
+from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
@@ -36,14 +38,16 @@ from pccheck_async import (
     verify_checkpoints,
 )
 from pccheck_async.cli import app
+from pccheck_async.cli.watch import GroupView, View
 from pccheck_async.errors import IncompleteCheckpointError
 from pccheck_async.format.record import region_offsets
 from pccheck_async.group import Group, list_group, rank_name, reading
 from pccheck_async.group.folder import seen_stores
 from pccheck_async.medium import File
 from pccheck_async.medium.files import Files
+from pccheck_async.medium.status_file import Published
 from pccheck_async.store import read_at_once
-from tests.store.test_status_file import published
+from tests.store.test_status_file import EXAMPLE, published
 from tests.support.ranks import end_ranks, save_in_group, start_ranks, state_of_rank
 
 
@@ -448,6 +452,22 @@ def test_watch_has_a_line_for_each_rank_and_names_the_slowest(tmp_path: Path) ->
     assert [one["step"] for one in found["committed"]] == [1]
     closed = pccheck("watch", folder, "--once", status=4)
     assert re.findall(r"rank (\d): \S+ no engine has published anything here; durable: step 1", closed) == ["0", "1"]
+
+
+def test_the_state_of_a_group_is_the_worst_of_its_ranks(tmp_path: Path) -> None:
+    none = View(tmp_path, None, [], None)
+    closed, died = replace_fields(none, before=EXAMPLE), replace_fields(none, published=Published(EXAMPLE, alive=False))
+    now = msgspec.structs.replace(EXAMPLE, time=time.time())
+    running, silent = (replace_fields(none, published=Published(status, alive=True)) for status in (now, EXAMPLE))
+    for views, state in (
+        ([running, none], "running"),  # the first checkpoint of rank 1 is yet to come
+        ([running, closed], "running"),
+        ([silent, running, none], "silent"),
+        ([running, silent, died], "died"),
+        ([closed, none], "closed"),
+        ([none, none], "none"),
+    ):
+        assert GroupView(tmp_path, dict(enumerate(views)), []).state == state
 
 
 def save_slowly(folder: Path, group: Group) -> None:
