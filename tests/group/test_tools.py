@@ -48,7 +48,7 @@ from pccheck_async.medium.files import Files
 from pccheck_async.medium.status_file import Published
 from pccheck_async.store import read_at_once
 from tests.store.test_status_file import EXAMPLE, published
-from tests.support.ranks import end_ranks, save_in_group, start_ranks, state_of_rank
+from tests.support.group_folders import end_ranks, save_in_group, start_ranks, state_of_rank
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +185,7 @@ def test_a_rank_without_a_valid_record_is_named(folder: Path) -> None:
             read(folder)
 
 
+@pytest.mark.slow
 def test_worlds_of_two_sizes_in_one_folder(folder: Path) -> None:
     save_in_group(folder, 1, 5, keep_last=4)
     save_in_group(folder, 2, 6, keep_last=5)
@@ -275,6 +276,7 @@ def save_until_told(folder: Path, group: Group) -> None:
 # -- looking after
 
 
+@pytest.mark.slow
 def test_verify_checks_all_parts_of_all_ranks(folder: Path) -> None:
     checked = verify_checkpoints(folder, every=True)
     assert checked.whole
@@ -292,6 +294,7 @@ def test_verify_checks_all_parts_of_all_ranks(folder: Path) -> None:
     assert states == {(0, "valid"), (1, "valid"), (1, "damaged")}
 
 
+@pytest.mark.slow
 def test_a_part_is_described_compared_copied_and_exported(made: Path, tmp_path: Path) -> None:
     paths = [leaf.path for leaf in describe_checkpoint(made, rank=1).leaves]
     assert paths == ["weights", "rank", "step"]
@@ -318,6 +321,7 @@ def test_only_the_ranks_change_a_groups_checkpoints(folder: Path) -> None:
     assert [info.step for info in list_checkpoints(folder)] == [3, 2, 1]
 
 
+@pytest.mark.slow
 def test_recover_of_a_ranks_store(folder: Path) -> None:
     """Its records alone said of which checkpoints of the group its slots hold parts."""
     store = folder / "rank-00001"
@@ -383,6 +387,7 @@ def test_ls_of_one_ranks_folder_says_what_it_is(made: Path) -> None:
     assert [one["step"] for one in parsed("ls", made / "rank-00001")] == [3, 2, 1]
 
 
+@pytest.mark.slow
 def test_show_and_verify_name_the_rank(folder: Path) -> None:
     assert "step 3, part of rank 1" in pccheck("show", folder, "--rank=1")
     assert (parsed("show", folder)["rank"], parsed("show", folder / "rank-00001")["rank"]) == (0, None)
@@ -411,6 +416,7 @@ def test_what_changes_a_store_is_refused(folder: Path) -> None:
     assert "Nothing is missing" in pccheck("recover", folder / "rank-00001")
 
 
+@pytest.mark.slow
 def test_the_heat_map_of_ranks_and_checkpoints(folder: Path, tmp_path: Path) -> None:
     before = (folder / "rank-00001" / "commit").read_bytes()
     save_in_group(folder, 2, 4, keep_last=4)
