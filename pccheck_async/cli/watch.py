@@ -116,9 +116,9 @@ class GroupView:
 
     @property
     def state(self) -> str:
-        """The worst of all ranks' states."""
+        """The worst state of all ranks; those that publish nothing yet, or no more, do not count beside others."""
         states = {view.state for view in self.ranks.values()}
-        return next((state for state in ("died", "none", "silent", "running", "closed") if state in states), "none")
+        return next((state for state in ("died", "silent", "running", "closed") if state in states), "none")
 
     @property
     def published(self) -> Published | None:

@@ -8,9 +8,11 @@ import json
 import re
 import shutil
 import time
+from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
@@ -36,12 +38,16 @@ from pccheck_async import (
     verify_checkpoints,
 )
 from pccheck_async.cli import app
+from pccheck_async.cli.watch import GroupView, View
 from pccheck_async.errors import IncompleteCheckpointError
 from pccheck_async.format.record import region_offsets
-from pccheck_async.group import Group, rank_name, reading
+from pccheck_async.group import Group, list_group, rank_name, reading
 from pccheck_async.group.folder import seen_stores
+from pccheck_async.medium import File
+from pccheck_async.medium.files import Files
+from pccheck_async.medium.status_file import Published
 from pccheck_async.store import read_at_once
-from tests.store.test_status_file import published
+from tests.store.test_status_file import EXAMPLE, published
 from tests.support.group_folders import end_ranks, save_in_group, start_ranks, state_of_rank
 
 
@@ -179,6 +185,7 @@ def test_a_rank_without_a_valid_record_is_named(folder: Path) -> None:
             read(folder)
 
 
+@pytest.mark.slow
 def test_worlds_of_two_sizes_in_one_folder(folder: Path) -> None:
     save_in_group(folder, 1, 5, keep_last=4)
     save_in_group(folder, 2, 6, keep_last=5)
@@ -203,6 +210,33 @@ def test_records_that_change_while_they_are_read(made: Path, monkeypatch: pytest
         )
         assert [info.step for info in list_checkpoints(made)] == [3, 2, 1]
         assert list(reads) == []
+    first = [replace(one, parts=one.parts[1:]), replace(other, parts=(prepared, *other.parts[1:]))]
+    reads = iter([first, [replace(one, parts=(one.parts[0], one.parts[2])), other]])
+    monkeypatch.setattr(reading, "seen_stores", lambda folder: next(reads))
+    listing = list_group(made)  # step 2 was dropped between the last two reads, and lacks nothing
+    assert [one.entry.step for one in listing.complete] == [3, 1]
+    assert listing.incomplete == ()
+
+
+def test_a_part_that_is_replaced_before_it_is_locked(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All records are read again once it is locked; the newer checkpoint is read then, without a warning of damage."""
+    newer = tmp_path / "newer"
+    shutil.copytree(folder, newer)
+    save_in_group(newer, 2, 4, 5, 6, 7, keep_last=1)
+    lock = Files.lock
+    locked: list[str] = []
+
+    async def lock_late(self: Files, file: File, **options: bool) -> bool:
+        if not locked:
+            shutil.copytree(newer, folder, dirs_exist_ok=True)
+        locked.append(file.name)
+        return await lock(self, file, **options)
+
+    monkeypatch.setattr(Files, "lock", lock_late)
+    assert_part(load_sync(folder, rank=1), 1, 7)
+    assert len(locked) == 2
 
 
 @pytest.mark.slow
@@ -242,6 +276,7 @@ def save_until_told(folder: Path, group: Group) -> None:
 # -- looking after
 
 
+@pytest.mark.slow
 def test_verify_checks_all_parts_of_all_ranks(folder: Path) -> None:
     checked = verify_checkpoints(folder, every=True)
     assert checked.whole
@@ -259,6 +294,7 @@ def test_verify_checks_all_parts_of_all_ranks(folder: Path) -> None:
     assert states == {(0, "valid"), (1, "valid"), (1, "damaged")}
 
 
+@pytest.mark.slow
 def test_a_part_is_described_compared_copied_and_exported(made: Path, tmp_path: Path) -> None:
     paths = [leaf.path for leaf in describe_checkpoint(made, rank=1).leaves]
     assert paths == ["weights", "rank", "step"]
@@ -285,6 +321,7 @@ def test_only_the_ranks_change_a_groups_checkpoints(folder: Path) -> None:
     assert [info.step for info in list_checkpoints(folder)] == [3, 2, 1]
 
 
+@pytest.mark.slow
 def test_recover_of_a_ranks_store(folder: Path) -> None:
     """Its records alone said of which checkpoints of the group its slots hold parts."""
     store = folder / "rank-00001"
@@ -350,6 +387,7 @@ def test_ls_of_one_ranks_folder_says_what_it_is(made: Path) -> None:
     assert [one["step"] for one in parsed("ls", made / "rank-00001")] == [3, 2, 1]
 
 
+@pytest.mark.slow
 def test_show_and_verify_name_the_rank(folder: Path) -> None:
     assert "step 3, part of rank 1" in pccheck("show", folder, "--rank=1")
     assert (parsed("show", folder)["rank"], parsed("show", folder / "rank-00001")["rank"]) == (0, None)
@@ -378,6 +416,7 @@ def test_what_changes_a_store_is_refused(folder: Path) -> None:
     assert "Nothing is missing" in pccheck("recover", folder / "rank-00001")
 
 
+@pytest.mark.slow
 def test_the_heat_map_of_ranks_and_checkpoints(folder: Path, tmp_path: Path) -> None:
     before = (folder / "rank-00001" / "commit").read_bytes()
     save_in_group(folder, 2, 4, keep_last=4)
@@ -419,6 +458,22 @@ def test_watch_has_a_line_for_each_rank_and_names_the_slowest(tmp_path: Path) ->
     assert [one["step"] for one in found["committed"]] == [1]
     closed = pccheck("watch", folder, "--once", status=4)
     assert re.findall(r"rank (\d): \S+ no engine has published anything here; durable: step 1", closed) == ["0", "1"]
+
+
+def test_the_state_of_a_group_is_the_worst_of_its_ranks(tmp_path: Path) -> None:
+    none = View(tmp_path, None, [], None)
+    closed, died = replace_fields(none, before=EXAMPLE), replace_fields(none, published=Published(EXAMPLE, alive=False))
+    now = msgspec.structs.replace(EXAMPLE, time=time.time())
+    running, silent = (replace_fields(none, published=Published(status, alive=True)) for status in (now, EXAMPLE))
+    for views, state in (
+        ([running, none], "running"),  # the first checkpoint of rank 1 is yet to come
+        ([running, closed], "running"),
+        ([silent, running, none], "silent"),
+        ([running, silent, died], "died"),
+        ([closed, none], "closed"),
+        ([none, none], "none"),
+    ):
+        assert GroupView(tmp_path, dict(enumerate(views)), []).state == state
 
 
 def save_slowly(folder: Path, group: Group) -> None:
