@@ -21,7 +21,7 @@ from pccheck_async.errors import (
 from pccheck_async.format import Key, Metadata
 from pccheck_async.group.actions import ChangeState, EndRestore, MatchManifest, VerifyChunks
 from pccheck_async.group.control import Client, Server
-from pccheck_async.group.folder import parts_of, rank_name
+from pccheck_async.group.folder import rank_name, seen_store
 from pccheck_async.group.group import Group
 from pccheck_async.group.messages import Failed
 from pccheck_async.group.run import GroupRun, serve
@@ -87,9 +87,9 @@ class GroupCore(EngineCore):
         async def join() -> None:
             store = assembly.store
             assert isinstance(store, GroupStore)
-            parts = parts_of(store.committed.record)
+            own = seen_store(self.group.rank, store.file.identity, store.committed.record)
             run = store.run = GroupRun(
-                Path(self.path), self.group.rank, self.group.world_size, self.config, store, store.write_parts, parts,
+                Path(self.path), self.group.rank, self.group.world_size, self.config, store, store.write_parts, own,
                 assembly.scheduler.end_with,
             )  # fmt: skip
             run.server = self._server

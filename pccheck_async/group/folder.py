@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from pccheck_async.errors import CorruptStoreError, StoreError
-from pccheck_async.format import Membership, Parts, Record
+from pccheck_async.format import Identity, Membership, Parts, Record
 from pccheck_async.format.record import GROUP_NAME, GROUP_VERSION, IDENTITY_NAME
 from pccheck_async.group.parts import Applied, Part, SeenStore
 from pccheck_async.store import read_at_once
@@ -103,8 +103,13 @@ def seen_stores(folder: Path) -> Iterator[SeenStore]:
                 continue
             raise CorruptStoreError(f"{path}: {error}") from None
         if found is not None:
-            (identity, record), parts = found, found[1].parts
-            yield SeenStore(0, rank, identity.id_bytes, parts.applied if parts else None, parts_of(record))
+            yield seen_store(rank, *found)
+
+
+def seen_store(rank: int, identity: Identity, record: Record) -> SeenStore:
+    """Return what the newest record of a rank's store says."""
+    applied = record.parts.applied if record.parts is not None else None
+    return SeenStore(0, rank, identity.id_bytes, applied, parts_of(record))
 
 
 def parts_of(record: Record) -> tuple[Part, ...]:

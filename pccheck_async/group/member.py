@@ -24,7 +24,7 @@ the tests replace one after the other by a wrong one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -131,10 +131,10 @@ class Member:
         world: Ranks in the group.
         max_in_flight: Checkpoints that hold a slot and are not ended, at most.
         reserved: The most checkpoints that retention keeps at a time (:attr:`Retention.reserved`).
-        parts: What the newest record of this rank's own store names.
+        own: This rank's own store as found at opening; its domain is not read. None: there is none yet.
     """
 
-    def __init__(self, rank: int, world: int, *, max_in_flight: int, reserved: int, parts: Iterable[Part] = ()) -> None:
+    def __init__(self, rank: int, world: int, *, max_in_flight: int, reserved: int, own: SeenStore | None) -> None:
         self.rank = rank
         self.world = world
         self.max_in_flight = max_in_flight
@@ -150,7 +150,7 @@ class Member:
         """Why nothing more is done in this run."""
         self.learned = 0
         """Decisions taken in."""
-        self.parts: dict[Key, Part] = {part.key: part for part in parts}
+        self.parts: dict[Key, Part] = {part.key: part for part in own.parts} if own is not None else {}
         """What the newest durable record names."""
         self.run: Run | None = None
         """From decision 0 on."""

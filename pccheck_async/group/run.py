@@ -65,7 +65,7 @@ class GroupRun:
         world: Ranks in the group.
         config: Of the engine.
         store: This rank's; ``write_parts`` writes its records.
-        parts: What its newest record names.
+        own: What its newest record says.
         cancel: Ends a checkpoint that is being written with an error.
 
     Attributes:
@@ -80,7 +80,7 @@ class GroupRun:
         config: EngineConfig,
         store: Store,
         write_parts: Callable[[tuple[Part, ...], Applied], Coroutine[Any, Any, None]],
-        parts: tuple[Part, ...],
+        own: SeenStore,
         cancel: Callable[[int, CheckpointError], None],
     ) -> None:
         self._folder = folder
@@ -90,7 +90,7 @@ class GroupRun:
         self._loop = asyncio.get_running_loop()
         self._write_parts = write_parts
         self.member = Member(
-            rank, world, max_in_flight=config.max_in_flight, reserved=config.retention.reserved, parts=parts
+            rank, world, max_in_flight=config.max_in_flight, reserved=config.retention.reserved, own=own
         )
         self.server: Server | None = None
         self._client: Client | None = None

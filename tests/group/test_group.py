@@ -222,12 +222,14 @@ def test_a_rank_that_does_not_come_is_named_in_time(tmp_path: Path) -> None:
 
 
 def test_a_second_job_on_the_same_folder_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    def rank_main(group: Group) -> tuple[str, str]:
+    def rank_main(group: Group) -> list[tuple[str, str]]:
         with SyncCheckpointEngine(tmp_path, group=group) as engine:
             engine.checkpoint(state_of(group.rank, 0), step=0).result()
-            told = run_ranks(2, lambda other: failure(lambda: save(tmp_path, other, range(1), lock_timeout=0.2)))
+            told: list[tuple[str, str]] = run_ranks(
+                2, lambda other: failure(lambda: save(tmp_path, other, range(1), lock_timeout=0.2))
+            )
             engine.checkpoint(state_of(group.rank, 1), step=1).result()
-            return told  # type: ignore[return-value]
+            return told
 
     for told in run_ranks(1, rank_main):
         assert {kind for kind, _ in told} == {StoreLockedError.__name__, GroupError.__name__}

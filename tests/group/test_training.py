@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threade
 def train(folder: Path, group: Group, interval: Any, steps: int, **settings: Any) -> list[int]:
     """Train, a step of rank r takes r milliseconds more; return the steps that were saved."""
     saved = []
-    state = {"w": torch.zeros(100), "rank": group.rank}
+    state: dict[str, Any] = {"w": torch.zeros(100), "rank": group.rank}
     with SyncCheckpointEngine(folder, group=group, interval=interval, keep_last=8, **settings) as engine:
         restored = engine.restore(state)
         first = 0 if restored is None else restored.step + 1
@@ -75,7 +75,7 @@ def test_what_rank_0s_policy_decides_is_done_by_all(tmp_path: Path, kind: str) -
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_preemption_of_one_rank_stops_all_after_one_step(tmp_path: Path, victim: int) -> None:
     def rank_main(group: Group) -> None:
-        state = {"w": torch.zeros(100), "rank": group.rank}
+        state: dict[str, Any] = {"w": torch.zeros(100), "rank": group.rank}
         with SyncCheckpointEngine(tmp_path, group=group, interval=1000, save_last=False) as engine:
             engine.on_preemption(deadline=20)
             (tmp_path / f"ready-{group.rank}").touch()
@@ -97,11 +97,11 @@ def test_a_preemption_of_one_rank_stops_all_after_one_step(tmp_path: Path, victi
     assert statuses == [128 + signal.SIGTERM] * 2
 
     def look(group: Group) -> tuple[int, float, int]:
-        state = {"w": torch.zeros(100), "rank": -1}
+        state: dict[str, Any] = {"w": torch.zeros(100), "rank": -1}
         with SyncCheckpointEngine(tmp_path, group=group, save_last=False) as engine:
             restored = engine.restore(state)
             assert restored is not None
-            return restored.step, float(state["w"][0]), int(state["rank"])  # type: ignore[arg-type, call-overload]
+            return restored.step, float(state["w"][0]), int(state["rank"])
 
     (step, value, rank), other = run_ranks(2, look)
     assert (step + 1, rank) == (value, 0)

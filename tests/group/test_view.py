@@ -138,8 +138,8 @@ def test_contradictions_are_named() -> None:
 def test_decision_0_keeps_what_a_damaged_one_hides() -> None:
     stores = [store(0, rank, *(part(RUN, counter, rank) for counter in (5, 4, 3))) for rank in range(2)]
     found = seen(*stores)
-    kept = [one.key.counter for one in view.kept_at_start(found, Retention(), ())]
+    kept = [one.key.counter for one in view.kept_at_start(found.complete, Retention(), ())]
     assert kept == [5]
-    assert [one.key.counter for one in view.kept_at_start(found, Retention(), {5})] == [5, 4]
-    assert [one.key.counter for one in view.kept_at_start(found, Retention(keep_last=2), {4})] == [5, 4, 3]
-    assert view.kept_at_start(seen(), Retention(), ()) == []
+    assert [one.key.counter for one in view.kept_at_start(found.complete, Retention(), {5})] == [5, 4]
+    assert [one.key.counter for one in view.kept_at_start(found.complete, Retention(keep_last=2), {4})] == [5, 4, 3]
+    assert view.kept_at_start(seen().complete, Retention(), ()) == []

@@ -24,6 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pccheck_async import Group, SyncCheckpointEngine
 from pccheck_async.group import actions, messages
+from pccheck_async.group.actions import Action, Post
 from pccheck_async.group.control import Server
 from pccheck_async.group.run import GroupRun
 
@@ -115,10 +116,10 @@ class Lives:
                 self._hear(data, restored)
             os.close(reader)
         assert kill is not None or ended == len(pids), f"only {ended} of {len(pids)} ranks ended by themselves"
-        steps = set(restored.values())
-        assert len(steps) <= 1, f"ranks restored different steps: {restored}"
-        assert all(step >= before for step in steps), f"restored {steps}, and {before} was acknowledged"
-        self.restored += steps
+        found = set(restored.values())
+        assert len(found) <= 1, f"ranks restored different steps: {restored}"
+        assert all(step >= before for step in found), f"restored {found}, and {before} was acknowledged"
+        self.restored += found
 
     def _watch(self, pids: list[int], reader: int, kill: Kill | None, restored: dict[int, int]) -> int:
         """Kill at the moment that was chosen; return how many ranks ended by themselves."""
@@ -224,18 +225,19 @@ def _arm(kill: Kill) -> None:
 
     do, publish = GroupRun._do, Server._publish
 
-    def do_one_by_one(self: GroupRun, wanted: list[actions.Action]) -> None:
-        for action in wanted:
+    def do_one_by_one(self: GroupRun, actions: list[Action]) -> None:
+        for action in actions:
             reached(action, after=False)
             do(self, [action])
-            if isinstance(action, actions.Post):
+            if isinstance(action, Post):
                 time.sleep(0.002)  # until it is sent
             reached(action, after=True)
 
     def publish_one_by_one(self: Server, decisions: Sequence[messages.AnyDecision]) -> None:
-        for decision in decisions or [None]:
+        publish(self, [])
+        for decision in decisions:
             reached(decision, after=False)
-            publish(self, [] if decision is None else [decision])
+            publish(self, [decision])
             reached(decision, after=True)
 
     GroupRun._do = do_one_by_one  # type: ignore[method-assign]
