@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,10 @@ def restore(folder: Path, group: Group, step: int | None = None, **settings: Any
         return None if engine.restore(state, step=step) is None else state
 
 
+def _restore_step(folder: Path, step: int | None, group: Group) -> dict[str, Any] | None:
+    return restore(folder, group, step, keep_last=2)
+
+
 def failure(work: Callable[[], object]) -> tuple[str, str]:
     """Return kind and text of the error that ``work`` raises, "" for none."""
     try:
@@ -72,7 +77,7 @@ def test_all_ranks_find_what_all_have_saved(tmp_path: Path, world: int) -> None:
     assert run_ranks(world, lambda group: restore(tmp_path, group)) == [None] * world
     assert run_ranks(world, lambda group: save(tmp_path, group, range(5), keep_last=2)) == [[4, 3]] * world
     for step, expected in ((None, 4), (3, 3)):
-        states = run_ranks(world, lambda group, step=step: restore(tmp_path, group, step, keep_last=2))
+        states = run_ranks(world, partial(_restore_step, tmp_path, step))
         assert [int(state["w"][0]) for state in states] == [100 * expected + rank for rank in range(world)]
         assert [state["rank"] for state in states] == [*range(world)]
 
