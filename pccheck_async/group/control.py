@@ -2,13 +2,14 @@
 
 Ranks put messages into an inbox, rank 0 puts decisions into a log, and everyone reads that in order::
 
-    in          how many messages were posted (``add``)
-    in/<i>      message i, deleted by rank 0 when it has read it
-    out/<n>     decision n; empty: the end. Deleted once every rank has said that it learnt it
+    in                 how many messages were posted (``add``)
+    in/<i>             message i; rank 0 deletes it when it has read it
+    out/<rank>/<n>     decision n, for this rank, which deletes it; "@": it is large, and lies in ``large/<n>``
 
-A message begins with its sender and the number of decisions that it learnt. The store is the group's own, never that of
-the default process group, and no collective is called: a trainer's thread may be inside one. A client of a ``TCPStore``
-does one operation at a time, so those who wait have one each.
+The store is the group's own, never that of the default process group, and no collective is called: a trainer's thread
+may be inside one. A client of a ``TCPStore`` does one operation at a time, so those who wait have one each. Who
+waits for a key of its own can end the waiting by setting it: a thread that is still inside the store when the
+interpreter exits would abort the process.
 
 A rank that died, or was stopped, is not found out here: whoever waits for it waits, until the launcher ends the job. A
 lost connection to rank 0 is told.
@@ -19,7 +20,6 @@ from __future__ import annotations
 import os
 import queue
 import socket
-import struct
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -40,8 +40,8 @@ Address: TypeAlias = tuple[tuple[str, ...], int]
 
 _FOREVER: Final = timedelta(days=1000)
 _CONNECT_SECONDS: Final = 20.0
-_FRAME: Final = struct.Struct("<IQ")
-"""Rank, and decisions learnt."""
+_SMALL_BYTES: Final = 4096
+"""A decision up to this size is sent to each rank, a larger one once: what is found at opening grows with the ranks."""
 _LOST: Final = (RuntimeError, OSError)  # torch's errors of a store are RuntimeErrors
 
 
@@ -59,12 +59,11 @@ class Server:
         self._inbox = self._connect()
         self._log = self._connect()
         self._coordinator = coordinator
+        self._world = world
         self._lock = threading.Lock()
+        self._received = 0
         self._published = 0
-        self._deleted = 0
-        self._learned = [0] * world
-        self._ended = threading.Event()
-        self.failure: Exception | None = None
+        self._closing = False
         self._thread = threading.Thread(target=self._serve, name="pccheck-group-inbox", daemon=True)
         self._thread.start()
         self._timer = threading.Timer(seconds, self._refuse_late, (seconds,))
@@ -101,37 +100,36 @@ class Server:
         with self._lock:
             self._publish(ask(self._coordinator))
 
-    def wait_until_all_left(self, seconds: float | None) -> bool:
-        """Wait until every rank said goodbye and the log has its end; return whether it has."""
-        return self._ended.wait(seconds)
+    def close(self, seconds: float) -> bool:
+        """Wait so many seconds until every rank said goodbye, and stop; return whether all did."""
+        self._timer.cancel()
+        self._thread.join(seconds)
+        if all_left := not self._thread.is_alive():
+            return all_left
+        self._closing = True
+        self._log.set(f"in/{self._received + 1}", b"")  # type: ignore[arg-type]
+        self._thread.join()
+        return False
 
     def _serve(self) -> None:
-        number = 0
-        try:
-            while not self._coordinator.everyone_left:
-                number += 1
-                data = self._inbox.get(f"in/{number}")
-                self._inbox.delete_key(f"in/{number}")
-                rank, learned = _FRAME.unpack_from(data)
-                message = decode_message(data[_FRAME.size :])
-                with self._lock:
-                    self._learned[rank] = max(self._learned[rank], learned)
-                    self._publish(self._coordinator.receive(message))
-            with self._lock:
-                self._log.set(f"out/{self._published}", b"")  # type: ignore[arg-type]
-        except Exception as error:  # noqa: BLE001 - the clients are told by a store that is gone
-            self.failure = error
-        finally:
-            self._timer.cancel()
-            self._ended.set()
+        with suppress(*_LOST):
+            while not self._coordinator.everyone_left and not self._closing:
+                key = f"in/{self._received + 1}"
+                if data := self._inbox.get(key):
+                    self._inbox.delete_key(key)
+                    with self._lock:
+                        self._publish(self._coordinator.receive(decode_message(data)))
+                self._received += 1
 
     def _publish(self, decisions: Sequence[AnyDecision]) -> None:
         for decision in decisions:
-            self._log.set(f"out/{self._published}", encode(decision))  # type: ignore[arg-type]
+            data, number = encode(decision), self._published
+            if len(data) > _SMALL_BYTES:
+                self._log.set(f"large/{number}", data)  # type: ignore[arg-type]
+                data = b"@"
+            keys = [f"out/{rank}/{number}" for rank in range(self._world)]
+            self._log.multi_set(keys, [data] * self._world)  # type: ignore[attr-defined]
             self._published += 1
-        while self._deleted < min(self._learned):
-            self._log.delete_key(f"out/{self._deleted}")
-            self._deleted += 1
 
 
 class Client:
@@ -158,11 +156,13 @@ class Client:
         self._address = address
         self._inbox = _reach(address)
         self._log = self.another()
+        self._waker = self.another()
+        self._closing = False
+        self._once = threading.Lock()
         self._threads = [
             threading.Thread(target=self._run, args=(loop,), name=f"pccheck-group-{name}", daemon=True)
             for name, loop in (("post", self._post_all), ("log", self._read_all))
         ]
-        self._once = threading.Lock()
         for thread in self._threads:
             thread.start()
 
@@ -175,24 +175,34 @@ class Client:
         self._outgoing.put(message)
 
     def close(self) -> None:
-        """Post what was to be posted, and stop posting. The log is read until its end, which is rank 0's."""
+        """Post what was to be posted, and end both threads."""
         self._outgoing.put(None)
         self._threads[0].join()
+        self._closing = True  # first: a thread that passes the number that is read next sees it
+        with suppress(*_LOST):
+            self._waker.set(self._key(self._learned), b"")  # type: ignore[arg-type]
+        self._threads[1].join()
+
+    def _key(self, number: int) -> str:
+        return f"out/{self._rank}/{number}"
 
     def _run(self, loop: Callable[[], None]) -> None:
         try:
             loop()
         except (*_LOST, msgspec.DecodeError) as error:
-            if self._once.acquire(blocking=False):
+            if self._once.acquire(blocking=False) and not self._closing:
                 self._lost(f"the connection to rank 0 is lost ({str(error).splitlines()[0]})")
 
     def _post_all(self) -> None:
         while (message := self._outgoing.get()) is not None:
             number = self._inbox.add("in", 1)
-            self._inbox.set(f"in/{number}", _FRAME.pack(self._rank, self._learned) + encode(message))  # type: ignore[arg-type]
+            self._inbox.set(f"in/{number}", encode(message))  # type: ignore[arg-type]
 
     def _read_all(self) -> None:
-        while data := self._log.get(f"out/{self._learned}"):
+        while not self._closing and (data := self._log.get(self._key(self._learned))):
+            self._log.delete_key(self._key(self._learned))
+            if data == b"@":
+                data = self._log.get(f"large/{self._learned}")
             self._learned += 1
             self._learn(decode_decision(data))
 

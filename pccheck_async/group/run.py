@@ -49,6 +49,7 @@ from pccheck_async.group.view import Complete
 from pccheck_async.medium.open_medium import open_medium
 from pccheck_async.store import ReadLease, Retention, Store, open_store
 from pccheck_async.telemetry import write
+from pccheck_async.transfer import uninterrupted
 
 __all__ = ["GroupRun", "serve"]
 
@@ -313,17 +314,16 @@ class GroupRun:
         with suppress(TimeoutError):
             async with asyncio.timeout(limit):
                 self._do(self.member.leave(why))
-                self._look_idle()
                 await self._idle.wait()
                 while self._tasks:
                     await asyncio.wait(set(self._tasks))
-                await asyncio.to_thread(self._client.close)
-                server, member = self.server, self.member
-                if server is None or member.view is None or member.stopped is not None:
-                    return
-                if not await asyncio.to_thread(server.wait_until_all_left, limit):
-                    text = "rank 0 of the group of %s goes although other ranks have not left"
-                    write(logging.WARNING, "group_left", text, self._folder)
+        client, server, self._client = self._client, self.server, None
+        await uninterrupted(asyncio.to_thread(client.close))
+        if server is not None:
+            wait = limit if self.member.view is not None and self.member.stopped is None else 0.0
+            if not await uninterrupted(asyncio.to_thread(server.close, wait)) and wait:
+                text = "rank 0 of the group of %s goes although other ranks have not left"
+                write(logging.WARNING, "group_left", text, self._folder)
 
     # -- what the member wants
 
@@ -331,8 +331,8 @@ class GroupRun:
         for action in actions:
             match action:
                 case Post():
-                    assert self._client is not None
-                    self._client.post(action.message)
+                    if self._client is not None:  # else this rank has left
+                        self._client.post(action.message)
                 case Admit():
                     _set(self._admissions.get(action.counter), None)
                 case Resolve():
