@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 2 examples/ranks.py [STEPS]    # trains 40 steps more; the second run resumes
 """
 
+import os
 import sys
 
 import torch
@@ -14,7 +15,8 @@ from pccheck_async import RNGState, SyncCheckpointEngine
 
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 40
 
-dist.init_process_group("gloo")
+alone = {} if "RANK" in os.environ else {"rank": 0, "world_size": 1, "store": dist.HashStore()}
+dist.init_process_group("gloo", **alone)  # torchrun says which rank this is
 rank = dist.get_rank()
 torch.manual_seed(rank)  # every rank draws its own batches
 model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1)))
@@ -25,6 +27,7 @@ with SyncCheckpointEngine("checkpoints/ranks", group=dist.group.WORLD, interval=
     engine.attach(optimizer)
     restored = engine.restore(state)  # the same checkpoint on every rank, or the same error
     first = restored.step + 1 if restored else 0
+    print(f"resumed after step {restored.step}" if restored else "starting from scratch")
     for step in range(first, first + STEPS):
         with engine.step(state, step):
             inputs = torch.randn(32, 16)
@@ -32,7 +35,7 @@ with SyncCheckpointEngine("checkpoints/ranks", group=dist.group.WORLD, interval=
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    print(f"rank {rank}: steps {first} to {step}, loss {loss.item():.4f}")
+    print(f"rank {rank}, step {step}: loss {loss.item():.4f}")
 if rank == 0:
     print(f"saved by all ranks: {engine.latest}")  # leaving the block saved the last step
 dist.destroy_process_group()

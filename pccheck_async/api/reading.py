@@ -9,14 +9,15 @@ from pccheck_async.format.manifest import MIN_BLOCK
 from pccheck_async.group import PartReader, is_group_folder, list_group
 from pccheck_async.medium.open_medium import IO, OpenMedium, open_medium
 from pccheck_async.store import StoreReader, no_store
-from pccheck_async.transfer import BufferPool, available_cores, available_memory
+from pccheck_async.transfer import BufferPool, share_of_machine
 
 __all__ = ["open_folder", "open_reader", "staging_pool"]
 
 
 def _decide(host_memory: int | Auto, block_bytes: int) -> Decisions:
     config = EngineConfig(host_memory=host_memory)
-    return decide(config, block_bytes=block_bytes, cores=available_cores(), memory=available_memory())
+    cores, memory = share_of_machine()
+    return decide(config, block_bytes=block_bytes, cores=cores, memory=memory)
 
 
 async def open_folder(path: str | os.PathLike[str], io: IO, host_memory: int | Auto = "auto") -> OpenMedium:

@@ -18,7 +18,7 @@ from pccheck_async.medium.open_medium import IO, OpenMedium, open_medium
 from pccheck_async.medium.status_file import Status
 from pccheck_async.store import Store, open_store
 from pccheck_async.telemetry import Reporter, StageClock
-from pccheck_async.transfer import BufferPool, available_cores, available_memory, uninterrupted
+from pccheck_async.transfer import BufferPool, share_of_machine, uninterrupted
 from pccheck_async.transfer.copying import CopyBackend, make_backend
 from pccheck_async.transfer.plan import Planner
 
@@ -56,7 +56,7 @@ class Assembly:
         Raises what :func:`open_store` does; WriteError where the folder cannot be written.
         """
         self.loop, self.reporter = loop, reporter
-        cores, memory = available_cores(), available_memory()
+        cores, memory = share_of_machine()
         first = decide(config, block_bytes=MIN_BLOCK, cores=cores, memory=memory)
         # Known before any file is open: a child forked meanwhile lets go of them.
         self.opened = opened = await open_medium(
