@@ -15,8 +15,10 @@ from pccheck_async import RNGState, SyncCheckpointEngine
 
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 40
 
-alone = {} if "RANK" in os.environ else {"rank": 0, "world_size": 1, "store": dist.HashStore()}
-dist.init_process_group("gloo", **alone)  # torchrun says which rank this is
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
+else:  # without torchrun it is the only rank
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
 rank = dist.get_rank()
 torch.manual_seed(rank)  # every rank draws its own batches
 model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1)))
