@@ -47,6 +47,8 @@ if TYPE_CHECKING:
         ClosedError,
         CorruptStoreError,
         DamagedError,
+        GroupError,
+        IncompleteCheckpointError,
         InfeasibleError,
         InvalidTuningError,
         NoCheckpointError,
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
         WriteError,
     )
     from pccheck_async.format import CheckpointInfo, Restored
+    from pccheck_async.group import Group
     from pccheck_async.shelf import Shelf
     from pccheck_async.state import RNGState, Stateful
     from pccheck_async.store import SpaceNeeded
@@ -98,16 +101,16 @@ if TYPE_CHECKING:
 __all__ = [
     "Adaptive", "CheckFreqInterval", "CheckedCheckpoint", "CheckpointEngine", "CheckpointError", "CheckpointInfo",
     "CheckpointProgress", "ClosedError", "Comparison", "CorruptStoreError", "Damage", "DamagedError", "Decisions",
-    "Description", "Distribution", "EngineStatistics", "EverySeconds", "EverySteps", "Exported", "InfeasibleError",
-    "InvalidTuningError", "LeafDifference", "Measurement", "NoCheckpointError", "OpenCheckpoint", "PCcheckInterval",
-    "PendingCheckpoint", "Point", "Policy", "RNGState", "ReadError", "Recovery", "Removal", "Restored",
-    "ResumableLoader", "ResumableSampler", "Shelf", "SpaceNeeded", "Stage", "StateMismatchError", "Stateful",
-    "StoreError",
-    "StoreFailedError", "StoreFullError", "StoreLockedError", "StoredState", "StoredTensor", "SyncCheckpointEngine",
-    "TornCaptureError", "TrainingStep", "TunedSettings", "Tuning", "UnsupportedStateError", "Verification",
-    "WriteError", "YoungDaly", "compare_checkpoints", "copy_checkpoint", "describe_checkpoint", "export_checkpoint",
-    "import_checkpoint", "list_checkpoints", "load", "load_sync", "open_checkpoint", "pin_checkpoint", "read_tuning",
-    "recover_store", "remove_checkpoints", "verify_checkpoints",
+    "Description", "Distribution", "EngineStatistics", "EverySeconds", "EverySteps", "Exported", "Group",
+    "GroupError", "IncompleteCheckpointError", "InfeasibleError", "InvalidTuningError", "LeafDifference",
+    "Measurement", "NoCheckpointError", "OpenCheckpoint", "PCcheckInterval", "PendingCheckpoint", "Point", "Policy",
+    "RNGState", "ReadError", "Recovery", "Removal", "Restored", "ResumableLoader", "ResumableSampler", "Shelf",
+    "SpaceNeeded", "Stage", "StateMismatchError", "Stateful", "StoreError", "StoreFailedError", "StoreFullError",
+    "StoreLockedError", "StoredState", "StoredTensor", "SyncCheckpointEngine", "TornCaptureError", "TrainingStep",
+    "TunedSettings", "Tuning", "UnsupportedStateError", "Verification", "WriteError", "YoungDaly",
+    "compare_checkpoints", "copy_checkpoint", "describe_checkpoint", "export_checkpoint", "import_checkpoint",
+    "list_checkpoints", "load", "load_sync", "open_checkpoint", "pin_checkpoint", "read_tuning", "recover_store",
+    "remove_checkpoints", "verify_checkpoints",
 ]  # fmt: skip
 
 __version__ = "0.1.0"
@@ -120,6 +123,7 @@ _HOMES = {
     "convert": ("Exported", "export_checkpoint", "import_checkpoint"),
     "engine": ("CheckpointProgress", "Decisions", "Distribution", "EngineStatistics", "PendingCheckpoint"),
     "format": ("CheckpointInfo", "Restored"),
+    "group": ("Group",),
     "state": ("RNGState", "Stateful"),
     "shelf": ("Shelf",),
     "store": ("SpaceNeeded",),

@@ -11,8 +11,9 @@ import os
 from collections.abc import Sequence
 
 __all__ = [
-    "CheckpointError", "ClosedError", "CorruptStoreError", "DamagedError", "InfeasibleError", "InvalidTuningError",
-    "NoCheckpointError", "ReadError", "StateMismatchError", "StoreError", "StoreFailedError", "StoreFullError",
+    "CheckpointError", "ClosedError", "CorruptStoreError", "DamagedError", "GroupError", "IncompleteCheckpointError",
+    "InfeasibleError", "InvalidTuningError", "NoCheckpointError", "ReadError", "StateMismatchError",
+    "StoreError", "StoreFailedError", "StoreFullError",
     "StoreLockedError", "TornCaptureError", "UnsupportedStateError", "WriteError",
 ]  # fmt: skip
 
@@ -144,6 +145,14 @@ class InfeasibleError(CheckpointError, ValueError):
 
 class InvalidTuningError(CheckpointError, ValueError):
     """A file of tuned settings cannot be used: damaged, or from another version."""
+
+
+class GroupError(CheckpointError):
+    """Ranks of a group disagree, or one of them is gone: what waits for them fails; nothing is dropped."""
+
+
+class IncompleteCheckpointError(NoCheckpointError, GroupError):
+    """Parts of a checkpoint that may be complete are out of reach: names the ranks and hosts that lack them."""
 
 
 class ClosedError(CheckpointError, RuntimeError):

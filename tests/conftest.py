@@ -14,9 +14,7 @@ import pytest
 import torch
 
 from pccheck_async.engine import EngineLoop
-from pccheck_async.transfer.operations import Operations, native
-from pccheck_async.transfer.operations.native import NativeOperations
-from pccheck_async.transfer.operations.python import PythonOperations
+from pccheck_async.transfer.operations import NativeOperations, Operations, PythonOperations
 
 BACKENDS: dict[str, Callable[..., Operations]] = {
     "threads": NativeOperations,
@@ -65,7 +63,7 @@ def _first_loop() -> None:
 
 def need(backend: str) -> None:
     """Skip a test if the I/O backend does not work here."""
-    if backend == "threads" and not native.available():
+    if backend == "threads" and not NativeOperations.available():
         pytest.skip("the C extension was not built here")
 
 

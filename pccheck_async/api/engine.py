@@ -7,8 +7,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from functools import wraps
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar, cast
 
-from pccheck_async.api.engine_base import EngineBase, note_closing_failure_on
-from pccheck_async.engine import EngineLoop, Handoff, PendingCheckpoint, run
+from pccheck_async.api.engine_base import EngineBase
+from pccheck_async.engine import EngineLoop, Handoff, PendingCheckpoint, note_closing_failure_on, run
 from pccheck_async.format import CheckpointInfo, Metadata, Restored
 from pccheck_async.telemetry import ReadProgress
 from pccheck_async.training import AsyncStepContext, TrainingStep
@@ -201,7 +201,7 @@ class CheckpointEngine(EngineBase):
         """
         pending, start = self._core.start_checkpoint(state, step, metadata, overlap=overlap)
         try:
-            await (pending.eager_captured() if overlap else pending.captured())
+            await pending.eager_captured()
         except asyncio.CancelledError:
             await run(self._core, self._core.abort(pending))
             raise

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import fields
 from datetime import timedelta
 from difflib import get_close_matches
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Never
 
 import torch
+from torch.distributed import ProcessGroup
 
 from pccheck_async.engine import (
     Auto,
@@ -25,6 +25,7 @@ from pccheck_async.engine import (
     scalars,
 )
 from pccheck_async.format import CheckpointInfo
+from pccheck_async.group import Group, GroupCore, GroupTraining
 from pccheck_async.medium.filesystem import free_bytes, slot_bytes
 from pccheck_async.medium.open_medium import IO, MediumName
 from pccheck_async.store import SpaceNeeded
@@ -33,7 +34,7 @@ from pccheck_async.training import TrainingRun
 from pccheck_async.training.policy import make_policy
 from pccheck_async.tuning import Progress, Tuning, checkpoint_bytes, tune
 
-__all__ = ["EngineBase", "note_closing_failure_on"]
+__all__ = ["EngineBase"]
 
 
 class EngineBase:
@@ -61,6 +62,7 @@ class EngineBase:
         on_error: Literal["raise", "warn"] = "raise",
         lock_timeout: float = 5.0,
         exit_timeout: float = 60.0,
+        group: ProcessGroup | Group | None = None,
         **unknown: Never,
     ) -> None:
         if unknown:
@@ -84,8 +86,14 @@ class EngineBase:
         )
         policy = make_policy(interval, max_in_flight)
         check_flag("save_last", save_last)
-        self._core = EngineCore(path, io, config)
-        self._training = TrainingRun(self._core, policy, save_last=save_last)
+        self._core: EngineCore
+        self._training: TrainingRun
+        if group is None:
+            self._core = EngineCore(path, io, config)
+            self._training = TrainingRun(self._core, policy, save_last=save_last)
+        else:
+            core = GroupCore(path, io, config, Group.of(group))
+            self._core, self._training = core, GroupTraining(core, policy, save_last=save_last)
 
     def __reduce_ex__(self, protocol: object) -> Never:
         raise TypeError(
@@ -218,17 +226,6 @@ class EngineBase:
     def path(self) -> str:
         """Folder of the store."""
         return self._core.path
-
-
-@contextmanager
-def note_closing_failure_on(error: BaseException | None) -> Iterator[None]:
-    """Where a context is left with an ``error``, let that pass, with a note of what closing the engine raises."""
-    try:
-        yield
-    except Exception as failure:
-        if error is None:
-            raise
-        error.add_note(f"closing the engine failed, too: {type(failure).__name__}: {failure}")
 
 
 def _unknown(engine: str, name: str) -> TypeError:

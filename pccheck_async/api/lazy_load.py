@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from pccheck_async.api.reading import open_reader, staging_pool, start_session
+from pccheck_async.api.reading import open_reader, staging_pool
 from pccheck_async.engine import Auto, EngineLoop
 from pccheck_async.errors import ClosedError, explained
 from pccheck_async.format import CheckpointInfo, Entry, check_step, dtypes
 from pccheck_async.format.manifest import Manifest, TensorEntry
 from pccheck_async.format.skeleton import ArrayNode, Node, arrays
 from pccheck_async.medium import File
-from pccheck_async.medium.open_medium import IO, Session
+from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.state import Allocation, Array, Targets, below, opened, paths, rebuild
 from pccheck_async.state.restore.tree import leaves
 from pccheck_async.store import VerifiedChunks
@@ -37,6 +37,7 @@ def open_checkpoint(
     path: str | os.PathLike[str],
     *,
     step: int | None = None,
+    rank: int | None = None,
     device: str | torch.device = "cpu",
     host_memory: int | Auto = "auto",
     io: IO = "auto",
@@ -46,9 +47,10 @@ def open_checkpoint(
     Blocks for what it reads; in a coroutine use :func:`pccheck_async.load`, or ``asyncio.to_thread``.
 
     Args:
-        path: Folder of a store.
+        path: Folder of a store, or of a group: then one rank's part of a complete checkpoint is opened.
         step: The step to open; by default the newest checkpoint, or the next older one if its manifest is damaged
             (with a warning). A damaged tensor is found only when it is read.
+        rank: Of a group: whose part. By default that of rank 0.
         device: Where tensors go.
         host_memory: Most staging memory in bytes. Up to four chunks, and half of it, stay in memory between reads.
         io: As for :class:`pccheck_async.CheckpointEngine`.
@@ -58,13 +60,15 @@ def open_checkpoint(
         once neither it nor any state or tensor taken from it is referenced.
 
     Raises:
-        NoCheckpointError: there is none, or none of ``step``.
+        NoCheckpointError: there is none, or none of ``step``, or it has no such ``rank``.
+        IncompleteCheckpointError: no checkpoint of the group has the parts of all ranks.
         DamagedError: it is damaged, and there is no older one (or ``step`` was given).
         CorruptStoreError: this version, or this torch, does not understand it.
         ReadError: the device failed.
         RuntimeError: torch has no such ``device``.
+        ValueError: ``rank`` for what is no group's folder.
     """
-    return OpenCheckpoint(Connection(path, check_step(step), torch.device(device), host_memory, io))
+    return OpenCheckpoint(Connection(path, check_step(step), torch.device(device), host_memory, io, rank))
 
 
 class Connection:
@@ -77,6 +81,7 @@ class Connection:
         device: torch.device,
         host_memory: int | Auto,
         io: IO,
+        rank: int | None = None,
     ) -> None:
         torch.empty(0, device=device)  # raises where there is no such device
         self.path = os.fspath(path)
@@ -85,29 +90,29 @@ class Connection:
         self._closed = True
         self._loop = EngineLoop("pccheck-open")
         try:
-            self._loop.call(self._open(step, host_memory, io))
+            self._loop.call(self._open(step, rank, host_memory, io))
         except BaseException:
             self.close()  # where the caller was interrupted and does not get it
             self._loop.stop()
             raise
 
-    async def _open(self, step: int | None, host_memory: int | Auto, io: IO) -> None:
-        session = await start_session(self.path, io, host_memory)
+    async def _open(self, step: int | None, rank: int | None, host_memory: int | Auto, io: IO) -> None:
+        reader = await open_reader(self.path, io, host_memory, step=step, rank=rank)
+        opened = reader.opened
         try:
-            reader = await open_reader(session, self.path)
             pool = staging_pool(reader, host_memory)
 
             async def use(entry: Entry, file: File, manifest: Manifest) -> tuple[Entry, File, Manifest]:
                 return entry, file, manifest
 
             self.entry, file, self.manifest = await reader.read(self.path, step, use, keep=True)
-            self.chunks = VerifiedChunks(session, file, self.manifest, pool)
+            self.chunks = VerifiedChunks(opened, file, self.manifest, pool)
         except BaseException:
-            await session.close()
+            await opened.close()
             raise
-        self.session = session
+        self.opened = opened
         # A lock that nobody can let go of any more would hold up the writer for as long as this process lives.
-        self._forgotten = weakref.finalize(self, _let_go, self._loop, session, self.path, self._pid)
+        self._forgotten = weakref.finalize(self, _let_go, self._loop, opened, self.path, self._pid)
         self._forgotten.atexit = False
         self._closed = False
 
@@ -142,7 +147,7 @@ class Connection:
         self._closed = True
         self._forgotten.detach()
         try:
-            self._loop.call(self.session.close())
+            self._loop.call(self.opened.close())
         finally:
             self._loop.stop()
 
@@ -166,12 +171,12 @@ class Connection:
         return allocation.array(0, self.device)
 
 
-def _let_go(loop: EngineLoop, session: Session, path: str, pid: int) -> None:
+def _let_go(loop: EngineLoop, opened: OpenMedium, path: str, pid: int) -> None:
     """Close what nobody did, whichever thread the garbage collector runs on: without waiting."""
     if os.getpid() != pid:
         return  # there the descriptors are closed, and nothing runs
     with suppress(ClosedError):
-        loop.submit(session.close())[0].add_done_callback(lambda _: loop.post(loop.loop.stop))
+        loop.submit(opened.close())[0].add_done_callback(lambda _: loop.post(loop.loop.stop))
     warnings.warn(f"the checkpoint of {path} was not closed", ResourceWarning, stacklevel=2)
 
 
@@ -397,7 +402,7 @@ class OpenCheckpoint(StoredState):
     @property
     def bytes_read(self) -> int:
         """Bytes that were read from storage so far, manifest included."""
-        return self._connection.session.medium.statistics().read.nbytes
+        return self._connection.opened.medium.statistics().read.nbytes
 
     def close(self) -> None:
         """Let the writer have the slot again; nothing is read any more. Idempotent."""

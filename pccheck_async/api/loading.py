@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from pccheck_async.api.reading import folder_session, open_reader, staging_pool
+from pccheck_async.api.reading import open_folder, open_reader, staging_pool
 from pccheck_async.engine import Auto, EngineLoop
 from pccheck_async.format import CheckpointInfo, Entry, check_step
 from pccheck_async.format.manifest import Manifest
+from pccheck_async.group import is_group_folder, list_group
 from pccheck_async.medium import File
-from pccheck_async.medium.files import Files
-from pccheck_async.medium.open_medium import IO, Session, check_io
+from pccheck_async.medium.open_medium import IO, check_io
 from pccheck_async.state import allocate
-from pccheck_async.store import StoreReader, pool_for, read_payload
+from pccheck_async.store import StoreReader, pool_for, read_at_once, read_payload
 from pccheck_async.telemetry import ReadProgress, reading_progress
 from pccheck_async.transfer.copying import CopyBackend
-from pccheck_async.transfer.operations.python import OperationsAtOnce
 
 __all__ = ["list_checkpoints", "load", "load_sync"]
-
-T = TypeVar("T")
 
 
 async def load(
     path: str | os.PathLike[str],
     *,
     step: int | None = None,
+    rank: int | None = None,
     keys: Sequence[str] | None = None,
     device: str | torch.device = "cpu",
     host_memory: int | Auto = "auto",
@@ -39,9 +37,10 @@ async def load(
     """Load a checkpoint into new tensors. Works while a writer of another process commits.
 
     Args:
-        path: Folder of a store.
+        path: Folder of a store, or of a group: then one rank's part of a complete checkpoint is loaded.
         step: The step to load; by default the newest checkpoint, or the next older one if that is damaged (with a
             warning).
+        rank: Of a group: whose part. By default that of rank 0.
         keys: Paths of leaves, or of what contains them, as ``pccheck show`` and errors write them, or globs
             (``"model.*"``); only what matches is read. A path may be written without the escapes of dots inside keys
             (:mod:`pccheck_async.state.paths`) if only one leaf is called so.
@@ -57,21 +56,24 @@ async def load(
     Cancellation: ends once every read ended.
 
     Raises:
-        NoCheckpointError: there is none, or none of ``step``.
+        NoCheckpointError: there is none, or none of ``step``, or it has no such ``rank``.
+        IncompleteCheckpointError: no checkpoint of the group has the parts of all ranks.
         DamagedError: it is damaged, and there is no older one (or ``step`` was given).
         CorruptStoreError: this version, or this torch, does not understand it.
         StateMismatchError: one of ``keys`` names nothing, or without its escapes several leaves.
         ReadError: the device failed.
         RuntimeError: torch has no such ``device``.
+        ValueError: ``rank`` for what is no group's folder.
     """
     async with EngineLoop("pccheck-read") as loop:
-        return await loop.run(_load(path, step, keys, device, host_memory, io, progress))
+        return await loop.run(_load(path, step, rank, keys, device, host_memory, io, progress))
 
 
 def load_sync(
     path: str | os.PathLike[str],
     *,
     step: int | None = None,
+    rank: int | None = None,
     keys: Sequence[str] | None = None,
     device: str | torch.device = "cpu",
     host_memory: int | Auto = "auto",
@@ -80,58 +82,41 @@ def load_sync(
 ) -> dict[str, Any]:
     """Load a checkpoint, blocking (see :func:`load`)."""
     with EngineLoop("pccheck-read") as loop:
-        return loop.call(_load(path, step, keys, device, host_memory, io, progress))
+        return loop.call(_load(path, step, rank, keys, device, host_memory, io, progress))
 
 
 def list_checkpoints(path: str | os.PathLike[str], *, io: IO = "python") -> list[CheckpointInfo]:
     """Return the committed checkpoints, newest first; ``[]`` where there is no (complete) store.
 
-    Reads only the commit record, on this thread, writes nothing, and works while a writer runs.
+    Of a group's folder, those that are complete: all ranks have their parts. Their bytes are those of all ranks.
+    Reads only commit records, on this thread, writes nothing, and works while a writer runs.
 
     Raises:
         CorruptStoreError: there is a store, but no valid commit record.
+        StoreError: the records of a group's ranks contradict each other.
         ReadError: the device failed.
     """
     check_io(io)
     if isinstance(io, str):
-        operations = OperationsAtOnce()
-        medium = Files(path, operations)
-        return _at_once(_list_and_close(Session(operations, medium, "")))
+        if is_group_folder(path):
+            listing = list_group(path)
+            return [listing.info(one) for one in listing.complete]
+        found = read_at_once(path)
+        return [] if found is None else [entry.info for entry in found[1].entries]
     with EngineLoop("pccheck-read") as loop:
         return loop.call(_list_of_medium(path, io))
 
 
-async def _list(session: Session) -> list[CheckpointInfo]:
-    reader = await StoreReader.open(session)
-    return [entry.info for entry in (await reader.record()).entries] if reader else []
-
-
 async def _list_of_medium(path: str | os.PathLike[str], io: IO) -> list[CheckpointInfo]:
-    async with folder_session(path, io) as session:
-        return await _list(session)
-
-
-async def _list_and_close(session: Session) -> list[CheckpointInfo]:
-    try:
-        return await _list(session)
-    finally:
-        await session.medium.close()
-
-
-def _at_once(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that awaits only :class:`OperationsAtOnce`, with no loop around it."""
-    try:
-        work.send(None)
-    except StopIteration as end:
-        result: T = end.value
-        return result
-    work.close()
-    raise RuntimeError("it waits for something")
+    async with await open_folder(path, io) as opened:
+        reader = await StoreReader.open(opened)
+        return [entry.info for entry in (await reader.record()).entries] if reader else []
 
 
 async def _load(
     path: str | os.PathLike[str],
     step: int | None,
+    rank: int | None,
     keys: Sequence[str] | None,
     device: str | torch.device,
     host_memory: int | Auto,
@@ -139,15 +124,15 @@ async def _load(
     progress: ReadProgress | None,
 ) -> dict[str, Any]:
     step = check_step(step)
-    async with folder_session(path, io, host_memory) as session:
-        reader = await open_reader(session, path)
-        pool, backend = staging_pool(reader, host_memory), CopyBackend(session.operations)
+    reader = await open_reader(path, io, host_memory, step=step, rank=rank)
+    async with reader.opened as opened:
+        pool, backend = staging_pool(reader, host_memory), CopyBackend(opened.operations)
 
         async def read(_: Entry, file: File, manifest: Manifest) -> dict[str, Any]:
             loading = allocate(manifest, keys, torch.device(device))
             advance = reading_progress(progress, sum(chunk.nbytes for chunk in manifest.chunks))
             buffers = pool_for(manifest, pool)
-            await read_payload(session.medium, backend, buffers, file, manifest, loading.targets, advance=advance)
+            await read_payload(opened.medium, backend, buffers, file, manifest, loading.targets, advance=advance)
             state: dict[str, Any] = loading.finish()
             return state
 

@@ -3,47 +3,71 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from pccheck_async.engine import Auto, Decisions, EngineConfig, decide
 from pccheck_async.format.manifest import MIN_BLOCK
-from pccheck_async.medium.open_medium import IO, Session, open_session
+from pccheck_async.group import PartReader, is_group_folder, list_group
+from pccheck_async.medium.open_medium import IO, OpenMedium, open_medium
 from pccheck_async.store import StoreReader, no_store
-from pccheck_async.transfer import BufferPool, available_cores, available_memory
+from pccheck_async.transfer import BufferPool, share_of_machine
 
-__all__ = ["folder_session", "open_reader", "staging_pool", "start_session"]
+__all__ = ["open_folder", "open_reader", "staging_pool"]
 
 
 def _decide(host_memory: int | Auto, block_bytes: int) -> Decisions:
     config = EngineConfig(host_memory=host_memory)
-    return decide(config, block_bytes=block_bytes, cores=available_cores(), memory=available_memory())
+    cores, memory = share_of_machine()
+    return decide(config, block_bytes=block_bytes, cores=cores, memory=memory)
 
 
-async def start_session(path: str | os.PathLike[str], io: IO, host_memory: int | Auto = "auto") -> Session:
-    """Start what moves bytes of one folder. Raises ValueError where ``host_memory`` holds no chunk at all."""
+async def open_folder(path: str | os.PathLike[str], io: IO, host_memory: int | Auto = "auto") -> OpenMedium:
+    """Start what moves bytes of one folder; use it as a context manager, or close it.
+
+    Raises ValueError where ``host_memory`` holds no chunk at all.
+    """
     decided = _decide(host_memory, MIN_BLOCK)
-    return await open_session(path, io, writers=decided.writers, copiers=decided.copiers)
+    return await open_medium(path, io, writers=decided.writers, copiers=decided.copiers)
 
 
-@asynccontextmanager
-async def folder_session(
-    path: str | os.PathLike[str], io: IO, host_memory: int | Auto = "auto"
-) -> AsyncIterator[Session]:
-    """Give what moves bytes of one folder (see :func:`start_session`); its files are closed at the end."""
-    session = await start_session(path, io, host_memory)
+async def open_reader(
+    path: str | os.PathLike[str],
+    io: IO,
+    host_memory: int | Auto = "auto",
+    *,
+    step: int | None = None,
+    rank: int | None = None,
+) -> StoreReader:
+    """Open a store for reading, or in a group's folder the parts of one rank; close its ``opened``.
+
+    Args:
+        path: Folder of a store, or of a group.
+        io: As for :class:`pccheck_async.CheckpointEngine`.
+        host_memory: Most staging memory in bytes.
+        step: The checkpoint that is to be read, by default the newest.
+        rank: Whose part of a group's checkpoint is to be read, by default that of rank 0.
+
+    Raises:
+        NoCheckpointError: there is no store, or no complete checkpoint that the rank has a part of.
+        CorruptStoreError: a record, or ``store.json``, is damaged.
+        ValueError: ``rank`` for what is no group's folder.
+    """
+    listing, place = None, path
+    if isinstance(io, str) and is_group_folder(path):
+        listing = list_group(path)
+        place = listing.folder_of_part(step, rank or 0)
+    elif rank is not None:
+        raise ValueError(f"{os.fspath(path)} is no folder of a group's checkpoints: rank={rank} means nothing there")
+    opened = await open_folder(place, io, host_memory)
     try:
-        yield session
-    finally:
-        await session.close()
-
-
-async def open_reader(session: Session, path: str | os.PathLike[str]) -> StoreReader:
-    """Open a store for reading. Raises NoCheckpointError where there is none, CorruptStoreError."""
-    reader = await StoreReader.open(session)
-    if reader is None:
-        raise no_store(session, path)
-    return reader
+        reader = await StoreReader.open(opened)
+        if reader is None:
+            raise no_store(opened, place)
+        if listing is None:
+            return reader
+        return PartReader(opened, reader.identity, reader.commit, rank=rank or 0, listing=listing)
+    except BaseException:
+        await opened.close()
+        raise
 
 
 def staging_pool(reader: StoreReader, host_memory: int | Auto) -> BufferPool:

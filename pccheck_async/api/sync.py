@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn, Self
 
-from pccheck_async.api.engine_base import EngineBase, note_closing_failure_on
-from pccheck_async.engine import EngineLoop, PendingCheckpoint, block_on
+from pccheck_async.api.engine_base import EngineBase
+from pccheck_async.engine import EngineLoop, PendingCheckpoint, block_on, note_closing_failure_on
 from pccheck_async.format import CheckpointInfo, Metadata, Restored
 from pccheck_async.telemetry import ReadProgress
 from pccheck_async.training import StepContext, TrainingStep
@@ -62,10 +62,7 @@ class SyncCheckpointEngine(EngineBase):
         """
         pending, start = self._core.start_checkpoint(state, step, metadata, overlap=overlap)
         try:
-            if overlap:
-                pending.wait_eager_captured()
-            else:
-                pending.wait_captured()
+            pending.wait_eager_captured()
         except Exception as error:
             if not self._core.in_flight.warn_of(pending, error):
                 raise

@@ -98,7 +98,11 @@ def path_argument(metavar: str, help: str) -> Any:  # noqa: A002 - as typer name
 
 
 StoreFolder: TypeAlias = Annotated[Path, path_argument("PATH", "Folder of the store.")]
+AnyFolder: TypeAlias = Annotated[Path, path_argument("PATH", "Folder of the store, or of a group of ranks.")]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Rank: TypeAlias = Annotated[
+    int | None, typer.Option(min=0, help="In a group's folder: whose part of a checkpoint (default: that of rank 0).")
+]
 Step: TypeAlias = Annotated[
     int | None, typer.Option(help="The newest checkpoint of this step (default: the newest of all).")
 ]

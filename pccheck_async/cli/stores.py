@@ -19,7 +19,9 @@ from pccheck_async.cli.output import (
     DIFFERENT,
     FAILED,
     NOTHING,
+    AnyFolder,
     Json,
+    Rank,
     Report,
     Step,
     StoreFolder,
@@ -37,6 +39,7 @@ from pccheck_async.cli.output import (
     size,
     table,
 )
+from pccheck_async.cli.ranks import describe_incomplete, group_as_json, heat_map, of_group, rank_of_store
 from pccheck_async.errors import NoCheckpointError
 
 if TYPE_CHECKING:
@@ -52,16 +55,21 @@ def _steps(infos: Iterable[pccheck.CheckpointInfo]) -> str:
 
 
 @reporting
-def ls(path: StoreFolder, json: Json = False) -> Report:
+def ls(path: AnyFolder, json: Json = False) -> Report:
     """List the committed checkpoints of a store, newest first. Safe while a trainer writes to it.
+
+    Of a group's folder those that are complete, with the bytes of all ranks, and below them those that lack parts.
 
     Exit status: 0 at least one checkpoint is listed, 1 the store cannot be read, 2 wrong usage, 3 there is no committed
     checkpoint in this folder.
     """
-    infos = pccheck.list_checkpoints(path)
+    listing = of_group(path)
+    infos = pccheck.list_checkpoints(path) if listing is None else [listing.info(one) for one in listing.complete]
+    notes = [rank_of_store(path)] if listing is None else list(describe_incomplete(listing))
+    document = [as_json(info) for info in infos] if listing is None else group_as_json(listing)
     if not infos:
-        complain(f"no committed checkpoint: {nothing_in(path)}")
-        return Report([], (), NOTHING)
+        complain(f"no committed checkpoint: {nothing_in(path)}" if listing is None else listing.nothing(None))
+        return Report(document, notes if listing is not None else (), NOTHING)
     rows = table("step", "counter", "size", "captured (UTC)", "", "metadata", right=3)
     for info in infos:
         # In JSON's notation no string reaches the terminal as a control sequence.
@@ -70,7 +78,7 @@ def ls(path: StoreFolder, json: Json = False) -> Report:
             for key, value in info.metadata.items()
         )
         rows.add_row(*_columns(info), captured_at(info), "pinned" if info.pinned else "", metadata)
-    return Report([as_json(info) for info in infos], [rows])
+    return Report(document, [rows, *filter(None, notes)])
 
 
 def _columns(info: pccheck.CheckpointInfo) -> tuple[str, str, str]:
@@ -81,17 +89,29 @@ def _columns(info: pccheck.CheckpointInfo) -> tuple[str, str, str]:
 
 
 @reporting
-def show(path: StoreFolder, step: Step = None, json: Json = False) -> Report:
+def show(
+    path: AnyFolder,
+    step: Step = None,
+    rank: Rank = None,
+    ranks: Annotated[
+        bool, typer.Option("--ranks", help="Show what each rank of a group has of each checkpoint, and the slowest.")
+    ] = False,
+    json: Json = False,
+) -> Report:
     """Show the tree of a checkpoint: leaves with dtype, shape and size, aliases, plain values, chunks, the manifest.
 
     Reads no tensor and writes nothing. Safe while a trainer writes to the store.
 
     Exit status: 0 shown, 1 it cannot be read, 2 wrong usage, 3 there is no such checkpoint.
     """
-    description = pccheck.describe_checkpoint(path, step=step)
+    if ranks:
+        if rank is not None or step is not None:
+            raise typer.BadParameter("--ranks shows all ranks and steps: give neither --rank nor --step")
+        return heat_map(path)
+    description = pccheck.describe_checkpoint(path, step=step, rank=rank)
     document = {
         **as_json(description.info),
-        **pick(description, "store_id", "block_bytes", "slot", "slot_nbytes"),
+        **pick(description, "rank", "store_id", "block_bytes", "slot", "slot_nbytes"),
         "manifest": pick(description, offset="manifest_offset", nbytes="manifest_nbytes"),
         "chunks": [
             pick(chunk, "offset", "nbytes") | {"crc32": f"{chunk.checksum:08x}"} for chunk in description.chunks
@@ -113,7 +133,8 @@ def _leaf_as_json(leaf: StoredLeaf) -> dict[str, Any]:
 
 
 def _described(description: pccheck.Description) -> Iterator[str | Tree]:
-    branches: dict[tuple[str, ...], Tree] = {(): Tree(f"step {description.info.step}")}
+    whose = "" if description.rank is None else f", part of rank {description.rank}"
+    branches: dict[tuple[str, ...], Tree] = {(): Tree(f"step {description.info.step}{whose}")}
 
     def branch(names: tuple[str, ...]) -> Tree:
         if names not in branches:
@@ -160,14 +181,14 @@ def _leaf(leaf: StoredLeaf) -> str:
 
 @reporting
 def verify(
-    path: StoreFolder,
+    path: AnyFolder,
     step: Step = None,
     every: Annotated[bool, typer.Option("--all", help="Check all committed checkpoints.")] = False,
     json: Json = False,
 ) -> Report:
     """Check every checksum: all copies of the commit records, the manifest, and every chunk. Names what is damaged.
 
-    Writes nothing. Safe while a trainer writes to the store.
+    Of a group's folder, the records and parts of all ranks. Writes nothing. Safe while a trainer writes to the store.
 
     Exit status: 0 every byte is what was written, 1 the store cannot be read, 2 wrong usage, 3 there is no such
     checkpoint, 4 something is damaged.
@@ -178,10 +199,10 @@ def verify(
         verification = pccheck.verify_checkpoints(path, step=step, every=every, progress=progress)
     document = {
         "whole": verification.whole,
-        "records": [pick(copy, "offset", "generation", "state", copy="name") for copy in verification.records],
+        "records": [pick(copy, "offset", "generation", "state", "rank", copy="name") for copy in verification.records],
         "checkpoints": [
             as_json(each.info)
-            | pick(each, "slot", "chunks", checked_nbytes="nbytes")
+            | pick(each, "slot", "chunks", "rank", checked_nbytes="nbytes")
             | {"whole": not each.damage, "damage": [asdict(damage) for damage in each.damage]}
             for each in verification.checkpoints
         ],
@@ -194,26 +215,32 @@ def _verified(verification: pccheck.Verification) -> Iterator[str | Table]:
     rows = table("step", "counter", "size", "chunks", "captured (UTC)", "slot", "", right=4)
     for each in verification.checkpoints:
         verdict = f"{len(each.damage)} damaged" if each.damage else "whole"
-        rows.add_row(*_columns(each.info), str(each.chunks), captured_at(each.info), each.slot, verdict)
+        slot = _of_rank(each.rank) + each.slot
+        rows.add_row(*_columns(each.info), str(each.chunks), captured_at(each.info), slot, verdict)
     yield rows
-    for damage in (damage for each in verification.checkpoints for damage in each.damage):
+    for rank, damage in ((each.rank, damage) for each in verification.checkpoints for damage in each.damage):
         leaves = ", ".join(printable(path) for path in damage.leaves[:_MOST_LEAVES])
         more = len(damage.leaves) - _MOST_LEAVES
         holds = f"; it holds {leaves}{f' and {more} more (--json names all)' if more > 0 else ''}" if leaves else ""
         where = f"bytes {damage.offset} to {damage.offset + damage.nbytes}"
-        yield f"{damage.file}: {damage.what} ({where}): {printable(damage.reason)}{holds}"
+        yield f"{_of_rank(rank)}{damage.file}: {damage.what} ({where}): {printable(damage.reason)}{holds}"
     for copy in verification.records:
+        name = f"{_of_rank(copy.rank)}commit: copy {copy.name}"
         if copy.state == "damaged":
             yield (
-                f"commit: copy {copy.name} of a record, at byte {copy.offset}, is damaged, or was cut short by a power "
+                f"{name} of a record, at byte {copy.offset}, is damaged, or was cut short by a power "
                 "failure; the next two commits write it anew"
             )
         elif copy.state == "older":
-            yield f"commit: copy {copy.name} was not written when the other copy was: a kill in between (harmless)"
+            yield f"{name} was not written when the other copy was: a kill in between (harmless)"
     rate = f", {size(int(verification.nbytes / verification.seconds))}/s" if verification.seconds > 0 else ""
     cached = "" if verification.direct else " through the page cache"
     verdict = "Every checksum holds." if verification.whole else "DAMAGED."
     yield f"{size(verification.nbytes)} read in {verification.seconds:.2f} s{rate}{cached}. {verdict}"
+
+
+def _of_rank(rank: int | None) -> str:
+    return "" if rank is None else f"rank {rank}: "
 
 
 # -- diff
@@ -238,6 +265,11 @@ def parse_place(text: str) -> Place:
 def diff(
     one: Annotated[str, typer.Argument(metavar="PATH[@STEP]", help="The first checkpoint.")],
     other: Annotated[str, typer.Argument(metavar="PATH[@STEP]", help="The second one; @STEP: in the same store.")],
+    rank: Rank = None,
+    other_rank: Annotated[
+        int | None,
+        typer.Option(min=0, help="The same of the second one (in the same store by default as of the first)."),
+    ] = None,
     json: Json = False,
 ) -> Report:
     """Compare two checkpoints leaf by leaf: which differ, in how many elements, and by how much. NaN equals NaN.
@@ -252,7 +284,13 @@ def diff(
         raise typer.BadParameter(f"{one!r} names no folder: the first place is PATH or PATH@STEP")
     with progress_bar("comparing") as progress:
         comparison = pccheck.compare_checkpoints(
-            first.path, second.path, step=first.step, other_step=second.step, progress=progress
+            first.path,
+            second.path,
+            step=first.step,
+            other_step=second.step,
+            rank=rank,
+            other_rank=other_rank,
+            progress=progress,
         )
     document = {
         "equal": not comparison.differences,
@@ -311,6 +349,7 @@ def copy(
     source: Annotated[Path, path_argument("SOURCE", "Store that has the checkpoint.")],
     target: Annotated[Path, path_argument("TARGET", "Store that gets it; made where there is none.")],
     step: Step = None,
+    rank: Rank = None,
     pin: Annotated[
         bool | None, typer.Option("--pin/--no-pin", help="Pin the copy, or do not (default: as in SOURCE).")
     ] = None,
@@ -325,7 +364,7 @@ def copy(
     """
     start = time.perf_counter()
     with progress_bar("copying") as progress:
-        info = pccheck.copy_checkpoint(source, target, step=step, pinned=pin, progress=progress)
+        info = pccheck.copy_checkpoint(source, target, step=step, rank=rank, pinned=pin, progress=progress)
     seconds = time.perf_counter() - start
     lines = [
         f"Step {info.step} ({size(info.nbytes)}) copied and verified in {seconds:.2f} s; it is the newest checkpoint "
@@ -355,7 +394,11 @@ def rm(
     doomed = [info for info in infos if info.step in steps]
     what = ", ".join(f"{info.step}{' (pinned)' if info.pinned else ''}" for info in doomed)
     nbytes = size(sum(info.nbytes for info in doomed))
-    if not yes and not typer.confirm(f"Remove step {what} ({nbytes}) from {path}?", err=True):
+    if (
+        not yes
+        and of_group(path) is None
+        and not typer.confirm(f"Remove step {what} ({nbytes}) from {path}?", err=True)
+    ):
         complain("nothing was removed")
         return FAILED
     removal = pccheck.remove_checkpoints(path, steps, force=force)
@@ -464,10 +507,11 @@ def _recovered(recovery: pccheck.Recovery, path: Path) -> Iterator[str | Table]:
 
 @reporting
 def export(
-    path: StoreFolder,
+    path: AnyFolder,
     out: Annotated[Path, path_argument("OUT", "The new file, or folder (dcp).")],
     to: Annotated[Literal["safetensors", "torch", "dcp"], typer.Option(help="The format.")],
     step: Step = None,
+    rank: Rank = None,
     keys: Annotated[
         list[str] | None, typer.Option(help="Paths or globs of what to export, such as 'model.*'; may be repeated.")
     ] = None,
@@ -479,7 +523,7 @@ def export(
     Exit status: 0 exported, 1 it failed or the format cannot express something, 2 wrong usage, 3 there is no such
     checkpoint.
     """
-    exported = pccheck.export_checkpoint(path, out, to=to, step=step, keys=keys or None, root=root)
+    exported = pccheck.export_checkpoint(path, out, to=to, step=step, rank=rank, keys=keys or None, root=root)
     document = {
         "checkpoint": as_json(exported.info),
         "path": str(exported.path),

@@ -21,7 +21,7 @@ import pccheck_async as pccheck
 from pccheck_async.cli.output import (
     DIFFERENT,
     NOTHING,
-    StoreFolder,
+    AnyFolder,
     complain,
     dump,
     duration,
@@ -32,6 +32,8 @@ from pccheck_async.cli.output import (
     table,
     terminal,
 )
+from pccheck_async.cli.ranks import describe_slowest, slowest, stage_table, stage_times
+from pccheck_async.format.record import GROUP_NAME
 
 if TYPE_CHECKING:
     from pccheck_async.medium.status_file import Committed, InFlight, Published, Status
@@ -104,6 +106,54 @@ class View:
         return self.state, committed, status.pid, status.step, status.counts, in_flight, status.failure
 
 
+@dataclass(frozen=True, slots=True)
+class GroupView:
+    """What there is to see of a group's ranks; ``committed`` are the complete checkpoints, newest first."""
+
+    path: Path
+    ranks: dict[int, View]
+    committed: Sequence[Committed]
+
+    @property
+    def state(self) -> str:
+        """The worst state of all ranks; those that publish nothing yet, or no more, do not count beside others."""
+        states = {view.state for view in self.ranks.values()}
+        return next((state for state in ("died", "silent", "running", "closed") if state in states), "none")
+
+    @property
+    def published(self) -> Published | None:
+        """What some rank's engine said last."""
+        return next((view.published for view in self.ranks.values() if view.published is not None), None)
+
+    @property
+    def times(self) -> dict[int, dict[str, float]]:
+        """Seconds of the stages of each rank, per checkpoint."""
+        return {rank: stage_times(view.status) for rank, view in self.ranks.items() if view.status is not None}
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """What is worth more lines."""
+        return tuple((rank, view.facts) for rank, view in self.ranks.items())
+
+
+class GroupWatch:
+    """Looks at the stores of a group's ranks again and again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._ranks: dict[int, Watch] = {}
+
+    def look(self) -> GroupView:
+        """Return what there is to see. Raises CheckpointError or OSError where it cannot be read."""
+        from pccheck_async.group import rank_folders
+        from pccheck_async.medium.status_file import Committed, copied
+
+        folders = rank_folders(self._path)
+        self._ranks = {rank: self._ranks.get(rank) or Watch(folder) for rank, folder in folders.items()}
+        complete = [copied(Committed, info) for info in pccheck.list_checkpoints(self._path)[:_MOST_COMMITTED]]
+        return GroupView(self._path, {rank: watch.look(complete) for rank, watch in self._ranks.items()}, complete)
+
+
 class Watch:
     """Looks at a store again and again."""
 
@@ -111,13 +161,18 @@ class Watch:
         self._path = path
         self._earlier: list[Status] = []
 
-    def look(self) -> View:
-        """Return what there is to see. Raises CheckpointError or OSError where the store cannot be read."""
+    def look(self, listed: Sequence[Committed] | None = None) -> View:
+        """Return what there is to see. Raises CheckpointError or OSError where the store cannot be read.
+
+        Where no engine says what is durable, that is what the store lists, or for a rank what its group does.
+        """
         from pccheck_async.medium.status_file import Committed, copied, read_status
 
         published = read_status(self._path)
         if published is not None and published.alive:
-            committed = published.status.committed
+            committed: Sequence[Committed] = published.status.committed
+        elif listed is not None:
+            committed = listed
         else:
             infos = pccheck.list_checkpoints(self._path)  # imports torch, which is not needed beside an engine
             committed = [copied(Committed, info) for info in infos[:_MOST_COMMITTED]]
@@ -138,7 +193,7 @@ class Watch:
 
 @reporting
 def watch(
-    path: StoreFolder,
+    path: AnyFolder,
     interval: Annotated[float, typer.Option(min=0.1, max=86_400, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Look once.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON objects instead, one a line.")] = False,
@@ -147,13 +202,13 @@ def watch(
 
     What it does shows from its first checkpoint on: what is in flight, rates, waiting, what is due next. A terminal
     gets a live view until Ctrl-C. Anything else, and --json, gets a line for each look that finds a change, until the
-    engine ends; where none runs, one line.
+    engine ends; where none runs, one line. Of a group's folder each rank has a line, and the slowest is named.
 
     Exit status: 0 ended by Ctrl-C, the engine that was watched was closed, or with --once one runs there; 1 the store
     cannot be read; 2 wrong usage; 3 there is nothing in this folder; 4 no engine runs there (it died, was closed
     before, or has not saved yet).
     """
-    watching = Watch(path)
+    watching = GroupWatch(path) if (path / GROUP_NAME).is_file() else Watch(path)
     if once:
         view = watching.look()
         if json:
@@ -174,7 +229,7 @@ def watch(
     return 0
 
 
-def _show_changes(watching: Watch, interval: float, *, json: bool) -> int:
+def _show_changes(watching: Watch | GroupWatch, interval: float, *, json: bool) -> int:
     shown: object = None
     while True:
         view = watching.look()
@@ -189,7 +244,7 @@ def _show_changes(watching: Watch, interval: float, *, json: bool) -> int:
         time.sleep(interval)
 
 
-def _status(view: View) -> int:
+def _status(view: View | GroupView) -> int:
     """Return the exit status for what was seen last; say why where there is nothing."""
     if view.state in ("running", "silent", "closed"):
         return 0
@@ -199,8 +254,22 @@ def _status(view: View) -> int:
     return NOTHING
 
 
-def _dump(view: View) -> None:
-    document = {
+def _dump(view: View | GroupView) -> None:
+    if isinstance(view, GroupView):
+        document = {
+            "state": view.state,
+            "committed": msgspec.to_builtins(view.committed),
+            "ranks": {str(rank): _document(one) for rank, one in view.ranks.items()},
+            "stage_seconds": {str(rank): seconds for rank, seconds in view.times.items()},
+            "slowest": slowest(view.times),
+        }
+    else:
+        document = _document(view)
+    dump(document, one_line=True)
+
+
+def _document(view: View) -> dict[str, object]:
+    return {
         "state": view.state,
         "age_seconds": None if view.status is None else view.age,
         "write_bytes_per_second": view.rate("write"),
@@ -208,11 +277,13 @@ def _dump(view: View) -> None:
         "committed": msgspec.to_builtins(view.committed),
         "status": msgspec.to_builtins(view.status),
     }
-    dump(document, one_line=True)
 
 
-def line(view: View) -> str:
-    """Return what there is to see as one line."""
+def line(view: View | GroupView) -> str:
+    """Return what there is to see as one line, of a group as one line per rank."""
+    if isinstance(view, GroupView):
+        lines = [f"rank {rank}: {line(one)}" for rank, one in view.ranks.items()]
+        return "\n".join(filter(None, [*lines, describe_slowest(view.times)]))
     clock = time.strftime("%H:%M:%S")
     newest = f"durable: step {view.committed[0].step}" if view.committed else "nothing durable"
     if (status := view.status) is None:
@@ -238,13 +309,19 @@ def line(view: View) -> str:
     return f"{clock} " + "; ".join(parts)
 
 
-def panel(view: View, width: int) -> RenderableType:
+def panel(view: View | GroupView, width: int) -> RenderableType:
     """Return what there is to see as a panel of so many columns."""
-    parts: list[RenderableType] = [_headline(view)]
-    if view.status is not None:
-        if view.status.in_flight:
-            parts.append(_in_flight_table(view.status.in_flight, width))
-        parts.append(_facts(view, view.status))
+    if isinstance(view, GroupView):
+        parts: list[RenderableType] = [Text(str(view.path), style="bold")]
+        parts += [Text(f"rank {rank}: {line(one)}") for rank, one in view.ranks.items()]
+        if times := view.times:
+            parts += [stage_table(times), Text(describe_slowest(times))]
+    else:
+        parts = [_headline(view)]
+        if view.status is not None:
+            if view.status.in_flight:
+                parts.append(_in_flight_table(view.status.in_flight, width))
+            parts.append(_facts(view, view.status))
     if view.committed:
         durable = table("durable", "size", "age", "", right=3)
         for each in view.committed:

@@ -47,6 +47,7 @@ def export_checkpoint(
     *,
     to: Literal["torch", "safetensors", "dcp"],
     step: int | None = None,
+    rank: int | None = None,
     keys: Sequence[str] | None = None,
     root: str | None = None,
     host_memory: int = 64 << 20,
@@ -78,10 +79,11 @@ def export_checkpoint(
     or one item each; that takes as much memory as the part spans in the checkpoint.
 
     Args:
-        path: Folder of a store.
+        path: Folder of a store, or of a group: then one rank's part of a complete checkpoint is exported.
         out: The new file, or folder ("dcp"); there must be nothing of that name, not even a symbolic link.
         to: The format.
         step: The step to export; by default the newest checkpoint, or the next older one where its manifest is damaged.
+        rank: Of a group: whose part. By default that of rank 0.
         keys: Globs over leaf paths (``"model.*"``); only what matches is exported, and read.
         root: Path of a container or object (``"model"``) that becomes the whole: names then begin below it.
         host_memory: Most staging memory in bytes; at least a chunk of the checkpoint is taken.
@@ -99,7 +101,7 @@ def export_checkpoint(
     if to not in ("torch", "safetensors", "dcp"):
         raise ValueError(f"to is 'torch', 'safetensors' or 'dcp', not {to!r}")
     target = Path(out)
-    with closing(Connection(path, check_step(step), torch.device("cpu"), host_memory, io)) as connection:
+    with closing(Connection(path, check_step(step), torch.device("cpu"), host_memory, io, rank)) as connection:
         selection = select_part(connection, keys, root)
         if to == "torch":
             connection.call(torch_file.write(selection, connection.chunks, target))

@@ -4,20 +4,22 @@ The engine knows a policy as a protocol, and of training steps what :class:`Trai
 It may import: store and what is below.
 """
 
+from pccheck_async.engine.assembly import Assembly
 from pccheck_async.engine.capture import InlineCaptures
 from pccheck_async.engine.config import Auto, Decisions, EngineConfig, check_flag, decide
-from pccheck_async.engine.core import EngineCore
+from pccheck_async.engine.core import EngineCore, note_closing_failure_on
 from pccheck_async.engine.loop import EngineLoop, Handoff, block_on, run
 from pccheck_async.engine.metrics import openmetrics, scalars
 from pccheck_async.engine.overlap import Guard, StepHooks, hooks_of, unwrapped
 from pccheck_async.engine.pending import CheckpointProgress, PendingCheckpoint
 from pccheck_async.engine.policy import Decision, Policy, SaveReport, StepReport, TrainingHooks
+from pccheck_async.engine.restore import Lease, Reading
 from pccheck_async.engine.scheduler import Scheduler
 from pccheck_async.engine.statistics import Distribution, EngineStatistics
 
 __all__ = [
-    "Auto", "CheckpointProgress", "Decision", "Decisions", "Distribution", "EngineConfig", "EngineCore",
-    "EngineLoop", "EngineStatistics", "Guard", "Handoff", "InlineCaptures", "PendingCheckpoint", "Policy",
-    "SaveReport", "Scheduler", "StepHooks", "StepReport", "TrainingHooks", "block_on", "check_flag", "decide",
-    "hooks_of", "openmetrics", "run", "scalars", "unwrapped",
+    "Assembly", "Auto", "CheckpointProgress", "Decision", "Decisions", "Distribution", "EngineConfig", "EngineCore",
+    "EngineLoop", "EngineStatistics", "Guard", "Handoff", "InlineCaptures", "Lease", "PendingCheckpoint", "Policy",
+    "Reading", "SaveReport", "Scheduler", "StepHooks", "StepReport", "TrainingHooks", "block_on", "check_flag",
+    "decide", "hooks_of", "note_closing_failure_on", "openmetrics", "run", "scalars", "unwrapped",
 ]  # fmt: skip

@@ -14,18 +14,16 @@ from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.engine.scheduler import Scheduler
 from pccheck_async.engine.status_publisher import Publisher
 from pccheck_async.format.manifest import MIN_BLOCK
-from pccheck_async.medium.open_medium import IO, Session, open_session
+from pccheck_async.medium.open_medium import IO, OpenMedium, open_medium
 from pccheck_async.medium.status_file import Status
-from pccheck_async.store import open_store
+from pccheck_async.store import Store, open_store
 from pccheck_async.telemetry import Reporter, StageClock
-from pccheck_async.transfer import BufferPool, available_cores, available_memory, uninterrupted
+from pccheck_async.transfer import BufferPool, share_of_machine, uninterrupted
 from pccheck_async.transfer.copying import CopyBackend, make_backend
 from pccheck_async.transfer.plan import Planner
 
 __all__ = ["Assembly"]
 
-_MOST_INLINE_BYTES = 256 << 10
-"""Bytes of a state that is captured before the engine's thread hears of it."""
 _END_SECONDS = 0.5
 """What the end of threads and files may take in any case, where nothing hangs."""
 
@@ -37,13 +35,14 @@ class Assembly:
         publisher: Tells other processes; None for a folder that only a user's medium knows.
     """
 
-    session: Session
+    opened: OpenMedium
 
     async def open(
         self,
         path: str,
         io: IO,
         config: EngineConfig,
+        kind: type[Store],
         *,
         loop: EngineLoop,
         ended: Callable[[PendingCheckpoint, Exception | None, bool, int], None],
@@ -57,35 +56,35 @@ class Assembly:
         Raises what :func:`open_store` does; WriteError where the folder cannot be written.
         """
         self.loop, self.reporter = loop, reporter
-        cores, memory = available_cores(), available_memory()
+        cores, memory = share_of_machine()
         first = decide(config, block_bytes=MIN_BLOCK, cores=cores, memory=memory)
         # Known before any file is open: a child forked meanwhile lets go of them.
-        self.session = session = await open_session(
+        self.opened = opened = await open_medium(
             path, io, writers=first.writers, copiers=first.copiers, medium=config.medium
         )
         backend: CopyBackend | None = None
         try:
             self.store = store = await open_store(
-                session.medium,
+                opened.medium,
                 path=path,
                 retention=config.retention,
                 max_in_flight=config.max_in_flight,
                 lock_timeout=config.lock_timeout,
+                kind=kind,
             )
-            self.backend = backend = make_backend(session.operations, config.device)
+            self.backend = backend = make_backend(opened.operations, config.device)
             pinning = backend.pinning
             self.decisions = decisions = decide(
                 config, block_bytes=store.block_bytes, cores=cores, memory=memory, cuda=pinning is not None
             )
-            decisions.reasons["io"] = session.reason
+            decisions.reasons["io"] = opened.reason
             self.pool = BufferPool(decisions.host_memory, decisions.chunk_bytes, pinning)
             self.planner = Planner(decisions.chunk_bytes, store.block_bytes)
-            most_inline = min(_MOST_INLINE_BYTES, decisions.chunk_bytes)
-            self.inline_captures = InlineCaptures(session.operations, self.planner, most_inline)
+            self.inline_captures = InlineCaptures(opened.operations, self.planner)
             self.clock = StageClock("capture", "commit", "restore")
             self.scheduler = Scheduler(
                 store=store,
-                medium=session.medium,
+                medium=opened.medium,
                 pool=self.pool,
                 planner=self.planner,
                 max_in_flight=config.max_in_flight,
@@ -97,15 +96,15 @@ class Assembly:
             # Of other media only they know what and where they are.
             self.publisher = Publisher(path, collect) if isinstance(io, str) else None
         except BaseException:
-            await session.close()
+            await opened.close()
             if backend is not None:
                 backend.close()
             raise
 
     def abandon(self) -> None:
         """In a forked child: let go of every descriptor, however far :meth:`open` has come."""
-        if hasattr(self, "session"):
-            self.session.medium.abandon()
+        if hasattr(self, "opened"):
+            self.opened.medium.abandon()
         if (publisher := getattr(self, "publisher", None)) is not None:
             publisher.abandon()
 
@@ -126,6 +125,7 @@ class Assembly:
                 self.scheduler.give_up(left)  # what they still had to capture may change from now on
                 return False, left
             rest = None if deadline is None else max(_END_SECONDS, began + deadline - time.monotonic())
+            await self.store.leave(rest)
             ending = asyncio.ensure_future(self._end(closer, rest))
             await asyncio.wait((ending,), timeout=rest)
         except asyncio.CancelledError:
@@ -139,7 +139,7 @@ class Assembly:
         self._stop_publishing(5.0 if seconds is None else min(5.0, seconds))
         await self.scheduler.cancel_all()  # nothing but the removal of slots, unless the drain was cancelled
         await self.loop.end_others(closer)  # restores of other threads
-        await self.session.close()
+        await self.opened.close()
         self.backend.close()
         self.pool.close()
 

@@ -50,6 +50,8 @@ from pccheck_async.transfer.plan import Plan, Planner, segments
 __all__ = ["Capture", "Captures", "InlineCaptures"]
 
 
+_MOST_INLINE_BYTES = 256 << 10
+"""Of a state that is captured before the engine's thread hears of it."""
 _MOST_SOURCES = 64
 """Each takes a microsecond of the interpreter."""
 _MANIFEST_NBYTES = 64 << 10
@@ -73,18 +75,18 @@ class InlineCapture:
 
 
 class InlineCaptures:
-    """Captures states of at most ``most_bytes``, on the caller's thread. May be used from several threads.
+    """Captures states of ``most_bytes`` and one chunk at most, on the caller's thread. Any thread may use it.
 
     To hand such a state to the engine's thread, and to be told that it is captured, takes several times as long as to
     copy it. So all of it is copied at once, into one of the ``free`` buffers and with its checksum; the engine is left
     to describe and write it.
     """
 
-    def __init__(self, operations: Operations, planner: Planner, most_bytes: int) -> None:
+    def __init__(self, operations: Operations, planner: Planner, most_bytes: int = _MOST_INLINE_BYTES) -> None:
         self._operations = operations
         self._planner = planner
-        self._most_bytes = most_bytes
-        self._buffer_bytes = align(most_bytes, PAGE_BYTES) + _MANIFEST_NBYTES
+        self._most_bytes = min(most_bytes, planner.chunk_bytes)
+        self._buffer_bytes = align(self._most_bytes, PAGE_BYTES) + _MANIFEST_NBYTES
         self.free: deque[memoryview] = deque(maxlen=_KEPT)
         self._last: tuple[Plan | None, object, bytes] = (None, None, b"")
 
@@ -267,7 +269,7 @@ class Capture:
         # Numbers of chunks that are not copied yet: those that hold bytes of the live state,
         self._live = self._chunks_of(alive)
         # those of them that the fence does not cover yet, or never covers, as the host copies live bytes of them,
-        self._unfenced = self._live.copy()
+        self._unfenced = self._live.copy() if self._fenced is not None else set()
         self._by_host = self._chunks_of(alive & self._sources.on_host()) if self._fenced is not None else set()
         # and those of them for which the caller waits.
         self._eager: set[int] = set()

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Literal
 
-from pccheck_async.format import align
+from pccheck_async.format import align, check_count
 from pccheck_async.medium.open_medium import MediumName
-from pccheck_async.store import Best, Retention, check_count, make_best
+from pccheck_async.store import Best, Retention, make_best
 
 __all__ = ["Auto", "Decisions", "EngineConfig", "check_flag", "decide"]
 

@@ -7,8 +7,8 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from types import FrameType
 from typing import Any
@@ -39,10 +39,11 @@ from pccheck_async.format import (
 from pccheck_async.medium import forget, remember
 from pccheck_async.medium.open_medium import IO, check_io, store_path
 from pccheck_async.medium.status_file import Status
+from pccheck_async.store import Store
 from pccheck_async.telemetry import ReadProgress, Reporter, Sink, about, write
 from pccheck_async.telemetry.events import Opened
 
-__all__ = ["EngineCore"]
+__all__ = ["EngineCore", "note_closing_failure_on"]
 
 HOOKS_SECONDS = 1.0
 """Seconds that closing waits for hooks to hear of the last events."""
@@ -101,6 +102,7 @@ class EngineCore:
         remember(self)  # before the first lock: a child forked meanwhile must not keep it
         try:
             yield self._open()
+            yield from self._join()
             self._began = time.time()
             # Asks the user's policy, too, which may raise.
             checkpoints, step, io = len(self.infos), self.newest_step, self.statistics().io
@@ -120,16 +122,31 @@ class EngineCore:
     async def _open(self) -> None:
         about.set({"store": self.path})
         await self._opening.open(
-            self.path,
+            self.store_path,
             self.io,
             self.config,
+            self.store_kind,
             loop=self.loop,
-            ended=self.in_flight.note_end,
+            ended=self._note_end,
             reporter=self.reporter,
             collect=self._status,
         )
         self._assembly = self._opening
         self.in_flight.counter = self._assembly.store.committed.largest_counter
+
+    store_kind: type[Store] = Store
+
+    @property
+    def store_path(self) -> str:
+        """The folder of the store."""
+        return self.path
+
+    def _join(self) -> Handoff:
+        """Get in touch with whom this engine saves together, once its own store is open."""
+        yield from ()
+
+    def _note_end(self, pending: PendingCheckpoint, error: Exception | None, superseded: bool, nbytes: int) -> None:
+        self.in_flight.note_end(pending, error, superseded, nbytes)
 
     def close(self, deadline: float | None = None) -> Handoff:
         """Drain, then close; idempotent. Raises the failures that nobody saw.
@@ -218,6 +235,7 @@ class EngineCore:
     def abandon(self) -> None:
         """In a forked child: let go of every descriptor; the engine lives on in the parent only."""
         self.state = "closed"
+        forget(self)
         self._opening.abandon()
 
     def check_alive(self) -> Assembly:
@@ -369,7 +387,7 @@ class EngineCore:
     @property
     def infos(self) -> list[CheckpointInfo]:
         """Committed checkpoints, newest first."""
-        return [entry.info for entry in self.assembly.store.committed.entries]
+        return [entry.info for entry in self.assembly.store.entries]
 
     def pin(self, step: int, pinned: bool) -> Handoff:
         """Keep the newest checkpoint of a step whatever the rules say, or leave it to them again."""
@@ -393,17 +411,28 @@ class EngineCore:
             for pending in reading:
                 yield pending.out_of_reach  # what is restored would tear its capture
         self.guard.wait()
-        restored: Restored | None = yield from restore(assembly, state, step, progress, strict=strict)
+        restored: Restored | None = yield from self._restore(assembly, state, step, progress, strict=strict)
         if restored is None and step is not None:
             raise NoCheckpointError(f"{self.path} has no checkpoint of step {step}")
         return restored
+
+    def _restore(
+        self,
+        assembly: Assembly,
+        state: Mapping[str, Any],
+        step: int | None,
+        progress: ReadProgress | None,
+        *,
+        strict: bool,
+    ) -> Handoff:
+        return restore(assembly, state, step, progress, strict=strict)
 
     # -- statistics
 
     def statistics(self) -> EngineStatistics:
         """Return a snapshot of everything counted so far."""
         parts, counts, stalls = self.assembly, self.in_flight.counts, self.stalls
-        io, pool = parts.session.medium.statistics(), parts.pool.statistics()
+        io, pool = parts.opened.medium.statistics(), parts.pool.statistics()
         store, copying = parts.store.statistics(), parts.backend.statistics()
         reasons = parts.decisions.reasons | {"device": copying.reason}
         with self.in_flight.lock:
@@ -445,6 +474,18 @@ class EngineCore:
         in_flight = self.in_flight.checkpoints()  # before the others: one that is committed meanwhile is in both
         newest, infos = self.in_flight.newest, self.infos
         return make_status(self.statistics(), self._began, in_flight, newest, infos, report, failure)
+
+
+@contextmanager
+def note_closing_failure_on(error: BaseException | None) -> Iterator[None]:
+    """Where a context is left with an ``error``, let that pass, with a note of what closing the engine raises."""
+    try:
+        yield
+    except Exception as failure:
+        if error is None:
+            raise
+        if failure is not error:
+            error.add_note(f"closing the engine failed, too: {type(failure).__name__}: {failure}")
 
 
 def _caller() -> str:

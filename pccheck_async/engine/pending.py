@@ -293,7 +293,7 @@ class PendingCheckpoint:
     # -- the engine's side
 
     async def eager_captured(self) -> None:
-        """Wait until the eager leaves are captured: all that may change before the next optimizer step."""
+        """Wait until what is not lazy is captured: all of the state, but for what an optimizer's step waits for."""
         await self._wait(self._eager_captured)
 
     def wait_eager_captured(self) -> None:
@@ -343,9 +343,9 @@ class PendingCheckpoint:
         """Note the end of the capture."""
         if self._captured.over:
             return
-        self._eager_captured.set_result(None)
         self.captured_at = time.monotonic()
         self._captured.set_result(None)
+        self._eager_captured.set_result(None)  # last: it is what callers of checkpoint() wait for
 
     def set_durable(self, info: CheckpointInfo, *, superseded: bool = False) -> None:
         """Note the commit, or the newest checkpoint where this one is superseded."""
@@ -355,5 +355,5 @@ class PendingCheckpoint:
 
     def set_failed(self, error: BaseException) -> None:
         """Note the failure."""
-        for promise in (self._eager_captured, self._captured, self._durable):
+        for promise in (self._captured, self._eager_captured, self._durable):
             promise.set_error(error)

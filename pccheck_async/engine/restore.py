@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from pccheck_async.engine.assembly import Assembly
 from pccheck_async.engine.loop import Handoff
-from pccheck_async.errors import DamagedError, ReadError, StateMismatchError
+from pccheck_async.errors import DamagedError, StateMismatchError
 from pccheck_async.format import Entry, Restored
 from pccheck_async.format.manifest import Manifest
+from pccheck_async.medium import File, Medium
 from pccheck_async.state import Restoration, Targets, match
 from pccheck_async.store import (
-    DroppedMeanwhileError,
     Fallback,
     ReadLease,
+    UnreadableError,
     choose,
     pool_for,
     read_manifest,
     read_payload,
-    warn_damaged,
+    reading,
 )
 from pccheck_async.telemetry import ReadProgress, events, reading_progress, write
 
-__all__ = ["restore"]
+__all__ = ["Lease", "Reading", "restore"]
 
 _NAMED = 5
 """Paths that the warning of a partial restore names."""
@@ -49,45 +50,111 @@ def restore(
 
     while (found := find()) is not None:
         entry, superseded = found
-        try:
-            restored: Restored = yield from _restore_one(parts, state, entry, superseded, progress, strict, begun)
-        except DroppedMeanwhileError:
-            continue  # newer ones were committed
-        except _UnreadableError as unreadable:
-            error = unreadable.error
-            if isinstance(error, DamagedError) and not superseded:  # else it may be read the next time
-                parts.loop.post(committed.damaged.add, entry.counter)
-            fallback.pass_over(entry, superseded, error, find)
-        except StateMismatchError as error:
-            if begun:
-                error.add_note("reading a newer checkpoint failed before: the state may hold parts of it")
-            raise
-        else:
-            if superseded:
-                known = committed.record.entries[0], DamagedError("found damaged by an earlier restore")
-                newer, why = fallback.failure or known
-                warn_damaged(newer, entry, why)
-            seconds = time.perf_counter() - start
-            parts.reporter.tell(
-                events.Restored, step=entry.step, counter=entry.counter, nbytes=entry.nbytes, seconds=seconds
-            )
-            return restored
-    return None
+        if superseded and fallback.failure is None:
+            fallback.failure = committed.record.entries[0], DamagedError("found damaged by an earlier restore")
+        with fallback.trying(entry, superseded, find):
+            try:
+                restored: Restored = yield from _restore_one(parts, state, entry, superseded, progress, strict, begun)
+            except UnreadableError as unreadable:
+                if isinstance(unreadable.error, DamagedError) and not superseded:  # else it may be read the next time
+                    parts.loop.post(committed.damaged.add, entry.counter)
+                raise
+            except StateMismatchError as error:
+                if begun:
+                    error.add_note("reading a newer checkpoint failed before: the state may hold parts of it")
+                raise
+            break
+    else:
+        return None
+    seconds = time.perf_counter() - start
+    parts.reporter.tell(events.Restored, step=entry.step, counter=entry.counter, nbytes=entry.nbytes, seconds=seconds)
+    return restored
 
 
-class _UnreadableError(Exception):
-    """What reading the store raised. Objects of the user may raise such errors, too, which say nothing of the store."""
+class Lease(Protocol):
+    """Keeps a checkpoint from being overwritten while it is read. Used on the engine's loop."""
 
-    def __init__(self, error: DamagedError | ReadError) -> None:
-        super().__init__(error)
-        self.error = error
+    @property
+    def entry(self) -> Entry:
+        """What its record says of it; known once it is acquired."""
+
+    @property
+    def medium(self) -> Medium:
+        """What reads it."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Unit of its offsets."""
+
+    async def acquire(self) -> File:
+        """Return its file. Raises DamagedError, ReadError, NoCheckpointError."""
+
+    def release(self) -> None:
+        """Let it go, acquired or not. Idempotent."""
 
 
-def _reading(work: Coroutine[Any, Any, Any]) -> Handoff:
-    try:
-        return (yield work)
-    except (DamagedError, ReadError) as error:
-        raise _UnreadableError(error) from error
+class Reading:
+    """One checkpoint on its way into a state: the steps of a restore, in their order.
+
+    :meth:`match`, :meth:`begin` and :meth:`finish` run on the caller's thread, :meth:`release` on any, the others on
+    the engine's loop.
+
+    Attributes:
+        restoration: What the state lacks and what will be filled; from :meth:`match` on.
+    """
+
+    restoration: Restoration
+
+    def __init__(self, parts: Assembly, lease: Lease, progress: ReadProgress | None = None) -> None:
+        self._parts = parts
+        self._lease = lease
+        self._progress = progress
+
+    async def hold(self) -> None:
+        """Keep its slot from being reused, and read its manifest. Raises UnreadableError."""
+        lease = self._lease
+        with reading():
+            self._file: File = await lease.acquire()
+            self._manifest: Manifest = await read_manifest(lease.medium, self._file, lease.entry, lease.block_bytes)
+
+    async def verify(self) -> None:
+        """Read every chunk, and fill nothing. Raises UnreadableError."""
+        await self._read(Targets(), every=True)
+
+    def match(self, state: Mapping[str, Any], *, strict: bool) -> None:
+        """Compare it with the live state, changing nothing. Raises StateMismatchError."""
+        backend = self._parts.backend
+        self.restoration = match(state, self._manifest, lambda: backend.by_address, strict=strict)
+
+    def begin(self) -> None:
+        """Mark what devices have queued by now: they are filled after that."""
+        self._admission = self._parts.backend.mark_queued_work(self.restoration.targets.devices)
+
+    async def fill(self) -> None:
+        """Fill the live arrays. Raises UnreadableError; some are filled then."""
+        advance = reading_progress(self._progress, sum(chunk.nbytes for chunk in self._manifest.chunks))
+        with self._parts.clock.timed("restore", self._manifest.payload_nbytes):
+            await self._read(self.restoration.targets, self._admission, advance)
+
+    async def _read(self, *arguments: Any, every: bool = False) -> None:
+        parts = self._parts
+        pool = pool_for(self._manifest, parts.pool)
+        with reading():
+            medium = self._lease.medium
+            await read_payload(medium, parts.backend, pool, self._file, self._manifest, *arguments, every=every)
+
+    def release(self) -> None:
+        """Let its slot go. Idempotent."""
+        self._parts.loop.post(self._lease.release)
+
+    def finish(self) -> Restored:
+        """Give every object its state, and say what was restored."""
+        restoration, entry = self.restoration, self._lease.entry
+        restoration.finish()
+        if restoration.missing or restoration.unexpected:
+            _warn_of_parts(entry, restoration)
+        filled = sum(number for number, _ in restoration.counts.values())
+        return Restored.of(entry.info, restoration.missing, restoration.unexpected, filled)
 
 
 def _restore_one(
@@ -100,30 +167,24 @@ def _restore_one(
     begun: list[str],
 ) -> Handoff:
     """Restore one checkpoint; to ``begun`` go the paths of live arrays that it may fill before it fails."""
-    store, medium, backend = parts.store, parts.session.medium, parts.backend
-    lease = ReadLease(store, entry, superseded)
-    try:
-        file = yield from _reading(lease.acquire())
-        manifest: Manifest = yield from _reading(read_manifest(medium, file, entry, store.block_bytes))
-        pool = pool_for(manifest, parts.pool)
+    one = Reading(parts, ReadLease(parts.store, entry, superseded), progress)
+
+    async def hold() -> None:
+        await one.hold()
         if superseded:
-            yield from _reading(read_payload(medium, backend, pool, file, manifest, Targets(), every=True))
-            yield store.adopt(entry)
-        restoration: Restoration = match(state, manifest, lambda: backend.by_address, strict=strict)
-        _refuse_parts(entry, restoration, begun)
-        begun += restoration.filled
-        admission = backend.mark_queued_work(restoration.targets.devices)
-        advance = reading_progress(progress, sum(chunk.nbytes for chunk in manifest.chunks))
-        with parts.clock.timed("restore", manifest.payload_nbytes):
-            reading = read_payload(medium, backend, pool, file, manifest, restoration.targets, admission, advance)
-            yield from _reading(reading)
+            await one.verify()
+            await parts.store.adopt(entry)
+
+    try:
+        yield hold()
+        one.match(state, strict=strict)
+        _refuse_parts(entry, one.restoration, begun)
+        begun += one.restoration.filled
+        one.begin()
+        yield one.fill()
     finally:
-        parts.loop.post(lease.release)
-    restoration.finish()
-    if restoration.missing or restoration.unexpected:
-        _warn_of_parts(entry, restoration)
-    filled = sum(number for number, _ in restoration.counts.values())
-    return Restored.of(entry.info, restoration.missing, restoration.unexpected, filled)
+        one.release()
+    return one.finish()
 
 
 def _warn_of_parts(entry: Entry, restoration: Restoration) -> None:

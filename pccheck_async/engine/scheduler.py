@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
 from functools import partial
+from typing import TypeAlias
 
 from pccheck_async.engine.capture import Capture
 from pccheck_async.engine.overlap import Overlapped
@@ -26,7 +27,7 @@ from pccheck_async.medium import Medium, Piece
 from pccheck_async.store import SlotLease, Store
 from pccheck_async.telemetry import Reporter, Sink, StageClock, Traced, about, enter_chunk, traced
 from pccheck_async.telemetry.events import Abandoned, Captured
-from pccheck_async.transfer import BufferPool, Tasks, aligned_buffer
+from pccheck_async.transfer import BufferLease, BufferPool, Tasks, aligned_buffer
 from pccheck_async.transfer.plan import Planner
 
 __all__ = ["Job", "Scheduler"]
@@ -38,6 +39,10 @@ _YIELD_EVERY = 8
 """Chunks that are begun before others may run."""
 _MANY = 1000
 """Tensors that take a while to encode: some 100 us."""
+
+
+_Written: TypeAlias = tuple[SlotLease, Entry, Sequence[Piece]]
+"""The slot of a captured checkpoint, what the commit record will say of it, and what of it is not written yet."""
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +93,7 @@ class Scheduler:
     def start(self, job: Job) -> None:
         """Admit a checkpoint. Called in the order of counters, which is the order in which they are served."""
         pending = job.pending
+        self.store.request(pending.counter, pending.step, job.metadata)
         job.task = asyncio.get_running_loop().create_task(self._run(job), name=f"checkpoint {pending.counter}")
         self._jobs[pending] = job
         job.task.add_done_callback(lambda _: self._jobs.pop(pending))
@@ -100,6 +106,13 @@ class Scheduler:
         job.task.cancel()
         await asyncio.wait((job.task,))
         return True
+
+    def end_with(self, counter: int, error: CheckpointError) -> None:
+        """Write a checkpoint no further: its group decided otherwise."""
+        for pending, job in self._jobs.items():
+            if pending.counter == counter:
+                job.abandoned = error
+                job.task.cancel()
 
     async def stop_capture(self, pending: PendingCheckpoint, max_stall: float | None) -> bool:
         """Give a capture up that holds training up for too long; return once nothing reads the live state any more.
@@ -177,6 +190,7 @@ class Scheduler:
             try:
                 await self._turns.acquire()
                 try:
+                    await self.store.admit(pending.counter)
                     info, superseded = await self._save(job)
                 finally:
                     self._turns.release()  # only after the slot that the commit freed is free
@@ -205,61 +219,59 @@ class Scheduler:
 
     async def _save(self, job: Job) -> tuple[CheckpointInfo, bool]:
         """Capture what is not captured yet, write, and commit: what is durable then, and whether that is newer."""
-        pending, capture = job.pending, job.capture
-        if (inline := capture.inline) is not None:
-            pending.nbytes = pending.captured_nbytes = inline.plan.payload_nbytes
-            enter_chunk(0)
-            self.clock.note("capture", *inline.seconds, inline.entry.nbytes)
-            enter_chunk(None)
-            self._note_captured(pending)
-            return await self._write_one_chunk(job, inline.buffer)
-        plan = self.planner.plan(capture.layout)
-        pending.nbytes = plan.payload_nbytes
-        fenced = None if job.overlapped is None else job.overlapped.fence.set_result
-        await capture.begin(plan, partial(self._note_captured, pending), pending.set_eager_captured, fenced)
-        # The last buffer is for those that have their slot: else two would wait for each other.
-        if len(plan.chunks) != 1 or self.pool.available <= 1:
-            slot, entry = await self._copy_and_write(job)
-            return await self._commit(job, slot, entry)
-        lease = await self.pool.lease()
+        pending, capture, overlapped = job.pending, job.capture, job.overlapped
+        lease: BufferLease | None = None
         try:
-            tensors = capture.layout.tensors
-            if len(tensors) >= _MANY:  # behind the submission of the copy, which is put into the loop below
-                loop = asyncio.get_running_loop()
-                loop.call_soon(loop.call_soon, self._manifests.prepare, capture.skeleton, tensors)
-            await self._copy_chunk(job, 0, lease.view)
-            enter_chunk(None)
-            return await self._write_one_chunk(job, lease.view)
-        finally:
-            lease.release()
+            if (inline := capture.inline) is not None:
+                pending.nbytes = pending.captured_nbytes = inline.plan.payload_nbytes
+                enter_chunk(0)
+                self.clock.note("capture", *inline.seconds, inline.entry.nbytes)
+                enter_chunk(None)
+                self._note_captured(pending)
+                slot, entry, rest = await self._describe(job, inline.buffer)
+            else:
+                plan = self.planner.plan(capture.layout)
+                pending.nbytes = plan.payload_nbytes
+                fenced = None if overlapped is None else overlapped.fence.set_result
+                await capture.begin(plan, partial(self._note_captured, pending), pending.set_eager_captured, fenced)
+                # The last buffer is for those that have their slot: else two would wait for each other.
+                if len(plan.chunks) != 1 or self.pool.available <= 1:
+                    slot, entry, rest = await self._copy_and_write(job)
+                else:
+                    lease = await self.pool.lease()
+                    tensors = capture.layout.tensors
+                    if len(tensors) >= _MANY:  # behind the submission of the copy, which is put into the loop below
+                        loop = asyncio.get_running_loop()
+                        loop.call_soon(loop.call_soon, self._manifests.prepare, capture.skeleton, tensors)
+                    await self._copy_chunk(job, 0, lease.view)
+                    enter_chunk(None)
+                    slot, entry, rest = await self._describe(job, lease.view)
 
-    async def _write_one_chunk(self, job: Job, buffer: memoryview) -> tuple[CheckpointInfo, bool]:
-        """Write a buffer that begins with all of a state, with the manifest behind that where there is room."""
+            def written() -> None:
+                pending.written_nbytes = entry.nbytes
+                if overlapped is not None:
+                    overlapped.check()
+
+            start = time.perf_counter()
+            try:
+                committed = await self.store.commit(slot, entry, rest, written, chain=overlapped is None)
+            finally:
+                self.clock.note("commit", start, time.perf_counter())
+            return (entry.info, False) if committed else (self.store.newest.info, True)
+        finally:
+            if lease is not None:
+                lease.release()
+
+    async def _describe(self, job: Job, buffer: memoryview) -> _Written:
+        """Put the manifest behind the state that a buffer begins with, where there is room; reserve a slot for both."""
         data, start = self._encode(job, job.capture.entries()), job.capture.plan.payload_nbytes
         padded = align(len(data), self.store.block_bytes)
         rest = [(0, buffer[: start + padded])]
         if start + padded > len(buffer):
             rest = [(0, buffer[:start]), (start, aligned_buffer(padded))]
         rest[-1][1][-padded:] = data.ljust(padded, b"\0")
-        slot = await self._reserve(job, len(data))  # last: who has it gives it back
-        return await self._commit(job, slot, self._entry(job, slot, data), rest)
-
-    async def _commit(
-        self, job: Job, slot: SlotLease, entry: Entry, rest: Sequence[Piece] = ()
-    ) -> tuple[CheckpointInfo, bool]:
-        """Write the rest of a captured checkpoint and commit it: what is durable then, and whether that is newer."""
-
-        def written() -> None:
-            job.pending.written_nbytes = entry.nbytes
-            if job.overlapped is not None:
-                job.overlapped.check()
-
-        start = time.perf_counter()
-        try:
-            committed = await self.store.commit(slot, entry, rest, written, chain=job.overlapped is None)
-        finally:
-            self.clock.note("commit", start, time.perf_counter())
-        return (entry.info, False) if committed else (self.store.committed.newest.info, True)
+        slot = await self._reserve(job, data)  # last: who has it gives it back
+        return slot, self._entry(job, slot, data), rest
 
     def _note_captured(self, pending: PendingCheckpoint) -> None:
         at = pending.captured_at if pending.is_captured else time.monotonic()  # a small one before it came here
@@ -267,20 +279,23 @@ class Scheduler:
         self.reporter.tell(Captured, step=pending.step, counter=pending.counter, nbytes=nbytes, seconds=seconds)
         pending.set_captured()
 
-    async def _copy_and_write(self, job: Job) -> tuple[SlotLease, Entry]:
+    async def _copy_and_write(self, job: Job) -> _Written:
         """Capture a state into a slot, manifest included; when this returns every write has ended."""
         reserving: asyncio.Task[SlotLease] | None = None
         try:
             async with Tasks() as group:
                 # Beside the capture: what makes the trainer wait is the copy, never the store.
-                reserving = group.create_task(self._reserve_largest(job))
+                reserving = group.create_task(self._reserve(job))
                 describing = group.create_task(self._write_manifest(job, reserving))
                 for _ in range(_TURNS if self.medium.stages else 0):
                     await asyncio.sleep(0)
                 for number, index in enumerate(job.capture.order()):
-                    place = self._place(job, index, reserving.result()) if reserving.done() else None
+                    place: memoryview | None = None
+                    if self.medium.stages and reserving.done():  # then one copy is all there is to do
+                        chunk = job.capture.plan.chunks[index]
+                        place = self.medium.stage(reserving.result().file, chunk.offset, chunk.nbytes)
                     if place is not None:
-                        group.create_task(self._save_chunk_in_place(job, index, reserving.result(), place))
+                        group.create_task(self._save_chunk(job, index, reserving, place, in_place=True))
                         continue
                     if not reserving.done() and self.pool.available <= 1:
                         # The last buffer is for those that have their slot: else two would wait for each other.
@@ -297,36 +312,31 @@ class Scheduler:
                 end = job.capture.plan.payload_nbytes if job.capture.copied.is_set() else None
                 await self.store.release(reserving.result(), end)
             raise
-        return reserving.result(), describing.result()
+        return reserving.result(), describing.result(), ()
 
-    def _place(self, job: Job, index: int, slot: SlotLease) -> memoryview | None:
-        """Return where a chunk goes, where the medium has it in memory: then one copy is all there is to do."""
-        chunk = job.capture.plan.chunks[index]
-        return self.medium.stage(slot.file, chunk.offset, chunk.nbytes) if self.medium.stages else None
-
-    async def _reserve_largest(self, job: Job) -> SlotLease:
-        """Reserve a slot for the longest manifest that the state may have: its checksums are not known yet."""
-        await asyncio.sleep(0)  # the copies first: many tensors take a while to encode
-        largest = tuple(ChunkEntry(each.offset, each.nbytes, _LARGEST_CHECKSUM) for each in job.capture.plan.chunks)
-        return await self._reserve(job, len(self._encode(job, largest)))
-
-    async def _reserve(self, job: Job, manifest_nbytes: int) -> SlotLease:
+    async def _reserve(self, job: Job, manifest: bytes = b"") -> SlotLease:
+        """Reserve a slot; by default for the longest manifest that there may be: its checksums are not known yet."""
+        capture = job.capture
+        if not manifest:
+            await asyncio.sleep(0)  # the copies first: many tensors take a while to encode
+            largest = tuple(ChunkEntry(each.offset, each.nbytes, _LARGEST_CHECKSUM) for each in capture.plan.chunks)
+            manifest = self._encode(job, largest)
         # One block to spare: the next checkpoint's step and plain values may take a few more bytes.
-        return await self.store.reserve(job.capture.plan.payload_nbytes + manifest_nbytes + self.store.block_bytes)
+        return await self.store.reserve(capture.plan.payload_nbytes + len(manifest) + self.store.block_bytes)
 
-    async def _save_chunk(self, job: Job, index: int, reserving: asyncio.Task[SlotLease], buffer: memoryview) -> None:
-        await self._copy_chunk(job, index, buffer)
-        await self._write_chunk(job, index, await asyncio.shield(reserving), buffer)
-
-    async def _save_chunk_in_place(self, job: Job, index: int, slot: SlotLease, place: memoryview) -> None:
-        try:
-            await self._copy_chunk(job, index, place)
-        except OSError as error:  # the file is shorter than it was, or its memory is broken
-            raise write_error(error, slot.file.name) from error
-        await self._write_chunk(job, index, slot, place)
-
-    async def _write_chunk(self, job: Job, index: int, slot: SlotLease, buffer: memoryview) -> None:
+    async def _save_chunk(
+        self, job: Job, index: int, reserving: asyncio.Task[SlotLease], buffer: memoryview, *, in_place: bool = False
+    ) -> None:
+        """Copy a chunk into a buffer, or into its place in the slot, and write it."""
         chunk = job.capture.plan.chunks[index]
+        try:
+            await self._copy_chunk(job, index, buffer)
+        except OSError as error:
+            if not in_place:
+                raise
+            # The file is shorter than it was, or its memory is broken.
+            raise write_error(error, reserving.result().file.name) from error
+        slot = await asyncio.shield(reserving)
         await self.medium.write(slot.file, chunk.offset, buffer[: chunk.nbytes])
         job.pending.written_nbytes += chunk.nbytes
 

@@ -17,7 +17,7 @@ from pccheck_async.engine.policy import StepReport
 from pccheck_async.engine.statistics import EngineStatistics
 from pccheck_async.errors import CorruptStoreError
 from pccheck_async.format import CheckpointInfo
-from pccheck_async.medium.folder import ForkLock, open_regular
+from pccheck_async.medium.folder import open_regular
 from pccheck_async.medium.status_file import (
     STATUS_NAME,
     Committed,
@@ -28,6 +28,7 @@ from pccheck_async.medium.status_file import (
     starts_status,
 )
 from pccheck_async.telemetry import write
+from pccheck_async.transfer import ForkLock
 
 __all__ = ["PUBLISH_SECONDS", "Publisher", "make_status"]
 

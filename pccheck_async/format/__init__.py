@@ -5,10 +5,12 @@ offered here, but by its module: :mod:`~pccheck_async.format.manifest` and :mod:
 """
 
 from pccheck_async.format.checksum import crc32
-from pccheck_async.format.info import CheckpointInfo, Metadata, Restored, check_step, new_step, whole_step
+from pccheck_async.format.info import CheckpointInfo, Metadata, Restored, check_count, check_step, new_step, whole_step
+from pccheck_async.format.parts import Applied, Key, Membership, Parts, Run
 from pccheck_async.format.record import Entry, Identity, NewerFormatError, Record, align, check_metadata
 
 __all__ = [
-    "CheckpointInfo", "Entry", "Identity", "Metadata", "NewerFormatError", "Record", "Restored", "align",
-    "check_metadata", "check_step", "crc32", "new_step", "whole_step",
+    "Applied", "CheckpointInfo", "Entry", "Identity", "Key", "Membership", "Metadata", "NewerFormatError", "Parts",
+    "Record", "Restored", "Run", "align", "check_count", "check_metadata", "check_step", "crc32", "new_step",
+    "whole_step",
 ]  # fmt: skip

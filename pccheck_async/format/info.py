@@ -91,3 +91,10 @@ def whole_step(step: object) -> int:
     if not -(1 << 63) <= number < 1 << 63:
         raise ValueError(f"step has at most 64 bits, {step!r} does not")
     return number
+
+
+def check_count(name: str, value: object, *, no_int: type[Exception] = ValueError) -> int:
+    """Return a setting that is a whole number of at least 1. Raises ValueError, ``no_int`` for what is no int."""
+    if type(value) is int and value >= 1:
+        return value
+    raise (ValueError if type(value) is int else no_int)(f"{name} is a whole number of at least 1, not {value!r}")

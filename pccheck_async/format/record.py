@@ -1,4 +1,4 @@
-"""The files of a store and the commit record, format version 1.
+"""The files of a store and the commit record, format versions 1 and 2.
 
 ::
 
@@ -25,8 +25,9 @@ offset bytes field (little-endian)
 ====== ===== ==========================================================================
 
 An entry is a MessagePack array of the fields of :class:`Entry` in their order: counter, step, time, payload bytes,
-slot, manifest offset, manifest length, manifest CRC-32, pinned, metadata. The manifest is MessagePack too
-(:mod:`pccheck_async.format.manifest`). Nothing in a store refers to its own path.
+slot, manifest offset, manifest length, manifest CRC-32, pinned, metadata. In version 2, that of the store of one rank
+of a group, the body is an array of that array and :class:`pccheck_async.format.parts.Parts`. The manifest is
+MessagePack too (:mod:`pccheck_async.format.manifest`). Nothing in a store refers to its own path.
 
 Bytes from storage become a :class:`Record` or an :class:`Identity` in this module only, and only if every check holds.
 """
@@ -38,16 +39,22 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from operator import attrgetter
+from typing import Any
 
 import msgspec
 
 from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
 from pccheck_async.format import checksum
 from pccheck_async.format.info import CheckpointInfo
+from pccheck_async.format.parts import Parts
 
 FORMAT_VERSION = 1
+GROUP_VERSION = 2
+"""Of the store of one rank of a group."""
 IDENTITY_NAME = "store.json"
 COMMIT_NAME = "commit"
+GROUP_NAME = "group.json"
+"""Makes a folder that of a group; the stores of its ranks are folders in it."""
 MAGIC = b"PCCHKREC"
 HEADER = struct.Struct("<8sII16sQI20x")
 _CHECKED_HEADER = struct.Struct("<8sII16sQ")
@@ -114,6 +121,13 @@ class Record(msgspec.Struct, frozen=True):
     """The committed checkpoints, newest first."""
     before: tuple[Entry, ...] = ()
     """The entries of the record before this one, newest first; not part of this record's bytes."""
+    parts: Parts | None = None
+    """Of what the entries are parts, in the store of one rank of a group; None in a store of its own."""
+
+    @property
+    def version(self) -> int:
+        """The format of its bytes."""
+        return FORMAT_VERSION if self.parts is None else GROUP_VERSION
 
     @property
     def superseded(self) -> tuple[Entry, ...]:
@@ -126,7 +140,10 @@ class Record(msgspec.Struct, frozen=True):
         return tuple(entry for entry in self.before if entry.slot not in slots and entry.counter < newest)
 
 
-_entries_decoder = msgspec.msgpack.Decoder(tuple[Entry, ...])
+_decoders: dict[int, msgspec.msgpack.Decoder[Any]] = {
+    FORMAT_VERSION: msgspec.msgpack.Decoder(tuple[Entry, ...]),
+    GROUP_VERSION: msgspec.msgpack.Decoder(tuple[tuple[Entry, ...], Parts]),
+}
 _metadata_decoder = msgspec.msgpack.Decoder(dict[str, str | int | float | bool | None])
 _identity_decoder = msgspec.json.Decoder(Identity)
 
@@ -165,9 +182,12 @@ def decode_identity(data: bytes) -> Identity:
         id_nbytes = len(identity.id_bytes)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise CorruptStoreError(f"{IDENTITY_NAME} is damaged: {error}") from None
-    if identity.format != FORMAT_VERSION:
-        kind = NewerFormatError if identity.format > FORMAT_VERSION else CorruptStoreError
-        raise kind(f"{IDENTITY_NAME} says format {identity.format}; this version reads format {FORMAT_VERSION}")
+    if identity.format not in (FORMAT_VERSION, GROUP_VERSION):
+        kind = NewerFormatError if identity.format > GROUP_VERSION else CorruptStoreError
+        raise kind(
+            f"{IDENTITY_NAME} says format {identity.format}; this version reads formats {FORMAT_VERSION} and "
+            f"{GROUP_VERSION}"
+        )
     if identity.checksum != checksum.NAME:
         raise NewerFormatError(f"{IDENTITY_NAME} names checksum {identity.checksum!r}; known: {checksum.NAME!r}")
     block = identity.block_bytes
@@ -214,10 +234,10 @@ def encode_record(record: Record, store_id: bytes, block_bytes: int) -> bytes:
             f"counters must fall, slots differ, numbers be neither negative nor too large, times lie in the years 1 "
             f"to 9999, and checkpoints be at most {MOST_ENTRIES}: no reader would accept this record"
         )
-    body = msgspec.msgpack.encode(record.entries)
-    checked = _CHECKED_HEADER.pack(MAGIC, FORMAT_VERSION, len(body), store_id, record.generation)
+    body = msgspec.msgpack.encode(record.entries if record.parts is None else (record.entries, record.parts))
+    checked = _CHECKED_HEADER.pack(MAGIC, record.version, len(body), store_id, record.generation)
     value = checksum.crc32(body, checksum.crc32(checked))
-    data = HEADER.pack(MAGIC, FORMAT_VERSION, len(body), store_id, record.generation, value) + body
+    data = HEADER.pack(MAGIC, record.version, len(body), store_id, record.generation, value) + body
     padded = align(len(data), block_bytes)
     if padded > REGION_NBYTES:
         raise ValueError(f"the record takes {padded} bytes, its region has {REGION_NBYTES}")
@@ -229,7 +249,7 @@ def decode_record(region: bytes | bytearray | memoryview, store_id: bytes) -> Re
     if len(region) < HEADER.size:
         return None
     magic, version, body_nbytes, record_store, generation, value = HEADER.unpack_from(region)
-    if magic != MAGIC or version != FORMAT_VERSION or record_store != store_id:
+    if magic != MAGIC or version not in _decoders or record_store != store_id:
         return None
     body = bytes(region[HEADER.size : HEADER.size + body_nbytes])
     checked = bytes(region[: _CHECKED_HEADER.size])
@@ -240,10 +260,12 @@ def decode_record(region: bytes | bytearray | memoryview, store_id: bytes) -> Re
     ):
         return None
     try:
-        entries = _entries_decoder.decode(body)
+        content = _decoders[version].decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None
-    record = Record(generation, entries)
+    record = (
+        Record(generation, content) if version == FORMAT_VERSION else Record(generation, content[0], (), content[1])
+    )
     return record if _sane(record) else None
 
 
@@ -282,8 +304,9 @@ def rebuild_identity(commit: bytes | bytearray | memoryview) -> tuple[Identity, 
     block = REGION_NBYTES
     while block > 512 and any(offset % block for offset in offsets):
         block //= 2
-    identity = Identity(format=FORMAT_VERSION, store_id=store_id.hex(), checksum=checksum.NAME, block_bytes=block)
-    return identity, max(records, key=_generation)
+    newest = max(records, key=_generation)
+    identity = Identity(format=newest.version, store_id=store_id.hex(), checksum=checksum.NAME, block_bytes=block)
+    return identity, newest
 
 
 def names_checkpoints(commit: bytes | bytearray | memoryview) -> bool:
@@ -310,4 +333,5 @@ def _sane(record: Record) -> bool:
             min(one.counter, one.nbytes, one.slot, one.manifest_offset, one.manifest_nbytes) >= 0 for one in entries
         )
         and all(one.slot <= MOST_SLOT and _TIMES[0] <= one.time <= _TIMES[1] for one in entries)
+        and (record.parts is None or len(record.parts.memberships) == len(entries))
     )

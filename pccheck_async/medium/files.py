@@ -8,18 +8,18 @@ import fcntl
 import logging
 import os
 import time
-import weakref
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
 from pccheck_async.errors import ClosedError, StoreFullError, folder_error, read_error, write_error
 from pccheck_async.medium.base import File, Medium, MediumFacts, MediumStatistics, Part, Unsure, ignore
 from pccheck_async.medium.filesystem import probe
 from pccheck_async.medium.folder import Folder
 from pccheck_async.telemetry import StageClock, write
+from pccheck_async.transfer import abandoned_in_child
 from pccheck_async.transfer.operations import ChainStep, Kind, Operations, Step
 
 __all__ = ["REMOVED", "Files", "map_error"]
@@ -30,7 +30,6 @@ REMOVED = "the file was removed while the store was open; open it again"
 _ZEROS = "the filesystem reserves no space, which is taken by writing zeros (%s)"
 _BUFFERED = "%s: buffered I/O with fdatasync: %s"
 _WRITE, _FLUSH, _UNLOCK, _LINKED = Kind.WRITE, Kind.FLUSH, Kind.UNLOCK, Kind.LINKED
-_media: weakref.WeakSet[Files] = weakref.WeakSet()
 
 
 class Files(Medium):
@@ -45,7 +44,7 @@ class Files(Medium):
         self._facts = MediumFacts(1, 1, direct=False, why="not opened yet")
         self._files: set[File] = set()
         self._closed = False
-        _media.add(self)
+        abandoned_in_child.add(self)
         self._clock = StageClock("write", "read", "flush")
 
     @contextmanager
@@ -132,12 +131,28 @@ class Files(Medium):
             fcntl.flock(file.fd, fcntl.LOCK_UN)
 
     async def write(self, file: File, offset: int, data: memoryview) -> None:
-        with self._errors(file.name, map_error), self._clock.timed("write", len(data)):
-            await self._transfer(file, self._operations.write, offset, data)
+        await self._transfer("write", file, offset, data)
 
     async def read(self, file: File, offset: int, into: memoryview) -> int:
-        with self._errors(file.name, read_error), self._clock.timed("read", len(into)):
-            return await self._transfer(file, self._operations.read, offset, into)
+        got: int = await self._transfer("read", file, offset, into)
+        return got
+
+    async def _transfer(self, stage: Literal["write", "read"], file: File, offset: int, data: memoryview) -> Any:
+        operations, writes = self._operations, stage == "write"
+        move: Callable[[int, int, memoryview], Awaitable[Any]] = operations.write if writes else operations.read
+        start, was_direct = time.perf_counter(), file.direct
+        try:
+            try:
+                return await move(file.fd, offset, data)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not was_direct:
+                    raise
+                self._give_up_direct(file)
+                return await move(file.fd, offset, data)
+        except OSError as error:
+            raise (map_error if writes else read_error)(error, self._folder.path / file.name) from error
+        finally:
+            self._clock.note(stage, start, time.perf_counter(), len(data))
 
     async def make_durable(self, parts: Sequence[Part], unsure: Unsure = ignore, *, final: bool = False) -> None:
         files, steps = _steps(parts)
@@ -224,18 +239,6 @@ class Files(Medium):
             raise ClosedError(f"{self._folder.path} was closed meanwhile")
         return file
 
-    async def _transfer(
-        self, file: File, move: Callable[[int, int, memoryview], Awaitable[T]], offset: int, data: memoryview
-    ) -> T:
-        was_direct = file.direct
-        try:
-            return await move(file.fd, offset, data)
-        except OSError as error:
-            if error.errno != errno.EINVAL or not was_direct:
-                raise
-            self._give_up_direct(file)
-            return await move(file.fd, offset, data)
-
     def _count(
         self, files: Sequence[File], steps: Sequence[ChainStep], ended: Sequence[Step], start: float
     ) -> OSError | None:
@@ -293,13 +296,3 @@ def _steps(parts: Sequence[Part]) -> tuple[list[File], list[ChainStep]]:
         steps += ((_FLUSH, fd), (_UNLOCK, fd))
         files += [file] * (len(pieces) + 2)
     return files, steps[:-1]
-
-
-def _abandon_in_child() -> None:
-    # The child shares the parent's open files, and with them its locks: an orphaned DataLoader worker must not keep
-    # them.
-    for medium in list(_media):
-        medium.abandon()
-
-
-os.register_at_fork(after_in_child=_abandon_in_child)

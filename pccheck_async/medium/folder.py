@@ -6,16 +6,15 @@ import errno
 import fcntl
 import os
 import stat
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from pccheck_async.errors import CorruptStoreError
 from pccheck_async.medium.base import MOST_SMALL_BYTES
-from pccheck_async.transfer import map_memory
+from pccheck_async.transfer import ForkLock, map_memory
 
-__all__ = ["Folder", "ForkLock", "open_regular", "sync"]
+__all__ = ["Folder", "open_regular", "sync"]
 
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _MODE = 0o666  # the user's umask decides
@@ -24,36 +23,6 @@ _NO_RESERVATION = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 _ZEROS_NBYTES = 4 << 20
 _KINDS = {"l": "symbolic link", "p": "pipe", "d": "folder", "s": "socket", "c": "device", "b": "device"}
 """By the first letter that :func:`stat.filemode` gives."""
-
-
-class ForkLock:
-    """Held while a file is opened and its descriptor noted.
-
-    A child forked in between would inherit the descriptor, and with it the file's lock, without knowing to close it. A
-    fork waits for the lock, one second at most: opening a file on a stuck disk may never return. Make one per module,
-    not per object: the callbacks that it registers are never unregistered.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._forking = threading.local()
-        os.register_at_fork(before=self._before, after_in_parent=self._in_parent, after_in_child=self._in_child)
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-    def _before(self) -> None:
-        self._forking.holds = self._lock.acquire(timeout=1.0)
-
-    def _in_parent(self) -> None:
-        if self._forking.holds:
-            self._lock.release()
-
-    def _in_child(self) -> None:
-        self._lock = threading.Lock()  # the thread that holds the inherited one does not exist here
 
 
 _opening = ForkLock()

@@ -7,6 +7,8 @@ import os
 import sys
 from typing import Protocol
 
+from pccheck_async.transfer import abandoned_in_child
+
 __all__ = ["forget", "made_here", "remember"]
 
 
@@ -26,12 +28,14 @@ _open: dict[int, _Open] = {}
 
 
 def remember(engine: _Open) -> None:
-    """Note an open engine; it stays alive until :func:`forget`."""
+    """Note an open engine; it stays alive until :func:`forget`. A forked child abandons it."""
     _open[id(engine)] = engine
+    abandoned_in_child.add(engine)
 
 
 def forget(engine: _Open) -> None:
-    """Note that an engine was closed."""
+    """Note that an engine was closed, or abandoned."""
+    abandoned_in_child.discard(engine)
     _open.pop(id(engine), None)
 
 
@@ -48,12 +52,4 @@ def _drain_at_exit() -> None:
         print(f"pccheck_async: {engine.close_at_exit()}", file=sys.stderr)
 
 
-def _abandon_in_child() -> None:
-    engines = list(_open.values())
-    _open.clear()
-    for engine in engines:
-        engine.abandon()
-
-
 atexit.register(_drain_at_exit)
-os.register_at_fork(after_in_child=_abandon_in_child)

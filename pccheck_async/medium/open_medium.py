@@ -6,17 +6,15 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.medium.mapped import MappedFiles, kind_of_folder
 from pccheck_async.transfer import uninterrupted
-from pccheck_async.transfer.operations import Operations, native
-from pccheck_async.transfer.operations.native import NativeOperations
-from pccheck_async.transfer.operations.python import PythonOperations
+from pccheck_async.transfer.operations import NativeOperations, Operations, PythonOperations
 
-__all__ = ["IO", "MediumName", "Session", "check_io", "open_session", "store_path"]
+__all__ = ["IO", "MediumName", "OpenMedium", "check_io", "open_medium", "store_path"]
 
 IO = Literal["auto", "threads", "python"] | Medium | Callable[[str, Operations], Medium]
 """Name of an I/O backend; or a medium, or a function that makes one, as the failure doubles in ``testing`` are."""
@@ -27,12 +25,18 @@ _NAMES = ("auto", "threads", "python")
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
-    """What moves bytes for one engine or one load; ``reason`` says why that I/O backend, in one sentence."""
+class OpenMedium:
+    """A medium and the I/O backend under it, for one engine or load; ``reason``: why that backend, in one sentence."""
 
     operations: Operations
     medium: Medium
     reason: str
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def close(self) -> None:
         """Wait until every operation ended and stop the threads; only then close the files.
@@ -54,13 +58,13 @@ def check_io(io: IO) -> None:
         )
     if not isinstance(io, Medium) and not callable(io) and io not in _NAMES:
         raise ValueError(f"io is one of {', '.join(_NAMES)}, a Medium, or a function that makes one, not {io!r}")
-    if io == "threads" and not native.available():
+    if io == "threads" and not NativeOperations.available():
         raise ValueError("io='threads' needs the C extension, which was not built here; use io='auto' or 'python'")
 
 
-async def open_session(
+async def open_medium(
     path: str | os.PathLike[str], io: IO, *, writers: int, copiers: int, medium: MediumName = "files"
-) -> Session:
+) -> OpenMedium:
     """Start the threads. Called on the engine's loop.
 
     Args:
@@ -73,7 +77,7 @@ async def open_session(
     check_io(io)
     if isinstance(io, str) and io != "auto":
         name, why = io, "asked for"
-    elif native.available():
+    elif NativeOperations.available():
         name, why = "threads", "the C extension was built here"
     else:
         name, why = "python", "the C extension was not built here"
@@ -82,12 +86,12 @@ async def open_session(
     try:
         if not isinstance(io, str):
             given = io if isinstance(io, Medium) else io(os.fspath(path), operations)
-            return Session(operations, given, f"files by {type(given).__name__}")
+            return OpenMedium(operations, given, f"files by {type(given).__name__}")
         reason = f"{name}: {why}"
         if medium == "auto" and await operations.call(kind_of_folder, Path(path)) == "persistent":
             medium = "mapped"
         kind = MappedFiles if medium == "mapped" else Files
-        return Session(operations, kind(path, operations, reason), reason)
+        return OpenMedium(operations, kind(path, operations, reason), reason)
     except BaseException:
         await uninterrupted(operations.close())
         raise

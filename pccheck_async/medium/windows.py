@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from pccheck_async.errors import CorruptStoreError, StoreFullError, StoreLockedError, write_error
-from pccheck_async.medium.folder import ForkLock, open_regular
+from pccheck_async.medium.folder import open_regular
 from pccheck_async.medium.mapped import kind_of_folder
 from pccheck_async.medium.mapping import Kind, Mapping
-from pccheck_async.transfer import PAGE_BYTES
+from pccheck_async.transfer import PAGE_BYTES, ForkLock, abandoned_in_child
 
 __all__ = ["Window", "WindowedFile"]
 
@@ -53,7 +53,6 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 _opening = ForkLock()
-_files: weakref.WeakSet[WindowedFile] = weakref.WeakSet()
 
 
 class Window:
@@ -173,7 +172,7 @@ class WindowedFile:
 
     def _keep(self, fd: int) -> None:
         self.fd = fd
-        _files.add(self)
+        abandoned_in_child.add(self)
         self._finalizer = weakref.finalize(self, _close, fd, self._pid)
 
     def _lock(self) -> None:
@@ -309,6 +308,8 @@ class WindowedFile:
 
     def abandon(self) -> None:
         """Keep nothing but what windows show, in a forked child."""
+        if self.closed:
+            return
         with suppress(OSError):
             # Opened anew: a mapping holds what it was made of, and with that the parent's lock, whoever dies first.
             fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -370,12 +371,3 @@ def _unmap(address: int, nbytes: int, pid: int) -> None:
 def _close(fd: int, pid: int) -> None:
     if os.getpid() == pid:
         os.close(fd)
-
-
-def _abandon_in_child() -> None:
-    for file in list(_files):
-        if not file.closed:
-            file.abandon()
-
-
-os.register_at_fork(after_in_child=_abandon_in_child)

@@ -1,4 +1,4 @@
-"""What is durable: which checkpoints exist, where the next one goes, and the commit (:mod:`.commit`).
+"""What is durable: which checkpoints exist, where the next one goes, and the commit (:meth:`.Store.commit`).
 
 It may import medium and what is below; it knows no engine, no loop and no trainer. While an engine runs, only this room
 decides what a commit record names and asks the store's medium to flush; ``upkeep.recover`` rewrites a store that nobody
@@ -23,21 +23,22 @@ Invariants, as comments name them:
 from pccheck_async.store.commit_file import lock_commit, read_commit, stored_identity, unread_record
 from pccheck_async.store.reading import (
     Fallback,
+    UnreadableError,
     VerifiedChunks,
     choose,
     pool_for,
     read_manifest,
     read_payload,
-    warn_damaged,
+    reading,
 )
-from pccheck_async.store.retention import Best, KeepAll, Retention, SpaceNeeded, check_count, make_best
+from pccheck_async.store.retention import Best, KeepAll, Retention, SpaceNeeded, make_best
 from pccheck_async.store.slots import SlotLease
-from pccheck_async.store.store import DroppedMeanwhileError, ReadLease, Store, StoreStatistics, open_store
-from pccheck_async.store.store_reader import StoreReader, no_store, why_no_store
+from pccheck_async.store.store import ReadLease, Store, StoreStatistics, open_store
+from pccheck_async.store.store_reader import LOCK_SECONDS, StoreReader, no_store, read_at_once, why_no_store
 
 __all__ = [
-    "Best", "DroppedMeanwhileError", "Fallback", "KeepAll", "ReadLease", "Retention", "SlotLease", "SpaceNeeded",
-    "Store", "StoreReader", "StoreStatistics", "VerifiedChunks", "check_count", "choose", "lock_commit",
-    "make_best", "no_store", "open_store", "pool_for", "read_commit", "read_manifest", "read_payload",
-    "stored_identity", "unread_record", "warn_damaged", "why_no_store",
+    "LOCK_SECONDS", "Best", "Fallback", "KeepAll", "ReadLease", "Retention", "SlotLease", "SpaceNeeded", "Store",
+    "StoreReader", "StoreStatistics", "UnreadableError", "VerifiedChunks", "choose", "lock_commit",
+    "make_best", "no_store", "open_store", "pool_for", "read_at_once", "read_commit", "read_manifest", "read_payload",
+    "reading", "stored_identity", "unread_record", "why_no_store",
 ]  # fmt: skip

@@ -14,12 +14,22 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from pccheck_async.errors import CorruptStoreError, ReadError, StoreLockedError, WriteError, is_exhausted, is_forbidden
-from pccheck_async.format import Identity, Record, checksum
+from pccheck_async.errors import (
+    CorruptStoreError,
+    ReadError,
+    StoreError,
+    StoreLockedError,
+    WriteError,
+    is_exhausted,
+    is_forbidden,
+)
+from pccheck_async.format import Identity, Parts, Record, checksum
 from pccheck_async.format.record import (
     COMMIT_NAME,
     COMMIT_NBYTES,
     FORMAT_VERSION,
+    GROUP_NAME,
+    GROUP_VERSION,
     IDENTITY_NAME,
     REGION_NBYTES,
     decode_identity,
@@ -129,6 +139,10 @@ async def read_record(medium: Medium, commit: File, identity: Identity) -> Recor
 
 _POLL_SECONDS = 0.01
 """Locks of other processes can only be polled: ``flock`` does not report when a lock becomes free."""
+_OTHER_KIND = {
+    FORMAT_VERSION: "holds the checkpoints of one process: open it without group=, or give the group another folder",
+    GROUP_VERSION: "holds one rank's parts of a group's checkpoints: open the folder that it is in, with group=",
+}
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
 _ELSEWHERE = "use another folder (reading with load or list_checkpoints works meanwhile)"
 _ADVICE = "see what is left with `pccheck recover`, or use an empty folder"
@@ -182,18 +196,21 @@ def _encoded(record: Record, identity: Identity, buffer: memoryview) -> memoryvi
     return buffer[: len(data)]
 
 
-async def open_commit(medium: Medium, path: str | os.PathLike[str], lock_timeout: float) -> CommitFile:
-    """Lock the store, and create it where there is none. ``path`` is for messages.
+async def open_commit(
+    medium: Medium, path: str | os.PathLike[str], lock_timeout: float, version: int = FORMAT_VERSION
+) -> CommitFile:
+    """Lock the store, and create it, of that format, where there is none. ``path`` is for messages.
 
     Durability: opening an existing store writes nothing.
 
     Raises:
         StoreLockedError: another writer held the store for ``lock_timeout`` seconds.
+        StoreError: the folder is a group's, or the store has the other format.
         CorruptStoreError: the folder holds something else.
         WriteError: the folder cannot be written.
     """
     facts = await medium.prepare(create=True)
-    file = await lock_commit(medium, lambda: _open(medium), lock_timeout, lambda: _refuse_own(path))
+    file = await lock_commit(medium, lambda: _open(medium, path), lock_timeout, lambda: _refuse_own(path))
     if file is None:
         holder = ""  # probably
         with suppress(OSError):
@@ -204,7 +221,9 @@ async def open_commit(medium: Medium, path: str | os.PathLike[str], lock_timeout
         )
     # Read only now, when no one else can change it any more, not even a dying writer's last request.
     found = await read_identity(medium)
-    identity = found or await _create(medium, file, max(facts.block_bytes, PAGE_BYTES))
+    if found is not None and found.format != version:
+        raise StoreError(f"{os.fspath(path)} {_OTHER_KIND[found.format]}")
+    identity = found or await _create(medium, file, max(facts.block_bytes, PAGE_BYTES), version)
     return CommitFile(file, identity, is_new=found is None)
 
 
@@ -246,12 +265,17 @@ async def lock_commit(
             await asyncio.sleep(_POLL_SECONDS)
 
 
-async def _open(medium: Medium) -> File:
+async def _open(medium: Medium, path: str | os.PathLike[str]) -> File:
     try:
         with suppress(FileNotFoundError):
             return await medium.open(COMMIT_NAME, writable=True)
+        names = await medium.names()
+        if GROUP_NAME in names:
+            raise StoreError(
+                f"{os.fspath(path)} holds a group's checkpoints: open it with group=, or use another folder"
+            )
         # A new commit file would overwrite what is left of a store that lost its own.
-        parts = [name for name in await medium.names() if name == IDENTITY_NAME or slot_number(name) is not None]
+        parts = [name for name in names if name == IDENTITY_NAME or slot_number(name) is not None]
         if parts and COMMIT_NAME not in await medium.names():  # once more: another writer may be making the store
             raise CorruptStoreError(f"{COMMIT_NAME!r} is missing beside {max(parts)}: {_ADVICE}")
         try:
@@ -267,7 +291,7 @@ async def _open(medium: Medium) -> File:
         raise WriteError(error.errno, text, error.filename) from error
 
 
-async def _create(medium: Medium, file: File, block_bytes: int) -> Identity:
+async def _create(medium: Medium, file: File, block_bytes: int, version: int) -> Identity:
     """Make the folder a store; ``store.json`` comes last, so a crash leaves either no store or a whole one."""
     if file.nbytes > COMMIT_NBYTES:
         raise CorruptStoreError(f"there is a file {COMMIT_NAME!r} here that is not a store's; use an empty folder")
@@ -278,12 +302,10 @@ async def _create(medium: Medium, file: File, block_bytes: int) -> Identity:
         )
     if any(slot_number(name) is not None for name in await medium.names()):  # made only after both
         raise CorruptStoreError(f"{IDENTITY_NAME} is missing, {COMMIT_NAME!r} is empty, and there are slots: {_ADVICE}")
-    identity = Identity(
-        format=FORMAT_VERSION, store_id=secrets.token_hex(16), checksum=checksum.NAME, block_bytes=block_bytes
-    )
+    identity = Identity(format=version, store_id=secrets.token_hex(16), checksum=checksum.NAME, block_bytes=block_bytes)
     view = aligned_buffer(COMMIT_NBYTES)
     for offset in region_offsets(0):
-        _encoded(Record(0, ()), identity, view[offset:])
+        _encoded(Record(0, (), parts=None if version == FORMAT_VERSION else Parts()), identity, view[offset:])
     await medium.make_durable([(file, [(0, view)])])  # crash: store.json without a first record behind it
     await medium.sync_names()  # crash: store.json without a commit file beside it
     # Crash: checkpoints acknowledged in a folder that is no store. So it is durable, as a whole, when this returns.

@@ -12,22 +12,26 @@ import logging
 import warnings
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
-from pccheck_async.errors import CorruptStoreError, DamagedError, ReadError, is_exhausted
+from pccheck_async.errors import CorruptStoreError, DamagedError, NoCheckpointError, ReadError, is_exhausted
 from pccheck_async.format import Entry, align, crc32
 from pccheck_async.format.manifest import ChunkEntry, Manifest, decode
 from pccheck_async.medium import File, Medium
-from pccheck_async.medium.open_medium import Session
+from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.state import Targets
 from pccheck_async.telemetry import write
 from pccheck_async.transfer import BufferLease, BufferPool, Segments, Tasks, address_of, aligned_buffer
 from pccheck_async.transfer.copying import CopyBackend
 from pccheck_async.transfer.plan import scatter_segments
 
-__all__ = ["Fallback", "VerifiedChunks", "choose", "pool_for", "read_manifest", "read_payload", "warn_damaged"]
+__all__ = [
+    "DroppedMeanwhileError", "Fallback", "UnreadableError", "VerifiedChunks", "choose", "pool_for", "read_manifest",
+    "read_payload", "reading",
+]  # fmt: skip
 
 
 def choose(
@@ -43,8 +47,35 @@ def choose(
     return next((entry for entry in wanted if entry.counter not in unreadable), None)
 
 
+class DroppedMeanwhileError(NoCheckpointError):
+    """The checkpoint to read was superseded before its slot could be held."""
+
+
+class UnreadableError(Exception):
+    """What reading the store raised. Objects of the user may raise such errors, too, which say nothing of the store."""
+
+    def __init__(self, error: DamagedError | ReadError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Tell errors that say something of a checkpoint from all others: they become UnreadableError."""
+    try:
+        yield
+    except (DamagedError, ReadError) as error:
+        raise UnreadableError(error) from error
+
+
 class Fallback:
     """The way past checkpoints that cannot be read, to the newest one that can.
+
+    ::
+
+        while (found := find()) is not None:
+            with fallback.trying(*found, find):
+                return read(...)
 
     Superseded checkpoints come last, and only where all of one is whole; but before them, what a device failed to read
     is tried once more: a failure that passes must not cost a checkpoint that is kept. Where a ``step`` was asked for,
@@ -61,18 +92,23 @@ class Fallback:
         self._step = step
         self._unread: set[int] | None = set()  # by the device; None once all of them were tried again
 
-    def pass_over(
-        self,
-        entry: Entry,
-        superseded: bool,
-        error: DamagedError | ReadError,
-        older: Callable[[], tuple[Entry, bool] | None],
-    ) -> None:
-        """Note why ``entry`` cannot be read, and warn where the next older one is read instead.
+    @contextmanager
+    def trying(self, entry: Entry, superseded: bool, older: Callable[[], tuple[Entry, bool] | None]) -> Iterator[None]:
+        """Read ``entry`` in this context, which ends quietly where the next one has to be tried, and warns of that.
 
         ``older`` returns what is to be read next and is not ``unreadable``, and whether that was superseded. Raises
-        the error where nothing is left to try, or where it says nothing of the checkpoint.
+        what :func:`reading` found where nothing is left to try, or where it says nothing of the checkpoint.
         """
+        try:
+            yield
+        except DroppedMeanwhileError:
+            return  # newer ones were committed
+        except UnreadableError as unreadable:
+            error = unreadable.error
+        else:
+            if superseded and self.failure is not None:
+                _warn_damaged(self.failure[0], entry, self.failure[1])
+            return
         if is_exhausted(error):
             raise error
         self.unreadable.add(entry.counter)
@@ -87,20 +123,20 @@ class Fallback:
             self.unreadable -= self._unread
             self._unread = None
         elif chosen[0].counter < entry.counter and not chosen[1]:  # else only once that one proved whole
-            warn_damaged(self.failure[0], chosen[0], self.failure[1])
+            _warn_damaged(self.failure[0], chosen[0], self.failure[1])
+
+
+def _warn_damaged(entry: Entry, older: Entry, error: Exception) -> None:
+    """Say that a checkpoint is passed over for the next older one."""
+    text = f"checkpoint of step {entry.step} cannot be read ({error}); falling back to step {older.step}"
+    write(logging.WARNING, "fell_back", "%s", text, step=entry.step, counter=entry.counter, error=str(error))
+    warnings.warn(text, RuntimeWarning, stacklevel=5)
 
 
 def pool_for(manifest: Manifest, pool: BufferPool) -> BufferPool:
     """Return a pool whose buffers hold this checkpoint's chunks: ``pool``, or one as large where chunks are larger."""
     largest = max((chunk.nbytes for chunk in manifest.chunks), default=0)
     return pool if largest <= pool.buffer_bytes else BufferPool(max(pool.nbytes, largest), largest)
-
-
-def warn_damaged(entry: Entry, older: Entry, error: Exception) -> None:
-    """Say that a checkpoint is passed over for the next older one."""
-    text = f"checkpoint of step {entry.step} cannot be read ({error}); falling back to step {older.step}"
-    write(logging.WARNING, "fell_back", "%s", text, step=entry.step, counter=entry.counter, error=str(error))
-    warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 _MOST_CHUNKS = 8
@@ -168,13 +204,11 @@ async def read_payload(
         await backend.order_after(admission)
     turns = asyncio.Semaphore(_MOST_CHUNKS)
 
-    def end(lease: BufferLease) -> None:
+    def end(done: asyncio.Task[None], lease: BufferLease, nbytes: int) -> None:
         lease.release()
         turns.release()
-
-    async def read(index: int, chunk: ChunkEntry, segments: Segments, buffer: memoryview) -> None:
-        await _read_chunk(medium, backend, file, index, chunk, segments, buffer, targets)
-        advance(chunk.nbytes)
+        if not done.cancelled() and done.exception() is None:
+            advance(nbytes)
 
     async with Tasks() as group:
         near = _chunks_between(manifest.chunks, *targets.span)
@@ -185,9 +219,11 @@ async def read_payload(
             else:
                 await turns.acquire()
                 lease = await pool.lease()
-                reading = read(index, chunk, segments, lease.view)
+                task = group.create_task(
+                    _read_chunk(medium, backend, file, index, chunk, segments, lease.view, targets)
+                )
                 # The lease outlives the task, also one that is cancelled before it ran at all.
-                group.create_task(reading).add_done_callback(lambda _, lease=lease: end(lease))  # type: ignore[misc]
+                task.add_done_callback(partial(end, lease=lease, nbytes=chunk.nbytes))
 
 
 async def _read_chunk(
@@ -226,9 +262,9 @@ class VerifiedChunks:
     ``pool``'s buffers.
     """
 
-    def __init__(self, session: Session, file: File, manifest: Manifest, pool: BufferPool) -> None:
-        self._medium = session.medium
-        self._backend = CopyBackend(session.operations)
+    def __init__(self, opened: OpenMedium, file: File, manifest: Manifest, pool: BufferPool) -> None:
+        self._medium = opened.medium
+        self._backend = CopyBackend(opened.operations)
         self._file = file
         self._manifest = manifest
         self._pool = pool_for(manifest, pool)

@@ -12,11 +12,11 @@ from typing import Literal, NamedTuple
 from msgspec.structs import replace
 
 from pccheck_async.errors import NoCheckpointError, StoreFullError
-from pccheck_async.format import Entry, Record
+from pccheck_async.format import Entry, Record, check_count
 from pccheck_async.format.record import MOST_ENTRIES
 from pccheck_async.telemetry import write
 
-__all__ = ["Best", "Committed", "KeepAll", "Kept", "Retention", "SpaceNeeded", "check_count", "make_best"]
+__all__ = ["Best", "Committed", "KeepAll", "Kept", "Retention", "SpaceNeeded", "make_best"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,11 +250,13 @@ class Committed:
             text = "the next checkpoint drops those of steps %s: no rule of this engine keeps them"
             write(logging.WARNING, "dropping", text, dropped)
 
-    def retain(self, new: Entry) -> Kept:
-        """Return what the next record names; ``new`` is not among it where it is superseded (I6). Changes nothing."""
-        return self.retention.retain((*self.record.entries, *self.adopted), new, self.damaged)
+    def decide(self, new: Entry) -> Record | None:
+        """Return the record that commits ``new``; None where newer checkpoints superseded it (I6). Changes nothing."""
+        kept = self.retention.retain((*self.record.entries, *self.adopted), new, self.damaged)
+        self._warn_of(new, kept)
+        return self.record_naming(kept.entries) if new in kept.entries else None
 
-    def warn_of(self, new: Entry, kept: Kept) -> None:
+    def _warn_of(self, new: Entry, kept: Kept) -> None:
         """Log which checkpoints are dropped for want of room, and, once, that ``keep_best`` cannot rank ``new``."""
         for entry in kept.crowded_out:
             text = "the checkpoint of step %d is dropped although keep_every keeps it: a record names %d"
@@ -283,9 +285,3 @@ def make_best(best: object) -> Best:
 
 def _by_counter(entry: Entry) -> int:
     return -entry.counter
-
-
-def check_count(name: str, value: object) -> None:
-    """Raise ValueError where a setting is not a whole number of at least 1."""
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name} is a whole number of at least 1, not {value!r}")

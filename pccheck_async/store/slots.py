@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, count, islice
 from typing import NamedTuple
@@ -20,7 +20,6 @@ from pccheck_async.errors import CorruptStoreError, DamagedError, ReadError, Sto
 from pccheck_async.format import Record
 from pccheck_async.format.record import MOST_SLOT, slot_name, slot_number
 from pccheck_async.medium import File, Medium
-from pccheck_async.store.latch import Latch
 from pccheck_async.telemetry import write
 from pccheck_async.transfer import uninterrupted
 
@@ -187,10 +186,12 @@ class SlotLease:
     file: File
 
 
-async def open_slots(medium: Medium, record: Record, *, in_flight: int, kept: int, latch: Latch) -> Slots:
+async def open_slots(
+    medium: Medium, record: Record, sync_names: Callable[[], Awaitable[None]], *, in_flight: int, kept: int
+) -> Slots:
     """Open the slots that a folder has; a slot that cannot be opened is left alone: what it holds is lost.
 
-    ``record`` is the newest one; ``in_flight`` and ``kept`` are those of :class:`SlotTable`.
+    ``record`` is the newest one, ``sync_names`` makes names durable; the rest is for :class:`SlotTable`.
     """
     files: dict[int, File] = {}
     unusable: dict[int, Exception] = {}
@@ -209,7 +210,7 @@ async def open_slots(medium: Medium, record: Record, *, in_flight: int, kept: in
     named = [entry.slot for entry in record.entries]
     before = [entry.slot for entry in record.before]
     table = SlotTable(sizes, named, unusable, before, in_flight=in_flight, kept=kept)
-    return Slots(table, medium, latch, files, unusable)
+    return Slots(table, medium, sync_names, files, unusable)
 
 
 @dataclass(slots=True, eq=False)
@@ -218,7 +219,7 @@ class Slots:
 
     table: SlotTable
     _medium: Medium
-    _latch: Latch
+    _sync_names: Callable[[], Awaitable[None]]
     _files: dict[int, File]
     _unusable: Mapping[int, Exception]
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -231,16 +232,30 @@ class Slots:
         """Lease a slot of at least ``nbytes``, whole blocks. Called under :attr:`lock`. Raises StoreFullError."""
         if not self._reserved:
             await self._reserve_all(nbytes)
-        slot = await self._find_slot(nbytes)
-        self.table.lease(slot)
-        return SlotLease(slot, self._files[slot])
-
-    async def release(self, lease: SlotLease) -> None:
-        """Unlock a slot that no record will name and give it back, once nothing writes to it any more."""
-        try:
-            await self._medium.unlock(lease.file)
-        finally:
-            self.table.release(lease.slot)
+        passed_over: set[int] = set()
+        waiting = False
+        while True:
+            slot, create, old = self.table.decide(nbytes, passed_over)
+            if slot is None:
+                if not waiting:
+                    waiting = True
+                    self.reader_waits += 1
+                    text = "a checkpoint waits for %d reader(s) of this store to finish"
+                    write(logging.WARNING, "readers", text, len(passed_over))
+                await asyncio.sleep(_POLL_SECONDS)
+                passed_over.clear()
+                continue
+            # Locked by a reader, or by the last requests of a killed predecessor: never wait for those.
+            reused = old if create else slot
+            if reused is not None and not await self._lock_free(reused):
+                passed_over.add(reused)
+                continue
+            if not create:
+                self.table.lease(slot)
+                return SlotLease(slot, self._files[slot])
+            if old is not None:
+                await self._remove_slot(old)
+            await uninterrupted(self._create_slot(slot, nbytes))
 
     def start_reading(self, slot: int) -> File:
         """Keep a slot from being reused until :meth:`SlotTable.stop_reading`.
@@ -298,31 +313,6 @@ class Slots:
                 ) from error
         self._reserved = True
 
-    async def _find_slot(self, nbytes: int) -> int:
-        passed_over: set[int] = set()
-        waiting = False
-        while True:
-            slot, create, old = self.table.decide(nbytes, passed_over)
-            if slot is None:
-                if not waiting:
-                    waiting = True
-                    self.reader_waits += 1
-                    text = "a checkpoint waits for %d reader(s) of this store to finish"
-                    write(logging.WARNING, "readers", text, len(passed_over))
-                await asyncio.sleep(_POLL_SECONDS)
-                passed_over.clear()
-                continue
-            # Locked by a reader, or by the last requests of a killed predecessor: never wait for those.
-            reused = old if create else slot
-            if reused is not None and not await self._lock_free(reused):
-                passed_over.add(reused)
-                continue
-            if not create:
-                return slot
-            if old is not None:
-                await self._remove_slot(old)
-            await uninterrupted(self._create_slot(slot, nbytes))
-
     async def _lock_free(self, slot: int) -> bool:
         """Lock a free slot; False where a reader holds it: of another process, or of this one by now."""
         if not await self._medium.lock(self._files[slot]):
@@ -335,7 +325,7 @@ class Slots:
     async def _create_slot(self, number: int, nbytes: int) -> None:
         file = await self._medium.reserve(slot_name(number), nbytes)
         # Crash: a record may name this slot later, and its name must be there then. Its size is flushed with its bytes.
-        await self._latch.flush(self._medium.sync_names)
+        await self._sync_names()
         self._files[number] = file
         self.table.created(number, nbytes)
 

@@ -16,14 +16,15 @@ from pccheck_async.format.manifest import MIN_BLOCK, Manifest
 from pccheck_async.format.record import COMMIT_NAME, IDENTITY_NAME, slot_name, slot_number
 from pccheck_async.medium import File
 from pccheck_async.medium.files import Files
-from pccheck_async.medium.open_medium import Session
+from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.state import Targets
 from pccheck_async.store.commit_file import read_identity, read_record
-from pccheck_async.store.reading import Fallback, choose, read_manifest, read_payload, warn_damaged
+from pccheck_async.store.reading import Fallback, UnreadableError, choose, read_manifest, read_payload, reading
 from pccheck_async.transfer import BufferPool
 from pccheck_async.transfer.copying import CopyBackend
+from pccheck_async.transfer.operations.python import OperationsAtOnce
 
-__all__ = ["LOCK_SECONDS", "StoreReader", "no_store", "why_no_store"]
+__all__ = ["LOCK_SECONDS", "StoreReader", "no_store", "read_at_once", "why_no_store"]
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.001
@@ -31,9 +32,9 @@ LOCK_SECONDS = 30.0
 """For which a reader tries to lock a checkpoint while newer ones replace it."""
 
 
-def no_store(session: Session, path: str | os.PathLike[str], what: str = "no store") -> NoCheckpointError:
+def no_store(opened: OpenMedium, path: str | os.PathLike[str], what: str = "no store") -> NoCheckpointError:
     """Return what to raise where there is no store."""
-    if isinstance(session.medium, Files):  # of other media only they know what and where they are
+    if isinstance(opened.medium, Files):  # of other media only they know what and where they are
         return NoCheckpointError(why_no_store(path, what))
     return NoCheckpointError(f"{os.fspath(path)} holds {what}")
 
@@ -60,28 +61,28 @@ def why_no_store(path: str | os.PathLike[str], what: str = "no store") -> str:
 class StoreReader:
     """An open store, read-only."""
 
-    session: Session
+    opened: OpenMedium
     identity: Identity
     commit: File
     """The file of the records."""
 
     @classmethod
-    async def open(cls, session: Session) -> StoreReader | None:
-        """Open the store of ``session``; None where there is no (complete) one. Raises CorruptStoreError."""
-        identity = await read_identity(session.medium)
+    async def open(cls, opened: OpenMedium) -> StoreReader | None:
+        """Open the store of ``opened``; None where there is no (complete) one. Raises CorruptStoreError."""
+        identity = await read_identity(opened.medium)
         if identity is None:
             return None
-        await session.medium.prepare(create=False)
+        await opened.medium.prepare(create=False)
         try:
-            commit = await session.medium.open(COMMIT_NAME, writable=False)
+            commit = await opened.medium.open(COMMIT_NAME, writable=False)
         except FileNotFoundError:
             text = f"the store has no {COMMIT_NAME!r} file: see what is left with `pccheck recover`"
             raise CorruptStoreError(text) from None
-        return cls(session, identity, commit)
+        return cls(opened, identity, commit)
 
     async def record(self) -> Record:
         """Return the newest record as it is now. Raises CorruptStoreError where there is none."""
-        return await read_record(self.session.medium, self.commit, self.identity)
+        return await read_record(self.opened.medium, self.commit, self.identity)
 
     async def lock(
         self, pick: Callable[[Record], Entry | None]
@@ -95,7 +96,7 @@ class StoreReader:
         """
         clock = asyncio.get_running_loop().time
         deadline = clock() + LOCK_SECONDS
-        medium = self.session.medium
+        medium = self.opened.medium
         while True:
             record = await self.record()
             entry = pick(record)
@@ -152,34 +153,60 @@ class StoreReader:
             chosen = pick(record)
             return None if chosen is None else (chosen, chosen in record.superseded)
 
-        while True:
-            locked = await self.lock(pick)
-            if locked is None:
-                of_step = "" if step is None else f" of step {step}"
-                raise NoCheckpointError(f"{os.fspath(path)} holds no checkpoint{of_step}")
+        while (locked := await self.lock(pick)) is not None:
             entry, file = locked
             superseded, used = entry in record.superseded, False
-            try:
-                if not isinstance(file, File):
-                    raise file
-                manifest = await read_manifest(self.session.medium, file, entry, self.identity.block_bytes)
-                if superseded:
-                    largest = max((chunk.nbytes for chunk in manifest.chunks), default=MIN_BLOCK)
-                    pool, backend = BufferPool(2 * largest, largest), CopyBackend(self.session.operations)
-                    await read_payload(self.session.medium, backend, pool, file, manifest, Targets(), every=True)
-                result = await use(entry, file, manifest)
-                if superseded and fallback.failure is not None:
-                    warn_damaged(fallback.failure[0], entry, fallback.failure[1])
-                used = True
-                return result
-            except (DamagedError, ReadError) as error:
-                if is_exhausted(error):
+            with fallback.trying(entry, superseded, older):
+                try:
+                    with reading():
+                        if not isinstance(file, File):
+                            raise file
+                        manifest = await read_manifest(self.opened.medium, file, entry, self.identity.block_bytes)
+                        if superseded:
+                            largest = max((chunk.nbytes for chunk in manifest.chunks), default=MIN_BLOCK)
+                            pool, backend = BufferPool(2 * largest, largest), CopyBackend(self.opened.operations)
+                            await read_payload(self.opened.medium, backend, pool, file, manifest, Targets(), every=True)
+                        result = await use(entry, file, manifest)
+                    used = True
+                    return result
+                except UnreadableError as unreadable:
+                    if not is_exhausted(unreadable.error):
+                        pick(await self.record())  # what older() chooses from
                     raise
-                pick(await self.record())  # what older() chooses from
-                fallback.pass_over(entry, superseded, error, older)
-            finally:
-                if isinstance(file, File) and not (used and keep):
-                    await self.session.medium.close(file)
+                finally:
+                    if isinstance(file, File) and not (used and keep):
+                        await self.opened.medium.close(file)
+        raise self.nothing(path, step)
+
+    def nothing(self, path: str | os.PathLike[str], step: int | None) -> NoCheckpointError:
+        """Return what to raise where there is no checkpoint, or none of ``step``."""
+        of_step = "" if step is None else f" of step {step}"
+        return NoCheckpointError(f"{os.fspath(path)} holds no checkpoint{of_step}")
+
+
+def read_at_once(path: str | os.PathLike[str]) -> tuple[Identity, Record] | None:
+    """Read the identity and the newest record of a store on this thread; None where there is no (complete) store.
+
+    Raises CorruptStoreError, ReadError.
+    """
+    operations = OperationsAtOnce()
+    opened = OpenMedium(operations, Files(path, operations), "")
+
+    async def read() -> tuple[Identity, Record] | None:
+        try:
+            reader = await StoreReader.open(opened)
+            return None if reader is None else (reader.identity, await reader.record())
+        finally:
+            await opened.medium.close()
+
+    work = read()
+    try:
+        work.send(None)  # no loop is around it: these operations never suspend
+    except StopIteration as end:
+        found: tuple[Identity, Record] | None = end.value
+        return found
+    work.close()
+    raise RuntimeError("it waits for something")
 
 
 def _names(record: Record, entry: Entry, superseded: bool) -> bool:

@@ -23,6 +23,7 @@ from pccheck_async.engine import (
     StepReport,
     TrainingHooks,
     block_on,
+    note_closing_failure_on,
     run,
     unwrapped,
 )
@@ -98,9 +99,14 @@ class TrainingRun(TrainingHooks):
     def patience(self) -> float | None:
         return self.preemption.patience
 
+    @property
+    def stopping(self) -> bool:
+        """Whether the process was asked to go, and this step is the last one before it does."""
+        return self.preemption.pending
+
     def before_checkpoint(self) -> bool:
         self.preemption.go_on()
-        return self.preemption.pending
+        return self.stopping
 
     def before_restore(self) -> None:
         if self._last_finished is not None:
@@ -158,7 +164,7 @@ class TrainingRun(TrainingHooks):
             end = time.perf_counter()
             start = end - (time.monotonic() - this.began)
             core.trace(Span(name="step", start=start, end=end, step=this.step))
-        due = self._is_due(this) and not self.preemption.pending
+        due = self._is_due(this) and not self.stopping
         first, self._state_seen = not self._state_seen, True
         if first and not due:
             flatten(this.state)  # what cannot be saved is told now, and not in an hour
@@ -248,15 +254,13 @@ class TrainingRun(TrainingHooks):
         """Save the last finished step if no checkpoint holds it, unless an error ends the context; then close."""
         core = self.core
         try:
-            if well or self.preemption.pending:
+            if well or self.stopping:
                 yield from self._save_last_step(well=well)
         except BaseException as error:
             if not isinstance(error, Exception):  # cancelled: as in closing, what is in flight is not waited for
                 yield core.cancel_all()
-            try:
+            with note_closing_failure_on(error):
                 yield from core.close()
-            except Exception as failure:  # noqa: BLE001 - told with the first one
-                error.add_note(f"closing the engine failed, too: {type(failure).__name__}: {failure}")
             raise
         yield from core.close()
 
@@ -323,7 +327,7 @@ class _Context:
 
     def _is_last(self) -> bool:
         """Whether the process was asked to go, and may after this step."""
-        return self._training.preemption.pending and self._this.whole
+        return self._training.stopping and self._this.whole
 
 
 class StepContext(_Context):

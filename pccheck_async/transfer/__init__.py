@@ -5,13 +5,29 @@ Two rooms inside have doors of their own: ``operations/`` (write, read, flush, c
 telemetry and errors.
 """
 
-from pccheck_async.transfer.machine import available_cores, available_memory
+from pccheck_async.transfer.forks import ForkLock, abandoned_in_child
+from pccheck_async.transfer.machine import available_cores, available_memory, share_of_machine
 from pccheck_async.transfer.memory import PAGE_BYTES, address_of, aligned_buffer, contiguous_buffer, map_memory
 from pccheck_async.transfer.plan import PackedPiece, Segments
 from pccheck_async.transfer.pool import BufferLease, BufferPool
 from pccheck_async.transfer.uninterrupted import Tasks, to_its_end, uninterrupted
 
 __all__ = [
-    "PAGE_BYTES", "BufferLease", "BufferPool", "PackedPiece", "Segments", "Tasks", "address_of", "aligned_buffer",
-    "available_cores", "available_memory", "contiguous_buffer", "map_memory", "to_its_end", "uninterrupted",
+    "PAGE_BYTES",
+    "BufferLease",
+    "BufferPool",
+    "ForkLock",
+    "PackedPiece",
+    "Segments",
+    "Tasks",
+    "abandoned_in_child",
+    "address_of",
+    "aligned_buffer",
+    "available_cores",
+    "available_memory",
+    "contiguous_buffer",
+    "map_memory",
+    "share_of_machine",
+    "to_its_end",
+    "uninterrupted",
 ]  # fmt: skip

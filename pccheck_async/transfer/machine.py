@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-__all__ = ["available_cores", "available_memory"]
+__all__ = ["available_cores", "available_memory", "share_of_machine"]
 
 _MEMORY = (
     ("memory.max", "memory.current", "inactive_file"),
@@ -15,6 +15,7 @@ _MEMORY = (
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 """Files of a cgroup: the limit, the use, and the field of ``memory.stat`` for page cache that the kernel can drop."""
+_LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _RLIMITS = ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData"))
 
 
@@ -48,6 +49,15 @@ def available_memory(root: Path = Path("/")) -> int:
         if soft != resource.RLIM_INFINITY:
             free = min(free, max(0, soft - mine.get(f"{used_by}:", 0) * 1024))
     return free
+
+
+def share_of_machine(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """Return the cores and the bytes of memory that are this process's, where a launcher started several on this host.
+
+    torchrun and MPI say how many in the environment; they need not be one group. At least one core.
+    """
+    ranks = max(1, *(int(environment[name]) for name in _LOCAL_RANKS if environment.get(name, "").isdigit()), 1)
+    return max(1, available_cores() // ranks), available_memory() // ranks
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:

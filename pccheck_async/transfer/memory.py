@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import weakref
 from contextlib import suppress
 
 import numpy as np
+
+from pccheck_async.transfer.forks import abandoned_in_child
 
 __all__ = ["PAGE_BYTES", "address_of", "aligned_buffer", "contiguous_buffer", "map_memory"]
 
@@ -19,22 +20,27 @@ _ADVICE = (
     "MADV_DONTDUMP",  # a core dump does not carry gigabytes of weights
     "MADV_HUGEPAGE",  # first touch faults once per 2 MiB, not once per 4 KiB
 )
-_mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 MOST_HUGE_BYTES = 8 << 20
 """More than about a chunk at a time is not to become physical: with pages of 64 KiB a huge page has 512 MiB."""
+
+
+class _Memory(mmap.mmap):
+    def abandon(self) -> None:
+        # The child has the object without its memory: destroying it would unmap whatever lies there by then.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
 
 def map_memory(nbytes: int) -> mmap.mmap:
     """Map ``nbytes`` (rounded up to pages) of zeroed private memory. Physical pages are taken when first touched."""
     size = max(1, -(-nbytes // PAGE_BYTES)) * PAGE_BYTES
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    memory = mmap.mmap(-1, size, flags=flags)
+    memory = _Memory(-1, size, flags=flags)
     for advice in _ADVICE:
         value = getattr(mmap, advice, None)
         if value is not None and (advice != "MADV_HUGEPAGE" or _huge_page_bytes() <= MOST_HUGE_BYTES):
             with suppress(OSError):  # advice only: a kernel built without it still works
                 memory.madvise(value)
-    _mapped.add(memory)
+    abandoned_in_child.add(memory)
     return memory
 
 
@@ -64,12 +70,3 @@ def address_of(buffer: memoryview) -> int:
 
 def _huge_page_bytes() -> int:
     return PAGE_BYTES * PAGE_BYTES // 8  # mapped by one page of 8-byte table entries
-
-
-def _keep_in_child() -> None:
-    # The child has the objects without their memory: destroying one would unmap whatever lies there by then.
-    for memory in list(_mapped):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
-
-
-os.register_at_fork(after_in_child=_keep_in_child)

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pccheck_async.engine import EngineConfig, EngineCore, run
-from pccheck_async.errors import CheckpointError, StoreLockedError, folder_error
+from pccheck_async.engine import EngineConfig, EngineCore, note_closing_failure_on, run
+from pccheck_async.errors import StoreLockedError, folder_error
 from pccheck_async.format import align
 from pccheck_async.medium import File, Medium
-from pccheck_async.medium.open_medium import IO, open_session
+from pccheck_async.medium.open_medium import IO, open_medium
 from pccheck_async.transfer import PAGE_BYTES, Tasks, aligned_buffer
 from pccheck_async.tuning.choice import Point, staging_bytes
 
@@ -72,21 +72,21 @@ async def try_disk(folder: Path, io: IO, *, nbytes: int, seconds: float) -> Disk
 
     CPU time is that of the whole process: nothing else in it should compute meanwhile.
     """
-    session = await open_session(folder, io, writers=_DISK_STREAMS, copiers=1)
+    opened = await open_medium(folder, io, writers=_DISK_STREAMS, copiers=1)
     try:
-        facts = await session.medium.prepare(create=True)
+        facts = await opened.medium.prepare(create=True)
         chunk = align(min(nbytes, _DISK_CHUNK_BYTES), max(facts.block_bytes, PAGE_BYTES))
         chunks = -(-nbytes // chunk)
-        file = await session.medium.reserve(_DISK_FILE, chunks * chunk)
+        file = await opened.medium.reserve(_DISK_FILE, chunks * chunk)
         data = aligned_buffer(chunk)
         data[:] = np.random.default_rng().bytes(chunk)
-        count = await _write(session.medium, file, data, chunks, seconds, once=True)
+        count = await _write(opened.medium, file, data, chunks, seconds, once=True)
         began, busy = time.perf_counter(), time.process_time()
-        written = await _write(session.medium, file, data, count, seconds, once=False)
+        written = await _write(opened.medium, file, data, count, seconds, once=False)
         took, busy = time.perf_counter() - began, time.process_time() - busy
-        await session.medium.remove(_DISK_FILE)
+        await opened.medium.remove(_DISK_FILE)
     finally:
-        await session.close()
+        await opened.close()
     return Disk(written * chunk / took, min(1.0, busy / took / _DISK_STREAMS))
 
 
@@ -148,11 +148,8 @@ async def _engine(folder: Path, io: IO, config: EngineConfig) -> AsyncIterator[E
     try:
         yield core
     except BaseException as error:
-        try:
+        with note_closing_failure_on(error):
             await run(core, core.close())
-        except CheckpointError as failure:
-            if failure is not error:
-                error.add_note(f"closing the engine failed too: {failure}")
         raise
     await run(core, core.close())
 

@@ -12,13 +12,14 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
-from pccheck_async.api import folder_session, open_reader
+from pccheck_async.api import open_folder, open_reader
 from pccheck_async.errors import DamagedError, NoCheckpointError, StoreError, StoreFullError, StoreLockedError
 from pccheck_async.format import CheckpointInfo, Entry, align, check_step, crc32
 from pccheck_async.format.manifest import encode
 from pccheck_async.format.record import MOST_ENTRIES, slot_number
+from pccheck_async.group import is_group_folder
 from pccheck_async.medium.filesystem import slot_bytes
-from pccheck_async.medium.open_medium import IO, Session, store_path
+from pccheck_async.medium.open_medium import IO, OpenMedium, store_path
 from pccheck_async.store import KeepAll, SlotLease, Store, open_store
 from pccheck_async.transfer import aligned_buffer
 from pccheck_async.upkeep.reading import LOCK_SECONDS, Held, Progress, Run, check_chunks, hold, run
@@ -107,17 +108,22 @@ def pin_checkpoint(path: str | os.PathLike[str], step: int, *, pinned: bool = Tr
 
 def _with_store(path: str | os.PathLike[str], io: IO, work: Callable[[Store], Coroutine[Any, Any, T]]) -> T:
     """Open an existing store for writing, and never make one."""
+    if is_group_folder(path):
+        raise StoreError(
+            f"{os.fspath(path)} holds a group's checkpoints, which only its ranks can change together: engine.pin() "
+            "and engine.unpin() on all of them; keep_last and the other rules drop what is neither pinned nor kept"
+        )
 
     async def change() -> T:
-        async with folder_session(path, io) as session:
-            reader = await open_reader(session, path)
+        reader = await open_reader(path, io)
+        async with reader.opened as opened:
             committed = len((await reader.record()).entries)
-            await session.medium.close(reader.commit)
-            slots = sum(1 for name in await session.medium.names() if slot_number(name) is not None)
+            await opened.medium.close(reader.commit)
+            slots = sum(1 for name in await opened.medium.names() if slot_number(name) is not None)
             free = max(0, slots - committed)  # as many stay free: the trainer reserved them
             try:
                 store = await open_store(
-                    session.medium, path=path, retention=KeepAll(), max_in_flight=free, lock_timeout=LOCK_SECONDS
+                    opened.medium, path=path, retention=KeepAll(), max_in_flight=free, lock_timeout=LOCK_SECONDS
                 )
             except StoreLockedError as error:
                 raise StoreLockedError(
@@ -137,6 +143,7 @@ def copy_checkpoint(
     target: str | os.PathLike[str],
     *,
     step: int | None = None,
+    rank: int | None = None,
     pinned: bool | None = None,
     progress: Progress = lambda done, total: None,
     io: IO = "auto",
@@ -150,9 +157,11 @@ def copy_checkpoint(
     Durability: when this returns the copy survives power loss. On an error nothing was committed.
 
     Args:
-        source: Store that has it; a trainer may write to it meanwhile.
+        source: Store that has it, or the folder of a group: then one rank's part of a complete checkpoint is copied. A
+            trainer may write to it meanwhile.
         target: Store that gets it; no trainer has it open.
         step: The newest checkpoint of this step; by default the newest of all.
+        rank: Of a group: whose part. By default that of rank 0.
         pinned: Whether the copy is pinned; by default as it is in ``source``. One that is not pinned goes when a
             trainer that opens ``target`` commits, unless its rules keep it.
         progress: See :data:`Progress`.
@@ -175,14 +184,14 @@ def copy_checkpoint(
             raise ValueError(f"{os.fspath(source)} and {os.fspath(target)} are one folder: there is nothing to copy")
 
     async def copy() -> CheckpointInfo:
-        async with hold(source, step, io) as held, folder_session(target, io) as session:
-            return await _copy(held, session, target, pinned, progress)
+        async with hold(source, step, io, rank) as held, await open_folder(target, io) as opened:
+            return await _copy(held, opened, target, pinned, progress)
 
     return run(copy())
 
 
-async def _copy(held: Held, session: Session, path: str, pinned: bool | None, progress: Progress) -> CheckpointInfo:
-    store = await open_store(session.medium, path=path, retention=KeepAll(), max_in_flight=1, lock_timeout=LOCK_SECONDS)
+async def _copy(held: Held, opened: OpenMedium, path: str, pinned: bool | None, progress: Progress) -> CheckpointInfo:
+    store = await open_store(opened.medium, path=path, retention=KeepAll(), max_in_flight=1, lock_timeout=LOCK_SECONDS)
     if len(store.committed.entries) >= MOST_ENTRIES:
         full = f"a commit record names {MOST_ENTRIES} checkpoints: remove some first"
         raise StoreFullError(errno.ENOSPC, full, path)
@@ -197,7 +206,7 @@ async def _copy(held: Held, session: Session, path: str, pinned: bool | None, pr
     offset = align(manifest.payload_nbytes, block)
     lease = await store.reserve(offset + align(len(data), block))
     try:
-        await _copy_payload(held, session, lease, progress)
+        await _copy_payload(held, opened, lease, progress)
     except BaseException:
         await store.release(lease)
         raise
@@ -208,7 +217,7 @@ async def _copy(held: Held, session: Session, path: str, pinned: bool | None, pr
     return entry.info
 
 
-async def _copy_payload(held: Held, session: Session, lease: SlotLease, progress: Progress) -> None:
+async def _copy_payload(held: Held, opened: OpenMedium, lease: SlotLease, progress: Progress) -> None:
     manifest, done = held.manifest, 0
 
     def damaged(index: int, reason: str) -> None:
@@ -222,8 +231,8 @@ async def _copy_payload(held: Held, session: Session, lease: SlotLease, progress
         # Where blocks of the target are larger than those of the source, a run may end inside one. Then the writer
         # goes on without O_DIRECT.
         nonlocal done
-        await session.medium.write(lease.file, run.offset, view)
+        await opened.medium.write(lease.file, run.offset, view)
         done += run.nbytes
         progress(done, manifest.payload_nbytes)
 
-    await check_chunks(held.reader.session, held.file, manifest, damaged=damaged, checked=write)
+    await check_chunks(held.reader.opened, held.file, manifest, damaged=damaged, checked=write)

@@ -17,7 +17,7 @@ import torch
 from pccheck_async.errors import DamagedError
 from pccheck_async.format import CheckpointInfo, check_step, dtypes
 from pccheck_async.format.manifest import TensorEntry
-from pccheck_async.medium.open_medium import IO, Session
+from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.state import StoredLeaf, list_leaves
 from pccheck_async.store import VerifiedChunks
 from pccheck_async.transfer import Tasks
@@ -105,6 +105,8 @@ def compare_checkpoints(
     *,
     step: int | None = None,
     other_step: int | None = None,
+    rank: int | None = None,
+    other_rank: int | None = None,
     progress: Progress = lambda done, total: None,
     io: IO = "auto",
 ) -> Comparison:
@@ -119,6 +121,8 @@ def compare_checkpoints(
         other: Store of the second; by default the same.
         step: Of the first; by default the newest one there.
         other_step: Of the second; by default the newest one there.
+        rank: Whose part of the first, in the folder of a group; by default that of rank 0.
+        other_rank: Whose part of the second; in the same folder by default that of ``rank``.
         progress: See :data:`Progress`.
         io: As for :class:`pccheck_async.CheckpointEngine`.
 
@@ -128,10 +132,12 @@ def compare_checkpoints(
         ReadError: the device failed.
     """
     step, other_step = check_step(step), check_step(other_step)
+    if other is None:
+        other, other_rank = path, rank if other_rank is None else other_rank
 
     async def compare() -> Comparison:
-        async with hold(path, step, io) as one, hold(path if other is None else other, other_step, io) as two:
-            comparing = _Comparing(one.reader.session, _Side(one), _Side(two), progress)
+        async with hold(path, step, io, rank) as one, hold(other, other_step, io, other_rank) as two:
+            comparing = _Comparing(one.reader.opened, _Side(one), _Side(two), progress)
             differences = tuple(await comparing.run())
             return Comparison(one.entry.info, two.entry.info, comparing.leaves, comparing.done, differences)
 
@@ -144,7 +150,7 @@ class _Side:
     def __init__(self, held: Held) -> None:
         self._step = held.entry.step
         self._listing = list_leaves(held.manifest)
-        self._payload = VerifiedChunks(held.reader.session, held.file, held.manifest, make_pool(held.manifest))
+        self._payload = VerifiedChunks(held.reader.opened, held.file, held.manifest, make_pool(held.manifest))
         self.branches = self._listing.branches
         self.leaves = {leaf.path: leaf for leaf in self._listing.leaves}
 
@@ -167,8 +173,8 @@ class _Side:
 
 
 class _Comparing:
-    def __init__(self, session: Session, one: _Side, other: _Side, progress: Progress) -> None:
-        self._call = session.operations.call
+    def __init__(self, opened: OpenMedium, one: _Side, other: _Side, progress: Progress) -> None:
+        self._call = opened.operations.call
         self._one = one
         self._other = other
         self._progress = progress

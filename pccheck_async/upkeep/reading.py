@@ -11,20 +11,21 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from pccheck_async.api import folder_session, open_reader
+from pccheck_async.api import open_reader
 from pccheck_async.engine import EngineLoop
-from pccheck_async.errors import NoCheckpointError, ReadError
+from pccheck_async.errors import ReadError
 from pccheck_async.format import CheckpointInfo, Entry, check_step, crc32
 from pccheck_async.format.manifest import ChunkEntry, Manifest
 from pccheck_async.format.record import slot_name
+from pccheck_async.group import PartReader
 from pccheck_async.medium import File
-from pccheck_async.medium.open_medium import IO, Session
+from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.state import StoredLeaf, list_leaves
 from pccheck_async.store import StoreReader, choose, read_manifest
 from pccheck_async.transfer import BufferPool, Tasks, available_memory
 
 __all__ = ["LOCK_SECONDS", "Description", "Held", "Progress", "Run", "check_chunks", "describe_checkpoint", "hold"]
-__all__ += ["make_pool", "no_checkpoint", "run", "runs"]
+__all__ += ["make_pool", "run", "runs"]
 
 T = TypeVar("T")
 
@@ -38,11 +39,6 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         return loop.call(work)
 
 
-def no_checkpoint(path: str | os.PathLike[str], step: int | None) -> NoCheckpointError:
-    """Return what to raise where a store lacks the checkpoint that was asked for."""
-    return NoCheckpointError(f"{os.fspath(path)} holds no checkpoint" + ("" if step is None else f" of step {step}"))
-
-
 @dataclass(frozen=True, slots=True)
 class Held:
     """A committed checkpoint, held for reading: its store, what the record says of it, its slot, and what it holds."""
@@ -54,20 +50,21 @@ class Held:
 
 
 @asynccontextmanager
-async def hold(path: str | os.PathLike[str], step: int | None, io: IO) -> AsyncIterator[Held]:
-    """Hold the newest checkpoint, or the newest of ``step``, until the context is left.
+async def hold(path: str | os.PathLike[str], step: int | None, io: IO, rank: int | None = None) -> AsyncIterator[Held]:
+    """Hold the newest checkpoint, or the newest of ``step``, until the context is left; of a group, a rank's part.
 
-    Raises NoCheckpointError, DamagedError (slot or manifest), CorruptStoreError, ReadError.
+    Raises NoCheckpointError, DamagedError (slot or manifest), CorruptStoreError, ReadError; ValueError for a rank of
+    what is no group's folder.
     """
-    async with folder_session(path, io) as session:
-        reader = await open_reader(session, path)
+    reader = await open_reader(path, io, step=step, rank=rank)
+    async with reader.opened as opened:
         held = await reader.lock(lambda record: choose(record.entries, step))
         if held is None:
-            raise no_checkpoint(path, step)
+            raise reader.nothing(path, step)
         entry, file = held
         if not isinstance(file, File):
             raise file
-        manifest = await read_manifest(session.medium, file, entry, reader.identity.block_bytes)
+        manifest = await read_manifest(opened.medium, file, entry, reader.identity.block_bytes)
         yield Held(reader, entry, file, manifest)
 
 
@@ -86,6 +83,7 @@ class Description:
         manifest_nbytes: Its length.
         store_id: Of the store.
         block_bytes: Of the store: what offsets and lengths are multiples of.
+        rank: Whose part of a group's checkpoint it is, else None.
     """
 
     info: CheckpointInfo
@@ -98,6 +96,7 @@ class Description:
     manifest_nbytes: int
     store_id: str
     block_bytes: int
+    rank: int | None = None
 
     @property
     def array_nbytes(self) -> int:
@@ -110,8 +109,12 @@ class Description:
         return sum(leaf.alias_of is not None for leaf in self.leaves)
 
 
-def describe_checkpoint(path: str | os.PathLike[str], *, step: int | None = None, io: IO = "auto") -> Description:
+def describe_checkpoint(
+    path: str | os.PathLike[str], *, step: int | None = None, rank: int | None = None, io: IO = "auto"
+) -> Description:
     """Describe the newest checkpoint, or the newest of ``step``. Reads its manifest and no tensor.
+
+    In a group's folder it is one rank's part of a complete checkpoint, by default that of rank 0.
 
     Raises:
         NoCheckpointError: there is none.
@@ -121,7 +124,7 @@ def describe_checkpoint(path: str | os.PathLike[str], *, step: int | None = None
     step = check_step(step)
 
     async def describe() -> Description:
-        async with hold(path, step, io) as held:
+        async with hold(path, step, io, rank) as held:
             listing = list_leaves(held.manifest)
             return Description(
                 info=held.entry.info,
@@ -134,6 +137,7 @@ def describe_checkpoint(path: str | os.PathLike[str], *, step: int | None = None
                 manifest_nbytes=held.entry.manifest_nbytes,
                 store_id=held.reader.identity.store_id,
                 block_bytes=held.reader.identity.block_bytes,
+                rank=held.reader.rank if isinstance(held.reader, PartReader) else None,
             )
 
     return run(describe())
@@ -182,7 +186,7 @@ def make_pool(manifest: Manifest) -> BufferPool:
 
 
 async def check_chunks(
-    session: Session,
+    opened: OpenMedium,
     file: File,
     manifest: Manifest,
     *,
@@ -193,7 +197,7 @@ async def check_chunks(
     """Read chunks at the storage's speed and compare each with its checksum.
 
     Args:
-        session: Moves the bytes.
+        opened: Moves the bytes.
         file: The slot.
         manifest: Names the chunks.
         damaged: Called with the number of every chunk that is not what was written, and why.
@@ -206,7 +210,7 @@ async def check_chunks(
     async def check(run: Run, buffer: memoryview) -> None:
         view, whole = buffer[: run.nbytes], True
         try:
-            got = await session.medium.read(file, run.offset, view)
+            got = await opened.medium.read(file, run.offset, view)
         except ReadError as error:
             if len(run.chunks) > 1:
                 for index, chunk in enumerate(run.chunks, run.first):  # which of them it is
@@ -214,7 +218,7 @@ async def check_chunks(
                 return
             damaged(run.first, f"it cannot be read: {error.strerror or error}")
         else:
-            sums = await session.operations.call(_checksums, run, view)
+            sums = await opened.operations.call(_checksums, run, view)
             for index, (chunk, checksum) in enumerate(zip(run.chunks, sums, strict=True), run.first):
                 if chunk.offset - run.offset + chunk.nbytes > got:
                     damaged(index, f"the file ends at byte {run.offset + got}")

@@ -12,7 +12,7 @@ from typing import Literal
 
 from msgspec import structs
 
-from pccheck_async.api import folder_session
+from pccheck_async.api import open_folder
 from pccheck_async.errors import (
     CorruptStoreError,
     NoCheckpointError,
@@ -28,6 +28,7 @@ from pccheck_async.format.record import (
     COMMIT_NAME,
     COMMIT_NBYTES,
     FORMAT_VERSION,
+    GROUP_VERSION,
     IDENTITY_NAME,
     encode_identity,
     encode_record,
@@ -38,7 +39,7 @@ from pccheck_async.format.record import (
     slot_number,
 )
 from pccheck_async.medium import Medium
-from pccheck_async.medium.open_medium import IO, Session
+from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.store import lock_commit, no_store, read_commit, stored_identity, unread_record
 from pccheck_async.transfer import PAGE_BYTES
 from pccheck_async.upkeep.reading import LOCK_SECONDS, Progress, run
@@ -111,23 +112,24 @@ def recover_store(
 
     Raises:
         NoCheckpointError: there is nothing here that could be recovered.
-        StoreError: ``write`` where nothing is missing or damaged.
+        StoreError: ``write`` where nothing is missing or damaged, or where the store of a group's rank needs a record:
+            of which checkpoints its slots hold parts was only in those that are lost.
         StoreLockedError: ``write`` while a trainer has the store open.
         CorruptStoreError: a newer version of this package made the store.
         ReadError, WriteError: the device failed.
     """
     name = os.fspath(path)
 
-    async def examine(session: Session) -> Recovery:
-        medium = session.medium
+    async def examine(opened: OpenMedium) -> Recovery:
+        medium = opened.medium
         alone = write and COMMIT_NAME not in await medium.names()  # no trainer opens it so
-        opening = partial(medium.open, COMMIT_NAME, writable=True)  # its lock is held until the session ends
+        opening = partial(medium.open, COMMIT_NAME, writable=True)  # its lock is held until the folder is closed
         if write and not alone and await lock_commit(medium, opening, LOCK_SECONDS) is None:
             raise StoreLockedError(f"another process has {name} open for writing: close it first")
         names = await medium.names()  # only now: whoever held the lock may have made slots
         numbers = [number for each in names if (number := slot_number(each)) is not None]
         if not numbers and COMMIT_NAME not in names:
-            raise no_store(session, path, "no store, nor parts of one")
+            raise no_store(opened, path, "no store, nor parts of one")
         facts = await medium.prepare(create=False)
         identity_state, identity = await _identity(medium)
         commit = await read_commit(medium)
@@ -136,7 +138,7 @@ def recover_store(
         found: list[FoundCheckpoint] = []
         if record is None or search:
             block = identity.block_bytes if identity else MIN_BLOCK
-            found = [await _search(session, number, block, progress, keep=write, alone=alone) for number in numbers]
+            found = [await _search(opened, number, block, progress, keep=write, alone=alone) for number in numbers]
             if write and any(one.note == _BUSY for one in found):
                 raise StoreLockedError(f"another process writes to a slot of {name}: nothing was written")
             if alone and COMMIT_NAME in await medium.names():
@@ -152,14 +154,12 @@ def recover_store(
         recovery = Recovery(identity_state, record_state, tuple(found), tuple(entry.info for entry in entries))
         if not write:
             return recovery
-        if not recovery.needed and not search:
-            raise StoreError(f"{name} is in order: nothing was written (`pccheck verify` checks its checkpoints)")
-        if found and not entries:
-            raise NoCheckpointError(f"no slot of {name} holds a whole checkpoint: nothing was written")
+        version = record.version if record is not None else identity.format if identity is not None else FORMAT_VERSION
+        _check_writable(name, recovery, version, search)
         if identity is None:
             block = _block(max(facts.block_bytes, PAGE_BYTES), entries)
             store_id = store_id or secrets.token_hex(16)
-            identity = Identity(format=FORMAT_VERSION, store_id=store_id, checksum=checksum.NAME, block_bytes=block)
+            identity = Identity(format=version, store_id=store_id, checksum=checksum.NAME, block_bytes=block)
         files: dict[str, bytes] = {}
         if record is None or search:
             files[COMMIT_NAME] = _commit_file(identity, entries)
@@ -168,10 +168,24 @@ def recover_store(
         return replace(recovery, written=tuple(files), kept=await _replace_files(medium, names, files))
 
     async def recover() -> Recovery:
-        async with folder_session(path, io) as session:
-            return await examine(session)
+        async with await open_folder(path, io) as opened:
+            return await examine(opened)
 
     return run(recover())
+
+
+def _check_writable(name: str, recovery: Recovery, version: int, search: bool) -> None:
+    """Raise StoreError, NoCheckpointError where nothing is to be written."""
+    if not recovery.needed and not search:
+        raise StoreError(f"{name} is in order: nothing was written (`pccheck verify` checks its checkpoints)")
+    if version == GROUP_VERSION and (recovery.record != "valid" or search):
+        raise StoreError(
+            f"{name} holds one rank's parts of a group's checkpoints, and only records that ranks wrote say of which: "
+            "nothing was written; copy the slots that are whole into a folder of their own, without "
+            f"{COMMIT_NAME!r} and {IDENTITY_NAME!r}, and recover that as a store of one process"
+        )
+    if recovery.found and not recovery.named:
+        raise NoCheckpointError(f"no slot of {name} holds a whole checkpoint: nothing was written")
 
 
 def _pinned_as_before(entries: Sequence[Entry], record: Record | None) -> list[Entry]:
@@ -229,26 +243,26 @@ def _record(
 
 
 async def _search(
-    session: Session, number: int, block_bytes: int, progress: Progress, *, keep: bool, alone: bool
+    opened: OpenMedium, number: int, block_bytes: int, progress: Progress, *, keep: bool, alone: bool
 ) -> FoundCheckpoint:
-    """Search a slot; it stays locked until the session ends where what was found is going to be named.
+    """Search a slot; it stays locked until the folder is closed where what was found is going to be named.
 
     With ``alone`` also against others that recover: without a commit file its lock cannot keep them out.
     """
     try:
-        file = await session.medium.open(slot_name(number), writable=alone)  # flock over NFS asks for that
+        file = await opened.medium.open(slot_name(number), writable=alone)  # flock over NFS asks for that
     except (CorruptStoreError, OSError) as error:
         if is_exhausted(error) or is_forbidden(error):
             raise  # what it holds may be whole, and would not be named
         return FoundCheckpoint(number, note=str(error))
     try:
-        if not await session.medium.lock(file, shared=not alone):
+        if not await opened.medium.lock(file, shared=not alone):
             keep = False
             return FoundCheckpoint(number, note=_BUSY)
-        return await search_slot(session, number, file, block_bytes, progress)
+        return await search_slot(opened, number, file, block_bytes, progress)
     finally:
         if not keep:
-            await session.medium.close(file)
+            await opened.medium.close(file)
 
 
 def _block(block: int, entries: Sequence[Entry]) -> int:

@@ -13,7 +13,7 @@ from pccheck_async.format import CheckpointInfo, Entry, check_metadata, crc32
 from pccheck_async.format.manifest import MIN_BLOCK, VERSION, Manifest, decode, encode
 from pccheck_async.format.record import MOST_ENTRIES, slot_name
 from pccheck_async.medium import File, read_around
-from pccheck_async.medium.open_medium import Session
+from pccheck_async.medium.open_medium import OpenMedium
 from pccheck_async.state import Listing, list_leaves
 from pccheck_async.transfer import PAGE_BYTES, aligned_buffer
 from pccheck_async.upkeep.reading import Progress
@@ -67,7 +67,7 @@ class FoundCheckpoint:
 
 
 async def search_slot(
-    session: Session, number: int, file: File, block_bytes: int, progress: Progress
+    opened: OpenMedium, number: int, file: File, block_bytes: int, progress: Progress
 ) -> FoundCheckpoint:
     """Look for a whole checkpoint in a slot, from its end.
 
@@ -76,7 +76,7 @@ async def search_slot(
     that; a manifest inside the payload of a whole checkpoint is part of somebody's tensors. Without a whole one, the
     one with the latest time is described, and what is damaged of it.
     """
-    search = _Search(session, number, file, progress, _MOST_LOOKS * file.nbytes + _FEW_BYTES)
+    search = _Search(opened, number, file, progress, _MOST_LOOKS * file.nbytes + _FEW_BYTES)
     best, tried = FoundCheckpoint(number, note="no manifest"), 0
     async for offset in search.offsets(block_bytes):
         try:
@@ -108,7 +108,7 @@ class _Candidate(NamedTuple):
 class _Search:
     """One slot; ``left`` bytes may still be read in search of manifests."""
 
-    session: Session
+    opened: OpenMedium
     number: int
     file: File
     progress: Progress
@@ -118,8 +118,8 @@ class _Search:
         """Yield the offsets at which a manifest may begin, the last one first."""
         buffer, nbytes = aligned_buffer(_WINDOW_BYTES), self.file.nbytes
         for start in range((nbytes - 1) // _WINDOW_BYTES * _WINDOW_BYTES, -1, -_WINDOW_BYTES):
-            got, _ = await read_around(self.session.medium, self.file, start, buffer)
-            for offset in await self.session.operations.call(find_signatures, buffer[: got // step * step], step):
+            got, _ = await read_around(self.opened.medium, self.file, start, buffer)
+            for offset in await self.opened.operations.call(find_signatures, buffer[: got // step * step], step):
                 yield start + offset
             self.progress(nbytes - start, nbytes)
 
@@ -130,10 +130,10 @@ class _Search:
         size = _FIRST_LOOK_BYTES
         while True:
             buffer = aligned_buffer(size)
-            got, lost = await read_around(self.session.medium, self.file, base, buffer)
+            got, lost = await read_around(self.opened.medium, self.file, base, buffer)
             self.left -= got
             data = buffer[offset - base : got]
-            decoded = await self.session.operations.call(manifest_at, data, offset)
+            decoded = await self.opened.operations.call(manifest_at, data, offset)
             if decoded is not None:
                 manifest, length = decoded
                 if end := next((at for at in lost if offset - base - PAGE_BYTES < at < offset - base + length), None):
@@ -152,7 +152,7 @@ class _Search:
             done += nbytes
             self.progress(done, manifest.payload_nbytes)
 
-        damage = await check_payload(self.session, self.file, manifest, candidate.listing, read)
+        damage = await check_payload(self.opened, self.file, manifest, candidate.listing, read)
         try:
             metadata = check_metadata(manifest.metadata)
         except UnsupportedStateError:

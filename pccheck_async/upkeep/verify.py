@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pccheck_async.api import folder_session, open_reader
+from pccheck_async.api import open_reader
 from pccheck_async.errors import DamagedError, ReadError
 from pccheck_async.format import CheckpointInfo, Entry, Record, check_step
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.format.record import COMMIT_NBYTES, REGION_NBYTES, decode_record, newest_record, slot_name
+from pccheck_async.group import is_group_folder, list_group, parts_of, rank_name
 from pccheck_async.medium import File, read_around
-from pccheck_async.medium.open_medium import IO, Session
+from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.state import Listing, list_leaves
 from pccheck_async.store import StoreReader, choose, read_manifest
 from pccheck_async.transfer import aligned_buffer
-from pccheck_async.upkeep.reading import Progress, check_chunks, no_checkpoint, run
+from pccheck_async.upkeep.reading import Progress, check_chunks, run
 
 __all__ = ["CheckedCheckpoint", "Damage", "RecordCopy", "Verification", "check_payload", "examine_records"]
 __all__ += ["verify_checkpoints"]
@@ -42,12 +43,14 @@ class RecordCopy:
         generation: Of the record; None where it is not valid.
         state: ``valid``; ``blank`` where none was written yet; ``older`` than the other copy, as a kill between two
             writes leaves it; ``damaged``.
+        rank: Whose record it is in a group's folder, else None.
     """
 
     name: str
     offset: int
     generation: int | None
     state: RecordState
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,7 @@ class CheckedCheckpoint:
         chunks: So many were checked.
         nbytes: Of payload and manifest.
         damage: Empty where it is whole.
+        rank: Whose part of a group's checkpoint it is, else None.
     """
 
     info: CheckpointInfo
@@ -88,6 +92,7 @@ class CheckedCheckpoint:
     chunks: int
     nbytes: int
     damage: tuple[Damage, ...]
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +101,7 @@ class Verification:
 
     Attributes:
         records: The copies of both commit records.
-        checkpoints: Those that were checked, newest first.
+        checkpoints: Those that were checked, newest first; of a group all parts, rank by rank.
         nbytes: Bytes of checkpoints that were read.
         seconds: The time that reading and checking them took.
         direct: Whether they came from the device, past the page cache.
@@ -124,15 +129,17 @@ def verify_checkpoints(
 ) -> Verification:
     """Check ``store.json``, all copies of both commit records, and the manifest and every chunk of checkpoints.
 
+    Of a group's folder, the records of all ranks, and all parts of complete checkpoints.
+
     Args:
-        path: Folder of a store.
+        path: Folder of a store, or of a group.
         step: Check the newest checkpoint of this step; by default the newest of all.
         every: Check all committed checkpoints. Those that a running writer drops meanwhile are left out.
         progress: See :data:`Progress`.
         io: As for :class:`pccheck_async.CheckpointEngine`.
 
     Raises:
-        NoCheckpointError: there is none to check.
+        NoCheckpointError: there is none to check; of a group, none that is complete (IncompleteCheckpointError).
         CorruptStoreError: ``store.json`` is damaged, or no record is valid: see :func:`recover_store`. Or this version
             does not understand what is whole in a checkpoint.
         ReadError: the device failed where the records lie.
@@ -140,29 +147,64 @@ def verify_checkpoints(
     step = check_step(step)
 
     async def verify() -> Verification:
-        async with folder_session(path, io) as session:
-            reader = await open_reader(session, path)
+        async with (reader := await open_reader(path, io)).opened as opened:
             copies, record = await _records(reader)
-            start, total, done = time.perf_counter(), 0, 0
-
-            def add(nbytes: int) -> None:
-                nonlocal done
-                done += nbytes
-                progress(min(done, total), total)
-
+            reading = _Reading(progress)
             checks: list[CheckedCheckpoint] = []
             while not checks:  # a running writer may drop all of them before they can be held
                 wanted = list(record.entries) if every else [entry] if (entry := choose(record.entries, step)) else []
                 if not wanted:
-                    raise no_checkpoint(path, step)
-                total = sum(entry.manifest_nbytes + entry.nbytes for entry in wanted)
-                checks = [checked for entry in wanted if (checked := await _check(reader, entry, add))]
+                    raise reader.nothing(path, step)
+                reading.total = sum(map(_nbytes, wanted))
+                checks = [checked for entry in wanted if (checked := await _check(reader, entry, reading.add))]
                 if not checks:
                     record = await reader.record()
-            seconds = time.perf_counter() - start
-            return Verification(copies, tuple(checks), done, seconds, session.medium.statistics().direct)
+            return reading.verification(copies, checks, opened.medium.statistics().direct)
 
-    return run(verify())
+    async def verify_group() -> Verification:
+        while True:
+            listing, reading = list_group(path), _Reading(progress)
+            chosen = listing.choose(step)
+            keys = {one.key for one in (listing.complete if every else (chosen,))}
+            reading.total = sum(_nbytes(part.entry) for key in keys for part in listing.parts(key).values())
+            copies: list[RecordCopy] = []
+            checks: list[CheckedCheckpoint] = []
+            direct = True
+            for rank in listing.stores:
+                async with (reader := await open_reader(listing.folder / rank_name(rank), io)).opened as opened:
+                    found, record = await _records(reader)
+                    copies += (replace(copy, rank=rank) for copy in found)
+                    for part in parts_of(record):
+                        if part.key in keys and (checked := await _check(reader, part.entry, reading.add)):
+                            checks.append(replace(checked, rank=rank))
+                    direct &= opened.medium.statistics().direct
+            if checks:
+                return reading.verification(copies, checks, direct)
+
+    return run(verify_group() if isinstance(io, str) and is_group_folder(path) else verify())
+
+
+class _Reading:
+    """Counts bytes and time of a verification."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._start = time.perf_counter()
+        self.total = self._done = 0
+
+    def add(self, nbytes: int) -> None:
+        self._done += nbytes
+        self._progress(min(self._done, self.total), self.total)
+
+    def verification(
+        self, copies: Iterable[RecordCopy], checks: Iterable[CheckedCheckpoint], direct: bool
+    ) -> Verification:
+        seconds = time.perf_counter() - self._start
+        return Verification(tuple(copies), tuple(checks), self._done, seconds, direct)
+
+
+def _nbytes(entry: Entry) -> int:
+    return entry.manifest_nbytes + entry.nbytes
 
 
 def examine_records(commit: memoryview, store_id: bytes) -> tuple[RecordCopy, ...]:
@@ -189,7 +231,7 @@ async def _records(reader: StoreReader) -> tuple[tuple[RecordCopy, ...], Record]
     view = aligned_buffer(COMMIT_NBYTES)
     last, same = b"", 0
     for _ in range(10 * _LOOKS):
-        got, lost = await read_around(reader.session.medium, reader.commit, 0, view, reader.identity.block_bytes)
+        got, lost = await read_around(reader.opened.medium, reader.commit, 0, view, reader.identity.block_bytes)
         image, bad = view[:got], {offset // REGION_NBYTES * REGION_NBYTES for offset in lost}
         copies = tuple(
             replace(copy, state="damaged") if copy.offset in bad else copy
@@ -220,10 +262,10 @@ async def _check(reader: StoreReader, entry: Entry, read: Callable[[int], None])
         why = str(file) if isinstance(file, ReadError) else "there is no such file"
         return CheckedCheckpoint(info, name, 0, 0, (Damage(name, "slot", 0, offset + nbytes, why),))
     read(nbytes)
-    medium = reader.session.medium
+    medium = reader.opened.medium
     try:
         manifest = await read_manifest(medium, file, chosen, reader.identity.block_bytes)
-        damages = await check_payload(reader.session, file, manifest, list_leaves(manifest), read)
+        damages = await check_payload(reader.opened, file, manifest, list_leaves(manifest), read)
         return CheckedCheckpoint(info, name, len(manifest.chunks), manifest.payload_nbytes + nbytes, damages)
     except (DamagedError, ReadError) as error:  # of the manifest: a chunk that cannot be read is noted as damage
         return CheckedCheckpoint(info, name, 0, nbytes, (Damage(name, "manifest", offset, nbytes, str(error)),))
@@ -232,7 +274,7 @@ async def _check(reader: StoreReader, entry: Entry, read: Callable[[int], None])
 
 
 async def check_payload(
-    session: Session, file: File, manifest: Manifest, listing: Listing, read: Callable[[int], None] = lambda _: None
+    opened: OpenMedium, file: File, manifest: Manifest, listing: Listing, read: Callable[[int], None] = lambda _: None
 ) -> tuple[Damage, ...]:
     """Read every chunk of a checkpoint and return what is damaged, in the order of the file."""
     damages: dict[int, Damage] = {}
@@ -242,5 +284,5 @@ async def check_payload(
         leaves = tuple(listing.within(chunk.offset, chunk.offset + chunk.nbytes))
         damages[index] = Damage(file.name, f"chunk {index}", chunk.offset, chunk.nbytes, reason, leaves)
 
-    await check_chunks(session, file, manifest, damaged=damaged, read=read)
+    await check_chunks(opened, file, manifest, damaged=damaged, read=read)
     return tuple(damages[index] for index in sorted(damages))

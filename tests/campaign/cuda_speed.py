@@ -23,8 +23,7 @@ from pccheck_async.state import Target, Targets
 from pccheck_async.transfer import BufferPool, available_cores
 from pccheck_async.transfer.copying import CopyBackend, make_backend
 from pccheck_async.transfer.copying.cuda import CudaCopy
-from pccheck_async.transfer.operations import Operations
-from pccheck_async.transfer.operations.native import NativeOperations, available
+from pccheck_async.transfer.operations import NativeOperations, Operations
 from pccheck_async.transfer.operations.python import PythonOperations
 from pccheck_async.transfer.plan import Plan, Planner, scatter_segments
 
@@ -51,7 +50,7 @@ class Copies:
     """Capture and restore without a store: the copies and checksums alone."""
 
     def __init__(self, chunk_bytes: int) -> None:
-        kind = NativeOperations if available() else PythonOperations
+        kind = NativeOperations if NativeOperations.available() else PythonOperations
         self.operations: Operations = kind(io_threads=1, copy_threads=min(4, max(1, available_cores() - 1)))
         self.backend: CopyBackend = make_backend(self.operations, "stream")
         assert isinstance(self.backend, CudaCopy), "this torch has no CUDA"

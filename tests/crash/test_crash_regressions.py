@@ -18,10 +18,8 @@ from pccheck_async.format.record import slot_number
 from pccheck_async.medium import File, Medium, Part
 from pccheck_async.medium.base import Unsure, ignore
 from pccheck_async.store import Retention, Store, store, store_reader
-from pccheck_async.store import commit as steps
-from pccheck_async.store.commit import CommitState, write_record
 from pccheck_async.store.commit_file import read_record
-from pccheck_async.store.retention import Kept
+from pccheck_async.store.retention import Committed, Kept
 from pccheck_async.testing import Snapshot, WrappingWriter
 from pccheck_async.transfer.operations import Operations
 from tests.support.crash_harness import BLOCK, Findings, Scenario, explore, explore_damage, explore_falling_back
@@ -77,19 +75,20 @@ def test_a_rule_that_is_forgotten(kind: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_slot_freed_before_the_record_is_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def free_first(state: CommitState, record: Record, data: Sequence[Part] = ()) -> None:
-        state.slots.table.note_committed(entry.slot for entry in record.entries)
-        await write_record(state, record, data)
+    async def free_first(self: Store, record: Record, data: Sequence[Part] = ()) -> None:
+        self.slots.table.note_committed(entry.slot for entry in record.entries)
+        await write_record(self, record, data)
 
-    monkeypatch.setattr(steps, "write_record", free_first)
+    write_record = Store.write_record
+    monkeypatch.setattr(Store, "write_record", free_first)
     found(dataclasses.replace(SCENARIO, max_in_flight=4, bursts=3, deaths=0, images=8, wrap=SlowRecords))
 
 
 def test_an_older_checkpoint_takes_the_place_of_a_newer_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def commit_anything(state: CommitState, entry: Entry) -> Record:
-        return state.committed.record_naming([entry])
+    def commit_anything(self: Committed, entry: Entry) -> Record:
+        return self.record_naming([entry])
 
-    monkeypatch.setattr(steps, "decide", commit_anything)
+    monkeypatch.setattr(Committed, "decide", commit_anything)
     found(dataclasses.replace(SCENARIO, max_in_flight=4, bursts=3))
 
 
@@ -281,10 +280,10 @@ def dying_with_the_record_in_flight(snapshot: Snapshot) -> bool:
 
 
 def test_first_flush_of_a_new_writer_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def trust_the_predecessor(state: CommitState) -> None:
+    async def trust_the_predecessor(_: Store) -> None:
         pass
 
-    monkeypatch.setattr(store, "take_over", trust_the_predecessor)
+    monkeypatch.setattr(Store, "take_over", trust_the_predecessor)
     found(dataclasses.replace(SCENARIO, bursts=1, deaths=8, images=16, dying=dying_with_the_record_in_flight))
 
 

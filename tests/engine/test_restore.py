@@ -41,7 +41,6 @@ from pccheck_async.medium import File, Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.state import Allocation
 from pccheck_async.store import choose
-from pccheck_async.store.latch import Latch
 from pccheck_async.store.slots import open_slots
 from pccheck_async.testing import CrashDisk, CrashWriter, FailingWriter, Image, ImageWriter, StuckWriter, WrappingWriter
 from pccheck_async.testing.probe import probe
@@ -525,7 +524,7 @@ def test_a_free_slot_is_removed_or_read_and_never_both(surplus: bool) -> None:
         for number in range(2 + surplus):
             await writer.reserve(slot_name(number), 4096)
         newest, before = (Entry(n, n, 0.0, 0, 1 - n, 0, 1, 0, False, {}) for n in (1, 0))
-        slots = await open_slots(writer, Record(1, (newest,), (before,)), in_flight=1, kept=1, latch=Latch())
+        slots = await open_slots(writer, Record(1, (newest,), (before,)), writer.sync_names, in_flight=1, kept=1)
 
         async def read() -> None:
             for _ in range(turns):

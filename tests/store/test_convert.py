@@ -218,6 +218,7 @@ def as_exported(value: Any) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @settings(max_examples=30, deadline=None)
 @given(state_strategies.states())
 def test_any_state_as_a_torch_file(state: dict[str, Any]) -> None:

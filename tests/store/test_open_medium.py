@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from pccheck_async import SyncCheckpointEngine, list_checkpoints, load_sync, open_checkpoint
-from pccheck_async.medium.open_medium import open_session
-from pccheck_async.transfer.operations import native
+from pccheck_async.medium.open_medium import open_medium
+from pccheck_async.transfer.operations import NativeOperations
 from tests.conftest import BACKENDS
 from tests.support.elsewhere import without_extension
 from tests.support.processes import open_files
@@ -36,7 +36,7 @@ def test_the_backend_asked_for_is_used(tmp_path: Path, io: str) -> None:
 
 def test_auto_says_what_it_found(tmp_path: Path) -> None:
     said, reason = save_and_load(tmp_path, "auto")
-    if not native.available():
+    if not NativeOperations.available():
         assert reason == "python: the C extension was not built here"
     else:
         assert reason == "threads: the C extension was built here"
@@ -80,12 +80,12 @@ def test_a_cancelled_close_closes_the_files(tmp_path: Path) -> None:
     gate = threading.Event()
 
     async def main() -> None:
-        session = await open_session(tmp_path, "python", writers=1, copiers=1)
-        file = await session.medium.reserve("file", 4096)
-        assert await session.medium.lock(file)
-        running = asyncio.create_task(session.operations.call(gate.wait, 60))
+        opened = await open_medium(tmp_path, "python", writers=1, copiers=1)
+        file = await opened.medium.reserve("file", 4096)
+        assert await opened.medium.lock(file)
+        running = asyncio.create_task(opened.operations.call(gate.wait, 60))
         await asyncio.sleep(0)
-        closing = asyncio.create_task(session.close())
+        closing = asyncio.create_task(opened.close())
         await asyncio.sleep(0)
         closing.cancel()
         await asyncio.sleep(0)

@@ -163,12 +163,12 @@ def test_a_store_in_order_is_left_alone(tmp_path: Path) -> None:
 def test_a_store_of_a_newer_format_is_left_alone(tmp_path: Path, records: str) -> None:
     save(tmp_path, 1, 2)
     store = tmp_path / "store.json"
-    store.write_text(store.read_text().replace('"format": 1', '"format": 2'))
+    store.write_text(store.read_text().replace('"format": 1', '"format": 3'))
     if records != "valid":
         (tmp_path / "commit").write_bytes(os.urandom(COMMIT_NBYTES))
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     for write in (False, True):
-        with pytest.raises(CorruptStoreError, match=r"says format 2.* recover it with the version that made it"):
+        with pytest.raises(CorruptStoreError, match=r"says format 3.* recover it with the version that made it"):
             recover_store(tmp_path, write=write)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 

@@ -6,14 +6,14 @@ import pytest
 
 from pccheck_async.state.cache import fingerprints
 from pccheck_async.state.save import split
-from pccheck_async.transfer.operations import native
+from pccheck_async.transfer.operations import NativeOperations
 
 __all__ = ["capture_at_once", "without_extension"]
 
 
 def without_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the C extension be one that was not built."""
-    monkeypatch.setattr(native, "available", lambda: False)
+    monkeypatch.setattr(NativeOperations, "available", lambda: False)
     monkeypatch.setattr(fingerprints, "dlpack_forms", None)
 
 

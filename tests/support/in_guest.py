@@ -38,8 +38,7 @@ from pccheck_async.medium import Medium
 from pccheck_async.medium.mapped import MappedFiles, kind_of_folder
 from pccheck_async.testing import MEDIUM_CHECKS
 from pccheck_async.transfer import PAGE_BYTES, aligned_buffer
-from pccheck_async.transfer.operations import Operations
-from pccheck_async.transfer.operations.native import NativeOperations
+from pccheck_async.transfer.operations import NativeOperations, Operations
 from tests.support.guest import MARK
 from tests.support.kill_harness import is_whole, state_of
 

@@ -179,7 +179,7 @@ class _Child:
         from pccheck_async.engine import EngineCore
         from pccheck_async.medium.files import Files
         from pccheck_async.medium.mapped import MappedFiles
-        from pccheck_async.store import commit
+        from pccheck_async.store import Store
         from pccheck_async.transfer.copying import CopyBackend
 
         torch.set_num_threads(1)  # the parent's OpenMP threads are not here
@@ -187,8 +187,8 @@ class _Child:
         for owner, name, phase in (
             (CopyBackend, "gather", "capture"),
             (Files if campaign.medium == "files" else MappedFiles, "write", "write"),
-            (commit, "make_data_durable", "flush"),
-            (commit, "write_record", "record"),
+            (Store, "make_data_durable", "flush"),
+            (Store, "write_record", "record"),
             (EngineCore, "_open", "recovery"),
         ):
             setattr(owner, name, self._marked(getattr(owner, name), PHASES.index(phase)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import errno
-import mmap
 import random
 import shutil
 import subprocess
@@ -1356,13 +1355,10 @@ def test_a_failed_checkpoint_keeps_no_device_memory(tmp_path: Path, engine_on: P
 
 @pytest.mark.usefixtures("nothing_left_behind", "engine_on")
 def test_an_engine_that_does_not_open_leaves_no_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full(mmap.mmap):
-        def __new__(cls, fileno: int, length: int, **options: Any) -> Any:
-            if length >= 64 * MIB:
-                raise MemoryError("no staging memory")
-            return super().__new__(cls, fileno, length, **options)
+    def full(nbytes: int) -> memoryview:
+        raise MemoryError(f"no staging memory of {nbytes} bytes")
 
-    monkeypatch.setattr(mmap, "mmap", Full)
+    monkeypatch.setattr("pccheck_async.transfer.pool.aligned_buffer", full)
     with pytest.raises(MemoryError, match="staging"):
         SyncCheckpointEngine(tmp_path, host_memory=64 * MIB).open()
 

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pccheck_async.format import checksum
-from pccheck_async.transfer.operations import Kind
-from pccheck_async.transfer.operations.native import NativeOperations
+from pccheck_async.transfer.operations import Kind, NativeOperations
 from tests.support.processes import passes_in_a_forked_child
 from tests.transfer.conftest import CHUNK, Owner, fds_now, on_loop, table, threads_fall_to, threads_now
 

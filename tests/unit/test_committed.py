@@ -21,7 +21,8 @@ def test_records_take_turns_but_for_the_one_that_alone_names_what_was_adopted() 
     committed.adopted += (older,)
     assert committed.entries == (older,)
     new = entry(5, 2)
-    assert committed.retain(new).entries == [new, older]
+    assert (chosen := committed.decide(new)) is not None
+    assert chosen.entries == (new, older)
     record = committed.record_naming(committed.entries)
     assert (record.generation, record.entries, record.superseded) == (11, (older,), ())
     assert region_offsets(record.generation) == region_offsets(9)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pccheck_async import SyncCheckpointEngine
-from pccheck_async.transfer import available_cores, available_memory
+from pccheck_async.transfer import available_cores, available_memory, share_of_machine
 from tests.support.processes import passes_in_a_forked_child
 
 MIB = 1 << 20
@@ -108,3 +108,13 @@ def test_a_process_with_a_limit_of_its_own_saves_within_it(tmp_path: Path, limit
             engine.checkpoint({"tensor": torch.arange(1 << 20)}, step=1).result()
 
     assert passes_in_a_forked_child(saves)
+
+
+@pytest.mark.parametrize("name", ["LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"])
+def test_ranks_of_one_host_share_it(name: str) -> None:
+    cores, memory = share_of_machine({})
+    half, less = share_of_machine({name: "2"})
+    assert half == max(1, cores // 2)
+    assert less == pytest.approx(memory / 2, rel=0.2)
+    assert share_of_machine({name: "1000"})[0] == 1
+    assert share_of_machine({name: "nonsense"})[0] == share_of_machine({name: "0"})[0] == cores

@@ -66,7 +66,7 @@ def test_a_budget_is_a_share(overhead: float) -> None:
 
 
 def test_other_settings_are_checked_too() -> None:
-    with pytest.raises(ValueError, match="max_in_flight is at least 1"):
+    with pytest.raises(ValueError, match="max_in_flight is a whole number of at least 1, not 0"):
         Adaptive(max_in_flight=0)
     with pytest.raises(TypeError, match="max_in_flight is a whole number"):
         PCcheckInterval(max_in_flight=True)

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
-from pccheck_async.format import Entry, Identity, Record, checksum
+from pccheck_async.format import Applied, Entry, Identity, Key, Membership, Parts, Record, Run, checksum
 from pccheck_async.format import record as layout
 from pccheck_async.format.record import (
     COMMIT_NBYTES,
     FORMAT_VERSION,
+    GROUP_VERSION,
     HEADER,
     MAGIC,
     MOST_ENTRIES,
@@ -57,6 +58,27 @@ def commit_file(*records: Record) -> bytearray:
 
 def test_record_round_trip() -> None:
     record = Record(5, (entry(9, metadata={"loss": float("inf"), "name": "ü", "n": None}), entry(3)))
+    assert layout.decode_record(layout.encode_record(record, STORE, BLOCK), STORE) == record
+
+
+def test_the_record_of_a_rank_round_trip() -> None:
+    run = Run(3, (1 << 64) - 1, 7)
+    parts = Parts(Applied(run, 12, (Key(9, run),)), tuple(Membership(run, 1, 4, n == 1) for n in range(2)))
+    record = Record(5, (entry(9), entry(3)), (), parts)
+    data = layout.encode_record(record, STORE, BLOCK)
+    assert layout.decode_record(data, STORE) == record
+    assert HEADER.unpack_from(data)[1] == GROUP_VERSION
+    for memberships in ((), parts.memberships[:1]):
+        with pytest.raises(ValueError, match="no reader would accept"):
+            layout.encode_record(replace(record, parts=Parts(None, memberships)), STORE, BLOCK)
+
+
+def test_the_largest_record_of_a_rank_fits_its_region() -> None:
+    run = Run(1 << 40, (1 << 64) - 1, (1 << 64) - 1)
+    entries = tuple(entry(1 << 40 | n, slot=n, metadata={"m": "x" * 508}) for n in reversed(range(MOST_ENTRIES)))
+    pinned = tuple(Key(each.counter, run) for each in entries)
+    parts = Parts(Applied(run, 1 << 60, pinned), (Membership(run, 1 << 20, 1 << 20, True),) * MOST_ENTRIES)
+    record = Record(1 << 60, entries, (), parts)
     assert layout.decode_record(layout.encode_record(record, STORE, BLOCK), STORE) == record
 
 
@@ -169,7 +191,7 @@ def test_identity_round_trip() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"format": 2},
+        {"format": 3},
         {"store_id": "zz"},
         {"store_id": "00"},
         {"checksum": "md5"},
@@ -240,7 +262,7 @@ def test_a_record_of_another_format_is_none() -> None:
     store_id = bytes(range(16))
     data = bytearray(encode_record(Record(3, ()), store_id, 4096))
     _, _, nbytes, _, generation, _ = HEADER.unpack_from(data)
-    for version in (FORMAT_VERSION, FORMAT_VERSION + 1):
+    for version in (FORMAT_VERSION, GROUP_VERSION + 1):
         HEADER.pack_into(data, 0, MAGIC, version, nbytes, store_id, generation, 0)
         value = checksum.crc32(data[HEADER.size : HEADER.size + nbytes], checksum.crc32(data[:40]))
         HEADER.pack_into(data, 0, MAGIC, version, nbytes, store_id, generation, value)

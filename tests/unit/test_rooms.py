@@ -22,6 +22,7 @@ FLOORS = (
     ("engine",),
     ("training",),
     ("tuning",),
+    ("group",),
     ("api",),
     ("upkeep", "convert"),
     ("",),
@@ -34,12 +35,13 @@ FLOORS = (
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 OPEN = {
     "format.checksum", "format.dtypes", "format.manifest", "format.record", "format.skeleton",
+    "group.actions", "group.messages",
     "medium.files", "medium.filesystem", "medium.folder", "medium.mapping", "medium.open_medium", "medium.status_file",
     "medium.windows", "shelf.format",
     "state.paths", "state.restore.tree",
     "telemetry.events",
     "training.data", "training.policy",
-    "transfer.copying", "transfer.operations", "transfer.operations.native", "transfer.operations.python",
+    "transfer.copying", "transfer.operations", "transfer.operations.python",
     "transfer.plan",
 }  # fmt: skip
 """What other rooms import by its module, past the door: lists of names that belong together, what imports torch where

@@ -128,7 +128,7 @@ def test_threads_that_capture_wait_for_nobody(tmp_path: Path) -> None:
             it.model.second.weight.data.shape  # noqa: B018
 
         parts = probe(it.engine)
-        future, _ = parts.loop.submit(parts.core.assembly.session.operations.call(reach))
+        future, _ = parts.loop.submit(parts.core.assembly.opened.operations.call(reach))
         future.result(10)
         parts.loop.loop.call_soon_threadsafe(reach)
         parts.loop.call(asyncio.sleep(0))

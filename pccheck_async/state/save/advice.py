@@ -23,7 +23,7 @@ from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.state import values
 
 _ADVICE: Final[tuple[tuple[type | types.UnionType, str], ...]] = (
-    (torch.Tensor, "save a plain tensor (x.to_local(), x.as_subclass(torch.Tensor)); run lazy modules once first"),
+    (torch.Tensor, "save a plain tensor (x.as_subclass(torch.Tensor)); run lazy modules once first"),
     (np.ma.MaskedArray, "save numpy.ma.getdata(x) and numpy.ma.getmaskarray(x)"),
     (np.ndarray, "save numpy.asarray(x)"),
     (torch.utils.data.DataLoader, "save where it is: with pccheck_async.ResumableLoader in its place"),
@@ -54,7 +54,15 @@ _ADVICE: Final[tuple[tuple[type | types.UnionType, str], ...]] = (
 """What to save instead of a value of these types; the first that fits."""
 
 
+_SHARD: Final = (
+    "it is a part of a tensor that lies on several ranks, and a local shard does not say which part; save "
+    "x.full_tensor(), or shards with torch.distributed.checkpoint"
+)
+
+
 def _advice(value: Any) -> str:
+    if isinstance(value, torch.Tensor) and type(value).__module__.startswith("torch.distributed"):
+        return _SHARD  # without importing DTensor, which takes a second
     for kind, advice in _ADVICE:
         if isinstance(value, kind):
             return advice

@@ -5,7 +5,8 @@ from __future__ import annotations
 from datetime import timedelta
 
 from pccheck_async.engine import Decision, Policy, SaveReport, StepReport
-from pccheck_async.training.policy.formulas import check_count, check_seconds
+from pccheck_async.format import check_count
+from pccheck_async.training.policy.formulas import check_seconds
 from pccheck_async.training.policy.measured import Adaptive, Retrying
 
 __all__ = ["EverySeconds", "EverySteps", "make_policy"]
@@ -29,11 +30,15 @@ class EverySteps(_Given):
     """
 
     def __init__(self, interval: int) -> None:
-        self._interval = check_count("the interval", interval)
+        self._interval = check_count("the interval", interval, no_int=TypeError)
 
     def due(self, report: StepReport) -> bool:
         """Go by the step's number."""
         return self._was_skipped() or (report.step + 1) % self._interval == 0
+
+    def next_after(self, step: int) -> int:
+        """Return the next step to save after: a group of ranks has to know it in advance."""
+        return ((step + 1) // self._interval + 1) * self._interval - 1
 
     def decision(self) -> Decision:
         """Return the interval that was given."""

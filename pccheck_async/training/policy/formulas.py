@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 __all__ = [
-    "CheckFreqChoice", "check_count", "check_overhead", "check_seconds", "checkfreq_interval", "daly_seconds",
+    "CheckFreqChoice", "check_overhead", "check_seconds", "checkfreq_interval", "daly_seconds",
     "interval_floor", "sustained_interval", "whole_steps", "young_seconds",
 ]  # fmt: skip
 
@@ -131,15 +131,6 @@ def sustained_interval(seconds: float, max_in_flight: int, step_seconds: float, 
     if not (step_seconds > 0 and slowdown > 0):
         raise ValueError(f"step_seconds and slowdown are positive, not {step_seconds} and {slowdown}")
     return max(1, math.ceil(seconds / max_in_flight / (slowdown * step_seconds)))
-
-
-def check_count(name: str, value: object) -> int:
-    """Return ``value`` if it is a whole number of at least 1; ValueError or TypeError names it otherwise."""
-    if type(value) is not int:
-        raise TypeError(f"{name} is a whole number, not {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} is at least 1, not {value}")
-    return value
 
 
 def check_overhead(value: float) -> float:

@@ -12,9 +12,9 @@ from statistics import median
 from typing import NamedTuple
 
 from pccheck_async.engine import Decision, SaveReport, StepReport
+from pccheck_async.format import check_count
 from pccheck_async.training.policy.formulas import (
     CheckFreqChoice,
-    check_count,
     check_overhead,
     check_seconds,
     checkfreq_interval,
@@ -147,7 +147,7 @@ class Profiling(Retrying):
 
     def __init__(self, overhead: float, max_in_flight: int, most_seconds: float | None) -> None:
         self._overhead = check_overhead(overhead)
-        self._places = check_count("max_in_flight", max_in_flight)
+        self._places = check_count("max_in_flight", max_in_flight, no_int=TypeError)
         self._age = AgeLimit(most_seconds)
         self._nbytes = 0
         self._steps = 0  # reports so far

@@ -1,4 +1,4 @@
-"""Operations on bytes, submitted in batches: what both backends share, and what each has to implement.
+"""Operations on bytes, submitted in batches: what both backends share, and the one in C.
 
 Awaiting an operation puts it into the batch of the current loop iteration, which is submitted in one call. A cancelled
 operation is asked to stop and then *waited for*: when the await ends, cancelled or not, nothing of the operation runs
@@ -11,14 +11,20 @@ import abc
 import asyncio
 import errno
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from pccheck_async.transfer.operations.worker_threads import WorkerThreads
 
-__all__ = ["ChainStep", "Kind", "Operations", "Step"]
+_why_not: ImportError | None = None
+try:
+    from pccheck_async import _ext
+except ImportError as error:
+    _why_not = error
+
+__all__ = ["ChainStep", "Kind", "NativeOperations", "Operations", "Step"]
 
 T = TypeVar("T")
 
@@ -47,27 +53,40 @@ Step: TypeAlias = tuple[int, float]
 
 
 class _Completion(asyncio.Future[Any]):
-    """The end of an operation. Cancelling it only asks the operation to stop; the awaiter resumes once it has ended."""
+    """The end of an operation. Cancelling it only asks the operation to stop; the awaiter resumes once it has ended.
 
-    def __init__(self, ask_to_stop: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(loop=loop)
+    Raises OSError where the backend is closed.
+    """
+
+    def __init__(self, operations: Operations, ask_to_stop: Callable[[int], None] | None) -> None:
+        if operations._closed:
+            raise OSError(errno.EBADF, "the I/O backend is closed")
+        super().__init__(loop=operations._loop)
+        self.token = next(operations._tokens)
         self._ask_to_stop = ask_to_stop
+        operations._waiting[self.token] = self
 
     def cancel(self, msg: Any = None) -> bool:
         """Return False: asyncio then raises CancelledError in the awaiting task when the completion is there."""
-        if not self.done():
-            self._ask_to_stop()
+        if self._ask_to_stop is not None and not self.done():
+            self._ask_to_stop(self.token)
         return False
 
 
 class Operations(abc.ABC):
     """Base of the backends: batches submissions, matches completions to awaiters. Belongs to one event loop.
 
-    A backend implements the abstract methods, and calls :meth:`_complete` on the loop's thread. To it an operation is
+    A backend has what is declared here without a body, and ends operations on the loop's thread. To it an operation is
     the tuple (token, kind, arguments...) that ``_ext.pyi`` describes.
     """
 
     name: str
+    gather_at_once: Callable[[bytes, memoryview], int]
+    """Does what :meth:`gather` does, now and on the calling thread: for copies faster than waking up a thread."""
+    _submit: Callable[[list[tuple[Any, ...]]], object]
+    """Starts the operations of a batch; all or none."""
+    _cancel: Callable[[int], object]
+    """Asks the operation to stop: completes it with ECANCELED where it has not started, else lets it end."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -80,16 +99,16 @@ class Operations(abc.ABC):
 
     async def write(self, fd: int, offset: int, data: memoryview) -> None:
         """Write all of ``data`` at ``offset``. Raises OSError."""
-        await self._perform(Kind.WRITE, fd, offset, data)
+        await self._start(Kind.WRITE, fd, offset, data)
 
     async def read(self, fd: int, offset: int, into: memoryview) -> int:
         """Fill ``into`` from ``offset``; return the bytes read, short only at the end of the file. Raises OSError."""
-        result: int = await self._perform(Kind.READ, fd, offset, into)
+        result: int = await self._start(Kind.READ, fd, offset, into)
         return result
 
     async def flush(self, fd: int) -> None:
         """Make what was written through ``fd`` durable (``fdatasync``). Raises OSError."""
-        await self._perform(Kind.FLUSH, fd)
+        await self._start(Kind.FLUSH, fd)
 
     async def gather(self, segments: bytes, into: memoryview, keepalive: Any = None) -> int:
         """Copy segments of memory into a buffer, zero the gaps, and return the CRC-32 of all of the buffer.
@@ -97,7 +116,7 @@ class Operations(abc.ABC):
         ``segments`` is a packed table of native-endian unsigned 64-bit triples (address, offset in ``into``, length),
         in growing order of offset, not overlapping; ``keepalive`` owns the addresses.
         """
-        result: int = await self._perform(Kind.GATHER, segments, into, keepalive)
+        result: int = await self._start(Kind.GATHER, segments, into, keepalive)
         return result
 
     async def scatter(self, source: memoryview, checksum: int, segments: bytes, keepalive: Any = None) -> None:
@@ -106,11 +125,11 @@ class Operations(abc.ABC):
         ``segments`` is as for :meth:`gather`, except that segments may overlap and come in any order. Raises OSError
         where the checksum differs (EBADMSG); nothing was copied.
         """
-        await self._perform(Kind.SCATTER, source, checksum, segments, keepalive)
+        await self._start(Kind.SCATTER, source, checksum, segments, keepalive)
 
     async def checksum(self, data: memoryview) -> int:
         """Return the CRC-32 of ``data``."""
-        result: int = await self._perform(Kind.CHECKSUM, data)
+        result: int = await self._start(Kind.CHECKSUM, data)
         return result
 
     async def chain(self, steps: Sequence[ChainStep], ended: list[Step]) -> None:
@@ -127,8 +146,9 @@ class Operations(abc.ABC):
             OSError: The backend is closed; nothing was performed.
             ValueError: A step is impossible; nothing was performed.
         """
-        token, completion = self._expect(lambda: None)
-        self._submit_or_fail([(token, Kind.CHAIN, tuple(steps))])
+        completion = _Completion(self, None)
+        self._batch.insert(0, (completion.token, Kind.CHAIN, tuple(steps)))
+        self._submit_batch()  # now: somebody waits
         try:
             ended += await completion
         except asyncio.CancelledError:
@@ -144,11 +164,11 @@ class Operations(abc.ABC):
 
         Cancellation: raised once the call has ended and ``undo`` was called with what it returned.
         """
-        token, completion = self._expect()
+        completion = _Completion(self, self._ask_to_stop)
         try:
-            self._helpers.submit([(token, function, arguments)])
+            self._helpers.submit([(completion.token, function, arguments)])
         except BaseException:
-            del self._waiting[token]
+            del self._waiting[completion.token]
             raise
         try:
             result: T = await completion
@@ -176,24 +196,13 @@ class Operations(abc.ABC):
         """Operations submitted and not completed."""
         return len(self._waiting)
 
-    async def _perform(self, kind: Kind, *arguments: Any) -> Any:
-        token, completion = self._expect()
+    def _start(self, kind: Kind, *arguments: Any) -> _Completion:
+        """Put an operation into the batch of this iteration of the loop."""
+        completion = _Completion(self, self._ask_to_stop)
         if not self._batch:
-            self._loop.call_soon(self._flush_batch)
-        self._batch.append((token, kind, *arguments))
-        try:
-            return await completion
-        except asyncio.CancelledError:
-            completion.exception()  # retrieved: the cancellation is what the awaiter learns
-            raise
-
-    def _expect(self, ask_to_stop: Callable[[], None] | None = None) -> tuple[int, _Completion]:
-        if self._closed:
-            raise OSError(errno.EBADF, "the I/O backend is closed")
-        token = next(self._tokens)
-        completion = _Completion(ask_to_stop or partial(self._ask_to_stop, token), self._loop)
-        self._waiting[token] = completion
-        return token, completion
+            self._loop.call_soon(self._submit_batch)
+        self._batch.append((completion.token, kind, *arguments))
+        return completion
 
     def _ask_to_stop(self, token: int) -> None:
         for index, operation in enumerate(self._batch):
@@ -204,21 +213,19 @@ class Operations(abc.ABC):
         if not self._helpers.cancel(token):
             self._cancel(token)
 
-    def _flush_batch(self) -> None:
+    def _submit_batch(self) -> None:
         batch, self._batch = self._batch, []
-        if batch:
-            self._submit_or_fail(batch)
-
-    def _submit_or_fail(self, batch: list[tuple[Any, ...]]) -> None:
         try:
-            self._submit(batch)
+            if batch:
+                self._submit(batch)
         except Exception as error:  # noqa: BLE001 - it is raised in the awaiter
             if len(batch) == 1:
                 self._complete(batch[0][0], None, error)
                 return
             # Nothing of a refused batch has started: one by one, the refusal reaches only the operation that caused it.
             for operation in batch:
-                self._submit_or_fail([operation])
+                self._batch = [operation]
+                self._submit_batch()
 
     def _complete(self, token: int, result: Any, error: BaseException | None) -> None:
         future = self._waiting.pop(token)
@@ -228,17 +235,51 @@ class Operations(abc.ABC):
             future.set_exception(error)
 
     @abc.abstractmethod
-    def gather_at_once(self, segments: bytes, into: memoryview) -> int:
-        """Do what :meth:`gather` does, now and on this thread: for copies faster than waking up a thread."""
-
-    @abc.abstractmethod
-    def _submit(self, batch: list[tuple[Any, ...]]) -> None:
-        """Start the operations of a batch; all or none."""
-
-    @abc.abstractmethod
-    def _cancel(self, token: int) -> None:
-        """Ask the operation to stop: complete it with ECANCELED where it has not started, else let it end."""
-
-    @abc.abstractmethod
     def _shutdown(self) -> None:
         """Stop the backend's threads; nothing is running any more."""
+
+
+class NativeOperations(Operations):
+    """Operations on threads of the extension: for write, read, flush and chain, and for gather, scatter and checksum.
+
+    They never wait for the GIL, and completions reach the loop through one eventfd.
+
+    Raises RuntimeError where the extension was not built, or the system has no room for that many threads.
+    """
+
+    name = "threads"
+
+    @staticmethod
+    def available() -> bool:
+        """Return whether the extension was built for this interpreter."""
+        return _why_not is None
+
+    def __init__(self, *, io_threads: int, copy_threads: int) -> None:
+        if _why_not is not None:
+            raise RuntimeError(
+                'the extension pccheck_async._ext was not built; install a C compiler and reinstall, or use io="python"'
+            ) from _why_not
+        super().__init__()
+        try:
+            self._queue = _ext.Queue(io_threads, copy_threads)
+        except BaseException as error:
+            self._helpers.close()
+            if isinstance(error, BlockingIOError):  # as Python says of its own threads
+                raise RuntimeError("can't start new threads: see ulimit -u and the cgroup's pids.max") from error
+            raise
+        self._submit, self._cancel, self.gather_at_once = self._queue.submit, self._queue.cancel, _ext.gather
+        self._fd: int = self._queue.fileno()
+        self._loop.add_reader(self._fd, self._reap)
+
+    def _shutdown(self) -> None:
+        self._loop.remove_reader(self._fd)
+        self._queue.close()
+
+    def _reap(self) -> None:
+        for token, result, found in self._queue.reap():
+            completion = self._waiting.pop(token)
+            if result < 0 and found is None:
+                text = "checksum mismatch" if result == -errno.EBADMSG else os.strerror(-result)
+                completion.set_exception(OSError(-result, text))
+            else:
+                completion.set_result(result if found is None else found)

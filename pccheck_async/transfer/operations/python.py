@@ -43,16 +43,13 @@ class PythonOperations(Operations):
 
     def __init__(self, *, io_threads: int, copy_threads: int) -> None:
         super().__init__()
+        self.gather_at_once = gather
         with ExitStack() as started:  # to be ended where no more can be
             started.callback(self._helpers.close)
             self._io = WorkerThreads(self._loop, self._complete, count=io_threads, name="pccheck-io")
             started.callback(self._io.close)
             self._copy = WorkerThreads(self._loop, self._complete, count=copy_threads, name="pccheck-copy")
             started.pop_all()
-
-    def gather_at_once(self, segments: bytes, into: memoryview) -> int:
-        """Gather on this thread (see :class:`Operations`)."""
-        return gather(segments, into)
 
     def _submit(self, batch: list[tuple[Any, ...]]) -> None:
         # The arguments hold the buffers and the keepalive until the operation has ended.
@@ -78,15 +75,16 @@ class OperationsAtOnce(PythonOperations):
 
     def __init__(self) -> None: ...
 
+    async def read(self, fd: int, offset: int, into: memoryview) -> int:
+        """Read on this thread."""
+        return read_all(fd, offset, into)
+
     async def obtain(self, undo: Callable[[T], object], function: Callable[..., T], *arguments: Any) -> T:
         """Call a function, which nobody can interrupt, on this thread."""
         return function(*arguments)
 
     async def close(self) -> None:
         """Nothing is running."""
-
-    async def _perform(self, kind: Kind, *arguments: Any) -> Any:
-        return _FUNCTIONS[kind](*arguments)
 
 
 def chain(steps: Sequence[ChainStep]) -> list[Step]:

@@ -1,0 +1,155 @@
+"""What the commands show of a group's folder: who lacks a part, ranks x checkpoints, and which rank is the slowest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from pccheck_async.cli.output import Report, as_json, duration, size, table
+
+if TYPE_CHECKING:
+    from pccheck_async.group import GroupListing
+    from pccheck_async.medium.status_file import Status
+
+STAGES = ("capture", "write", "flush")
+"""Those that a rank does by itself. In ``commit`` all wait for the slowest one."""
+_SHADES = "░▒▓█"
+_LACKING = "x"
+
+
+def of_group(path: Path) -> GroupListing | None:
+    """Return what the records in a group's folder say, None where it is another folder."""
+    from pccheck_async.group import is_group_folder, list_group
+
+    return list_group(path) if is_group_folder(path) else None
+
+
+def rank_of_store(path: Path) -> str:
+    """Say whose parts a store holds; empty for a store of its own."""
+    from pccheck_async.store import read_at_once
+
+    found = read_at_once(path)
+    if found is None or found[1].parts is None:
+        return ""
+    return (
+        f"One rank's parts of a group's checkpoints, prepared ones too: `pccheck ls {os.path.normpath(path / '..')}` "
+        "says which of them are complete."
+    )
+
+
+def incomplete_as_json(listing: GroupListing) -> list[dict[str, Any]]:
+    """Return checkpoints that lack parts."""
+    return [
+        {"step": one.step, "counter": one.key.counter, "missing_ranks": list(one.ranks), "was_complete": one.committed}
+        for one in listing.incomplete
+    ]
+
+
+def describe_incomplete(listing: GroupListing) -> Iterator[str]:
+    """Say of each checkpoint that is not complete which ranks lack their parts, and what becomes of it."""
+    from pccheck_async.group import ranks
+
+    for one in listing.incomplete:
+        fate = "it is being saved, or was when the ranks ended"
+        if one.committed:
+            fate = "it was complete once"
+        elif one.proven:
+            fate += ": the next run of the group drops it"
+        yield f"Incomplete: step {one.step} (counter {one.key.counter}) lacks the parts of {ranks(one.ranks)}; {fate}."
+
+
+# -- ranks x checkpoints
+
+
+def heat_map(path: Path) -> Report:
+    """Return what each rank has of each checkpoint, and what its stages take while its engine runs."""
+    from pccheck_async.group import rank_name
+    from pccheck_async.medium.status_file import read_status
+
+    listing = of_group(path)
+    if listing is None:
+        raise ValueError(f"{path} is no folder of a group's checkpoints: --ranks shows the ranks of a group")
+    published = {rank: read_status(path / rank_name(rank)) for rank in listing.stores}
+    times = {rank: stage_times(one.status) for rank, one in published.items() if one is not None and one.alive}
+    steps = {one.key: one.entry.step for one in listing.complete} | {one.key: one.step for one in listing.incomplete}
+    nbytes = {
+        key: {rank: part.entry.nbytes for rank, part in listing.parts(key).items()} for key in sorted(steps)
+    }  # oldest first
+    document = {
+        "checkpoints": [
+            {"step": steps[key], "counter": key.counter, "nbytes": {str(rank): n for rank, n in parts.items()}}
+            for key, parts in nbytes.items()
+        ],
+        "stage_seconds": {str(rank): seconds for rank, seconds in times.items()},
+        "slowest": slowest(times),
+    }
+    columns = [(steps[key], parts) for key, parts in nbytes.items()]
+    return Report(document, _drawn(columns, sorted(listing.stores), times))
+
+
+def _drawn(
+    columns: list[tuple[int, dict[int, int]]], ranks: list[int], times: Mapping[int, Mapping[str, float]]
+) -> Iterator[str | Table]:
+    most = max((n for _, parts in columns for n in parts.values()), default=0)
+    rows = table("rank", "newest", "bytes of each checkpoint, oldest first", right=2)
+    for rank in ranks:
+        cells = "".join(_shade(parts[rank], most) if rank in parts else _LACKING for _, parts in columns)
+        newest = columns[-1][1].get(rank) if columns else None
+        rows.add_row(str(rank), "" if newest is None else size(newest), cells)
+    yield rows
+    steps = ", ".join(str(step) for step, _ in columns)
+    yield f"Steps {steps}. {_SHADES[-1]}: up to {size(most)}; {_LACKING}: no part."
+    if times:
+        yield stage_table(times)
+    yield describe_slowest(times) or "Stage times are there while the ranks' engines run."
+
+
+def _shade(value: float, most: float) -> str:
+    return _SHADES[min(int(value / most * len(_SHADES)), len(_SHADES) - 1)] if most else _SHADES[0]
+
+
+# -- stage times
+
+
+def stage_times(status: Status) -> dict[str, float]:
+    """Return seconds of a rank's stages per durable checkpoint."""
+    count = max(1, status.counts.get("durable", 0))
+    return {stage: status.stage_seconds.get(stage, 0.0) / count for stage in STAGES}
+
+
+def slowest(times: Mapping[int, Mapping[str, float]]) -> int | None:
+    """Return the rank whose stages take longest, None for fewer than two ranks."""
+    return max(times, key=lambda rank: sum(times[rank].values())) if len(times) > 1 else None
+
+
+def describe_slowest(times: Mapping[int, Mapping[str, float]]) -> str:
+    """Name the slowest rank, and what it is to the others; empty where nothing is known."""
+    rank = slowest(times)
+    if rank is None:
+        return ""
+    others = median(sum(one.values()) for one in times.values())
+    stage = max(STAGES, key=lambda name: times[rank][name] - median(one[name] for one in times.values()))
+    return (
+        f"Slowest: rank {rank} with {duration(sum(times[rank].values()))} of {', '.join(STAGES)} per checkpoint "
+        f"(median of all ranks {duration(others)}), most of the difference in {stage}."
+    )
+
+
+def stage_table(times: Mapping[int, Mapping[str, float]]) -> Table:
+    """Return stage times of all ranks per checkpoint; in each column the darkest is the slowest."""
+    rows = table("rank", *STAGES, right=1)
+    most = {stage: max(one[stage] for one in times.values()) for stage in STAGES}
+    for rank, one in sorted(times.items()):
+        rows.add_row(str(rank), *(f"{_shade(one[stage], most[stage])} {duration(one[stage])}" for stage in STAGES))
+    return rows
+
+
+def group_as_json(listing: GroupListing) -> dict[str, Any]:
+    """Return what ``ls`` says of a group's folder."""
+    complete = [as_json(listing.info(one)) | {"world_size": one.world} for one in listing.complete]
+    return {"checkpoints": complete, "incomplete": incomplete_as_json(listing)}

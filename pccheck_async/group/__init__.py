@@ -1,0 +1,25 @@
+"""Several ranks, one checkpoint that all of them have or none.
+
+The protocol (:mod:`.member` and :mod:`.coordinator`, with :mod:`.view`, :mod:`.schedule` and :mod:`.restore`) is pure:
+messages in, actions out. Whoever runs it, an engine, a simulator or the explorer of the tests, runs the same code.
+It may import: tuning and what is below.
+"""
+
+from pccheck_async.group.coordinator import Coordinator
+from pccheck_async.group.core import GroupCore
+from pccheck_async.group.folder import parts_of, rank_folders, rank_name
+from pccheck_async.group.group import Group
+from pccheck_async.group.member import Member
+from pccheck_async.group.messages import decode_decision, decode_message, encode
+from pccheck_async.group.parts import Applied, Key, Part, Run, SeenStore
+from pccheck_async.group.reading import GroupListing, PartReader, is_group_folder, list_group, ranks
+from pccheck_async.group.schedule import LeadSchedule, Schedule, Verdict
+from pccheck_async.group.training import GroupTraining
+from pccheck_async.group.view import Complete, Incomplete, View, view_of
+
+__all__ = [
+    "Applied", "Complete", "Coordinator", "Group", "GroupCore", "GroupListing", "GroupTraining", "Incomplete",
+    "Key", "LeadSchedule", "Member", "Part", "PartReader", "Run", "Schedule", "SeenStore", "Verdict", "View",
+    "decode_decision", "decode_message", "encode", "is_group_folder", "list_group", "parts_of", "rank_folders",
+    "rank_name", "ranks", "view_of",
+]  # fmt: skip

@@ -1,0 +1,125 @@
+"""What a member wants done. Whoever drives it carries them out in order, and reports the ends that are named here."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from pccheck_async.group.messages import AnyMessage
+from pccheck_async.group.parts import Applied, Key, Part, SeenStore
+
+__all__ = [
+    "Action", "Admit", "Cancel", "ChangeState", "EndRestore", "Free", "MatchManifest", "Post", "Ready", "RemoveOrphans",
+    "Resolve", "ResolvePin", "Scan", "TakeOver", "Unopened", "VerifyChunks", "WriteRecord",
+]  # fmt: skip
+
+
+class Action(msgspec.Struct, frozen=True):
+    """A plain value."""
+
+
+class Post(Action, frozen=True):
+    """Put a message into rank 0's inbox, after those posted before."""
+
+    message: AnyMessage
+
+
+class Scan(Action, frozen=True):
+    """Read the newest record of every rank folder in this domain, and call ``found``."""
+
+
+class Ready(Action, frozen=True):
+    """The group is open: ``member.view`` says what there is."""
+
+
+class Unopened(Action, frozen=True):
+    """The group cannot be opened."""
+
+    why: str
+
+
+class TakeOver(Action, frozen=True):
+    """Create this rank's store, or make its newest record durable (I12), and that of each orphan; call ``took_over``.
+
+    Durability: before ``took_over`` a power failure may bring back the records before these.
+    """
+
+    orphans: tuple[SeenStore, ...]
+
+
+class Admit(Action, frozen=True):
+    """There is a slot for this checkpoint: write it, and call ``written`` when it is durable, or ``failed``."""
+
+    counter: int
+
+
+class Cancel(Action, frozen=True):
+    """Write this checkpoint no further, give its slot back, and call ``released``."""
+
+    counter: int
+
+
+class WriteRecord(Action, frozen=True):
+    """Write the record that names these parts and flush; call ``record_durable`` or ``record_failed``.
+
+    One at a time.
+    """
+
+    parts: tuple[Part, ...]
+    """Newest first."""
+    applied: Applied
+
+
+class Free(Action, frozen=True):
+    """No durable record names these parts of this rank any more: their slots are free (I3)."""
+
+    parts: tuple[Part, ...]
+
+
+class RemoveOrphans(Action, frozen=True):
+    """Remove these folders, under their locks, by a rename first: nothing needs them any more."""
+
+    stores: tuple[SeenStore, ...]
+
+
+class Resolve(Action, frozen=True):
+    """A checkpoint has ended, for those who wait for it."""
+
+    counter: int
+    outcome: Literal["durable", "superseded", "failed"]
+    why: str = ""
+    rank: int = -1
+    """The one that failed."""
+
+
+class ResolvePin(Action, frozen=True):
+    """A call of ``pin`` has ended; with an error where ``why`` says one. Without, it is durable on this rank."""
+
+    index: int
+    why: str | None
+
+
+class MatchManifest(Action, frozen=True):
+    """Compare this rank's part of a checkpoint with the live state, changing nothing, and call ``matched``."""
+
+    key: Key
+
+
+class VerifyChunks(Action, frozen=True):
+    """Read all chunks of this rank's part, changing nothing, and call ``verified``."""
+
+    key: Key
+
+
+class ChangeState(Action, frozen=True):
+    """Every part is whole and fits: fill the live state."""
+
+    key: Key
+
+
+class EndRestore(Action, frozen=True):
+    """The restore ends, with the state as it was: with None for ``none``, else with an error, the same on all ranks."""
+
+    reason: Literal["none", "incomplete", "no step", "mismatch", "damaged", "disagreement", "lost"]
+    why: str

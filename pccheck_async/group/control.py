@@ -1,0 +1,225 @@
+"""The control plane: two ordered logs on a ``TCPStore`` that rank 0 serves, read and written by threads of their own.
+
+Ranks put messages into an inbox, rank 0 puts decisions into a log, and everyone reads that in order::
+
+    in                 how many messages were posted (``add``)
+    in/<i>             message i; rank 0 deletes it when it has read it
+    out/<rank>/<n>     decision n, for this rank, which deletes it; "@": it is large, and lies in ``large/<n>``
+
+The store is the group's own, never that of the default process group, and no collective is called: a trainer's thread
+may be inside one. A client of a ``TCPStore`` does one operation at a time, so those who wait have one each. Who
+waits for a key of its own can end the waiting by setting it: a thread that is still inside the store when the
+interpreter exits would abort the process.
+
+A rank that died, or was stopped, is not found out here: whoever waits for it waits, until the launcher ends the job. A
+lost connection to rank 0 is told.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Final, TypeAlias
+
+import msgspec
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from pccheck_async.errors import GroupError
+from pccheck_async.group.coordinator import Coordinator
+from pccheck_async.group.messages import AnyDecision, AnyMessage, Refused, decode_decision, decode_message, encode
+
+__all__ = ["Address", "Client", "Server"]
+
+Address: TypeAlias = tuple[tuple[str, ...], int]
+"""Names under which the host of rank 0 may be reached, and the port."""
+
+_FOREVER: Final = timedelta(days=1000)
+_CONNECT_SECONDS: Final = 20.0
+_SMALL_BYTES: Final = 4096
+"""A decision up to this size is sent to each rank, a larger one once: what is found at opening grows with the ranks."""
+_LOST: Final = (RuntimeError, OSError)  # torch's errors of a store are RuntimeErrors
+
+
+class Server:
+    """Rank 0's side: serves the store, and publishes what the coordinator decides.
+
+    Args:
+        coordinator: Called by one thread at a time.
+        world: Ranks in the group.
+        seconds: Within which all of them have to say hello.
+    """
+
+    def __init__(self, coordinator: Coordinator, world: int, seconds: float) -> None:
+        self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=_FOREVER)
+        self._inbox = self._connect()
+        self._log = self._connect()
+        self._coordinator = coordinator
+        self._world = world
+        self._lock = threading.Lock()
+        self._received = 0
+        self._published = 0
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name="pccheck-group-inbox", daemon=True)
+        self._thread.start()
+        self._timer = threading.Timer(seconds, self._refuse_late, (seconds,))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _refuse_late(self, seconds: float) -> None:
+        """Refuse the opening where ranks are missing; a rank that never comes must not hang the others."""
+        with self._lock, suppress(*_LOST):
+            if missing := self._coordinator.missing:
+                ranks = ", ".join(map(str, missing))
+                self._publish([Refused(f"ranks {ranks} did not open this group within {seconds} s")])
+
+    def _connect(self) -> TCPStore:
+        return TCPStore("localhost", self._store.port, is_master=False, wait_for_workers=False, timeout=_FOREVER)
+
+    @property
+    def step(self) -> int:
+        """The step that rank 0's trainer is in."""
+        return self._coordinator.schedule.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._coordinator.schedule.step = step
+
+    @property
+    def address(self) -> Address:
+        """Where the others find it."""
+        names = [os.environ.get("MASTER_ADDR", ""), socket.gethostname(), "localhost"]
+        return tuple(dict.fromkeys(filter(None, names))), self._store.port
+
+    def decide(self, ask: Callable[[Coordinator], Sequence[AnyDecision]]) -> None:
+        """Publish what the coordinator answers to a question of rank 0 itself. May be called from any thread."""
+        with self._lock:
+            self._publish(ask(self._coordinator))
+
+    def close(self, seconds: float) -> bool:
+        """Wait so many seconds until every rank said goodbye, and stop; return whether all did."""
+        self._timer.cancel()
+        self._thread.join(seconds)
+        if all_left := not self._thread.is_alive():
+            return all_left
+        self._closing = True
+        self._log.set(f"in/{self._received + 1}", b"")  # type: ignore[arg-type]
+        self._thread.join()
+        return False
+
+    def _serve(self) -> None:
+        with suppress(*_LOST):
+            while not self._coordinator.everyone_left and not self._closing:
+                key = f"in/{self._received + 1}"
+                if data := self._inbox.get(key):
+                    self._inbox.delete_key(key)
+                    with self._lock:
+                        self._publish(self._coordinator.receive(decode_message(data)))
+                self._received += 1
+
+    def _publish(self, decisions: Sequence[AnyDecision]) -> None:
+        for decision in decisions:
+            data, number = encode(decision), self._published
+            if len(data) > _SMALL_BYTES:
+                self._log.set(f"large/{number}", data)  # type: ignore[arg-type]
+                data = b"@"
+            keys = [f"out/{rank}/{number}" for rank in range(self._world)]
+            self._log.multi_set(keys, [data] * self._world)  # type: ignore[attr-defined]
+            self._published += 1
+
+
+class Client:
+    """One rank's side: posts messages in order, and hands decisions over in order.
+
+    Args:
+        address: Of the server.
+        rank: This one.
+        learn: Called with every decision, on a thread of its own.
+        lost: Called once where the store is gone, with what happened; no decision comes after that.
+
+    Raises:
+        GroupError: Nothing is reached there.
+    """
+
+    def __init__(
+        self, address: Address, rank: int, learn: Callable[[AnyDecision], object], lost: Callable[[str], object]
+    ) -> None:
+        self._rank = rank
+        self._learn = learn
+        self._lost = lost
+        self._learned = 0
+        self._outgoing: queue.SimpleQueue[AnyMessage | None] = queue.SimpleQueue()
+        self._address = address
+        self._inbox = _reach(address)
+        self._log = self.another()
+        self._waker = self.another()
+        self._closing = False
+        self._once = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._run, args=(loop,), name=f"pccheck-group-{name}", daemon=True)
+            for name, loop in (("post", self._post_all), ("log", self._read_all))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def another(self) -> TCPStore:
+        """Return one more client of the store, for whoever waits for something else."""
+        return _reach(self._address, only=self._inbox.host)
+
+    def post(self, message: AnyMessage) -> None:
+        """Put a message into the inbox, after those before it. Returns at once."""
+        self._outgoing.put(message)
+
+    def close(self) -> None:
+        """Post what was to be posted, and end both threads."""
+        self._outgoing.put(None)
+        self._threads[0].join()
+        self._closing = True  # first: a thread that passes the number that is read next sees it
+        with suppress(*_LOST):
+            self._waker.set(self._key(self._learned), b"")  # type: ignore[arg-type]
+        self._threads[1].join()
+
+    def _key(self, number: int) -> str:
+        return f"out/{self._rank}/{number}"
+
+    def _run(self, loop: Callable[[], None]) -> None:
+        try:
+            loop()
+        except (*_LOST, msgspec.DecodeError) as error:
+            if self._once.acquire(blocking=False) and not self._closing:
+                self._lost(f"the connection to rank 0 is lost ({str(error).splitlines()[0]})")
+
+    def _post_all(self) -> None:
+        while (message := self._outgoing.get()) is not None:
+            number = self._inbox.add("in", 1)
+            self._inbox.set(f"in/{number}", encode(message))  # type: ignore[arg-type]
+
+    def _read_all(self) -> None:
+        while not self._closing and (data := self._log.get(self._key(self._learned))):
+            self._log.delete_key(self._key(self._learned))
+            if data == b"@":
+                data = self._log.get(f"large/{self._learned}")
+            self._learned += 1
+            self._learn(decode_decision(data))
+
+
+def _reach(address: Address, only: str | None = None) -> TCPStore:
+    names, port = address
+    errors = []
+    for name in names if only is None else (only,):
+        # torch retries for as long as its timeout: not where the name leads nowhere, or to another machine.
+        with suppress(OSError), socket.create_connection((name, port), timeout=_CONNECT_SECONDS):
+            try:
+                store = TCPStore(
+                    name, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_SECONDS)
+                )
+            except _LOST as error:
+                errors.append(str(error).splitlines()[0])
+            else:
+                store.set_timeout(_FOREVER)
+                return store
+    raise GroupError(f"rank 0's control plane is not reached at {', '.join(names)}, port {port}; {'; '.join(errors)}")

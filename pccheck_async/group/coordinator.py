@@ -1,0 +1,316 @@
+"""What rank 0 decides from what all ranks tell it: one ordered log. How it is driven: :mod:`.member`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from pccheck_async.errors import CheckpointError
+from pccheck_async.format import Entry
+from pccheck_async.group.messages import (
+    Abort,
+    Acknowledge,
+    Admitted,
+    AnyDecision,
+    AnyMessage,
+    Broken,
+    Commit,
+    Failed,
+    Found,
+    Goodbye,
+    Hello,
+    Joined,
+    Kept,
+    Matched,
+    Metadata,
+    Ok,
+    Opened,
+    Pin,
+    PinRequest,
+    Preempted,
+    Refused,
+    RestoreRequest,
+    Roster,
+    Start,
+    Verified,
+)
+from pccheck_async.group.parts import Key, Run, Settled, members_digest
+from pccheck_async.group.restore import LeadRestore
+from pccheck_async.group.schedule import LeadSchedule
+from pccheck_async.group.view import View, kept_at_start, view_of
+from pccheck_async.store import Retention
+
+__all__ = ["Coordinator"]
+
+
+@dataclass(slots=True, eq=False)
+class _Ballot:
+    """What rank 0 knows of a checkpoint that is not decided."""
+
+    step: int
+    rank: int
+    """The first that told its step."""
+    metadata: Metadata | None = None
+    """None until rank 0 admitted it."""
+    entry: Entry | None = None
+    prepared: set[int] = field(default_factory=set)
+
+
+class Coordinator:
+    """What rank 0 decides, from the messages of its inbox in their order.
+
+    Args:
+        world: Ranks in the group.
+        retention: What is kept.
+        nonce: A random number of 64 bits: tells this run from others with its number.
+    """
+
+    def __init__(self, world: int, retention: Retention, nonce: int) -> None:
+        self.world = world
+        self.retention = retention
+        self.nonce = nonce
+        self.schedule = LeadSchedule(world)
+        self.restore = LeadRestore(world)
+        self.run: Run | None = None
+        self.broken: Broken | None = None
+        self.committed: dict[int, tuple[Run, Entry]] = {}
+        """The agreed list: complete checkpoints by counter, with rank 0's metadata."""
+        self.unproven: tuple[Key, ...] = ()
+        self.settled = Settled()
+        self._hellos: dict[int, Hello] = {}
+        self._found: dict[int, Found] = {}
+        self._view: View | None = None
+        self._stores: dict[int, bytes] = {}
+        self._ballots: dict[int, _Ballot] = {}
+        self._pins: dict[int, dict[int, PinRequest]] = {}
+        self._left: dict[int, Goodbye] = {}
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that did not say hello: whoever opens a group waits for these."""
+        return [rank for rank in range(self.world) if rank not in self._hellos]
+
+    @property
+    def everyone_left(self) -> bool:
+        """Whether rank 0 may leave, and its log end."""
+        return len(self._left) == self.world
+
+    def slow_ranks(self) -> dict[int, list[int]]:
+        """Return, by counter, whose vote is missing: what a log says where others wait."""
+        ballots = self._ballots.items()
+        return {counter: [r for r in range(self.world) if r not in one.prepared] for counter, one in ballots}
+
+    def receive(self, message: AnyMessage) -> Sequence[AnyDecision]:
+        """Take the next message of the inbox in; return what is decided, to be published in this order."""
+        match message:
+            # What is committed stays readable, ranks go when they are asked to, and rank 0 goes after the last one.
+            case Ok() | Failed() | Admitted() | Joined() | PinRequest() if self.broken is not None:
+                return []
+            case Ok():
+                return self._receive_ok(message)
+            case Failed():
+                return self._receive_failed(message)
+            case Admitted():
+                return self._receive_admitted(message)
+            case Preempted() | Acknowledge():
+                return self.schedule.receive(message)
+            case RestoreRequest() | Matched() | Verified():
+                there = [(Key(one.counter, run), one.step) for run, one in self._newest_first()]
+                return self.restore.receive(message, there, self._lacking())
+            case Hello():
+                return self._receive_hello(message)
+            case Found():
+                return self._receive_found(message)
+            case Joined():
+                self._stores[message.rank] = message.store_id
+                return self._start() if self._may_start() else []
+            case PinRequest():
+                return self._receive_pin(message)
+            case Goodbye():
+                self._left[message.rank] = message
+                return self._abort_what_lacks_ranks() if self.broken is None else []
+
+    # -- opening
+
+    def _receive_hello(self, message: Hello) -> list[AnyDecision]:
+        self._hellos[message.rank] = message
+        if self.missing:
+            return []
+        hellos = [self._hellos[rank] for rank in range(self.world)]
+        for name in ("version", "world", "settings"):
+            if (why := _difference(name, hellos)) is not None:
+                return [Refused(why)]
+        domains = list(dict.fromkeys(hello.domain for hello in hellos))
+        homes = tuple(domains.index(hello.domain) for hello in hellos)
+        return [Roster(homes, tuple(hello.host for hello in hellos))]
+
+    def _receive_found(self, message: Found) -> list[AnyDecision]:
+        self._found[message.rank] = message
+        hellos = [self._hellos[rank] for rank in range(self.world)]
+        domains = list(dict.fromkeys(hello.domain for hello in hellos))
+        if len(self._found) < len(domains):
+            return []
+        stores = [store for rank in sorted(self._found) for store in self._found[rank].stores]
+        homes = [domains.index(hello.domain) for hello in hellos]
+        view = self._view = view_of(stores, homes, [hello.host for hello in hellos])
+        if view.error is not None:
+            return [Refused(view.error)]
+        self.settled = Settled(view.base + 1)
+        self.committed = {one.entry.counter: (one.run, one.entry) for one in view.complete}
+        self.unproven = view.unproven
+        return [Opened(view)]
+
+    def _lacking(self) -> str:
+        lacking = [one for one in self._view.incomplete if not one.proven] if self._view is not None else []
+        return "; ".join(
+            f"the checkpoint of step {one.step} lacks the parts of ranks {', '.join(map(str, one.ranks))}"
+            + (f", which run on {', '.join(one.hosts)}" if one.hosts else "")
+            for one in lacking
+        )
+
+    # -- commits
+
+    def _may_start(self) -> bool:
+        """Whether every rank took its store over (I12).
+
+        Before, a power failure may bring back parts that a keep-list drops, and take away those that it counts on.
+        """
+        return self.run is None and len(self._stores) == self.world
+
+    def _start(self) -> list[AnyDecision]:
+        view = self._view
+        assert view is not None
+        self.run = Run(view.number, self.nonce, members_digest(self._stores.items()))
+        # What was pinned or unpinned since the opening counts; what was unpinned goes with the next commit.
+        there = [replace(one, entry=self.committed[one.entry.counter][1]) for one in view.complete]
+        damaged = self.restore.damaged
+        kept = {
+            one.entry.counter
+            for complete in (view.complete, there)
+            for one in kept_at_start(complete, self.retention, damaged)
+        }
+        self.committed = {counter: one for counter, one in self.committed.items() if counter in kept}
+        return [Start(self.run, self._keep_list(), self.unproven)]
+
+    def _receive_admitted(self, message: Admitted) -> list[AnyDecision]:
+        if message.counter in self.settled:
+            return []
+        ballot = self._ballots.setdefault(message.counter, _Ballot(message.step, message.rank))
+        ballot.metadata = message.metadata
+        return self._check_step(ballot, message) or self._abort_what_lacks_ranks()
+
+    def _receive_ok(self, message: Ok) -> list[AnyDecision]:
+        if message.counter in self.settled or message.run != self.run:
+            return []
+        ballot = self._ballots.setdefault(message.counter, _Ballot(message.step, message.rank))
+        if broken := self._check_step(ballot, message):
+            return broken
+        ballot.prepared.add(message.rank)
+        ballot.entry = message.entry or ballot.entry
+        if self._is_complete(ballot):
+            return self._commit(message.counter, ballot)
+        return self._abort_what_lacks_ranks()
+
+    def _is_complete(self, ballot: _Ballot) -> bool:
+        return len(ballot.prepared) == self.world
+
+    def _check_step(self, ballot: _Ballot, message: Admitted | Ok) -> list[AnyDecision]:
+        """Ranks that save different steps as one checkpoint have lost each other (G7)."""
+        if ballot.step == message.step:
+            return []
+        return self._break(
+            f"rank {message.rank} saved step {message.step} as the checkpoint {message.counter} of this group, rank "
+            f"{ballot.rank} step {ballot.step}: all ranks have to save after the same steps",
+            message.rank,
+        )
+
+    def _break(self, why: str, rank: int) -> list[AnyDecision]:
+        self.broken = Broken(why, rank)
+        return [self.broken]
+
+    def _receive_failed(self, message: Failed) -> list[AnyDecision]:
+        if message.latched:
+            return self._break(message.why, message.rank)
+        return [] if message.counter in self.settled else [self._abort(message.counter, message.why, message.rank)]
+
+    def _abort(self, counter: int, why: str, rank: int) -> AnyDecision:
+        self.settled.add(counter)
+        self._ballots.pop(counter, None)
+        return Abort(counter, why, rank)
+
+    def _abort_what_lacks_ranks(self) -> list[AnyDecision]:
+        """Abort what a rank that left takes no part in."""
+        decisions: list[AnyDecision] = []
+        for rank, goodbye in self._left.items():
+            why = f"rank {rank} left before" + (f": {goodbye.why}" if goodbye.why else "")
+            behind = [counter for counter in self._ballots if counter > goodbye.counter]
+            decisions += [self._abort(counter, why, rank) for counter in behind]
+        return decisions
+
+    def _commit(self, counter: int, ballot: _Ballot) -> list[AnyDecision]:
+        """Commit what all ranks prepared: retention over the agreed list, with rank 0's metadata."""
+        assert self.run is not None
+        assert ballot.entry is not None
+        self.settled.add(counter)
+        del self._ballots[counter]
+        self.committed[counter] = (self.run, ballot.entry)
+        committed = [entry for _, entry in self._newest_first() if entry.counter != counter]
+        kept = self.retention.retain(committed, ballot.entry, self.restore.damaged).entries
+        # A restore that is under way reads its candidate on all ranks: it goes with the commit after that.
+        reading = self.restore.candidate.counter if self.restore.candidate is not None else None
+        stays = {entry.counter for entry in kept} | {counter, reading}
+        self.committed = {at: one for at, one in self.committed.items() if at in stays}
+        self.unproven = ()
+        superseded = self._superseded(counter, kept)
+        for each in superseded:
+            self.settled.add(each)
+            del self._ballots[each]
+        return [Commit(counter, self._keep_list(), superseded)]
+
+    def _superseded(self, counter: int, kept: Sequence[Entry]) -> tuple[int, ...]:
+        """Return the older ones in flight that retention would not keep beside what is committed now.
+
+        Rank 0 admitted all of them before the one that commits, so that their steps and metadata are known.
+        """
+        older = [(at, one) for at, one in self._ballots.items() if at < counter and one.metadata is not None]
+        return tuple(at for at, one in sorted(older) if not self._would_keep(kept, at, one))
+
+    def _would_keep(self, kept: Sequence[Entry], counter: int, ballot: _Ballot) -> bool:
+        entry = Entry(counter, ballot.step, 0.0, 0, 0, 0, 0, 0, False, ballot.metadata or {})
+        return entry in self.retention.retain(kept, entry, self.restore.damaged).entries
+
+    def _newest_first(self) -> list[tuple[Run, Entry]]:
+        return [self.committed[counter] for counter in sorted(self.committed, reverse=True)]
+
+    def _keep_list(self) -> tuple[Kept, ...]:
+        return tuple(Kept(Key(entry.counter, run), entry.pinned) for run, entry in self._newest_first())
+
+    def _receive_pin(self, message: PinRequest) -> list[AnyDecision]:
+        requests = self._pins.setdefault(message.index, {})
+        requests[message.rank] = message
+        if len(requests) < self.world:
+            return []
+        del self._pins[message.index]
+        wanted = {(one.step, one.pinned) for one in requests.values()}
+        if len(wanted) > 1:
+            return [Pin(message.index, (), (), f"ranks asked to pin different checkpoints: {sorted(wanted)}")]
+        entries = [entry for _, entry in self._newest_first()]
+        try:
+            changed = self.retention.pin(entries, message.step, message.pinned)
+        except CheckpointError as error:  # there is none of that step, or no room for one more
+            return [Pin(message.index, (), (), str(error))]
+        self.committed = {entry.counter: (self.committed[entry.counter][0], entry) for entry in changed}
+        return [Pin(message.index, self._keep_list(), self.unproven, None)]
+
+
+def _difference(name: str, hellos: Sequence[Hello]) -> str | None:
+    """Return what ranks disagree on, None where they do not."""
+    by_value: dict[object, list[int]] = {}
+    for hello in hellos:
+        by_value.setdefault(getattr(hello, name), []).append(hello.rank)
+    if len(by_value) == 1:
+        return None
+    said = "; ".join(f"ranks {', '.join(map(str, ranks))}: {value}" for value, ranks in by_value.items())
+    return f"the ranks opened this group with different {name}: {said}"

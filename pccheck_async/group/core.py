@@ -1,0 +1,225 @@
+"""The engine of one rank of a group: opening, restoring and ending are agreed on with the others."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pccheck_async.engine import Assembly, EngineConfig, EngineCore, Handoff, PendingCheckpoint, Reading
+from pccheck_async.errors import (
+    CheckpointError,
+    DamagedError,
+    GroupError,
+    IncompleteCheckpointError,
+    NoCheckpointError,
+    StateMismatchError,
+)
+from pccheck_async.format import Key, Metadata
+from pccheck_async.group.actions import ChangeState, EndRestore, MatchManifest, VerifyChunks
+from pccheck_async.group.control import Client, Server
+from pccheck_async.group.folder import rank_name, seen_store
+from pccheck_async.group.group import Group
+from pccheck_async.group.messages import Failed
+from pccheck_async.group.run import GroupRun, serve
+from pccheck_async.group.store import GroupStore
+from pccheck_async.medium.open_medium import IO
+from pccheck_async.store import Store, UnreadableError
+from pccheck_async.telemetry import ReadProgress, events
+
+__all__ = ["GroupCore"]
+
+
+class GroupCore(EngineCore):
+    """One rank's engine. The arguments are those of :class:`EngineCore`; ``path`` is the group's folder."""
+
+    store_kind: type[Store] = GroupStore
+
+    def __init__(self, path: str | os.PathLike[str], io: IO, config: EngineConfig, group: Group) -> None:
+        super().__init__(path, io, config)
+        if config.on_busy == "skip":
+            raise ValueError("on_busy='skip' is not for groups: what one rank skips, another one saves")
+        self.group = group
+        self._server: Server | None = None
+        self._met = False  # this rank said hello
+
+    @property
+    def store_path(self) -> str:
+        """The folder of this rank's store."""
+        return os.fspath(Path(self.path) / rank_name(self.group.rank))
+
+    @property
+    def run(self) -> GroupRun:
+        """This opening of the group."""
+        store = self.assembly.store
+        assert isinstance(store, GroupStore)
+        assert store.run is not None
+        return store.run
+
+    def open(self) -> Handoff:
+        """Lock (or create) this rank's store, meet the others, and agree on what there is.
+
+        Collective where the group is a process group: an address is broadcast on the calling thread.
+        """
+        if self.group.rank == 0 and self.state == "new":
+            self._server = serve(self.group.world_size, self.config, self.group.timeout)
+        self._address = self.group.share(self._server.address if self._server is not None else None)
+        try:
+            yield from super().open()
+        except BaseException as error:
+            if not self._met:
+                self._tell_unopened(error)
+            raise
+
+    def _tell_unopened(self, error: BaseException) -> None:
+        """Let the others know at once: they wait for this rank, which could not open its store."""
+        with suppress(GroupError):
+            client = Client(self._address, self.group.rank, lambda _: None, lambda _: None)
+            client.post(Failed(self.group.rank, -1, f"cannot open its store: {error}", latched=True))
+            client.close()
+
+    def _join(self) -> Handoff:
+        assembly = self.assembly
+
+        async def join() -> None:
+            store = assembly.store
+            assert isinstance(store, GroupStore)
+            own = seen_store(self.group.rank, store.file.identity, store.committed.record)
+            run = store.run = GroupRun(
+                Path(self.path), self.group.rank, self.group.world_size, self.config, store, store.write_parts, own,
+                assembly.scheduler.end_with,
+            )  # fmt: skip
+            run.server = self._server
+            self._met = True
+            await run.join(self._address)
+            self.in_flight.counter = run.member.counter
+
+        yield join()
+
+    def _note_end(self, pending: PendingCheckpoint, error: Exception | None, superseded: bool, nbytes: int) -> None:
+        super()._note_end(pending, error, superseded, nbytes)
+        self.run.note_end(pending.counter, error)
+
+    def end_schedule(self) -> None:
+        """Note that this rank makes no more steps: no step is agreed on that it would not reach."""
+        store = self._assembly.store if self._assembly is not None else None
+        if isinstance(store, GroupStore) and store.run is not None:
+            store.run.end_schedule()
+
+    def start_checkpoint(
+        self,
+        state: Mapping[str, Any],
+        step: int | None,
+        metadata: Metadata | None,
+        *,
+        overlap: bool = False,
+        last: bool = False,
+    ) -> tuple[PendingCheckpoint, float]:
+        """Do what :meth:`EngineCore.start_checkpoint` does; a call that raises counts, and fails on all ranks."""
+        counter = self.in_flight.counter
+        try:
+            return super().start_checkpoint(state, step, metadata, overlap=overlap, last=last)
+        except BaseException as error:
+            with self.in_flight.lock:
+                if self.state == "open" and self.in_flight.counter == counter:
+                    self.in_flight.counter += 1
+                    number = self.in_flight.counter
+                    self.loop.post(self.run.request_failed, number, number if step is None else step, repr(error))
+            raise
+
+    # -- restoring
+
+    def _restore(
+        self,
+        assembly: Assembly,
+        state: Mapping[str, Any],
+        step: int | None,
+        progress: ReadProgress | None,
+        *,
+        strict: bool,
+    ) -> Handoff:
+        """Restore the same checkpoint on every rank, or none and raise the same error on every rank.
+
+        Chunks are read twice: all ranks have verified theirs before any of them changes its state (G5).
+        """
+        start, run = time.perf_counter(), self.run
+        reading: Reading | None = None
+        mismatch: Exception | None = None
+        agreed = False
+        yield run.ask_restore(step)
+        try:
+            while True:
+                action = yield run.restoring.get()
+                match action:
+                    case MatchManifest(key):
+                        if reading is not None:
+                            reading.release()
+                        reading = self._reading(assembly, key, progress)
+                        outcome, why, mismatch = yield from _match(reading, state, strict=strict)
+                        yield run.tell_matched(outcome, why)
+                    case VerifyChunks():
+                        assert reading is not None
+                        yield run.tell_verified((yield from _verify(reading)))
+                    case ChangeState(key):
+                        agreed = True
+                        assert reading is not None
+                        reading.begin()
+                        yield reading.fill()
+                        restored = reading.finish()
+                        seconds = time.perf_counter() - start
+                        told = {"step": restored.step, "counter": key.counter, "nbytes": restored.nbytes}
+                        self.reporter.tell(events.Restored, **told, seconds=seconds)
+                        return restored
+                    case EndRestore(reason, why):
+                        agreed = True
+                        if reason == "none":
+                            return None
+                        raise mismatch or _error(reason, why)
+        except BaseException as error:
+            if not agreed:  # the others wait for an answer
+                yield run.tell_matched("mismatch", f"the restore ended: {error!r}")
+            raise
+        finally:
+            if reading is not None:
+                reading.release()
+
+    def _reading(self, assembly: Assembly, key: Key, progress: ReadProgress | None) -> Reading | None:
+        """Return what reads the part that this rank restores, None where it is gone."""
+        lease = self.run.lease(key)
+        return None if lease is None else Reading(assembly, lease, progress)
+
+
+def _match(reading: Reading | None, state: Mapping[str, Any], *, strict: bool) -> Handoff:
+    """Return how this rank's part compares with its state, why, and the error that says so."""
+    if reading is None:
+        return "damaged", "its part is not in its store", None
+    try:
+        yield reading.hold()
+        reading.match(state, strict=strict)
+    except UnreadableError as error:
+        return "damaged", str(error), None
+    except (CheckpointError, TypeError, ValueError) as error:
+        return "mismatch", str(error), error
+    return "ok", "", None
+
+
+def _verify(reading: Reading) -> Handoff:
+    try:
+        yield reading.verify()
+    except UnreadableError as error:
+        return str(error)
+    return None
+
+
+def _error(reason: str, why: str) -> Exception:
+    kind = {
+        "incomplete": IncompleteCheckpointError,
+        "no step": NoCheckpointError,
+        "mismatch": StateMismatchError,
+        "damaged": DamagedError,
+    }.get(reason, GroupError)
+    error: Exception = kind(why)
+    return error

@@ -1,0 +1,485 @@
+"""The group commit: what one rank does, and what rank 0 decides. Messages in, actions out: no I/O, no clock, no thread.
+
+How it is driven. Every rank has a :class:`Member`; rank 0 has a :class:`Coordinator`, too. An adapter calls a method
+for each thing that happened, and carries out the actions that it returns, in order. ``Post`` puts a message into rank
+0's inbox; rank 0's adapter hands each message of the inbox to :meth:`Coordinator.receive` and appends what that returns
+to the log, in order; every adapter hands each decision of the log to :meth:`Member.learn`, rank 0's own, too. Calls of
+one object never overlap; nothing else is assumed: messages of different ranks may arrive in any order, and decisions
+as late as they like. A rank says hello once it holds the lock of its own store. ::
+
+    opening    hello            -> Post(Hello); the lowest rank of each domain: Scan, found; then Ready or Unopened
+    admission  request          -> (first: TakeOver, took_over) ... Admit; at most max_in_flight at a time
+    writing    written, failed  -> WriteRecord, record_durable -> Post(Ok) ... Resolve ... WriteRecord, Free
+    ending     drain, leave     -> the last record applies what was decided; ``idle`` says when all is done
+
+``commit()`` of a store is split at its record: data durable before ``written``, the record by ``WriteRecord``, slots
+free by ``Free``. Applying a decision waits for the next prepare, which takes it along in its own record, unless an
+admission waits for a slot or a permit, a pin waits, or the engine drains.
+
+What holds (section numbers are those of the steps): a prepare names all that is kept (3), an ok follows the flush (4),
+all oks decide (5), a handle is resolved by whoever learns the decision (6), and a part goes only by an applied decision
+that keeps a newer complete checkpoint or that aborts it (7). The rules that this rests on are functions of their own:
+the tests replace one after the other by a wrong one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from msgspec.structs import replace
+
+from pccheck_async.format import Entry
+from pccheck_async.group.actions import (
+    Action,
+    Admit,
+    Cancel,
+    EndRestore,
+    Free,
+    Post,
+    Ready,
+    RemoveOrphans,
+    Resolve,
+    ResolvePin,
+    Scan,
+    TakeOver,
+    Unopened,
+    WriteRecord,
+)
+from pccheck_async.group.messages import (
+    VERSION,
+    Abort,
+    Admitted,
+    AnyDecision,
+    Broken,
+    Candidate,
+    Commit,
+    Confirm,
+    Failed,
+    Found,
+    Goodbye,
+    Hello,
+    Joined,
+    Metadata,
+    Next,
+    NotRestored,
+    Ok,
+    Opened,
+    Pin,
+    PinRequest,
+    Preempted,
+    Propose,
+    Refused,
+    Restored,
+    Roster,
+    Start,
+    Verify,
+    Withdraw,
+)
+from pccheck_async.group.parts import Applied, Key, Part, Run, SeenStore, Settled
+from pccheck_async.group.restore import Restore
+from pccheck_async.group.schedule import Schedule
+from pccheck_async.group.view import View
+
+__all__ = ["Member", "apply_decisions", "is_undecided"]
+
+_Outcome = Literal["durable", "superseded", "failed"]
+
+
+class _Phase(Enum):
+    WAITING = "for a permit or a slot"
+    WRITING = "into its slot"
+    WRITTEN = "all of it is durable, no record names it"
+    PREPARING = "the record that names it is being written"
+    PREPARED = "a durable record names it"
+    FAILED = "its slot was given back, the group does not know yet"
+    ENDING = "decided otherwise while it was being written"
+
+
+_LEASED = (_Phase.WRITING, _Phase.WRITTEN, _Phase.ENDING)
+_IN_FLIGHT = (*_LEASED, _Phase.PREPARING, _Phase.PREPARED)
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A checkpoint from its request until nothing of it is left but its part."""
+
+    step: int
+    phase: _Phase = _Phase.WAITING
+    entry: Entry | None = None
+    decided: int | None = None
+    """How many decisions were learnt with the one about it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Writing:
+    """The record that is being written."""
+
+    parts: dict[Key, Part]
+    decisions: int
+    prepares: tuple[int, ...]
+    pins: tuple[int, ...]
+
+
+class Member:
+    """What one rank does.
+
+    Args:
+        rank: This one.
+        world: Ranks in the group.
+        max_in_flight: Checkpoints that hold a slot and are not ended, at most.
+        reserved: The most checkpoints that retention keeps at a time (:attr:`Retention.reserved`).
+        own: This rank's own store as found at opening; its domain is not read. None: there is none yet.
+    """
+
+    def __init__(self, rank: int, world: int, *, max_in_flight: int, reserved: int, own: SeenStore | None) -> None:
+        self.rank = rank
+        self.world = world
+        self.max_in_flight = max_in_flight
+        self.reserved = reserved
+        self.schedule = Schedule(rank)
+        self.restore = Restore(rank)
+        self.homes: tuple[int, ...] = ()
+        self.hosts: tuple[str, ...] = ()
+        self.view: View | None = None
+        self.counter = -1
+        """Of the last checkpoint that was requested; before the first, the one before that."""
+        self.stopped: Broken | None = None
+        """Why nothing more is done in this run."""
+        self.learned = 0
+        """Decisions taken in."""
+        self.parts: dict[Key, Part] = {part.key: part for part in own.parts} if own is not None else {}
+        """What the newest durable record names."""
+        self.run: Run | None = None
+        """From decision 0 on."""
+        self.keep: dict[Key, bool] = {}
+        """The keep-list, each with whether it is pinned."""
+        self.unproven: frozenset[Key] = frozenset()
+        self.settled = Settled()
+        self._joining = False
+        self._orphans: tuple[SeenStore, ...] = ()
+        self._jobs: dict[int, _Job] = {}
+        self._early: dict[int, Resolve] = {}  # decided before this rank came to them
+        self._writing: _Writing | None = None
+        self._latched: str | None = None
+        self._draining = False
+        self._pins_asked = 0
+        self._unanswered: set[int] = set()  # pins
+        self._pins: tuple[int, ...] = ()  # decided, and not in a durable record of this rank
+        self._left = False
+
+    # -- opening
+
+    def hello(self, *, domain: str, host: str, settings: str) -> list[Action]:
+        """Take part in the opening. The arguments are those of :class:`Hello`."""
+        return [Post(Hello(self.rank, VERSION, self.world, domain, host, settings))]
+
+    def found(self, stores: Sequence[SeenStore]) -> list[Action]:
+        """Tell the stores in this domain, this rank's own among them; their ``domain`` is filled in here."""
+        home = self.homes[self.rank]
+        seen = tuple(replace(store, domain=home) for store in stores)
+        # Nobody writes to the folder of a rank that does not run here: this one answers for them.
+        self._orphans = tuple(one for one in seen if one.rank >= self.world or self.homes[one.rank] != home)
+        return [Post(Found(self.rank, seen))]
+
+    def _meet(self, roster: Roster) -> list[Action]:
+        self.homes, self.hosts = roster.homes, roster.hosts
+        return [Scan()] if self.homes.index(self.homes[self.rank]) == self.rank else []
+
+    def _open(self, view: View) -> list[Action]:
+        self.view = view
+        self.counter = view.base
+        self.settled = Settled(view.base + 1)
+        return [Ready()]
+
+    # -- checkpoints
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything that was requested has ended, and every record that was due is durable."""
+        return not self._jobs and self._writing is None and not self._unanswered
+
+    def request(self, step: int, metadata: Metadata | None = None) -> list[Action]:
+        """Request a checkpoint: :attr:`counter` is then its number, whatever becomes of it."""
+        self.counter += 1
+        counter = self.counter
+        if self.stopped is not None:
+            return [Resolve(counter, "failed", self.stopped.why, self.stopped.rank)]
+        if (early := self._early.pop(counter, None)) is not None:
+            return [early]
+        self._jobs[counter] = _Job(step)
+        actions = self._join()
+        if self.rank == 0:
+            actions.append(Post(Admitted(self.rank, counter, step, metadata or {})))
+        if self._latched is not None:
+            return actions + self.failed(counter, self._latched)
+        return actions + self._advance()
+
+    def written(self, counter: int, entry: Entry) -> list[Action]:
+        """Note that all of a checkpoint is durable in its slot."""
+        job = self._jobs.get(counter)
+        if job is not None and job.phase is _Phase.WRITING:  # else it was cancelled meanwhile, and `released` comes
+            job.phase, job.entry = _Phase.WRITTEN, entry
+        return self._advance()
+
+    def failed(self, counter: int, why: str) -> list[Action]:
+        """Note that a checkpoint failed or was cancelled before it was written, and that its slot was given back."""
+        job = self._jobs.get(counter)
+        if job is None:
+            return []
+        if job.phase is _Phase.ENDING:
+            return self.released(counter)
+        job.phase = _Phase.FAILED
+        return [Post(Failed(self.rank, counter, why, self._latched is not None)), *self._advance()]
+
+    def released(self, counter: int) -> list[Action]:
+        """Note that the slot of a cancelled checkpoint was given back."""
+        self._jobs.pop(counter, None)
+        return self._advance()
+
+    def took_over(self, store_id: bytes) -> list[Action]:
+        """Note that this rank's store is its own, and that it is safe to write over what it holds (I12)."""
+        return [Post(Joined(self.rank, store_id))]
+
+    def record_durable(self) -> list[Action]:
+        """Note that the record was flushed: it can be told, and what it does not name is free."""
+        assert self._writing is not None
+        written, before = self._writing, self.parts
+        self._writing, self.parts = None, written.parts
+        actions: list[Action] = []
+        for counter in written.prepares:
+            if (job := self._jobs.get(counter)) is not None:  # else all has ended meanwhile
+                job.phase = _Phase.PREPARED
+                actions += self._vote(counter, job)
+        gone = tuple(part for key, part in before.items() if key not in self.parts)
+        if gone:
+            actions.append(Free(gone))
+        for counter, job in list(self._jobs.items()):
+            if job.phase is _Phase.PREPARED and job.decided is not None and job.decided <= written.decisions:
+                del self._jobs[counter]
+        actions += self._resolve_pins(written.pins)
+        return actions + self._advance()
+
+    def record_failed(self, why: str) -> list[Action]:
+        """Note that a flush, the record or the take-over failed: which record a restart will find is unknown (I11)."""
+        self._latched, self._writing = why, None
+        return [Post(Failed(self.rank, self.counter, why, latched=True))]
+
+    def lost(self, why: str, rank: int = 0) -> list[Action]:
+        """Note that rank 0 or its log is gone: all that wait fail, and nothing is dropped."""
+        actions = self._stop(Broken(why, rank))
+        if self.restore.active:
+            self.restore.active = False
+            actions.append(EndRestore("lost", why))
+        return actions
+
+    def preempted(self) -> list[Action]:
+        """Report that this rank was asked to go: the schedule will say after which step all do."""
+        return [Post(Preempted(self.rank))]
+
+    def drain(self) -> list[Action]:
+        """Apply what is decided as soon as it is, until :attr:`idle`."""
+        self._draining = True
+        return self._advance()
+
+    def leave(self, why: str | None = None) -> list[Action]:
+        """Take part in no later checkpoint; with an error none that still waits begins. Rank 0 leaves last.
+
+        What is being written goes on, or is cancelled and reported as ``failed`` before this.
+        """
+        if self._left:
+            return []
+        self._left = True
+        actions: list[Action] = []
+        if why is not None and self.stopped is None:
+            for counter, job in list(self._jobs.items()):
+                if job.phase is _Phase.WAITING:
+                    actions += self.failed(counter, why)
+        return [*actions, Post(Goodbye(self.rank, self.counter, why)), *self.drain()]
+
+    def pin(self, step: int, pinned: bool) -> list[Action]:
+        """Pin the newest checkpoint of a step, or unpin all of that step. Calls are numbered from 0 on."""
+        index = self._pins_asked
+        self._pins_asked += 1
+        if self.stopped is not None:
+            return [ResolvePin(index, self.stopped.why)]
+        self._unanswered.add(index)
+        return [*self._join(), Post(PinRequest(self.rank, index, step, pinned))]
+
+    def _join(self) -> list[Action]:
+        """At a run's first admission: until then opening it has written nothing."""
+        if self._joining:
+            return []
+        self._joining = True
+        return [TakeOver(self._orphans)]
+
+    def _vote(self, counter: int, job: _Job) -> list[Action]:
+        """Tell rank 0 that a part is prepared. After the flush: else power may fail behind the decision (G2)."""
+        if job.decided is not None:
+            return []
+        assert self.run is not None
+        return [Post(Ok(self.rank, self.run, counter, job.step, job.entry if self.rank == 0 else None))]
+
+    def _advance(self) -> list[Action]:
+        """Admit what may be, and write the record that is due."""
+        if self.run is None or self.stopped is not None or self._latched is not None:
+            return []
+        actions: list[Action] = []
+        for counter, job in self._jobs.items():
+            if job.phase is _Phase.WAITING:
+                if not self._has_room():
+                    break
+                job.phase = _Phase.WRITING
+                actions.append(Admit(counter))
+        if self._writing is None and (record := self._record_due(self.run)) is not None:
+            actions.append(record)
+        if self._draining and self.idle:
+            self._draining = False
+        return actions
+
+    def _has_room(self) -> bool:
+        in_flight = sum(job.phase in _IN_FLIGHT for job in self._jobs.values())
+        named = self.parts.keys() | (self._writing.parts.keys() if self._writing is not None else ())
+        leased = sum(job.phase in _LEASED for job in self._jobs.values())
+        return in_flight < self.max_in_flight and len(named) + leased < self._capacity()
+
+    def _capacity(self) -> int:
+        """Slots at most (G10). What decision 0 keeps of dead runs has its own, or a crash loop would leave none."""
+        return self.max_in_flight + max(self.reserved, len(self.keep) + len(self.unproven))
+
+    def _record_due(self, run: Run) -> WriteRecord | None:
+        prepares = tuple(counter for counter, job in self._jobs.items() if job.phase is _Phase.WRITTEN)
+        # Again under the record's lock: only what is still undecided is prepared.
+        parts = apply_decisions(self.parts, run, self.keep, self.unproven, self.settled)
+        applies = self._pins or (parts != self.parts and self._apply_is_due())
+        if not prepares and not applies:
+            return None
+        for counter in prepares:
+            job = self._jobs[counter]
+            job.phase = _Phase.PREPARING
+            assert job.entry is not None
+            part = Part(run, self.rank, self.world, committed=False, entry=job.entry)
+            parts[part.key] = part
+        self._writing = _Writing(parts, self.learned, prepares, self._pins)
+        self._pins = ()
+        newest_first = tuple(sorted(parts.values(), key=lambda part: -part.entry.counter))
+        return WriteRecord(newest_first, self._applied(run))
+
+    def _applied(self, run: Run) -> Applied:
+        return Applied(run, self.learned, tuple(key for key, pinned in self.keep.items() if pinned))
+
+    def _apply_is_due(self) -> bool:
+        """Whether an apply does not wait for the next prepare."""
+        return self._draining or any(job.phase is _Phase.WAITING for job in self._jobs.values())
+
+    def _resolve_pins(self, indices: Collection[int], why: str | None = None) -> list[Action]:
+        actions: list[Action] = [ResolvePin(index, why) for index in indices]
+        self._unanswered.difference_update(indices)
+        return actions
+
+    # -- decisions
+
+    def learn(self, decision: AnyDecision) -> list[Action]:
+        """Take the next decision of the log in."""
+        self.learned += 1
+        match decision:
+            case Next() | Propose() | Confirm() | Withdraw():
+                answer = self.schedule.learn(decision)
+                return [] if answer is None else [Post(answer)]
+            case Candidate() | Verify() | Restored() | NotRestored():
+                return self.restore.learn(decision)
+            case Roster():
+                return self._meet(decision)
+            case Opened():
+                return self._open(decision.view)
+            case Refused():
+                return [Unopened(decision.why)]
+            case _ if self.stopped is not None:
+                return []
+            case Broken():
+                return self._stop(decision)
+            case Start():
+                self.run, self.keep = decision.run, dict(decision.keep)
+                self.unproven = frozenset(decision.unproven)
+                return self._advance()
+            case Commit():
+                return self._learn_commit(decision)
+            case Abort():
+                return [*self._settle(decision.counter, "failed", decision.why, decision.rank), *self._advance()]
+            case Pin():
+                return self._learn_pin(decision)
+
+    def _learn_commit(self, decision: Commit) -> list[Action]:
+        self.keep, self.unproven = dict(decision.keep), frozenset()
+        actions = self._settle(decision.counter, "durable")
+        for counter in decision.superseded:
+            actions += self._settle(counter, "superseded")
+        return [*actions, *self._remove_orphans(), *self._advance()]
+
+    def _learn_pin(self, decision: Pin) -> list[Action]:
+        if decision.why is not None:
+            return self._resolve_pins((decision.index,), decision.why)
+        self.keep, self.unproven = dict(decision.keep), frozenset(decision.unproven)
+        return [*self._note_pin(decision.index), *self._advance()]
+
+    def _note_pin(self, index: int) -> list[Action]:
+        """Let a pin's caller wait for the record that says so: until then a crash may undo it."""
+        self._pins += (index,)
+        return []
+
+    def _settle(self, counter: int, outcome: _Outcome, why: str = "", rank: int = -1) -> list[Action]:
+        self.settled.add(counter)
+        resolve = Resolve(counter, outcome, why, rank)
+        job = self._jobs.get(counter)
+        if job is None:
+            self._early[counter] = resolve
+            return []
+        job.decided = self.learned
+        if job.phase in (_Phase.WAITING, _Phase.FAILED):
+            del self._jobs[counter]
+        elif job.phase in _LEASED:
+            job.phase = _Phase.ENDING
+            return [resolve, Cancel(counter)]
+        return [resolve]
+
+    def _remove_orphans(self) -> list[Action]:
+        """Remove folders of which a commit of this run keeps nothing; before one, they may be all there is."""
+        gone = tuple(one for one in self._orphans if not any(part.key in self.keep for part in one.parts))
+        self._orphans = tuple(one for one in self._orphans if one not in gone)
+        return [RemoveOrphans(gone)] if gone else []
+
+    def _stop(self, broken: Broken) -> list[Action]:
+        if self.stopped is not None:
+            return []
+        self.stopped = broken
+        waiting = [counter for counter, job in self._jobs.items() if job.decided is None]
+        actions: list[Action] = [Resolve(counter, "failed", broken.why, broken.rank) for counter in waiting]
+        actions += [Cancel(counter) for counter, job in self._jobs.items() if job.phase in _LEASED]
+        self._jobs, self._early, self._pins = {}, {}, ()
+        actions += self._resolve_pins(sorted(self._unanswered), broken.why)
+        return actions
+
+
+def apply_decisions(
+    parts: Mapping[Key, Part], run: Run, keep: Mapping[Key, bool], unproven: Collection[Key], settled: Settled
+) -> dict[Key, Part]:
+    """Return what a record names once all decisions so far are applied.
+
+    What this run has not decided stays, and so does what may turn out complete. All else that is not on the keep-list
+    goes: aborted, superseded, kept formerly, or of dead runs.
+    """
+    named: dict[Key, Part] = {}
+    for key, part in parts.items():
+        if key in keep:
+            entry = part.entry if part.entry.pinned == keep[key] else replace(part.entry, pinned=keep[key])
+            named[key] = replace(part, committed=True, entry=entry)
+        elif key in unproven or is_undecided(key, run, settled):
+            named[key] = part
+    return named
+
+
+def is_undecided(key: Key, run: Run, settled: Settled) -> bool:
+    """Whether a part is of this run, and nothing was decided about it."""
+    return key.run == run and key.counter not in settled

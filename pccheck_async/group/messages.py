@@ -1,0 +1,307 @@
+"""What ranks tell rank 0 (messages, by way of its inbox), and what rank 0 tells all of them (decisions, in one order).
+
+Both travel as MessagePack arrays that begin with their type's name. Numbers of decisions are their places in the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from pccheck_async.format import Entry
+from pccheck_async.group.parts import Key, Run, SeenStore
+from pccheck_async.group.view import View
+
+__all__ = [
+    "VERSION", "Abort", "Acknowledge", "Admitted", "AnyDecision", "AnyMessage", "Broken", "Candidate", "Commit",
+    "Confirm", "Decision", "Failed", "Found", "Goodbye", "Hello", "Joined", "Kept", "Matched", "Message", "Metadata",
+    "Next", "NotRestored", "Ok", "Opened", "Pin", "PinRequest", "Preempted", "Propose", "Refused", "RestoreRequest",
+    "Restored", "Roster", "Start", "Verified", "Verify", "Withdraw", "decode_decision", "decode_message", "encode",
+]  # fmt: skip
+
+VERSION = 1
+"""Of this protocol. Ranks with different ones refuse to open."""
+
+Metadata = dict[str, str | int | float | bool | None]
+
+
+class Kept(NamedTuple):
+    """One line of a keep-list."""
+
+    key: Key
+    pinned: bool
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """From one rank to rank 0."""
+
+    rank: int
+
+
+class Decision(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """From rank 0 to all."""
+
+
+# -- opening
+
+
+class Hello(Message, frozen=True):
+    """A rank has opened its folder."""
+
+    version: int
+    world: int
+    domain: str
+    """The id of its filesystem: those with equal ids see each other's folders."""
+    host: str
+    settings: str
+    """Whatever has to be equal on all ranks, encoded."""
+
+
+class Roster(Decision, frozen=True):
+    """All are here; the lowest rank of each domain reads all rank folders there."""
+
+    homes: tuple[int, ...]
+    """The domain of each rank."""
+    hosts: tuple[str, ...]
+
+
+class Found(Message, frozen=True):
+    """The stores of one domain."""
+
+    stores: tuple[SeenStore, ...]
+
+
+class Opened(Decision, frozen=True):
+    """What all found together."""
+
+    view: View
+
+
+class Refused(Decision, frozen=True):
+    """The group cannot be opened."""
+
+    why: str
+
+
+# -- commits
+
+
+class Joined(Message, frozen=True):
+    """A rank's store is its own: created, or its newest record made durable (I12)."""
+
+    store_id: bytes
+
+
+class Start(Decision, frozen=True):
+    """Decision 0 of a run: nothing is prepared before it."""
+
+    run: Run
+    keep: tuple[Kept, ...]
+    unproven: tuple[Key, ...]
+
+
+class Admitted(Message, frozen=True):
+    """Rank 0 admitted a checkpoint: what retention has to know of it, and its metadata count for all."""
+
+    counter: int
+    step: int
+    metadata: Metadata
+
+
+class Ok(Message, frozen=True):
+    """A rank's durable record names its part as prepared."""
+
+    run: Run
+    counter: int
+    step: int
+    entry: Entry | None
+    """Rank 0's."""
+
+
+class Failed(Message, frozen=True):
+    """A rank's part will not become durable."""
+
+    counter: int
+    why: str
+    latched: bool
+    """A flush or a record failed: the rank's store takes no more."""
+
+
+class Commit(Decision, frozen=True):
+    """A checkpoint is complete."""
+
+    counter: int
+    keep: tuple[Kept, ...]
+    superseded: tuple[int, ...]
+    """Older ones in flight that retention would not keep beside it."""
+
+
+class Abort(Decision, frozen=True):
+    """A rank's part of a checkpoint failed."""
+
+    counter: int
+    why: str
+    rank: int
+
+
+class PinRequest(Message, frozen=True):
+    """All ranks ask the same, each for itself."""
+
+    index: int
+    """So many were asked before."""
+    step: int
+    pinned: bool
+
+
+class Pin(Decision, frozen=True):
+    """An answer to the requests of one index."""
+
+    index: int
+    keep: tuple[Kept, ...]
+    unproven: tuple[Key, ...]
+    why: str | None
+    """Why it was refused; then nothing is changed."""
+
+
+class Goodbye(Message, frozen=True):
+    """A rank takes part in no later checkpoint."""
+
+    counter: int
+    """The last one."""
+    why: str | None
+    """The error that it leaves with."""
+
+
+class Broken(Decision, frozen=True):
+    """Nothing more is decided in this run; nothing is dropped."""
+
+    why: str
+    rank: int
+
+
+# -- schedule
+
+
+class Next(Decision, frozen=True):
+    """The next step at which all ranks do the same."""
+
+    step: int
+    save: bool = True
+    """They save; else they only know by then what comes after."""
+
+
+class Preempted(Message, frozen=True):
+    """A rank was asked to go."""
+
+
+class Propose(Decision, frozen=True):
+    """A last step before all go."""
+
+    number: int
+    step: int
+
+
+class Acknowledge(Message, frozen=True):
+    """An answer to a proposal."""
+
+    number: int
+    passed: int | None
+    """Refused: the rank has come to this step already."""
+    ended: bool
+    """Refused: its loop has ended."""
+
+
+class Confirm(Decision, frozen=True):
+    """All acknowledged the proposal."""
+
+    step: int
+
+
+class Withdraw(Decision, frozen=True):
+    """No last step is needed: the loops are ending by themselves."""
+
+
+# -- restore
+
+
+class RestoreRequest(Message, frozen=True):
+    """All ranks ask the same, each for itself."""
+
+    index: int
+    step: int | None
+
+
+class Candidate(Decision, frozen=True):
+    """Match the manifest of your part with your state."""
+
+    index: int
+    attempt: int
+    key: Key
+
+
+class Matched(Message, frozen=True):
+    """What came of that."""
+
+    index: int
+    attempt: int
+    outcome: Literal["ok", "mismatch", "damaged"]
+    why: str
+
+
+class Verify(Decision, frozen=True):
+    """All match: verify all chunks of your part."""
+
+    index: int
+    attempt: int
+
+
+class Verified(Message, frozen=True):
+    """What came of that."""
+
+    index: int
+    attempt: int
+    damage: str | None
+
+
+class Restored(Decision, frozen=True):
+    """All parts are whole: change the state now."""
+
+    index: int
+    key: Key
+
+
+class NotRestored(Decision, frozen=True):
+    """No state is changed, on any rank."""
+
+    index: int
+    reason: Literal["none", "incomplete", "no step", "mismatch", "damaged", "disagreement"]
+    """``none``: there is no checkpoint, and that is no error."""
+    why: Mapping[int, str]
+    """By rank; empty where it is the same for all."""
+
+
+AnyMessage = (
+    Hello | Found | Joined | Admitted | Ok | Failed | PinRequest | Goodbye | Preempted | Acknowledge
+    | RestoreRequest | Matched | Verified
+)  # fmt: skip
+AnyDecision = (
+    Roster | Opened | Refused | Start | Commit | Abort | Pin | Broken | Next | Propose | Confirm | Withdraw
+    | Candidate | Verify | Restored | NotRestored
+)  # fmt: skip
+
+_message_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+_decision_decoder: msgspec.msgpack.Decoder[AnyDecision] = msgspec.msgpack.Decoder(AnyDecision)
+encode = msgspec.msgpack.encode
+"""Return the bytes of a message or a decision."""
+
+
+def decode_message(data: bytes) -> AnyMessage:
+    """Decode what came into the inbox. Raises msgspec.DecodeError."""
+    return _message_decoder.decode(data)
+
+
+def decode_decision(data: bytes) -> AnyDecision:
+    """Decode what rank 0 published. Raises msgspec.DecodeError."""
+    return _decision_decoder.decode(data)

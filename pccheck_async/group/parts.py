@@ -1,0 +1,73 @@
+"""What the commit records of a group say: one rank's part of a checkpoint, and the last decision a record applied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from hashlib import blake2b
+
+import msgspec
+
+from pccheck_async.format import Applied, Entry, Key, Run
+
+__all__ = ["MOST_HASH", "Applied", "Key", "Part", "Run", "SeenStore", "Settled", "member_hash", "members_digest"]
+
+MOST_HASH = 1 << 64
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One rank's part of a checkpoint: an entry of a commit record, format version 2."""
+
+    run: Run
+    rank: int
+    world: int
+    committed: bool
+    """The record applied the decision that committed it; else it is only prepared. That decides nothing:
+    a checkpoint is complete when all ranks' records name it, whoever was told."""
+    entry: Entry
+
+    @property
+    def key(self) -> Key:
+        """The checkpoint that this is a part of."""
+        return Key(self.entry.counter, self.run)
+
+
+class SeenStore(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A store as found at opening."""
+
+    domain: int
+    """Its filesystem, numbered in the order of the lowest rank that runs there."""
+    rank: int
+    """Of its folder. Another rank may run in this domain now, or none."""
+    store_id: bytes
+    applied: Applied | None
+    parts: tuple[Part, ...]
+
+
+def members_digest(stores: Iterable[tuple[int, bytes]]) -> int:
+    """Return what tells the stores (rank, store id) of a run from others. A sum: candidates for it are cheap to try."""
+    return sum(member_hash(rank, store_id) for rank, store_id in stores) % MOST_HASH
+
+
+def member_hash(rank: int, store_id: bytes) -> int:
+    """Return one member's share of :func:`members_digest`."""
+    return int.from_bytes(blake2b(rank.to_bytes(4, "little") + store_id, digest_size=8).digest(), "little")
+
+
+class Settled:
+    """The counters that were decided: all below a floor, and some above."""
+
+    __slots__ = ("above", "floor")
+
+    def __init__(self, floor: int = 0) -> None:
+        self.floor = floor
+        self.above: set[int] = set()
+
+    def __contains__(self, counter: int) -> bool:
+        return counter < self.floor or counter in self.above
+
+    def add(self, counter: int) -> None:
+        """Note that a counter was decided."""
+        self.above.add(counter)
+        while self.floor in self.above:
+            self.above.remove(self.floor)
+            self.floor += 1

@@ -1,0 +1,147 @@
+"""Reading a group's folder without an engine, also beside a running group. Nothing here writes.
+
+What is listed as complete has all its parts in this folder. What ranks on other hosts have in folders of their own is
+not seen: there, a folder of one rank can be read for itself.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from msgspec import structs
+
+from pccheck_async.errors import IncompleteCheckpointError, NoCheckpointError, ReadError, StoreError
+from pccheck_async.format import CheckpointInfo, Key, Record
+from pccheck_async.format.record import GROUP_NAME
+from pccheck_async.group.folder import rank_name, seen_stores
+from pccheck_async.group.parts import Part, SeenStore
+from pccheck_async.group.view import Complete, Incomplete, view_of
+from pccheck_async.store import LOCK_SECONDS, StoreReader
+
+__all__ = ["GroupListing", "PartReader", "is_group_folder", "list_group"]
+
+
+def is_group_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds the stores of a group's ranks."""
+    return os.path.isfile(os.path.join(path, GROUP_NAME))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupListing:
+    """What the records of all ranks in a folder say, at one moment.
+
+    Attributes:
+        folder: The group's.
+        stores: By rank.
+        complete: Newest first.
+        incomplete: Newest first. Beside a running group, those that are being saved are among them.
+    """
+
+    folder: Path
+    stores: dict[int, SeenStore]
+    complete: tuple[Complete, ...]
+    incomplete: tuple[Incomplete, ...]
+
+    def parts(self, key: Key) -> dict[int, Part]:
+        """Return the parts of a checkpoint by rank."""
+        return {rank: part for rank, store in self.stores.items() for part in store.parts if part.key == key}
+
+    def info(self, one: Complete) -> CheckpointInfo:
+        """Return what users see of a complete checkpoint: the bytes of all ranks; the rest is rank 0's."""
+        return replace(one.entry.info, nbytes=sum(part.entry.nbytes for part in self.parts(one.key).values()))
+
+    def choose(self, step: int | None) -> Complete:
+        """Return the newest complete checkpoint, or that of ``step``. Raises what :meth:`nothing` returns."""
+        found = next((one for one in self.complete if step in (None, one.entry.step)), None)
+        if found is None:
+            raise self.nothing(step)
+        return found
+
+    def folder_of_part(self, step: int | None, rank: int) -> Path:
+        """Return the folder of a rank that has a part of a complete checkpoint. Raises NoCheckpointError."""
+        world = self.choose(step).world
+        if not 0 <= rank < world:
+            which = "newest complete checkpoint" if step is None else f"checkpoint of step {step}"
+            there = f"the ranks 0 to {world - 1}" if world > 1 else "rank 0 alone"
+            text = f"the {which} in {self.folder} has {there}, and no rank {rank}"
+            raise NoCheckpointError(text)
+        return self.folder / rank_name(rank)
+
+    def nothing(self, step: int | None) -> NoCheckpointError:
+        """Return what to raise where there is no complete checkpoint, or none of ``step``."""
+        of_step = "" if step is None else f" of step {step}"
+        lacking = [one for one in self.incomplete if step in (None, one.step)]
+        if not lacking:
+            return NoCheckpointError(f"{self.folder} holds no checkpoint{of_step}")
+        which = "; ".join(f"step {one.step} lacks the parts of {ranks(one.ranks)}" for one in lacking)
+        return IncompleteCheckpointError(
+            f"{self.folder} holds no complete checkpoint{of_step}: {which}; what a rank has can be read from its own "
+            f"folder, such as {self.folder / rank_name(min(self.stores))}"
+        )
+
+
+def ranks(numbers: tuple[int, ...], most: int = 8) -> str:
+    """Return ranks in words."""
+    few = ", ".join(map(str, numbers[:most]))
+    more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
+    return f"rank{'s' if len(numbers) > 1 else ''} {few}{more}"
+
+
+def list_group(path: str | os.PathLike[str]) -> GroupListing:
+    """Read the records of all ranks in a group's folder, on this thread.
+
+    Records are read one after the other while ranks may write them. One that is read early may lack what later ones
+    name, so nothing is incomplete before all were read again. And what was complete may have been dropped from one that
+    is read late; that one names a newer checkpoint as committed, and all are read again until this is complete, too.
+
+    Raises:
+        CorruptStoreError: a rank's store has no valid record.
+        StoreError: the records contradict each other.
+        ReadError: the device failed, or the records change all the time.
+    """
+    folder, deadline = Path(path), time.monotonic() + LOCK_SECONDS
+    before: dict[int, list[tuple[Key, bool]]] = {}
+    incomplete: set[Key] = set()
+    while True:
+        stores = {store.rank: store for store in seen_stores(folder)}
+        view = view_of(list(stores.values()), [0], [])
+        if view.error is not None:
+            raise StoreError(f"{folder}: {view.error}")
+        named = {rank: [(part.key, part.committed) for part in store.parts] for rank, store in stores.items()}
+        committed = max((key for parts in named.values() for key, applied in parts if applied), default=None)
+        newest = view.complete[0].key if view.complete else None
+        again = tuple(one for one in view.incomplete if one.key in incomplete)
+        up_to_date = committed is None or (newest is not None and newest >= committed)
+        if not view.incomplete or named == before or (before and up_to_date):
+            return GroupListing(folder, stores, view.complete, again)
+        if time.monotonic() > deadline:
+            raise ReadError(f"the records in {folder} change faster than all of them can be read ({LOCK_SECONDS} s)")
+        before, incomplete = named, {one.key for one in view.incomplete}
+
+
+@dataclass(slots=True, kw_only=True)
+class PartReader(StoreReader):
+    """The store of one rank, of which only parts of complete checkpoints are read: a record names no others.
+
+    A part that is locked, and that all ranks' records read *after* locking still make one of a complete checkpoint,
+    keeps its bytes, as one of :meth:`StoreReader.lock` does.
+    """
+
+    rank: int
+    listing: GroupListing
+    """As it was when a record was read last."""
+
+    async def record(self) -> Record:
+        """Return the newest record as it is now, without what is not complete."""
+        self.listing = await self.opened.operations.call(list_group, self.listing.folder)
+        pinned = {one.key: one.entry.pinned for one in self.listing.complete}
+        parts = self.listing.stores[self.rank].parts if self.rank in self.listing.stores else ()
+        entries = [structs.replace(part.entry, pinned=pinned[part.key]) for part in parts if part.key in pinned]
+        return Record(0, tuple(entries))
+
+    def nothing(self, path: str | os.PathLike[str], step: int | None) -> NoCheckpointError:
+        """Return what to raise where no checkpoint is complete, or none of ``step``."""
+        return self.listing.nothing(step)

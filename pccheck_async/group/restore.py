@@ -1,0 +1,176 @@
+"""The ranks agree three times before any of them changes its state: on the candidate, on the match, on the chunks.
+
+All restore one checkpoint, or none does, with one error. Damage on any rank takes all to the next older one; with a
+step that was asked for it is an error. That the "newest of all" may be damaged on one rank and that "the oldest of the
+newest" may not exist on another is why ranks do not choose for themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pccheck_async.group.actions import Action, ChangeState, EndRestore, MatchManifest, Post, VerifyChunks
+from pccheck_async.group.messages import Candidate, Matched, NotRestored, Restored, RestoreRequest, Verified, Verify
+from pccheck_async.group.parts import Key
+
+__all__ = ["LeadRestore", "Restore"]
+
+_Reason = Literal["none", "incomplete", "no step", "mismatch", "damaged", "disagreement"]
+
+
+@dataclass(slots=True, eq=False)
+class Restore:
+    """One rank's side. Calls of ``restore`` come one after the other."""
+
+    rank: int
+    index: int = -1
+    attempt: int = -1
+    active: bool = False
+    """A restore is under way."""
+    key: Key | None = None
+    """The last candidate."""
+
+    def request(self, step: int | None) -> list[Action]:
+        """Ask for the newest checkpoint, or for the newest of a step."""
+        self.index, self.active = self.index + 1, True
+        return [Post(RestoreRequest(self.rank, self.index, step))]
+
+    def matched(self, outcome: Literal["ok", "mismatch", "damaged"], why: str = "") -> list[Action]:
+        """Tell how the manifest of the candidate compares with the state."""
+        return [Post(Matched(self.rank, self.index, self.attempt, outcome, why))]
+
+    def verified(self, damage: str | None = None) -> list[Action]:
+        """Tell whether all chunks of the candidate are whole."""
+        return [Post(Verified(self.rank, self.index, self.attempt, damage))]
+
+    def learn(self, decision: Candidate | Verify | Restored | NotRestored) -> list[Action]:
+        """Take a decision in."""
+        match decision:
+            case Candidate():
+                self.attempt, self.key = decision.attempt, decision.key
+                return [MatchManifest(decision.key)]
+            case Verify():
+                assert self.key is not None
+                return [VerifyChunks(self.key)]
+            case Restored():
+                self.active = False
+                return [ChangeState(decision.key)]
+            case NotRestored():
+                self.active = False
+                return [EndRestore(decision.reason, _text(decision))]
+
+
+def _text(decision: NotRestored) -> str:
+    if -1 in decision.why:
+        return decision.why[-1]
+    return "; ".join(f"rank {rank}: {why}" for rank, why in sorted(decision.why.items()))
+
+
+@dataclass(slots=True, eq=False)
+class LeadRestore:
+    """What rank 0 decides of it."""
+
+    world: int
+    index: int = 0
+    """Of the restore that is under way, or comes next."""
+    attempt: int = 0
+    step: int | None = None
+    candidate: Key | None = None
+    requests: dict[int, RestoreRequest] = field(default_factory=dict)
+    matches: dict[int, Matched] = field(default_factory=dict)
+    verified: dict[int, Verified] = field(default_factory=dict)
+    damaged: set[int] = field(default_factory=set)
+    """Counters of checkpoints that some rank found damaged: the next commit drops them."""
+
+    def receive(
+        self, message: RestoreRequest | Matched | Verified, there: Sequence[tuple[Key, int]], lacking: str
+    ) -> list[Candidate | Verify | Restored | NotRestored]:
+        """Take a message in; return what is decided.
+
+        Args:
+            message: From any rank.
+            there: The complete checkpoints and their steps, newest first.
+            lacking: What is known of checkpoints that lack parts; empty for none.
+        """
+        if message.index != self.index:
+            return []
+        if isinstance(message, RestoreRequest):
+            self.requests[message.rank] = message
+            return self._begin(there, lacking) if len(self.requests) == self.world else []
+        if message.attempt != self.attempt or self.candidate is None:
+            return []
+        if isinstance(message, Matched):
+            self.matches[message.rank] = message
+            return self._conclude_match(there) if self._all_in(self.matches) else []
+        self.verified[message.rank] = message
+        return self._conclude(self.candidate, there) if self._all_in(self.verified) else []
+
+    def _all_in(self, answers: dict[int, Matched] | dict[int, Verified]) -> bool:
+        return len(answers) == self.world
+
+    def _begin(
+        self, there: Sequence[tuple[Key, int]], lacking: str
+    ) -> list[Candidate | Verify | Restored | NotRestored]:
+        steps = {request.step for request in self.requests.values()}
+        if len(steps) > 1:
+            asked = {rank: _asked(request.step) for rank, request in self.requests.items()}
+            return [self._end("disagreement", asked)]
+        self.step = steps.pop()
+        if self.step is not None and not any(step == self.step for _, step in there):
+            why = f"there is no complete checkpoint of step {self.step}"
+            return [self._end("no step", {-1: f"{why}; {lacking}" if lacking else why})]
+        if not there:
+            return [self._end("incomplete", {-1: lacking}) if lacking else self._end("none", {})]
+        return self._try_next(there, {})
+
+    def _try_next(
+        self, there: Sequence[tuple[Key, int]], damage: dict[int, str]
+    ) -> list[Candidate | Verify | Restored | NotRestored]:
+        """Propose the newest one that nobody found damaged."""
+        whole = [key for key, step in there if key.counter not in self.damaged and self.step in (None, step)]
+        asked_again = self.step is not None and damage
+        if not whole or asked_again:
+            return [self._end("damaged", damage or {-1: "every complete checkpoint is damaged on some rank"})]
+        self.candidate = whole[0]
+        self.attempt += 1
+        self.matches, self.verified = {}, {}
+        return [Candidate(self.index, self.attempt, self.candidate)]
+
+    def _conclude_match(self, there: Sequence[tuple[Key, int]]) -> list[Candidate | Verify | Restored | NotRestored]:
+        damage = {rank: one.why for rank, one in self.matches.items() if one.outcome == "damaged"}
+        mismatch = {rank: one.why for rank, one in self.matches.items() if one.outcome == "mismatch"}
+        if damage:
+            return self._fall_back(damage, there)
+        return [self._end("mismatch", mismatch)] if mismatch else [Verify(self.index, self.attempt)]
+
+    def _conclude(
+        self, candidate: Key, there: Sequence[tuple[Key, int]]
+    ) -> list[Candidate | Verify | Restored | NotRestored]:
+        damage = {rank: one.damage for rank, one in self.verified.items() if one.damage is not None}
+        if damage:
+            return self._fall_back(damage, there)
+        ended = Restored(self.index, candidate)
+        self._reset()
+        return [ended]
+
+    def _fall_back(
+        self, damage: dict[int, str], there: Sequence[tuple[Key, int]]
+    ) -> list[Candidate | Verify | Restored | NotRestored]:
+        assert self.candidate is not None
+        self.damaged.add(self.candidate.counter)
+        return self._try_next(there, damage)
+
+    def _end(self, reason: _Reason, why: dict[int, str]) -> NotRestored:
+        ended = NotRestored(self.index, reason, why)
+        self._reset()
+        return ended
+
+    def _reset(self) -> None:
+        self.index, self.attempt, self.candidate = self.index + 1, 0, None
+        self.requests, self.matches, self.verified = {}, {}, {}
+
+
+def _asked(step: int | None) -> str:
+    return "asked for the newest" if step is None else f"asked for step {step}"

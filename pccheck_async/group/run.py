@@ -1,0 +1,468 @@
+"""One opening of a group on one rank: carries out what its member wants, on the engine's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from pccheck_async.engine import EngineConfig, Lease
+from pccheck_async.errors import CheckpointError, GroupError, NoCheckpointError
+from pccheck_async.format import Applied, Entry, Key, Metadata
+from pccheck_async.group.actions import (
+    Action,
+    Admit,
+    Cancel,
+    ChangeState,
+    EndRestore,
+    Free,
+    MatchManifest,
+    Post,
+    Ready,
+    RemoveOrphans,
+    Resolve,
+    ResolvePin,
+    Scan,
+    TakeOver,
+    Unopened,
+    VerifyChunks,
+    WriteRecord,
+)
+from pccheck_async.group.control import Address, Client, Server
+from pccheck_async.group.coordinator import Coordinator
+from pccheck_async.group.elsewhere import FetchedLease, FolderLease, send_part
+from pccheck_async.group.folder import domain_of, rank_name, remove_store, seen_stores
+from pccheck_async.group.member import Member
+from pccheck_async.group.messages import AnyDecision, AnyMessage, Preempted
+from pccheck_async.group.parts import Part, SeenStore
+from pccheck_async.group.schedule import Verdict
+from pccheck_async.group.view import Complete
+from pccheck_async.medium.open_medium import open_medium
+from pccheck_async.store import ReadLease, Retention, Store, open_store
+from pccheck_async.telemetry import write
+from pccheck_async.transfer import uninterrupted
+
+__all__ = ["GroupRun", "serve"]
+
+_GOODBYE_SECONDS = 60.0
+"""Seconds that rank 0 waits for the others to leave before it takes the log away."""
+
+
+class GroupRun:
+    """What one rank does between opening and closing. All methods run on the engine's loop.
+
+    Args:
+        folder: The group's.
+        rank: This one.
+        world: Ranks in the group.
+        config: Of the engine.
+        store: This rank's; ``write_parts`` writes its records.
+        own: What its newest record says.
+        cancel: Ends a checkpoint that is being written with an error.
+
+    Attributes:
+        server: On rank 0: the control plane.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        world: int,
+        config: EngineConfig,
+        store: Store,
+        write_parts: Callable[[tuple[Part, ...], Applied], Coroutine[Any, Any, None]],
+        own: SeenStore,
+        cancel: Callable[[int, CheckpointError], None],
+    ) -> None:
+        self._folder = folder
+        self._config = config
+        self._store = store
+        self._cancel = cancel
+        self._loop = asyncio.get_running_loop()
+        self._write_parts = write_parts
+        self.member = Member(
+            rank, world, max_in_flight=config.max_in_flight, reserved=config.retention.reserved, own=own
+        )
+        self.server: Server | None = None
+        self._client: Client | None = None
+        self._opened: asyncio.Future[None] = self._loop.create_future()
+        self._admissions: dict[int, asyncio.Future[None]] = {}
+        self._outcomes: dict[int, asyncio.Future[Resolve]] = {}
+        self._cancelled: set[int] = set()
+        self._pins: dict[int, asyncio.Future[None]] = {}
+        self._pins_asked = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._idle = asyncio.Event()
+        self._scheduled = threading.Condition()  # held around every use of the schedule
+        self._published: int | None = None
+        self._preempted = False
+        self.restoring: asyncio.Queue[MatchManifest | VerifyChunks | ChangeState | EndRestore] = asyncio.Queue()
+
+    # -- opening
+
+    async def join(self, address: Address) -> None:
+        """Meet the other ranks, and agree on what there is.
+
+        Raises GroupError: they do not fit together, or did not come in time.
+        """
+        loop, member = self._loop, self.member
+
+        def learn(decision: AnyDecision) -> None:
+            loop.call_soon_threadsafe(self._learn, decision)
+
+        def lost(why: str) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._note_lost, why)
+
+        domain = await asyncio.to_thread(domain_of, self._folder)
+        self._client = await asyncio.to_thread(Client, address, member.rank, learn, lost)
+        self._do(member.hello(domain=domain, host=socket.gethostname(), settings=_settings(self._folder, self._config)))
+        await self._opened
+
+    def _note_lost(self, why: str) -> None:
+        if not self._opened.done():
+            self._opened.set_exception(GroupError(why))
+        with self._scheduled:
+            actions = self.member.lost(why)
+            self._scheduled.notify_all()
+        self._do(actions)
+
+    def _learn(self, decision: AnyDecision) -> None:
+        with self._scheduled:
+            actions = self.member.learn(decision)
+            self._scheduled.notify_all()
+        self._do(actions)
+        if self.member.stopped is not None and not self._opened.done():
+            self._opened.set_exception(GroupError(self.member.stopped.why))
+
+    # -- what the engine asks
+
+    def complete(self) -> list[Entry]:
+        """Return this rank's entries of the checkpoints that are complete and kept, newest first."""
+        member = self.member
+        if member.run is None:  # nothing was saved in this run
+            there = member.view.complete if member.view is not None else ()
+            return [member.parts[one.key].entry if one.key in member.parts else one.entry for one in there]
+        kept = [member.parts[key].entry for key in member.keep if key in member.parts]
+        return sorted(kept, key=lambda entry: -entry.counter)
+
+    def lease(self, key: Key) -> Lease | None:
+        """Return what reads the part of a complete checkpoint that this rank restores; None where it is gone."""
+        member = self.member
+        if (part := member.parts.get(key)) is not None:
+            return ReadLease(self._store, part.entry, superseded=False)
+        if (found := self._complete(key)) is None:
+            return None
+        source, domain = _source(found, member.rank)
+        if source != member.rank:
+            text = "this checkpoint is of %d ranks: rank %d restores what rank %d saved, random number generators, too"
+            write(logging.WARNING, "other_world", text, found.world, member.rank, source)
+        if domain == member.homes[member.rank]:
+            return FolderLease(self._folder / rank_name(source), key)
+        assert self._client is not None
+        return FetchedLease(self._client.another(), self._prefix(member.rank), self._folder / rank_name(member.rank))
+
+    def _complete(self, key: Key) -> Complete | None:
+        complete = self.member.view.complete if self.member.view is not None else ()
+        return next((one for one in complete if one.key == key), None)
+
+    def _prefix(self, rank: int) -> str:
+        """Return where what a rank restores is sent to it."""
+        return f"part/{self.member.restore.index}/{self.member.restore.attempt}/{rank}"
+
+    def _send_parts(self, key: Key) -> None:
+        """Send what other hosts restore and only this one has."""
+        member, found = self.member, self._complete(key)
+        if found is None:
+            return
+        for rank, home in enumerate(member.homes):
+            source, domain = _source(found, rank)
+            if domain != home and member.homes.index(domain) == member.rank:
+                assert self._client is not None
+                path = self._folder / rank_name(source)
+                self._start(send_part(self._client.another(), self._prefix(rank), path, key))
+
+    def request(self, counter: int, step: int, metadata: Metadata) -> None:
+        """Request a checkpoint, in the order of counters."""
+        self._admissions[counter] = self._loop.create_future()
+        self._outcomes[counter] = self._loop.create_future()
+        actions = self.member.request(step, dict(metadata))
+        assert self.member.counter == counter, (self.member.counter, counter)
+        self._do(actions)
+
+    def request_failed(self, counter: int, step: int, why: str) -> None:
+        """Request a checkpoint that failed already, so that ranks keep counting alike."""
+        self.request(counter, step, {})
+        self._do(self.member.failed(counter, why))
+        del self._admissions[counter], self._outcomes[counter]
+
+    async def admitted(self, counter: int) -> None:
+        """Wait until a checkpoint may be written. Raises GroupError: it ended before."""
+        admission, outcome = self._admissions[counter], self._outcomes[counter]
+        await asyncio.wait((admission, outcome), return_when=asyncio.FIRST_COMPLETED)
+        if outcome.done() and (error := _error(outcome.result())) is not None:
+            raise error
+
+    async def decided(self, entry: Entry) -> bool:
+        """Note that all of a checkpoint is durable in its slot; wait for what becomes of it, False: superseded."""
+        self._do(self.member.written(entry.counter, entry))
+        outcome = await asyncio.shield(self._outcomes[entry.counter])
+        if (error := _error(outcome)) is not None:
+            raise error
+        return outcome.outcome == "durable"
+
+    def is_cancelled(self, counter: int) -> bool:
+        """Whether the group decided about a checkpoint before a record of this rank could name it."""
+        return counter in self._cancelled
+
+    def note_end(self, counter: int, error: Exception | None) -> None:
+        """Note that nothing of a checkpoint is being written any more."""
+        self._admissions.pop(counter, None)
+        outcome = self._outcomes.pop(counter, None)
+        if counter in self._cancelled:
+            self._cancelled.discard(counter)
+            self._do(self.member.released(counter))
+        elif error is not None and outcome is not None and not outcome.done():
+            self._do(self.member.failed(counter, str(error)))
+
+    async def pin(self, step: int, pinned: bool) -> None:
+        """Pin or unpin; returns when this rank's record says so. Raises NoCheckpointError, GroupError."""
+        answer = self._pins[self._pins_asked] = self._loop.create_future()
+        self._pins_asked += 1
+        self._do(self.member.pin(step, pinned))
+        await answer
+
+    async def ask_restore(self, step: int | None) -> None:
+        """Ask for the newest checkpoint, or for that of a step; the answers come by :attr:`restoring`."""
+        if self.member.stopped is not None:
+            raise GroupError(self.member.stopped.why)
+        self._do(self.member.restore.request(step))
+
+    async def tell_matched(self, outcome: Literal["ok", "mismatch", "damaged"], why: str) -> None:
+        """Answer what this rank's part of the candidate is to its state."""
+        self._do(self.member.restore.matched(outcome, why))
+
+    async def tell_verified(self, damage: str | None) -> None:
+        """Answer whether this rank's part of the candidate is whole."""
+        self._do(self.member.restore.verified(damage))
+
+    # -- the schedule: called on the trainer's thread
+
+    def begin_step(self, step: int) -> None:
+        """Note that the trainer is in a step."""
+        with self._scheduled:
+            self.member.schedule.begin(step)
+            if self.server is not None:
+                self.server.step = step
+
+    def at_end(self, step: int) -> Verdict:
+        """Tell what to do at the end of a step."""
+        with self._scheduled:
+            return self.member.schedule.at_end(step)
+
+    def lacks_schedule(self, step: int) -> bool:
+        """On rank 0: whether no step behind this one is scheduled."""
+        published = self._published
+        return published is None or published <= step
+
+    def publish(self, step: int, *, save: bool) -> None:
+        """On rank 0: schedule the next step."""
+        assert self.server is not None
+        self._published = step
+        self.server.decide(lambda coordinator: coordinator.schedule.publish(step, save=save))
+
+    def wait_for_schedule(self, step: int) -> None:
+        """Wait until something is known about the step. Raises GroupError: nothing will be."""
+        with self._scheduled:
+            while True:
+                if (stopped := self.member.stopped) is not None:
+                    raise GroupError(stopped.why)
+                if self.member.schedule.at_end_waits(step):
+                    self._scheduled.wait()
+                else:
+                    return
+
+    def tell_preempted(self) -> None:
+        """Report that this rank was asked to go; once."""
+        if not self._preempted:
+            self._preempted = True
+            self._loop.call_soon_threadsafe(self._post, Preempted(self.member.rank))
+
+    def _post(self, message: AnyMessage) -> None:
+        self._do([Post(message)])
+
+    def end_schedule(self) -> None:
+        """Note that this rank makes no more steps."""
+        with self._scheduled:
+            self.member.schedule.end()
+
+    async def leave(self, seconds: float | None, why: str | None = None) -> None:
+        """Apply what was decided, say goodbye, and on rank 0 wait for the others; at most ``seconds``."""
+        if self._client is None:
+            return
+        limit = _GOODBYE_SECONDS if seconds is None else seconds
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit):
+                self._do(self.member.leave(why))
+                await self._idle.wait()
+                while self._tasks:
+                    await asyncio.wait(set(self._tasks))
+        client, server, self._client = self._client, self.server, None
+        await uninterrupted(asyncio.to_thread(client.close))
+        if server is not None:
+            wait = limit if self.member.view is not None and self.member.stopped is None else 0.0
+            if not await uninterrupted(asyncio.to_thread(server.close, wait)) and wait:
+                text = "rank 0 of the group of %s goes although other ranks have not left"
+                write(logging.WARNING, "group_left", text, self._folder)
+
+    # -- what the member wants
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Post():
+                    if self._client is not None:  # else this rank has left
+                        self._client.post(action.message)
+                case Admit():
+                    _set(self._admissions.get(action.counter), None)
+                case Resolve():
+                    _set(self._outcomes.get(action.counter), action)
+                case Cancel():
+                    self._cancelled.add(action.counter)
+                    outcome = self._outcomes.get(action.counter)
+                    error = _error(outcome.result()) if outcome is not None and outcome.done() else None
+                    self._cancel(action.counter, error or GroupError("a newer checkpoint replaced it"))
+                case WriteRecord():
+                    self._start(self._write_record(action))
+                case TakeOver():
+                    self._start(self._take_over(action))
+                case Scan():
+                    self._start(self._scan())
+                case RemoveOrphans():
+                    self._start(self._remove(action.stores))
+                case Ready():
+                    _set(self._opened, None)
+                case Unopened():
+                    if not self._opened.done():
+                        self._opened.set_exception(GroupError(action.why))
+                case ResolvePin():
+                    answer = self._pins.pop(action.index, None)
+                    if action.why is None:
+                        _set(answer, None)
+                    elif answer is not None and not answer.done():
+                        answer.set_exception(NoCheckpointError(action.why))
+                case MatchManifest():
+                    self._send_parts(action.key)
+                    self.restoring.put_nowait(action)
+                case VerifyChunks() | ChangeState() | EndRestore():
+                    self.restoring.put_nowait(action)
+                case Free():
+                    pass  # publishing the record freed them
+        self._look_idle()
+
+    def _look_idle(self) -> None:
+        if self.member.idle or self.member.stopped is not None:
+            self._idle.set()
+        else:
+            self._idle.clear()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _write_record(self, action: WriteRecord) -> None:
+        try:
+            await self._write_parts(action.parts, action.applied)
+        except Exception as error:  # noqa: BLE001 - all ranks are told
+            self._do(self.member.record_failed(str(error)))
+        else:
+            self._do(self.member.record_durable())
+
+    async def _take_over(self, action: TakeOver) -> None:
+        try:
+            async with self._store.slots.lock:
+                self._store.latch.check()
+                await self._store.take_over()
+            for orphan in action.orphans:
+                await self._take_over_orphan(orphan)
+        except Exception as error:  # noqa: BLE001 - all ranks are told
+            self._do(self.member.record_failed(str(error)))
+        else:
+            self._do(self.member.took_over(self._store.file.identity.id_bytes))
+
+    async def _take_over_orphan(self, orphan: SeenStore) -> None:
+        """Make the record of a store that no rank writes to durable (I12)."""
+        path = os.fspath(self._folder / rank_name(orphan.rank))
+        opened = await open_medium(path, "auto", writers=1, copiers=1)
+        try:
+            store = await open_store(
+                opened.medium,
+                path=path,
+                retention=Retention(),
+                max_in_flight=1,
+                lock_timeout=self._config.lock_timeout,
+                kind=type(self._store),
+            )
+            async with store.slots.lock:
+                await store.take_over()
+        finally:
+            await opened.close()
+
+    async def _scan(self) -> None:
+        try:
+            found = await asyncio.to_thread(lambda: list(seen_stores(self._folder)))
+        except Exception as error:  # noqa: BLE001 - all ranks are told
+            self._do(self.member.record_failed(str(error)))
+        else:
+            self._do(self.member.found(found))
+
+    async def _remove(self, stores: tuple[SeenStore, ...]) -> None:
+        for store in stores:
+            await asyncio.to_thread(remove_store, self._folder, store.rank)
+
+
+def _settings(folder: Path, config: EngineConfig) -> str:
+    """Return what has to be equal on all ranks."""
+    best = config.retention.keep_best
+    settings = {
+        "folder": folder.name,  # nodes may have it in different places
+        "max_in_flight": config.max_in_flight,
+        "keep_last": config.keep_last,
+        "keep_every": config.keep_every,
+        "keep_best": None if best is None else (best.metric, best.count, best.mode),
+    }
+    return msgspec.json.encode(settings).decode()
+
+
+def _source(found: Complete, rank: int) -> tuple[int, int]:
+    """Return whose part a rank restores, and in which domain that is."""
+    source = rank % found.world
+    return source, found.places[source]
+
+
+def serve(world: int, config: EngineConfig, seconds: float) -> Server:
+    """Start the control plane, on rank 0; all have to come within so many seconds."""
+    return Server(Coordinator(world, config.retention, secrets.randbits(64)), world, seconds)
+
+
+def _set(future: asyncio.Future[Any] | None, result: object) -> None:
+    if future is not None and not future.done():
+        future.set_result(result)
+
+
+def _error(resolved: Resolve) -> GroupError | None:
+    if resolved.outcome != "failed":
+        return None
+    who = f"rank {resolved.rank}: " if resolved.rank >= 0 else ""
+    return GroupError(f"the checkpoint {resolved.counter} of the group failed: {who}{resolved.why}")

@@ -1,0 +1,165 @@
+"""One schedule for all ranks: after which steps they save, and which step is the last one before they are preempted.
+
+Only rank 0's policy is asked. On reaching a scheduled step, and before it waits for anything, rank 0 publishes the next
+one; a rank that has passed the last one it knows waits for that at the end of its step. A policy that cannot say in
+advance when it will save is asked after every step, and steps are scheduled at which nothing is saved: what it wants
+is done at the first scheduled step that is not published yet.
+
+Preemption: any rank reports it; rank 0 proposes a last step a few ahead; all acknowledge; rank 0 confirms. A rank that
+has passed the proposed step refuses it, and a later one is proposed, with twice the lead. Who reaches it unconfirmed
+waits. A thread of the protocol answers, never the trainer's, which may be inside a collective that waits for a rank
+that waits here; and it answers after the loop has ended, too. So one lock covers :class:`Schedule`: every call of it is
+one look at the step count.
+
+Steps are the user's numbers and grow, not always by one. In a window of gradient accumulation no step is saved: what is
+due then, the last step included, is due at the first step at or after it that is whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from pccheck_async.group.messages import Acknowledge, Confirm, Next, Preempted, Propose, Withdraw
+
+__all__ = ["LeadSchedule", "Schedule", "Verdict"]
+
+
+class Verdict(Enum):
+    """What a rank does at the end of a step."""
+
+    GO = "go on"
+    SAVE = "save this step, then ask again"
+    STOP = "save this step, unless that is done, and stop"
+    WAIT = "wait for the next decision, then ask again"
+
+
+@dataclass(slots=True, eq=False)
+class Schedule:
+    """What one rank knows of it."""
+
+    rank: int
+    step: int = -1
+    """The one that its trainer is in, or ended last."""
+    ended: bool = False
+    """Its loop has ended."""
+    reached: int | None = None
+    """The step at which a scheduled one was reached last."""
+    upcoming: tuple[Next, ...] = ()
+    """Scheduled steps that were not reached yet."""
+    proposed: int | None = None
+    """The step of a proposal that this rank acknowledged, until it is confirmed or a later one comes."""
+    final: int | None = None
+    """The confirmed last step."""
+    withdrawn: bool = False
+
+    def begin(self, step: int) -> None:
+        """Note that the trainer is in a step: what is proposed from now on has to lie at or after it."""
+        self.step = step
+
+    def end(self) -> None:
+        """Note that the trainer's loop has ended, or stopped."""
+        self.ended = True
+
+    def at_end(self, step: int, *, whole: bool = True) -> Verdict:
+        """Tell what to do at the end of a step; ``whole``: outside windows of gradient accumulation."""
+        self.step = step
+        if not whole:
+            return Verdict.GO
+        if self.final is not None and step >= self.final:
+            return Verdict.STOP
+        if self.upcoming and step >= self.upcoming[0].step:
+            save = self.upcoming[0].save
+            self.reached, self.upcoming = step, self.upcoming[1:]
+            if save:
+                return Verdict.SAVE
+        return Verdict.WAIT if self._has_to_wait(step) else Verdict.GO
+
+    def at_end_waits(self, step: int) -> bool:
+        """Tell whether :meth:`at_end` would say to wait."""
+        known = (self.final is not None and step >= self.final) or (
+            bool(self.upcoming) and step >= self.upcoming[0].step
+        )
+        return not known and self._has_to_wait(step)
+
+    def _has_to_wait(self, step: int) -> bool:
+        unconfirmed = self.proposed is not None and step >= self.proposed
+        return unconfirmed or self._lacks_schedule(step)
+
+    def _lacks_schedule(self, step: int) -> bool:
+        return not self.upcoming and (self.reached is None or step > self.reached)
+
+    def learn(self, decision: Next | Propose | Confirm | Withdraw) -> Acknowledge | None:
+        """Take a decision in; return the answer to a proposal."""
+        match decision:
+            case Next():
+                self.upcoming += (decision,)
+            case Propose():
+                return self._answer(decision)
+            case Confirm():
+                self.final, self.proposed = decision.step, None
+            case Withdraw():
+                self.proposed, self.withdrawn = None, True
+        return None
+
+    def _answer(self, proposal: Propose) -> Acknowledge:
+        passed = self._has_passed(proposal.step)
+        self.proposed = None if passed else proposal.step
+        return Acknowledge(self.rank, proposal.number, self.step if passed else None, passed and self.ended)
+
+    def _has_passed(self, step: int) -> bool:
+        return self.ended or self.step > step
+
+
+@dataclass(slots=True, eq=False)
+class LeadSchedule:
+    """What rank 0 decides of it."""
+
+    world: int
+    lead: int = 2
+    """Steps from rank 0's to the one that is proposed."""
+    step: int = -1
+    """Rank 0's, as :attr:`Schedule.step`."""
+    published: int | None = None
+    """The scheduled step that was published last."""
+    proposal: Propose | None = None
+    answers: dict[int, Acknowledge] = field(default_factory=dict)
+    settled: bool = False
+    """A last step was confirmed, or the proposal withdrawn."""
+
+    def publish(self, step: int, *, save: bool = True) -> list[Next]:
+        """Return the decision that ``step`` is the next scheduled one; it has to lie behind the last."""
+        if self.published is not None and step <= self.published:
+            raise ValueError(f"step {step} is scheduled after step {self.published}: schedules go forward")
+        self.published = step
+        return [Next(step, save)]
+
+    def receive(self, message: Preempted | Acknowledge) -> list[Propose | Confirm | Withdraw]:
+        """Take a message in; return what is decided."""
+        if self.settled:
+            return []
+        if isinstance(message, Preempted):
+            return [] if self.proposal is not None else [self._propose(self.step)]
+        if self.proposal is None or message.number != self.proposal.number:
+            return []
+        self.answers[message.rank] = message
+        if len(self.answers) < self.world:
+            return []
+        return [self._conclude(self.proposal)]
+
+    def _conclude(self, proposal: Propose) -> Propose | Confirm | Withdraw:
+        """Confirm what all acknowledged, or propose what lies before all."""
+        if any(answer.ended for answer in self.answers.values()):
+            self.settled = True  # the others' loops end after the same step
+            return Withdraw()
+        passed = [answer.passed for answer in self.answers.values() if answer.passed is not None]
+        if passed:
+            self.lead *= 2
+            return self._propose(max(passed))
+        self.settled = True
+        return Confirm(proposal.step)
+
+    def _propose(self, step: int) -> Propose:
+        number = 0 if self.proposal is None else self.proposal.number + 1
+        self.proposal, self.answers = Propose(number, step + self.lead), {}
+        return self.proposal

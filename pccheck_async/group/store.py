@@ -1,0 +1,102 @@
+"""One rank's store: it writes like any other, and the group decides what its records name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pccheck_async.format import Applied, Entry, Metadata, Record
+from pccheck_async.format.record import GROUP_VERSION
+from pccheck_async.group.folder import record_of
+from pccheck_async.group.parts import Part
+from pccheck_async.group.run import GroupRun
+from pccheck_async.medium import Piece
+from pccheck_async.store import SlotLease, Store
+from pccheck_async.transfer import uninterrupted
+
+__all__ = ["GroupStore"]
+
+
+@dataclass(slots=True, eq=False)
+class GroupStore(Store):
+    """The writing side of the store of one rank.
+
+    A commit is split at its record: the data becomes durable here, then the rank's record names it as prepared, the
+    group decides, and a later record applies that and frees slots (see :mod:`pccheck_async.group.member`).
+    """
+
+    version: ClassVar[int] = GROUP_VERSION
+    run: GroupRun | None = None
+    """This opening of the group; there from the beginning of the join on."""
+
+    @property
+    def _run(self) -> GroupRun:
+        assert self.run is not None
+        return self.run
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        return self._run.complete() if self.run is not None else ()
+
+    @property
+    def newest(self) -> Entry:
+        return self._run.complete()[0]
+
+    def request(self, counter: int, step: int, metadata: Metadata) -> None:
+        self._run.request(counter, step, metadata)
+
+    async def admit(self, counter: int) -> None:
+        await self._run.admitted(counter)
+
+    async def commit(
+        self,
+        lease: SlotLease,
+        entry: Entry,
+        rest: Sequence[Piece] = (),
+        written: Callable[[], None] = lambda: None,
+        *,
+        chain: bool = True,
+    ) -> bool:
+        """Prepare a checkpoint, and wait for what the group decides; False where it is superseded.
+
+        The arguments and errors are those of :meth:`Store.commit`. Besides it raises GroupError: another rank's part
+        failed, or rank 0 is gone.
+
+        Durability: on True all ranks' parts survive power loss.
+        """
+        try:
+            await self.make_data_durable(lease, rest)
+            written()
+            await self.medium.unlock(lease.file)  # all writes ended: readers of the next record may lock the slot
+        except BaseException:
+            await self.release(lease, entry.manifest_offset)
+            raise
+        try:
+            return await self._run.decided(entry)
+        finally:
+            if self._run.is_cancelled(entry.counter):  # else a record names it, or is about to
+                await self.release(lease, entry.manifest_offset)
+
+    async def write_parts(self, parts: tuple[Part, ...], applied: Applied) -> None:
+        """Write the record that names these parts, newest first, and flush; slots that it does not name are free.
+
+        Raises StoreFailedError: no further records.
+        """
+
+        async def replace_record(record: Record) -> None:
+            await self.write_record(record)
+            self.publish(record)
+
+        async with self.lock:
+            self.latch.check()
+            await uninterrupted(replace_record(record_of(parts, applied, self.committed.record)))
+
+    async def leave(self, seconds: float | None) -> None:
+        if self.run is not None:
+            await self.run.leave(seconds)
+
+    async def pin(self, step: int, pinned: bool) -> Entry:
+        """Pin the newest checkpoint of ``step`` on all ranks, which call this alike, or leave it to the rules again."""
+        await self._run.pin(step, pinned)
+        return next(entry for entry in self.entries if entry.step == step)

@@ -1,0 +1,221 @@
+"""What the ranks of a group found at opening, taken together: which checkpoints are complete, and which may be.
+
+Pure functions over the records of every rank folder in every member's domain, whoever runs there now: ranks may have
+swapped nodes. A checkpoint is
+
+- *complete* when durable entries of one run and counter, with equal step and world, are there for all its ranks;
+- *provably incomplete* when all the stores of its run are in sight, one lacks its part, and no record calls it
+  committed: nobody can ever have been told that it is durable;
+- *unproven* else: a store that is out of sight may have the missing part. It stays until a newer one commits.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from itertools import pairwise, product
+from math import prod
+
+import msgspec
+from msgspec.structs import replace
+
+from pccheck_async.format import Entry
+from pccheck_async.group.parts import MOST_HASH, Applied, Key, Part, Run, SeenStore, member_hash
+from pccheck_async.store import Retention
+
+__all__ = ["Complete", "Incomplete", "View", "kept_at_start", "view_of"]
+
+_MOST_COMBINATIONS = 4096
+"""Of stores that may have been the members of a run, before it is left unproven: where ranks swapped nodes often, each
+domain has folders of many ranks."""
+
+
+class Complete(msgspec.Struct, frozen=True, array_like=True):
+    """A complete checkpoint."""
+
+    run: Run
+    world: int
+    entry: Entry
+    """Rank 0's: step, metadata, and whether it is pinned are the same for all, places and sizes are not."""
+    places: tuple[int, ...]
+    """The domain that has the part of each rank. Its folder there is that rank's."""
+
+    @property
+    def key(self) -> Key:
+        """Its identity."""
+        return Key(self.entry.counter, self.run)
+
+
+class Incomplete(msgspec.Struct, frozen=True, array_like=True):
+    """A checkpoint that lacks parts: what an IncompleteCheckpointError says."""
+
+    key: Key
+    step: int
+    committed: bool
+    """Some record calls it committed: it was complete once. Else it may have been."""
+    proven: bool
+    """It can never have been complete."""
+    ranks: tuple[int, ...]
+    """Those whose parts are not in sight."""
+    hosts: tuple[str, ...]
+    """Where these ranks run now, and lack them."""
+
+
+class View(msgspec.Struct, frozen=True, array_like=True):
+    """What is agreed on at opening. All lists are newest first."""
+
+    complete: tuple[Complete, ...]
+    incomplete: tuple[Incomplete, ...]
+    unproven: tuple[Key, ...]
+    """Those newer than every complete one; they stay until a newer one commits."""
+    base: int
+    """The highest counter found, dead entries' included: this run counts on from there. -1 for none."""
+    number: int
+    """The number of this run."""
+    error: str | None = None
+    """Why nothing may be built on this."""
+
+
+def view_of(stores: Sequence[SeenStore], homes: Sequence[int], hosts: Sequence[str]) -> View:
+    """Return what all ranks together found.
+
+    Args:
+        stores: All rank folders of all members' domains.
+        homes: The domain that each rank runs in.
+        hosts: The host that each rank runs on.
+    """
+    seen = reachable(stores, homes)
+    by_key = parts_by_key(seen)
+    pinned = pinned_keys(seen)
+    complete: list[Complete] = []
+    incomplete: list[Incomplete] = []
+    proofs = _Proofs(seen)
+    for key in sorted(by_key, reverse=True):
+        found = by_key[key]
+        missing = missing_ranks([part for _, part in found])
+        first = min(found, key=lambda one: one[1].rank)[1]
+        if not missing:
+            places = {part.rank: store.domain for store, part in found}
+            entry = replace(first.entry, pinned=key in pinned)
+            complete.append(Complete(first.run, first.world, entry, tuple(places[rank] for rank in range(first.world))))
+        else:
+            committed = any(part.committed for _, part in found)
+            lacking = tuple(sorted({hosts[rank] for rank in missing if rank < len(hosts)}))
+            proven = is_provably_incomplete(proofs, [part for _, part in found])
+            incomplete.append(Incomplete(key, first.entry.step, committed, proven, tuple(missing), lacking))
+    newest = complete[0].key.counter if complete else -1
+    unproven = tuple(one.key for one in incomplete if not one.proven and one.key.counter > newest)
+    return View(
+        tuple(complete), tuple(incomplete), unproven, base_counter(seen, complete), run_number(seen),
+        error_in(seen, complete),
+    )  # fmt: skip
+
+
+def reachable(stores: Sequence[SeenStore], homes: Sequence[int]) -> list[SeenStore]:
+    """Return the stores that count: every folder of every member's domain, also those of ranks that run elsewhere."""
+    return [store for store in stores if store.domain in set(homes)]
+
+
+def parts_by_key(stores: Iterable[SeenStore]) -> dict[Key, list[tuple[SeenStore, Part]]]:
+    """Return the parts of each checkpoint, with the stores that hold them."""
+    by_key: defaultdict[Key, list[tuple[SeenStore, Part]]] = defaultdict(list)
+    for store in stores:
+        for part in store.parts:
+            by_key[part.key].append((store, part))
+    return by_key
+
+
+def missing_ranks(parts: Sequence[Part]) -> list[int]:
+    """Return the ranks whose part is not among those of one checkpoint, all of them where steps or worlds differ."""
+    worlds = {part.world for part in parts}
+    there = {part.rank for part in parts} if len({part.entry.step for part in parts}) == len(worlds) == 1 else set()
+    return [rank for rank in range(max(worlds)) if rank not in there]
+
+
+def is_provably_incomplete(proofs: _Proofs, parts: Sequence[Part]) -> bool:
+    """Whether a checkpoint that lacks parts can never have been complete."""
+    return not any(part.committed for part in parts) and proofs.sees_all_of(parts[0].run, parts[0].world)
+
+
+class _Proofs:
+    """Tells whether all the stores of a run are in sight."""
+
+    def __init__(self, stores: Iterable[SeenStore]) -> None:
+        self._hashes: defaultdict[int, dict[bytes, int]] = defaultdict(dict)
+        self._members: defaultdict[Run, dict[int, int]] = defaultdict(dict)
+        self._known: dict[Run, bool] = {}
+        for store in stores:
+            value = self._hashes[store.rank].setdefault(store.store_id, member_hash(store.rank, store.store_id))
+            for part in store.parts:
+                self._members[part.run][store.rank] = value
+
+    def sees_all_of(self, run: Run, world: int) -> bool:
+        """Whether stores in sight have the digest that the run's members have; False where too many would be tried."""
+        if run not in self._known:
+            members = self._members[run]
+            # A store that has a part of the run was its member; of the others, any folder of the rank may have been.
+            choices = [[members[r]] if r in members else list(self._hashes[r].values()) for r in range(world)]
+            self._known[run] = 0 < prod(map(len, choices)) <= _MOST_COMBINATIONS and any(
+                sum(chosen) % MOST_HASH == run.members for chosen in product(*choices)
+            )
+        return self._known[run]
+
+
+def pinned_keys(stores: Iterable[SeenStore]) -> frozenset[Key]:
+    """Return what is pinned: what the record with the highest applied decision says.
+
+    Not one certain rank's record: pin() returns on a rank whose own record says so, and that one may have been first.
+    """
+    applied = [store.applied for store in stores if store.applied is not None]
+    newest = max(map(_age, applied), default=None)
+    # Runs that could not see each other may have had one number: all that either has pinned stays.
+    return frozenset(key for one in applied if _age(one) == newest for key in one.pinned)
+
+
+def _age(applied: Applied) -> tuple[int, int]:
+    return applied.run.number, applied.decisions
+
+
+def base_counter(stores: Iterable[SeenStore], complete: Sequence[Complete]) -> int:
+    """Return the highest counter in use, by dead entries too: they may turn out complete when a node comes back."""
+    return max((part.entry.counter for store in stores for part in store.parts), default=-1)
+
+
+def run_number(stores: Iterable[SeenStore]) -> int:
+    """Return the number of a run that has seen all these."""
+    numbers = [part.run.number for store in stores for part in store.parts]
+    numbers += [store.applied.run.number for store in stores if store.applied is not None]
+    return 1 + max(numbers, default=0)
+
+
+def error_in(stores: Sequence[SeenStore], complete: Sequence[Complete]) -> str | None:
+    """Return what makes the records contradict each other."""
+    by_id: dict[bytes, SeenStore] = {}
+    for store in stores:
+        other = by_id.setdefault(store.store_id, store)
+        if (other.domain, other.rank) != (store.domain, store.rank):
+            places = " and ".join(f"rank {one.rank} in domain {one.domain}" for one in (other, store))
+            return f"the stores of {places} are copies of one store: remove the one that is not in use"
+        if any(part.rank != store.rank for part in store.parts):
+            return f"the store of rank {store.rank} in domain {store.domain} holds another rank's parts: it was renamed"
+    for one, before in pairwise(complete):
+        if one.key.counter == before.key.counter:
+            return (
+                f"two complete checkpoints have the counter {one.key.counter}, of steps {one.entry.step} and "
+                f"{before.entry.step}: runs {one.run.number} and {before.run.number} did not see each other; remove one"
+            )
+    return None
+
+
+def kept_at_start(complete: Sequence[Complete], retention: Retention, damaged: Collection[int]) -> list[Complete]:
+    """Return the complete checkpoints that decision 0 keeps.
+
+    Nothing newer replaces one that is known to be damaged: it stays until the next commit, and so does what the rules
+    keep without it.
+    """
+    entries = [one.entry for one in complete]
+    kept: set[int] = set()
+    for candidates in (entries, [entry for entry in entries if entry.counter not in damaged]):
+        if candidates:
+            kept.update(entry.counter for entry in retention.retain(candidates[1:], candidates[0]).entries)
+    return [one for one in complete if one.entry.counter in kept]

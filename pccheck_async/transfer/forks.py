@@ -1,0 +1,60 @@
+"""What a forked child shares with its parent and must let go of: files and their locks, memory, whole engines."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import Protocol
+
+__all__ = ["ForkLock", "abandoned_in_child"]
+
+
+class Abandoned(Protocol):
+    """What owns something that a child is not to keep."""
+
+    def abandon(self) -> None:
+        """Let go of it, in a forked child: no waiting, no unlocking, no flushing."""
+
+
+abandoned_in_child: weakref.WeakSet[Abandoned] = weakref.WeakSet()
+"""A child abandons all of these. It shares the open files of its parent, and with them their locks, which an orphaned
+DataLoader worker must not keep."""
+
+
+class ForkLock:
+    """Held while a file is opened and its descriptor noted.
+
+    A child forked in between would inherit the descriptor, and with it the file's lock, without knowing to close it. A
+    fork waits for the lock, one second at most: opening a file on a stuck disk may never return. Make one per module,
+    not per object: the callbacks that it registers are never unregistered.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._forking = threading.local()
+        os.register_at_fork(before=self._before, after_in_parent=self._in_parent, after_in_child=self._in_child)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def _before(self) -> None:
+        self._forking.holds = self._lock.acquire(timeout=1.0)
+
+    def _in_parent(self) -> None:
+        if self._forking.holds:
+            self._lock.release()
+
+    def _in_child(self) -> None:
+        self._lock = threading.Lock()  # the thread that holds the inherited one does not exist here
+
+
+def _abandon_in_child() -> None:
+    for owner in list(abandoned_in_child):
+        owner.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_in_child)

@@ -1,0 +1,264 @@
+"""Engines of several ranks: the same verbs, one checkpoint, one error."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pccheck_async import (
+    CheckpointEngine,
+    CheckpointError,
+    DamagedError,
+    Group,
+    GroupError,
+    NoCheckpointError,
+    PendingCheckpoint,
+    StateMismatchError,
+    StoreError,
+    StoreLockedError,
+    SyncCheckpointEngine,
+    UnsupportedStateError,
+)
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded", "ignore:checkpoint of step")
+
+
+def state_of(rank: int, step: int) -> dict[str, Any]:
+    return {"w": torch.full((50_000,), float(100 * step + rank)), "rank": rank, "step": step}
+
+
+def save(folder: Path, group: Group, steps: range, **settings: Any) -> list[int]:
+    """Save these steps; return those that are there in the end."""
+    with SyncCheckpointEngine(folder, group=group, **settings) as engine:
+        for step in steps:
+            engine.checkpoint(state_of(group.rank, step), step=step).result()
+        return [info.step for info in engine.checkpoints()]
+
+
+def restore(folder: Path, group: Group, step: int | None = None, **settings: Any) -> dict[str, Any] | None:
+    with SyncCheckpointEngine(folder, group=group, **settings) as engine:
+        state = state_of(group.rank, -1)
+        return None if engine.restore(state, step=step) is None else state
+
+
+def _restore_step(folder: Path, step: int | None, group: Group) -> dict[str, Any] | None:
+    return restore(folder, group, step, keep_last=2)
+
+
+def failure(work: Callable[[], object]) -> tuple[str, str]:
+    """Return kind and text of the error that ``work`` raises, "" for none."""
+    try:
+        work()
+    except CheckpointError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def spoil(folder: Path, rank: int, step_slot: int | None = None) -> None:
+    """Flip a byte in the middle of the newest slot of a rank."""
+    slots = sorted((folder / f"rank-{rank:05d}").glob("slot-*"), key=lambda path: path.stat().st_mtime_ns)
+    with slots[-1].open("r+b") as file:
+        file.seek(1000)
+        byte = file.read(1)
+        file.seek(1000)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_all_ranks_find_what_all_have_saved(tmp_path: Path, world: int) -> None:
+    assert run_ranks(world, lambda group: restore(tmp_path, group)) == [None] * world
+    assert run_ranks(world, lambda group: save(tmp_path, group, range(5), keep_last=2)) == [[4, 3]] * world
+    for step, expected in ((None, 4), (3, 3)):
+        states = run_ranks(world, partial(_restore_step, tmp_path, step))
+        assert [int(state["w"][0]) for state in states] == [100 * expected + rank for rank in range(world)]
+        assert [state["rank"] for state in states] == [*range(world)]
+
+
+def test_async_engines(tmp_path: Path) -> None:
+    def rank_main(group: Group) -> list[int]:
+        async def main() -> list[int]:
+            async with CheckpointEngine(tmp_path, group=group) as engine:
+                assert await engine.restore(state_of(group.rank, -1)) is None
+                pending = [await engine.checkpoint(state_of(group.rank, step), step=step) for step in range(6)]
+                infos = [await each for each in pending]
+                await engine.drain()
+                return [infos[-1].step, *(info.step for info in engine.checkpoints())]
+
+        return asyncio.run(main())
+
+    assert run_ranks(2, rank_main) == [[5, 5]] * 2
+
+
+def test_many_in_flight_end_in_one_way_on_all_ranks(tmp_path: Path) -> None:
+    def rank_main(group: Group) -> list[tuple[int, bool]]:
+        with SyncCheckpointEngine(tmp_path, group=group, max_in_flight=3) as engine:
+            pending: list[PendingCheckpoint] = []
+            for step in range(30):
+                time.sleep(0.003 * ((step + group.rank) % 3))
+                pending.append(engine.checkpoint(state_of(group.rank, step), step=step))
+            return [(each.result().step, each.superseded) for each in pending][-1:] + [
+                (step, each.superseded) for step, each in enumerate(pending)
+            ]
+
+    first, second = run_ranks(2, rank_main)
+    assert first == second
+    assert first[0] == (29, False)
+
+
+def test_pins_are_those_of_all_ranks(tmp_path: Path) -> None:
+    def pin(group: Group) -> list[int]:
+        with SyncCheckpointEngine(tmp_path, group=group) as engine:
+            for step in range(4):
+                engine.checkpoint(state_of(group.rank, step), step=step).result()
+                if step == 1:
+                    assert engine.pin(1).step == 1
+            assert failure(lambda: engine.pin(17))[0] == NoCheckpointError.__name__
+            return [info.step for info in engine.checkpoints()]
+
+    assert run_ranks(2, pin) == [[3, 1]] * 2
+    assert run_ranks(2, lambda group: save(tmp_path, group, range(4, 6))) == [[5, 1]] * 2
+
+    def unpin(group: Group) -> list[int]:
+        with SyncCheckpointEngine(tmp_path, group=group) as engine:
+            engine.unpin(1)
+            engine.checkpoint(state_of(group.rank, 6), step=6).result()
+            return [info.step for info in engine.checkpoints()]
+
+    assert run_ranks(2, unpin) == [[6]] * 2
+
+
+def test_damage_on_one_rank_takes_all_to_the_next_older(tmp_path: Path) -> None:
+    run_ranks(2, lambda group: save(tmp_path, group, range(3), keep_last=2))
+    spoil(tmp_path, 1)
+    states = run_ranks(2, lambda group: restore(tmp_path, group, keep_last=2))
+    assert [int(state["w"][0]) for state in states] == [100, 101]
+    asked = run_ranks(2, lambda group: failure(lambda: restore(tmp_path, group, 2, keep_last=2)))
+    assert asked[0] == asked[1]
+    assert asked[0][0] == DamagedError.__name__
+    assert "rank 1" in asked[0][1]
+
+
+def test_a_state_that_does_not_match_on_one_rank_changes_none(tmp_path: Path) -> None:
+    run_ranks(2, lambda group: save(tmp_path, group, range(1)))
+
+    def rank_main(group: Group) -> tuple[str, float]:
+        with SyncCheckpointEngine(tmp_path, group=group) as engine:
+            state: dict[str, Any] = {"w": torch.full((50_000,), -1.0), "rank": -1, "step": -1}
+            if group.rank == 1:
+                state["more"] = torch.zeros(3)
+            kind, text = failure(lambda: engine.restore(state))
+            assert "more" in text
+            return kind, float(state["w"][0])
+
+    assert run_ranks(2, rank_main) == [(StateMismatchError.__name__, -1.0)] * 2
+
+
+def test_a_checkpoint_that_fails_on_one_rank_fails_on_all_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    def rank_main(group: Group) -> list[str]:
+        with SyncCheckpointEngine(tmp_path, group=group) as engine:
+            engine.checkpoint(state_of(group.rank, 0), step=0).result()
+            state = state_of(group.rank, 1)
+            if group.rank == 1:
+                state["what"] = object()
+            kinds = [failure(lambda: engine.checkpoint(state, step=1).result())[0]]
+            engine.checkpoint(state_of(group.rank, 2), step=2).result()
+            return kinds + [str(info.step) for info in engine.checkpoints()]
+
+    assert run_ranks(2, rank_main) == [[GroupError.__name__, "2"], [UnsupportedStateError.__name__, "2"]]
+
+
+def test_ranks_that_save_different_steps_are_told(tmp_path: Path) -> None:
+    def rank_main(group: Group) -> tuple[str, str]:
+        engine = SyncCheckpointEngine(tmp_path, group=group).open()
+        found = failure(lambda: engine.checkpoint(state_of(0, 0), step=3 + group.rank).result())
+        failure(engine.close)
+        return found
+
+    told = run_ranks(2, rank_main)
+    assert told[0] == told[1]
+    assert told[0][0] == GroupError.__name__
+    assert "same steps" in told[0][1]
+
+
+def test_a_rank_that_leaves_early_fails_what_the_others_still_save(tmp_path: Path) -> None:
+    def rank_main(group: Group) -> tuple[str, str]:
+        engine = SyncCheckpointEngine(tmp_path, group=group).open()
+        engine.checkpoint(state_of(group.rank, 0), step=0).result()
+        found = "", ""
+        if group.rank == 0:
+            found = failure(lambda: engine.checkpoint(state_of(0, 1), step=1).result())
+        failure(engine.close)
+        return found
+
+    assert run_ranks(2, rank_main)[0] == (
+        GroupError.__name__,
+        "the checkpoint 1 of the group failed: rank 1: rank 1 left before",
+    )
+    assert [int(state["step"]) for state in run_ranks(2, lambda group: restore(tmp_path, group))] == [0, 0]
+
+
+def test_different_settings_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    told = run_ranks(2, lambda group: failure(lambda: save(tmp_path, group, range(1), keep_last=1 + group.rank)))
+    assert told[0] == told[1]
+    assert told[0][0] == GroupError.__name__
+    assert "settings" in told[0][1]
+    told = run_ranks(2, lambda group: failure(lambda: save(tmp_path / f"run-{group.rank}", group, range(1))))
+    assert told[0] == told[1]
+    assert "run-1" in told[0][1]
+
+
+def test_a_rank_that_does_not_come_is_named_in_time(tmp_path: Path) -> None:
+    def rank_main(group: Group) -> tuple[str, str]:
+        group.timeout = 1.0
+        return ("", "") if group.rank == 1 else failure(lambda: save(tmp_path, group, range(1)))
+
+    start = time.monotonic()
+    told = run_ranks(3, rank_main)
+    assert time.monotonic() - start < 30
+    assert told[0] == told[2] == (GroupError.__name__, "ranks 1 did not open this group within 1.0 s")
+
+
+def test_a_second_job_on_the_same_folder_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    def rank_main(group: Group) -> list[tuple[str, str]]:
+        with SyncCheckpointEngine(tmp_path, group=group) as engine:
+            engine.checkpoint(state_of(group.rank, 0), step=0).result()
+            told: list[tuple[str, str]] = run_ranks(
+                2, lambda other: failure(lambda: save(tmp_path, other, range(1), lock_timeout=0.2))
+            )
+            engine.checkpoint(state_of(group.rank, 1), step=1).result()
+            return told
+
+    for told in run_ranks(1, rank_main):
+        assert {kind for kind, _ in told} == {StoreLockedError.__name__, GroupError.__name__}
+
+
+def test_stores_of_one_process_and_of_groups_are_told_apart(tmp_path: Path) -> None:
+    single, several = tmp_path / "single", tmp_path / "several"
+    with SyncCheckpointEngine(single) as engine:
+        engine.checkpoint(state_of(0, 0), step=0).result()
+    told = run_ranks(1, lambda group: failure(lambda: save(single, group, range(1))))
+    assert told == [
+        (StoreError.__name__, f"{single} holds the checkpoints of one process: give the group another folder")
+    ]
+    run_ranks(1, lambda group: save(several, group, range(1)))
+    with pytest.raises(StoreError, match="with group="):
+        SyncCheckpointEngine(several / "rank-00000").open()
+    with pytest.raises(StoreError, match="group"):
+        SyncCheckpointEngine(several).open()
+
+
+def test_what_makes_no_sense_in_a_group(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="on_busy"):
+        SyncCheckpointEngine(tmp_path, group=Group(0, 1, None), on_busy="skip")
+    with pytest.raises(TypeError, match="ProcessGroup"):
+        SyncCheckpointEngine(tmp_path, group=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="rank 2"):
+        Group(2, 2, None)

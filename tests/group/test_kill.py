@@ -1,0 +1,67 @@
+"""SIGKILL of ranks, at every step of the commit: every restart finds one checkpoint on all ranks, none older."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.group_lives import POINTS, Kill, Lives
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")]
+
+
+@pytest.mark.parametrize("nodes", [(0, 0), (0, 1, 1)], ids=["shared", "node-local"])
+def test_killed_at_every_step_of_a_commit(tmp_path: Path, nodes: tuple[int, ...]) -> None:
+    lives = Lives(tmp_path, seed=1)
+    for point in POINTS:
+        for after in (False, True):
+            victim = 0 if point == "decide" else lives.random.randrange(len(nodes))
+            lives.live(nodes, Kill(victim, point, after=after, count=1 if "join" in point else 3))
+    lives.live(nodes, steps=2)
+    assert lives.restored[-1] >= 0
+    assert lives.kills.total() == 2 * len(POINTS)
+
+
+def test_all_ranks_killed(tmp_path: Path) -> None:
+    lives = Lives(tmp_path, seed=2)
+    for _ in range(6):
+        lives.live((0, 0), Kill(None, seconds=lives.random.uniform(0, 0.05)))
+    lives.live((0, 0), steps=1)
+    assert lives.restored[-1] >= lives.restored[0]
+
+
+def test_ranks_swap_nodes_and_worlds_change(tmp_path: Path) -> None:
+    lives = Lives(tmp_path, seed=3)
+    for nodes in ((0, 1, 1), (1, 0, 1), (1, 0), (0, 1, 0), (0, 1)):
+        lives.live(nodes, steps=3)
+    assert lives.restored[1:] == [lives.restored[1] + 3 * n for n in range(4)]
+
+
+def _any_kill(lives: Lives, world: int) -> Kill:
+    draw = lives.random
+    if draw.random() < 0.3:
+        return Kill(draw.choice([None, 0, draw.randrange(world)]), seconds=draw.uniform(0, 0.08))
+    point = draw.choice(list(POINTS))
+    victim = 0 if point == "decide" else draw.choice([0, draw.randrange(world)])
+    return Kill(victim, point, after=draw.random() < 0.5, count=1 if "join" in point else draw.randrange(1, 6))
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    ("where", "worlds"), [("shared", (2,)), ("shared", (4,)), ("shared", (8,)), ("nodes", (3,)), ("nodes", (2, 3))]
+)
+def test_many_kills(tmp_path: Path, where: str, worlds: tuple[int, ...]) -> None:
+    """Ranks on one filesystem, or on two nodes of their own, which they swap; worlds of one size, or of two."""
+    lives = Lives(tmp_path, seed=100)
+    start = time.perf_counter()
+    nodes = [0]
+    for _ in range(200):
+        nodes = [0 if where == "shared" else lives.random.randrange(2) for _ in range(lives.random.choice(worlds))]
+        lives.live(nodes, _any_kill(lives, len(nodes)))
+    lives.live(nodes, steps=1)
+    seconds = time.perf_counter() - start
+    print(f"\n{where}, {worlds}: {dict(lives.kills)}; {len(lives.restored)} restarts compared, {seconds:.0f} s in all,")
+    print(f"{lives.slowest:.1f} s the longest until all had restored")
+    assert lives.kills.total() == 200

@@ -1,0 +1,406 @@
+"""What members and the coordinator say in single situations; what they do together is in test_protocol."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import pytest
+
+from pccheck_async.format import Entry
+from pccheck_async.group import Coordinator, Member, SeenStore, decode_decision, decode_message, encode
+from pccheck_async.group.actions import (
+    Action,
+    Admit,
+    Cancel,
+    ChangeState,
+    EndRestore,
+    Free,
+    MatchManifest,
+    Post,
+    Ready,
+    Resolve,
+    ResolvePin,
+    Scan,
+    TakeOver,
+    Unopened,
+    WriteRecord,
+)
+from pccheck_async.group.messages import AnyDecision, AnyMessage, Commit, Found, Hello, Ok, Pin, Start
+from pccheck_async.group.restore import Restore
+from pccheck_async.store import Retention
+
+T = TypeVar("T")
+
+
+class Group:
+    """Members and a coordinator whose operations end when a test says so; messages arrive at once."""
+
+    def __init__(
+        self, world: int = 2, retention: Retention | None = None, *, max_in_flight: int = 2,
+        stores: Sequence[SeenStore] = (), domains: Sequence[str] | None = None, settings: Sequence[str] | None = None,
+        order: Callable[[list[int]], None] = lambda ranks: None,
+    ) -> None:  # fmt: skip
+        retention = retention or Retention()
+        self.coordinator = Coordinator(world, retention, nonce=7)
+        self.domains, self.stores = domains or ["d"] * world, stores
+        self.members = [
+            Member(rank, world, max_in_flight=max_in_flight, reserved=retention.reserved, own=self.own(rank))
+            for rank in range(world)
+        ]
+        self.log: list[bytes] = []
+        self.done: list[list[Action]] = [[] for _ in range(world)]
+        ranks = list(range(world))
+        order(ranks)
+        for rank in ranks:
+            said = "" if settings is None else settings[rank]
+            self.carry_out(rank, self.members[rank].hello(domain=self.domains[rank], host=f"h{rank}", settings=said))
+        self.deliver(order)
+
+    def own(self, rank: int) -> SeenStore | None:
+        domain = list(dict.fromkeys(self.domains)).index(self.domains[rank])
+        return next((one for one in self.stores if (one.domain, one.rank) == (domain, rank)), None)
+
+    def carry_out(self, rank: int, actions: Sequence[Action]) -> None:
+        for action in actions:
+            self.done[rank].append(action)
+            match action:
+                case Post():
+                    for decision in self.coordinator.receive(decode_message(encode(action.message))):
+                        self.log.append(encode(decision))
+                case Scan():
+                    home = self.members[rank].homes[rank]
+                    self.carry_out(rank, self.members[rank].found([one for one in self.stores if one.domain == home]))
+                case TakeOver():
+                    self.carry_out(rank, self.members[rank].took_over(f"store {rank}".encode()))
+
+    def deliver(self, order: Callable[[list[int]], None] = lambda ranks: None) -> None:
+        while behind := [rank for rank, one in enumerate(self.members) if one.learned < len(self.log)]:
+            order(behind)
+            member = self.members[behind[0]]
+            self.carry_out(behind[0], member.learn(decode_decision(self.log[member.learned])))
+
+    def save(self, rank: int, step: int) -> int:
+        self.carry_out(rank, self.members[rank].request(step, {"loss": step}))
+        self.deliver()
+        return self.members[rank].counter
+
+    def write(self, rank: int, counter: int, step: int) -> None:
+        written = Entry(counter, step, 0.0, 1, 0, 0, 0, 0, False, {"loss": step})
+        self.carry_out(rank, self.members[rank].written(counter, written))
+        self.deliver()
+
+    def flush(self, rank: int) -> None:
+        self.carry_out(rank, self.members[rank].record_durable())
+        self.deliver()
+
+    def save_all(self, step: int, *, leave_out: int | None = None) -> None:
+        counters = [self.save(rank, step) for rank in range(len(self.members))]
+        for rank, counter in enumerate(counters):
+            if rank != leave_out:
+                self.write(rank, counter, step)
+                self.flush(rank)
+
+    def decisions(self) -> list[AnyDecision]:
+        return [decode_decision(one) for one in self.log]
+
+    def last(self, rank: int, kind: type[T]) -> T:
+        return [one for one in self.done[rank] if isinstance(one, kind)][-1]
+
+
+def test_a_checkpoint_of_two_ranks() -> None:
+    group = Group()
+    assert [type(one) for one in group.done[0]] == [Post, Scan, Post, Ready]
+    assert [type(one) for one in group.done[1]] == [Post, Ready]
+    assert group.save(0, 10) == 0
+    assert Admit(0) not in group.done[0]  # before all took over
+    assert group.save(1, 10) == 0
+    assert Admit(0) in group.done[0]
+    group.write(0, 0, 10)
+    group.flush(0)
+    group.write(1, 0, 10)
+    assert not any(isinstance(one, Commit) for one in group.decisions())
+    group.flush(1)
+    assert Resolve(0, "durable") in group.done[0]
+    assert Resolve(0, "durable") in group.done[1]
+    record = group.last(1, WriteRecord)
+    assert [part.committed for part in record.parts] == [False]
+    group.carry_out(1, group.members[1].drain())
+    record = group.last(1, WriteRecord)
+    assert [part.committed for part in record.parts] == [True]
+    assert record.applied.decisions == len(group.log)
+    assert not group.members[1].idle
+    group.flush(1)
+    assert group.members[1].idle
+
+
+def test_an_apply_waits_for_the_next_prepare_unless_somebody_waits_for_it() -> None:
+    group = Group(max_in_flight=2)
+    group.save_all(1)
+    records = len([one for one in group.done[0] if isinstance(one, WriteRecord)])
+    assert records == 1
+    group.save_all(2)
+    first = group.last(0, WriteRecord)
+    assert [(part.entry.counter, part.committed) for part in first.parts] == [(1, False), (0, True)]
+    assert group.save(0, 3) == 2  # has the third slot, beside what the record names
+    assert Admit(2) in group.done[0]
+    assert group.last(0, WriteRecord) is first
+    assert group.save(0, 4) == 3
+    assert Admit(3) not in group.done[0]
+    assert [part.entry.counter for part in group.last(0, WriteRecord).parts] == [1]
+    group.flush(0)
+    assert [part.entry.counter for part in group.last(0, Free).parts] == [0]
+    assert group.done[0][-1] == Admit(3)
+
+
+def test_a_failed_write_fails_it_on_all_ranks() -> None:
+    group = Group()
+    for rank in range(2):
+        group.save(rank, 1)
+    group.carry_out(1, group.members[1].failed(0, "no space"))
+    group.deliver()
+    failed = Resolve(0, "failed", "no space", 1)
+    assert failed in group.done[0]
+    assert failed in group.done[1]
+    assert Cancel(0) in group.done[0]
+    group.carry_out(0, group.members[0].released(0))
+    assert group.members[0].idle
+    assert group.members[1].idle
+    group.save_all(2)
+    assert Resolve(1, "durable") in group.done[0]
+
+
+def test_what_was_decided_before_a_rank_came_to_it() -> None:
+    group = Group()
+    group.save(1, 1)
+    group.carry_out(1, group.members[1].failed(0, "cancelled"))
+    group.deliver()
+    assert Resolve(0, "failed", "cancelled", 1) not in group.done[0]
+    assert group.save(0, 1) == 0
+    assert group.done[0][-1] == Resolve(0, "failed", "cancelled", 1)
+
+
+def test_a_latched_store_ends_all_commits_and_drops_nothing() -> None:
+    group = Group()
+    group.save_all(1, leave_out=1)
+    group.write(1, 0, 1)
+    group.carry_out(1, group.members[1].record_failed("EIO"))
+    group.deliver()
+    for rank in range(2):
+        assert Resolve(0, "failed", "EIO", 1) in group.done[rank]
+        assert group.save(rank, 2) == 1
+        assert group.done[rank][-1] == Resolve(1, "failed", "EIO", 1)
+        assert group.members[rank].idle
+    assert not [one for one in group.done[0] if isinstance(one, Free)]
+
+
+def test_a_broken_group_restores_and_ends_all_the_same() -> None:
+    group = Group()
+    group.save_all(1)
+    group.carry_out(1, group.members[1].record_failed("EIO"))
+    group.deliver()
+    for rank in range(2):
+        group.carry_out(rank, group.members[rank].restore.request(None))
+    group.deliver()
+    assert isinstance(group.done[0][-1], MatchManifest)
+    group.carry_out(1, group.members[1].preempted())
+    group.deliver()
+    assert group.members[0].schedule.final is not None
+    for rank in range(2):
+        group.carry_out(rank, group.members[rank].leave("EIO"))
+    assert group.coordinator.everyone_left
+
+
+def test_what_is_being_restored_stays() -> None:
+    group = Group()
+    group.save_all(1)
+    for rank in range(2):
+        group.carry_out(rank, group.members[rank].restore.request(None))
+    group.deliver()
+    group.save_all(2)
+    kept = [[one.key.counter for one in each.keep] for each in group.decisions() if isinstance(each, Commit)]
+    assert kept == [[0], [1, 0]]
+    for answer in (partial(Restore.matched, outcome="ok"), Restore.verified):
+        for rank in range(2):
+            group.carry_out(rank, answer(group.members[rank].restore))
+        group.deliver()
+    assert isinstance(group.done[0][-1], ChangeState)
+    group.save_all(3)
+    assert [[one.key.counter for one in each.keep] for each in group.decisions() if isinstance(each, Commit)][-1] == [2]
+
+
+def test_a_lost_log_fails_what_waits() -> None:
+    group = Group()
+    for rank in range(2):
+        group.save(rank, 1)
+    group.carry_out(1, group.members[1].pin(1, True))
+    group.carry_out(1, group.members[1].restore.request(None))
+    group.carry_out(1, group.members[1].lost("rank 0 is gone"))
+    assert Resolve(0, "failed", "rank 0 is gone", 0) in group.done[1]
+    assert Cancel(0) in group.done[1]
+    assert ResolvePin(0, "rank 0 is gone") in group.done[1]
+    assert group.members[1].idle
+    group.write(1, 0, 1)  # it had ended just before
+    assert not [one for one in group.done[1] if isinstance(one, WriteRecord)]
+
+
+def test_metadata_of_rank_0_decide_what_is_kept() -> None:
+    rules = Retention(keep_best=None, keep_every=3)
+    group = Group(retention=rules)
+    for step in (2, 3, 4):
+        group.save_all(step)
+    commit = [one for one in group.decisions() if isinstance(one, Commit)][-1]
+    assert [kept.key.counter for kept in commit.keep] == [2, 0]
+
+
+def test_an_older_one_in_flight_is_superseded_once_for_all() -> None:
+    group = Group()
+    for rank in range(2):
+        group.save(rank, 1)
+        group.save(rank, 2)
+    group.write(0, 0, 1)
+    group.flush(0)
+    for rank in range(2):
+        group.write(rank, 1, 2)
+        group.flush(rank)
+    assert [one.superseded for one in group.decisions() if isinstance(one, Commit)] == [(0,)]
+    assert Resolve(0, "superseded") in group.done[0]
+    assert Cancel(0) in group.done[1]
+    assert Cancel(0) not in group.done[0]  # its slot is named: it goes with the next record
+    group.carry_out(0, group.members[0].drain())
+    group.flush(0)
+    assert [part.entry.counter for part in group.last(0, Free).parts] == [0]
+
+
+def test_keep_last_2_lets_an_older_one_commit_late() -> None:
+    group = Group(retention=Retention(keep_last=2))
+    for rank in range(2):
+        group.save(rank, 1)
+        group.save(rank, 2)
+    for counter in (1, 0):
+        for rank in range(2):
+            group.write(rank, counter, counter + 1)
+            group.flush(rank)
+    commits = [one for one in group.decisions() if isinstance(one, Commit)]
+    assert [(one.counter, one.superseded) for one in commits] == [(1, ()), (0, ())]
+    assert [kept.key.counter for kept in commits[1].keep] == [1, 0]
+
+
+def test_a_pin_returns_when_this_ranks_record_says_so() -> None:
+    group = Group()
+    group.save_all(1)
+    for rank in range(2):
+        group.carry_out(rank, group.members[rank].pin(1, True))
+    group.deliver()
+    assert group.last(0, WriteRecord).applied.pinned == (group.last(0, WriteRecord).parts[0].key,)
+    assert not [one for one in group.done[0] if isinstance(one, ResolvePin)]
+    group.flush(0)
+    assert group.done[0][-1] == ResolvePin(0, None)
+    group.flush(1)
+    group.save_all(2)
+    commit = [one for one in group.decisions() if isinstance(one, Commit)][-1]
+    assert [(kept.key.counter, kept.pinned) for kept in commit.keep] == [(1, False), (0, True)]
+
+
+def test_pins_that_cannot_be() -> None:
+    group = Group()
+    group.save_all(1)
+    for step, other in ((5, 5), (1, 2)):
+        group.carry_out(0, group.members[0].pin(step, True))
+        group.carry_out(1, group.members[1].pin(other, True))
+    group.deliver()
+    first, second = [one.why or "" for one in group.decisions() if isinstance(one, Pin)]
+    assert first == "there is no checkpoint of step 5"
+    assert second == "ranks asked to pin different checkpoints: [(1, True), (2, True)]"
+    assert ResolvePin(1, second) in group.done[1]
+    assert ResolvePin(0, first) in group.done[0]
+
+
+def test_every_pin_and_restore_that_waits_ends_when_rank_0_is_lost() -> None:
+    group = Group()
+    group.save_all(1)
+    for step in (1, 5):
+        for rank in range(2):
+            group.carry_out(rank, group.members[rank].pin(step, True))
+    group.carry_out(0, group.members[0].restore.request(None))
+    group.deliver()
+    assert [one.index for one in group.done[0] if isinstance(one, ResolvePin)] == [1]
+    group.carry_out(0, group.members[0].lost("rank 0 is gone"))
+    assert [one.index for one in group.done[0] if isinstance(one, ResolvePin)] == [1, 0]
+    assert group.done[0][-1] == EndRestore("lost", "rank 0 is gone")
+
+
+def test_a_rank_that_leaves_early_ends_what_it_takes_no_part_in() -> None:
+    group = Group()
+    group.save_all(1)
+    group.carry_out(1, group.members[1].leave("an error"))
+    group.save(0, 2)
+    assert group.done[0][-1] == Cancel(1)
+    assert group.done[0][-2] == Resolve(1, "failed", "rank 1 left before: an error", 1)
+    assert not group.coordinator.everyone_left
+    group.carry_out(0, group.members[0].released(1))
+    group.carry_out(0, group.members[0].leave())
+    assert group.coordinator.everyone_left
+    assert group.members[0].leave() == []
+
+
+def test_slow_ranks_are_named() -> None:
+    group = Group(world=3)
+    group.save_all(1, leave_out=1)
+    assert group.coordinator.slow_ranks() == {0: [1]}
+
+
+def test_votes_of_another_run_do_not_count() -> None:
+    group = Group()
+    group.save_all(1, leave_out=1)
+    start = next(one for one in group.decisions() if isinstance(one, Start))
+    assert not group.coordinator.receive(Ok(1, start.run._replace(nonce=8), 0, 1, None))
+    assert group.coordinator.receive(Ok(1, start.run, 0, 1, None))
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        (["a", "a", "b"], "different settings: ranks 0, 1: a; ranks 2: b"),
+        (["a", "b", "a"], "ranks 0, 2: a; ranks 1: b"),
+    ],
+)
+def test_ranks_with_different_settings_are_refused(settings: list[str], why: str) -> None:
+    group = Group(world=3, settings=settings)
+    for rank in range(3):
+        (refused,) = [one.why for one in group.done[rank] if isinstance(one, Unopened)]
+        assert why in refused
+
+
+def test_whom_an_opening_waits_for_is_named() -> None:
+    coordinator = Coordinator(3, Retention(), 1)
+    assert coordinator.receive(Hello(1, 1, 3, "d", "h", "")) == []
+    assert coordinator.missing == [0, 2]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_opening_ends_alike_in_whatever_order(seed: int) -> None:
+    choose = random.Random(seed)
+    stores = [SeenStore(domain, rank, bytes([domain, rank]), None, ()) for domain in range(2) for rank in range(4)]
+    group = Group(world=4, domains=["a", "b", "b", "a"], stores=stores, order=choose.shuffle)
+    assert {member.homes for member in group.members} == {(0, 1, 1, 0)}
+    assert len({encode(member.view) for member in group.members}) == 1
+    assert [rank for rank in range(4) if Scan() in group.done[rank]] == [0, 1]
+    for rank in range(4):
+        group.save(rank, 1)
+    assert [len(group.last(rank, TakeOver).orphans) for rank in range(4)] == [2, 2, 0, 0]
+
+
+def test_messages_are_what_they_were_on_the_other_side() -> None:
+    sent: deque[AnyMessage] = deque()
+    group = Group()
+    group.save_all(1)
+    for action in (one for done in group.done for one in done):
+        if isinstance(action, Post):
+            sent.append(action.message)
+    assert {type(one) for one in sent} >= {Hello, Found, Ok}
+    assert all(decode_message(encode(one)) == one for one in sent)
+    assert all(encode(decode_decision(one)) == one for one in group.log)

@@ -1,0 +1,156 @@
+"""The restore agreement: every answer of every rank, in every order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+
+from pccheck_async.group import Key, Run, decode_decision, decode_message, encode
+from pccheck_async.group.actions import Action, ChangeState, EndRestore, MatchManifest, Post, VerifyChunks
+from pccheck_async.group.messages import Candidate, NotRestored, Restored, Verify
+from pccheck_async.group.restore import LeadRestore, Restore
+from tests.support.group_explorer import cloned, frozen
+
+RUN = Run(1, 1, 1)
+THERE = [(Key(5, RUN), 50), (Key(3, RUN), 30)]
+
+
+class State(NamedTuple):
+    ranks: tuple[Restore, ...]
+    lead: LeadRestore
+    log: tuple[bytes, ...]
+    learned: tuple[int, ...]
+    doing: tuple[str, ...]  # what each rank is asked to do: match, verify or nothing
+    whole: tuple[tuple[int, Key | None], ...]  # who found all chunks of what whole
+    ended: tuple[str, ...]  # how it ended for each rank
+
+
+def explore(world: int, steps: Sequence[int | None], there: Sequence[tuple[Key, int]], lacking: str = "") -> set[str]:
+    """Return what it may end as, all ranks alike; violations begin with G5."""
+    first = State(
+        tuple(map(Restore, range(world))), LeadRestore(world), (), (0,) * world, ("",) * world, (), ("",) * world
+    )
+    queue, seen, results = deque([first]), {frozen(first)}, set[str]()
+    queue[0] = begin(first, steps, there, lacking)
+    while queue:
+        state = queue.popleft()
+        after = list(successors(state, there, lacking))
+        if not after:
+            results.add(" | ".join(sorted(set(state.ended))))
+        for one in after:
+            results |= {how for how in one.ended if how.startswith("G5")}
+            if (key := frozen(one)) not in seen:
+                seen.add(key)
+                queue.append(one)
+    return results
+
+
+def begin(state: State, steps: Sequence[int | None], there: Any, lacking: str) -> State:
+    for rank, step in enumerate(steps):
+        state = act(state, rank, partial(Restore.request, step=step), there, lacking)
+    return state
+
+
+def successors(state: State, there: Any, lacking: str) -> Any:
+    for rank, doing in enumerate(state.doing):
+        if state.learned[rank] < len(state.log):
+            decision = decode_decision(state.log[state.learned[rank]])
+            assert isinstance(decision, Candidate | Verify | Restored | NotRestored)
+            learned = put(state.learned, rank, state.learned[rank] + 1)
+            yield act(state._replace(learned=learned), rank, partial(Restore.learn, decision=decision), there, lacking)
+        idle = state._replace(doing=put(state.doing, rank, ""))
+        if doing == "match":
+            for outcome in ("ok", "mismatch", "damaged"):
+                yield act(idle, rank, partial(Restore.matched, outcome=outcome, why=f"{outcome} here"), there, lacking)
+        if doing == "verify":
+            yield act(idle, rank, lambda one: one.verified("a chunk is damaged"), there, lacking)
+            whole = (*idle.whole, (rank, state.ranks[rank].key))
+            yield act(idle._replace(whole=whole), rank, lambda one: one.verified(), there, lacking)
+
+
+def act(state: State, rank: int, call: Callable[[Restore], list[Action]], there: Any, lacking: str) -> State:
+    one, lead = cloned(state.ranks[rank]), cloned(state.lead)
+    doing, ended, log = state.doing[rank], state.ended[rank], state.log
+    for action in call(one):
+        match action:
+            case Post():
+                decisions = lead.receive(decode_message(encode(action.message)), there, lacking)
+                log += tuple(map(encode, decisions))
+            case MatchManifest():
+                doing = "match"
+            case VerifyChunks():
+                doing = "verify"
+            case ChangeState():
+                agreed = {who for who, key in state.whole if key == action.key} == set(range(len(state.ranks)))
+                ended = f"restored {action.key.counter}" if agreed else "G5: the state changes before all agreed"
+            case EndRestore():
+                ended = f"{action.reason}: {action.why}"
+    return state._replace(
+        ranks=put(state.ranks, rank, one), lead=lead, log=log, doing=put(state.doing, rank, doing),
+        ended=put(state.ended, rank, ended),
+    )  # fmt: skip
+
+
+def put(values: tuple[Any, ...], at: int, value: Any) -> tuple[Any, ...]:
+    return (*values[:at], value, *values[at + 1 :])
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_all_ranks_end_alike_and_change_nothing_before_all_agreed(world: int) -> None:
+    results = explore(world, [None] * world, THERE[: 3 - world] or THERE[:1])
+    assert not [one for one in results if "G5" in one or " | " in one]
+    assert "restored 5" in results
+    assert any(one.startswith("mismatch: rank 0: mismatch here") for one in results)
+    assert any(one.startswith("damaged: ") for one in results)
+    assert ("restored 3" in results) == (world < 2)
+
+
+def test_damage_on_any_rank_takes_all_to_the_next_older_one() -> None:
+    results = explore(2, [None, None], THERE)
+    assert {"restored 5", "restored 3"} <= results
+    assert not [one for one in results if "G5" in one or " | " in one]
+
+
+def test_damage_of_what_was_asked_for_is_an_error() -> None:
+    results = explore(2, [50, 50], THERE)
+    assert "restored 5" in results
+    assert "restored 3" not in results
+    assert any(one.startswith("damaged: rank 1: a chunk is damaged") for one in results)
+
+
+def test_what_there_is_not() -> None:
+    assert explore(2, [None, None], []) == {"none: "}
+    assert explore(2, [None, None], [], "rank 1 lacks") == {"incomplete: rank 1 lacks"}
+    assert explore(2, [7, 7], THERE) == {"no step: there is no complete checkpoint of step 7"}
+    assert explore(2, [7, 7], [], "rank 1 lacks") == {
+        "no step: there is no complete checkpoint of step 7; rank 1 lacks"
+    }
+    assert explore(2, [None, 50], THERE) == {"disagreement: rank 0: asked for the newest; rank 1: asked for step 50"}
+
+
+def test_known_damage_is_not_tried_again() -> None:
+    lead = LeadRestore(1, damaged={5})
+    (first,) = lead.receive(Restore(0).request(None)[0].message, THERE, "")  # type: ignore[attr-defined]
+    assert isinstance(first, Candidate)
+    assert first.key.counter == 3
+    lead = LeadRestore(1, damaged={5, 3})
+    (ended,) = lead.receive(Restore(0).request(None)[0].message, THERE, "")  # type: ignore[attr-defined]
+    assert isinstance(ended, NotRestored)
+    assert ended.reason == "damaged"
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("_all_in", lambda self, answers: len(answers) >= self.world - 1),
+        ("_conclude_match", lambda self, there: [self._conclude(self.candidate, there)[0]]),  # nothing is verified
+        ("_fall_back", lambda self, damage, there: [Restored(self.index, self.candidate)]),  # damage is ignored
+    ],
+)
+def test_changing_the_state_too_early_is_found(name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LeadRestore, name, wrong)
+    assert any("G5" in one for one in explore(2, [None, None], THERE[:1]))

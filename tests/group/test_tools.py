@@ -1,0 +1,486 @@
+"""The tools on a group's folder: what is complete on all ranks, one rank's part of it, and what is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+import shutil
+import time
+from dataclasses import replace as replace_fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from msgspec.structs import replace
+from typer.testing import CliRunner
+
+from pccheck_async import (
+    CorruptStoreError,
+    DamagedError,
+    NoCheckpointError,
+    StoreError,
+    SyncCheckpointEngine,
+    compare_checkpoints,
+    copy_checkpoint,
+    describe_checkpoint,
+    export_checkpoint,
+    list_checkpoints,
+    load,
+    load_sync,
+    open_checkpoint,
+    pin_checkpoint,
+    recover_store,
+    remove_checkpoints,
+    verify_checkpoints,
+)
+from pccheck_async.cli import app
+from pccheck_async.cli.watch import GroupView, View
+from pccheck_async.errors import IncompleteCheckpointError
+from pccheck_async.format.record import region_offsets
+from pccheck_async.group import Group, list_group, rank_name, reading
+from pccheck_async.group.folder import seen_stores
+from pccheck_async.medium import File
+from pccheck_async.medium.files import Files
+from pccheck_async.medium.status_file import Published
+from pccheck_async.store import read_at_once
+from tests.store.test_status_file import EXAMPLE, published
+from tests.support.group_folders import end_ranks, save_in_group, start_ranks, state_of_rank
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two ranks with the steps 1, 2 and 3, step 1 pinned, which nobody changes."""
+    folder = tmp_path_factory.mktemp("made") / "group"
+    save_in_group(folder, 2, 1, 2, 3, pinned=(1,))
+    return folder
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    """One that may be changed."""
+    copy = tmp_path / "group"
+    shutil.copytree(made, copy)
+    return copy
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_no_store_is_made_in_a_groups_folder(folder: Path) -> None:
+    before = names_in(folder)
+    with pytest.raises(StoreError, match="holds a group's checkpoints: open it with group="):
+        SyncCheckpointEngine(folder).open()
+    with SyncCheckpointEngine(folder.parent / "single") as engine:
+        engine.checkpoint({"x": 1}, step=1).result(60)
+    with pytest.raises(StoreError, match="group's checkpoints"):
+        copy_checkpoint(folder.parent / "single", folder)
+    assert names_in(folder) == before
+
+
+# -- reading
+
+
+def test_list_names_complete_checkpoints_with_the_bytes_of_all_ranks(made: Path) -> None:
+    infos = list_checkpoints(made)
+    assert [(info.step, info.pinned) for info in infos] == [(3, False), (2, False), (1, True)]
+    assert infos[0].metadata == {"loss": 1 / 3}
+    alone = [list_checkpoints(made / name)[0].nbytes for name in ("rank-00000", "rank-00001")]
+    assert infos[0].nbytes == sum(alone) > 2 * alone[0]
+
+
+def assert_part(state: dict[str, Any], rank: int, step: int) -> None:
+    wanted = state_of_rank(rank, step)
+    assert (state["rank"], state["step"]) == (rank, step)
+    assert torch.equal(state["weights"], wanted["weights"])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_load_reads_the_part_of_one_rank(made: Path, rank: int) -> None:
+    assert_part(load_sync(made, rank=rank), rank, 3)
+    assert_part(load_sync(made, rank=rank, step=2), rank, 2)
+    assert_part(asyncio.run(load(made, rank=rank)), rank, 3)
+    with open_checkpoint(made, rank=rank, step=1) as opened:
+        assert opened.info.pinned
+        assert_part(opened.load(), rank, 1)
+    assert_part(load_sync(made / f"rank-0000{rank}"), rank, 3)
+
+
+def test_the_part_of_rank_0_is_the_default(made: Path) -> None:
+    assert_part(load_sync(made), 0, 3)
+    with open_checkpoint(made) as opened:
+        assert opened["rank"] == 0
+
+
+def test_a_rank_that_is_not_there_is_an_error(made: Path, tmp_path: Path) -> None:
+    for rank in (2, -1):
+        with pytest.raises(NoCheckpointError, match=f"has the ranks 0 to 1, and no rank {rank}"):
+            load_sync(made, rank=rank)
+    with pytest.raises(NoCheckpointError, match="holds no checkpoint of step 4"):
+        load_sync(made, step=4)
+    with SyncCheckpointEngine(tmp_path / "single") as engine:
+        engine.checkpoint({"x": 1}, step=1).result(60)
+    for path in (tmp_path / "single", made / "rank-00001"):
+        with pytest.raises(ValueError, match="is no folder of a group's checkpoints: rank=1 means nothing there"):
+            load_sync(path, rank=1)
+
+
+def flip(path: Path, *offsets: int) -> None:
+    data = bytearray(path.read_bytes())
+    for offset in offsets:
+        data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def slot_of(folder: Path, rank: int, step: int) -> Path:
+    return folder / rank_name(rank) / describe_checkpoint(folder, rank=rank, step=step).slot
+
+
+def test_a_damaged_slot_takes_its_rank_to_the_next_older_complete_checkpoint(folder: Path) -> None:
+    flip(slot_of(folder, 1, 3), 100)
+    with pytest.warns(RuntimeWarning, match="step 3 cannot be read .* falling back to step 2"):
+        assert_part(load_sync(folder, rank=1), 1, 2)
+    assert_part(load_sync(folder, rank=0), 0, 3)  # for reading, ranks stand for themselves
+    with pytest.raises(DamagedError, match="checksum"):
+        load_sync(folder, rank=1, step=3)
+    slot_of(folder, 1, 2).unlink()
+    with pytest.warns(RuntimeWarning) as told:
+        assert_part(load_sync(folder, rank=1), 1, 1)
+    assert [str(one.message).rpartition("; ")[2] for one in told] == [f"falling back to step {step}" for step in (2, 1)]
+
+
+def test_what_one_rank_lacks_is_not_complete(folder: Path) -> None:
+    commit = folder / "rank-00001" / "commit"
+    before = commit.read_bytes()
+    save_in_group(folder, 2, 4, keep_last=4)
+    found = read_at_once(folder / "rank-00001")
+    assert found is not None
+    flip(commit, *(offset + 70 for offset in region_offsets(found[1].generation)))
+    assert list_checkpoints(folder)[0].step == 4  # prepared by all: nobody need have been told
+    commit.write_bytes(before)
+    assert [info.step for info in list_checkpoints(folder)] == [3, 2, 1]
+    assert_part(load_sync(folder, rank=0), 0, 3)
+    with pytest.raises(
+        IncompleteCheckpointError, match=r"no complete checkpoint of step 4: step 4 lacks .* rank 1; wh"
+    ):
+        load_sync(folder, step=4)
+
+
+def test_a_rank_that_is_gone_leaves_nothing_complete(folder: Path) -> None:
+    shutil.rmtree(folder / "rank-00001")
+    assert list_checkpoints(folder) == []
+    with pytest.raises(IncompleteCheckpointError, match="step 3 lacks the parts of rank 1; step 2 lacks"):
+        load_sync(folder)
+    assert_part(load_sync(folder / "rank-00000"), 0, 3)  # what is left can be read for itself
+
+
+def test_a_rank_without_a_valid_record_is_named(folder: Path) -> None:
+    flip(folder / "rank-00001" / "commit", *(70 + (n << 16) for n in range(4)))
+    for read in (list_checkpoints, load_sync, verify_checkpoints):
+        with pytest.raises(CorruptStoreError, match="rank-00001: no copy of a commit record"):
+            read(folder)
+
+
+@pytest.mark.slow
+def test_worlds_of_two_sizes_in_one_folder(folder: Path) -> None:
+    save_in_group(folder, 1, 5, keep_last=4)
+    save_in_group(folder, 2, 6, keep_last=5)
+    save_in_group(folder, 1, 7, keep_last=6)
+    assert [info.step for info in list_checkpoints(folder)] == [7, 6, 5, 3, 2, 1]
+    assert_part(load_sync(folder), 0, 7)
+    assert_part(load_sync(folder, rank=1, step=6), 1, 6)
+    with pytest.raises(NoCheckpointError, match=r"newest complete checkpoint .* has rank 0 alone, and no rank 1"):
+        load_sync(folder, rank=1)  # never an older one without saying so
+    with pytest.raises(NoCheckpointError, match=r"of step 5 .* has rank 0 alone"):
+        load_sync(folder, rank=1, step=5)
+
+
+def test_records_that_change_while_they_are_read(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0's was read before step 3 was prepared there, that of rank 1 afterwards and then when step 2 went."""
+    one, other = seen_stores(made)
+    prepared, dropped = replace(other.parts[0], committed=False), replace(other.parts[0], committed=True)
+    for torn in ([(prepared, *other.parts[1:])], [(prepared, *other.parts[1:]), (dropped, other.parts[2])]):
+        reads = iter([[replace(one, parts=one.parts[1:]), replace(other, parts=parts)] for parts in torn])
+        monkeypatch.setattr(
+            reading, "seen_stores", lambda folder, reads=reads: next(reads, None) or seen_stores(folder)
+        )
+        assert [info.step for info in list_checkpoints(made)] == [3, 2, 1]
+        assert list(reads) == []
+    first = [replace(one, parts=one.parts[1:]), replace(other, parts=(prepared, *other.parts[1:]))]
+    reads = iter([first, [replace(one, parts=(one.parts[0], one.parts[2])), other]])
+    monkeypatch.setattr(reading, "seen_stores", lambda folder: next(reads))
+    listing = list_group(made)  # step 2 was dropped between the last two reads, and lacks nothing
+    assert [one.entry.step for one in listing.complete] == [3, 1]
+    assert listing.incomplete == ()
+
+
+def test_a_part_that_is_replaced_before_it_is_locked(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All records are read again once it is locked; the newer checkpoint is read then, without a warning of damage."""
+    newer = tmp_path / "newer"
+    shutil.copytree(folder, newer)
+    save_in_group(newer, 2, 4, 5, 6, 7, keep_last=1)
+    lock = Files.lock
+    locked: list[str] = []
+
+    async def lock_late(self: Files, file: File, **options: bool) -> bool:
+        if not locked:
+            shutil.copytree(newer, folder, dirs_exist_ok=True)
+        locked.append(file.name)
+        return await lock(self, file, **options)
+
+    monkeypatch.setattr(Files, "lock", lock_late)
+    assert_part(load_sync(folder, rank=1), 1, 7)
+    assert len(locked) == 2
+
+
+@pytest.mark.slow
+def test_reading_beside_a_group_that_saves(tmp_path: Path) -> None:
+    """What is read is one checkpoint, complete, and never older than what was read before."""
+    folder = tmp_path / "group"
+    save_in_group(folder, 2, 1)
+    children = start_ranks(2, lambda group: save_until_told(folder, group))
+    try:
+        newest, deadline = 1, time.monotonic() + 5
+        for turn in itertools.count():
+            if time.monotonic() > deadline:
+                break
+            rank = turn % 2
+            with open_checkpoint(folder, rank=rank) as opened:
+                state = opened.load()
+                assert opened.info.step >= newest
+                newest = opened.info.step
+                assert_part(state, rank, newest)
+            assert list_checkpoints(folder)[0].step >= newest
+    finally:
+        (folder / "end").touch()
+        assert end_ranks(children) == [0, 0]
+    assert turn > 20
+    assert newest > 20
+
+
+def save_until_told(folder: Path, group: Group) -> None:
+    torch.set_num_threads(1)
+    with SyncCheckpointEngine(folder, group=group, keep_last=2) as engine:
+        for step in range(2, 100_000):
+            engine.checkpoint(state_of_rank(group.rank, step), step=step).result(60)
+            if step % 50 == 0 and (folder / "end").exists():
+                break
+
+
+# -- looking after
+
+
+@pytest.mark.slow
+def test_verify_checks_all_parts_of_all_ranks(folder: Path) -> None:
+    checked = verify_checkpoints(folder, every=True)
+    assert checked.whole
+    assert [(one.rank, one.info.step) for one in checked.checkpoints] == [(r, s) for r in (0, 1) for s in (3, 2, 1)]
+    assert {(copy.rank, copy.state) for copy in checked.records} == {(0, "valid"), (1, "valid")}
+    damaged = slot_of(folder, 1, 3)
+    flip(damaged, 100)
+    checked = verify_checkpoints(folder)
+    assert not checked.whole
+    assert [(one.rank, one.info.step, bool(one.damage)) for one in checked.checkpoints] == [(0, 3, False), (1, 3, True)]
+    assert checked.checkpoints[1].damage[0].leaves == ("weights",)
+    assert verify_checkpoints(folder, step=2).whole
+    flip(folder / "rank-00001" / "commit", 70)
+    states = {(copy.rank, copy.state) for copy in verify_checkpoints(folder, step=2).records}
+    assert states == {(0, "valid"), (1, "valid"), (1, "damaged")}
+
+
+@pytest.mark.slow
+def test_a_part_is_described_compared_copied_and_exported(made: Path, tmp_path: Path) -> None:
+    paths = [leaf.path for leaf in describe_checkpoint(made, rank=1).leaves]
+    assert paths == ["weights", "rank", "step"]
+    assert {one.path for one in compare_checkpoints(made, step=2, other_step=3).differences} == {"weights", "step"}
+    across = compare_checkpoints(made, step=3, other_step=3, rank=0, other_rank=1)
+    assert {(one.path, one.change) for one in across.differences} == {("weights", "shape"), ("rank", "value")}
+    info = copy_checkpoint(made, tmp_path / "copy", step=1, rank=1)
+    assert (info.step, info.pinned) == (1, True)
+    assert_part(load_sync(tmp_path / "copy"), 1, 1)
+    assert not compare_checkpoints(made, tmp_path / "copy", step=1, rank=1).differences
+    export_checkpoint(made, tmp_path / "out.pt", to="torch", rank=1)
+    assert_part(torch.load(tmp_path / "out.pt", weights_only=True), 1, 3)
+
+
+def test_only_the_ranks_change_a_groups_checkpoints(folder: Path) -> None:
+    for change in (
+        lambda: remove_checkpoints(folder, [1]),
+        lambda: pin_checkpoint(folder, 2),
+        lambda: remove_checkpoints(folder / "rank-00000", [1]),
+        lambda: pin_checkpoint(folder / "rank-00000", 2),
+    ):
+        with pytest.raises(StoreError, match="a group's checkpoints"):
+            change()
+    assert [info.step for info in list_checkpoints(folder)] == [3, 2, 1]
+
+
+@pytest.mark.slow
+def test_recover_of_a_ranks_store(folder: Path) -> None:
+    """Its records alone said of which checkpoints of the group its slots hold parts."""
+    store = folder / "rank-00001"
+    (store / "store.json").unlink()
+    assert recover_store(store, write=True).written == ("store.json",)
+    save_in_group(folder, 2, 4, keep_last=4)  # it is that of a rank again
+    assert [info.step for info in list_checkpoints(folder)] == [4, 3, 2, 1]
+    for search in (True, False):
+        if not search:
+            flip(store / "commit", *(70 + (n << 16) for n in range(4)))
+        before = (store / "commit").read_bytes()
+        with pytest.raises(StoreError, match="only records that ranks wrote say of which"):
+            recover_store(store, write=True, search=search)
+        assert (store / "commit").read_bytes() == before
+        assert [info.step for info in recover_store(store, search=search).named] == [4, 3, 2, 1]
+    elsewhere = folder.parent / "elsewhere"
+    shutil.copytree(store, elsewhere, ignore=shutil.ignore_patterns("store.json", "commit"))
+    assert recover_store(elsewhere, write=True).written == ("commit", "store.json")
+    assert_part(load_sync(elsewhere), 1, 4)
+
+
+# -- the command
+
+runner = CliRunner()
+
+
+def pccheck(*arguments: object, status: int = 0) -> str:
+    result = runner.invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def parsed(*arguments: object, status: int = 0) -> Any:
+    result = runner.invoke(app, [*map(str, arguments), "--json"])
+    assert result.exit_code == status, result.output
+    return json.loads(result.stdout)
+
+
+def test_ls_names_complete_checkpoints_and_who_lacks_the_others(folder: Path) -> None:
+    before = (folder / "rank-00001" / "commit").read_bytes()
+    save_in_group(folder, 2, 4, keep_last=4)
+    assert "Incomplete" not in pccheck("ls", folder)
+    (folder / "rank-00001" / "commit").write_bytes(before)
+    said = pccheck("ls", folder)
+    assert re.findall(r"^ +(\d) +\d", said, re.MULTILINE) == ["3", "2", "1"]
+    assert "Incomplete: step 4 (counter 3) lacks the parts of rank 1; it was complete once." in said
+    found = parsed("ls", folder)
+    assert [(one["step"], one["world_size"], one["pinned"]) for one in found["checkpoints"]] == [
+        (3, 2, False),
+        (2, 2, False),
+        (1, 2, True),
+    ]
+    assert found["incomplete"] == [{"step": 4, "counter": 3, "missing_ranks": [1], "was_complete": True}]
+    shutil.rmtree(folder / "rank-00000")
+    said = pccheck("ls", folder, status=3)
+    assert "holds no complete checkpoint: step 3 lacks the parts of rank 0" in said
+    assert "Incomplete: step 2 (counter 1) lacks the parts of rank 0" in said
+
+
+def test_ls_of_one_ranks_folder_says_what_it_is(made: Path) -> None:
+    said = pccheck("ls", made / "rank-00001")
+    assert f"One rank's parts of a group's checkpoints, prepared ones too: `pccheck ls {made}` says" in said
+    assert [one["step"] for one in parsed("ls", made / "rank-00001")] == [3, 2, 1]
+
+
+@pytest.mark.slow
+def test_show_and_verify_name_the_rank(folder: Path) -> None:
+    assert "step 3, part of rank 1" in pccheck("show", folder, "--rank=1")
+    assert (parsed("show", folder)["rank"], parsed("show", folder / "rank-00001")["rank"]) == (0, None)
+    assert "no rank 2" in pccheck("show", folder, "--rank=2", status=3)
+    damaged = slot_of(folder, 1, 3)
+    flip(damaged, 100)
+    flip(folder / "rank-00000" / "commit", 70)
+    said = pccheck("verify", folder, "--all", status=4)
+    assert f"rank 1: {damaged.name}: chunk 0 (bytes 0 to 8192): checksum mismatch; it holds weights" in said
+    assert "rank 0: commit: copy A0 of a record, at byte 0, is damaged" in said
+    assert {one["rank"] for one in parsed("verify", folder, status=4)["checkpoints"]} == {0, 1}
+
+
+def test_diff_copy_and_export_take_a_rank(made: Path, tmp_path: Path) -> None:
+    assert "step = " not in pccheck("copy", made, tmp_path / "copy", "--rank=1", "--step=2")
+    assert "All 3 leaves are equal" in pccheck("diff", f"{made}@2", tmp_path / "copy", "--rank=1")
+    assert "int 0 -> int 1" in pccheck("diff", f"{made}@2", "@2", "--rank=0", "--other-rank=1", status=4)
+    pccheck("export", made, tmp_path / "out.pt", "--to=torch", "--rank=1")
+    assert_part(torch.load(tmp_path / "out.pt", weights_only=True), 1, 3)
+
+
+def test_what_changes_a_store_is_refused(folder: Path) -> None:
+    for command in (("rm", folder, 1), ("pin", folder, 2), ("unpin", folder, 1)):
+        assert "which only its ranks can change together" in pccheck(*command, status=1)
+    assert "there are stores in it: rank-00000, rank-00001" in pccheck("recover", folder, status=3)
+    assert "Nothing is missing" in pccheck("recover", folder / "rank-00001")
+
+
+@pytest.mark.slow
+def test_the_heat_map_of_ranks_and_checkpoints(folder: Path, tmp_path: Path) -> None:
+    before = (folder / "rank-00001" / "commit").read_bytes()
+    save_in_group(folder, 2, 4, keep_last=4)
+    (folder / "rank-00001" / "commit").write_bytes(before)
+    said = pccheck("show", folder, "--ranks")
+    assert re.search(r"^ +0 +4\.1 kB +▓▓▓▓ *$", said, re.MULTILINE), said
+    assert re.search(r"^ +1 +███x *$", said, re.MULTILINE), said
+    assert "Steps 1, 2, 3, 4. █: up to 8.2 kB; x: no part." in said
+    found = parsed("show", folder, "--ranks")
+    assert [sorted(one["nbytes"]) for one in found["checkpoints"]] == [["0", "1"]] * 3 + [["0"]]
+    assert found["slowest"] is None
+    with SyncCheckpointEngine(tmp_path / "single") as engine:
+        engine.checkpoint({"x": 1}, step=1).result(60)
+    assert "is no folder of a group's checkpoints" in pccheck("show", tmp_path / "single", "--ranks", status=1)
+    pccheck("show", folder, "--ranks", "--rank=1", status=2)
+
+
+@pytest.mark.slow
+def test_watch_has_a_line_for_each_rank_and_names_the_slowest(tmp_path: Path) -> None:
+    folder = tmp_path / "group"
+    children = start_ranks(2, lambda group: save_slowly(folder, group))
+    try:
+        for rank in range(2):
+            published(folder / rank_name(rank), lambda each: each.status.counts["durable"] == 1)
+        said, found, drawn = (
+            pccheck("watch", folder, "--once"),
+            parsed("watch", folder, "--once"),
+            pccheck("show", folder, "--ranks"),
+        )
+    finally:
+        (folder / "end").touch()
+        assert end_ranks(children) == [0, 0]
+    for rank in range(2):
+        assert re.search(rf"^rank {rank}: \d\d:\d\d:\d\d durable: step 1; in flight: nothing", said, re.MULTILINE), said
+    for text in (said, drawn):
+        assert re.search(r"Slowest: rank 1 with .* of capture, write, flush per checkpoint \(median of all ranks", text)
+        assert re.search(r"most of the difference in (capture|write|flush)", text)
+    assert (found["state"], found["slowest"], sorted(found["ranks"])) == ("running", 1, ["0", "1"])
+    assert [one["step"] for one in found["committed"]] == [1]
+    closed = pccheck("watch", folder, "--once", status=4)
+    assert re.findall(r"rank (\d): \S+ no engine has published anything here; durable: step 1", closed) == ["0", "1"]
+
+
+def test_the_state_of_a_group_is_the_worst_of_its_ranks(tmp_path: Path) -> None:
+    none = View(tmp_path, None, [], None)
+    closed, died = replace_fields(none, before=EXAMPLE), replace_fields(none, published=Published(EXAMPLE, alive=False))
+    now = msgspec.structs.replace(EXAMPLE, time=time.time())
+    running, silent = (replace_fields(none, published=Published(status, alive=True)) for status in (now, EXAMPLE))
+    for views, state in (
+        ([running, none], "running"),  # the first checkpoint of rank 1 is yet to come
+        ([running, closed], "running"),
+        ([silent, running, none], "silent"),
+        ([running, silent, died], "died"),
+        ([closed, none], "closed"),
+        ([none, none], "none"),
+    ):
+        assert GroupView(tmp_path, dict(enumerate(views)), []).state == state
+
+
+def save_slowly(folder: Path, group: Group) -> None:
+    """Save a checkpoint, of which rank 1 has far more, and wait until told to end."""
+    torch.set_num_threads(1)
+    with SyncCheckpointEngine(folder, group=group) as engine:
+        state = {"weights": torch.ones(1000 if group.rank == 0 else 40_000_000)}
+        engine.checkpoint(state, step=1).result(60)
+        while not (folder / "end").exists():
+            time.sleep(0.01)

@@ -1,0 +1,257 @@
+"""Groups of forked ranks that live, are killed with SIGKILL, and live again; every restart is compared bit for bit.
+
+Each rank is a fork of this process, which holds torch already but has no engine. Nodes are folders: the group's folder
+has one name in all of them, and ranks of different nodes do not see each other's.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import struct
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from pccheck_async import Group, SyncCheckpointEngine
+from pccheck_async.group import actions, messages
+from pccheck_async.group.actions import Action, Post
+from pccheck_async.group.control import Server
+from pccheck_async.group.run import GroupRun
+
+_MESSAGE = struct.Struct("=Bqq")
+_RESTORED, _DURABLE, _ENDED, _WRONG, _LOST = range(5)
+os.environ.setdefault("RES_OPTIONS", "timeout:1")  # torch looks up the name of every address that it connects to
+PATIENCE = 60.0
+"""Seconds without a word from any rank that lives, after which it hangs."""
+
+_servers: list[TCPStore] = []
+"""Never destroyed: a forked child that collected one would wait for its thread."""
+
+Point = Callable[[object], bool]
+
+
+def _posts(kind: type) -> Point:
+    return lambda action: isinstance(action, actions.Post) and isinstance(action.message, kind)
+
+
+POINTS: dict[str, Point] = {
+    "join": lambda action: isinstance(action, actions.TakeOver),
+    "joined": _posts(messages.Joined),
+    "admit": lambda action: isinstance(action, actions.Admit),
+    "record": lambda action: isinstance(action, actions.WriteRecord),
+    "vote": _posts(messages.Ok),
+    "decide": lambda decision: isinstance(decision, messages.Commit),
+    "learn": lambda action: isinstance(action, actions.Resolve),
+    "free": lambda action: isinstance(action, actions.Free),
+}
+"""Where a rank may be killed, before or after: the steps of the commit. "decide" is rank 0's alone."""
+
+
+def state_of(step: int, rank: int, elements: int) -> dict[str, Any]:
+    """Every byte follows from step and rank."""
+    tensor = torch.arange(elements, dtype=torch.int64).mul_(step + 2).add_(rank)
+    return {"tensor": tensor, "step": step, "rank": rank, "text": f"step {step} of rank {rank}"}
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Rank ``rank`` (None: all at once) dies when it comes to ``point`` for the ``count``-th time, or some time on."""
+
+    rank: int | None
+    point: str | None = None
+    after: bool = False
+    count: int = 1
+    seconds: float = 0.0
+
+
+@dataclass
+class Lives:
+    """Lives and deaths of one group."""
+
+    root: Path
+    seed: int
+    elements: int = 5_000
+    acknowledged: int = -1
+    restored: list[int] = field(default_factory=list)
+    kills: Counter[str] = field(default_factory=Counter)
+    slowest: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+
+    def live(self, nodes: Sequence[int], kill: Kill | None = None, *, steps: int = 1_000_000) -> None:
+        """Let ranks run on ``nodes``, one each, until they are killed, or without a kill until they made ``steps``."""
+        for node in set(nodes):
+            (self.root / f"node{node}").mkdir(exist_ok=True)
+        server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        _servers.append(server)
+        reader, writer = os.pipe()
+        pids: list[int] = []
+        for rank, node in enumerate(nodes):
+            pid = os.fork()
+            if pid == 0:
+                os.close(reader)
+                folder = self.root / f"node{node}" / "run"
+                _be_rank(rank, len(nodes), folder, server.port, writer, self.elements, steps, kill)
+            pids.append(pid)
+        os.close(writer)
+        before = self.acknowledged
+        restored: dict[int, int] = {}
+        try:
+            ended = self._watch(pids, reader, kill, restored)
+        finally:
+            for pid in pids:
+                _kill(pid)
+            while data := os.read(reader, _MESSAGE.size):  # what was said before they died
+                self._hear(data, restored)
+            os.close(reader)
+        assert kill is not None or ended == len(pids), f"only {ended} of {len(pids)} ranks ended by themselves"
+        found = set(restored.values())
+        assert len(found) <= 1, f"ranks restored different steps: {restored}"
+        assert all(step >= before for step in found), f"restored {found}, and {before} was acknowledged"
+        self.restored += found
+
+    def _watch(self, pids: list[int], reader: int, kill: Kill | None, restored: dict[int, int]) -> int:
+        """Kill at the moment that was chosen; return how many ranks ended by themselves."""
+        ended, self._lost = 0, False
+        begun = last = time.monotonic()
+        death: float | None = None
+        while ended < len(pids):
+            ready, _, _ = select.select([reader], [], [], 0.01)
+            now = time.monotonic()
+            if ready:
+                if not (data := os.read(reader, _MESSAGE.size)):
+                    break
+                last = now
+                ended += self._hear(data, restored)
+                if len(restored) == len(pids) and death is None:
+                    self.slowest = max(self.slowest, now - begun)
+                    death = now + (kill.seconds if kill is not None else 0.0)
+            assert now - last < PATIENCE, f"nothing was heard for {PATIENCE} s: restored {restored}, {ended} ended"
+            if kill is None:
+                continue
+            if kill.point is None and death is not None and now > death:
+                for rank in range(len(pids)) if kill.rank is None else (kill.rank,):
+                    _kill(pids[rank])
+                self.kills["all ranks" if kill.rank is None else "some time"] += 1
+                break
+            if self._lost and kill.point is not None:  # else its victim just died
+                time.sleep(0.5)
+                assert _is_dead(pids[kill.rank or 0]), "a rank failed although none was killed"
+                self.kills[f"{'after' if kill.after else 'before'} {kill.point}"] += 1
+                break
+            if kill.point is not None and _is_dead(pids[kill.rank or 0]):
+                self.kills[f"{'after' if kill.after else 'before'} {kill.point}"] += 1
+                break
+        if kill is not None:
+            time.sleep(self.random.uniform(0, 0.05))  # until the launcher ends the others
+        return ended
+
+    def _hear(self, data: bytes, restored: dict[int, int]) -> bool:
+        """Take in what a rank says; return whether it ended."""
+        kind, rank, step = _MESSAGE.unpack(data)
+        assert kind != _WRONG, f"rank {rank} found something else than it saved, or failed"
+        if kind == _RESTORED:
+            restored[rank] = step
+        elif kind == _LOST:
+            self._lost = True
+        elif kind == _DURABLE:
+            self.acknowledged = max(self.acknowledged, step)
+        return bool(kind == _ENDED)
+
+
+def _be_rank(
+    rank: int, world: int, folder: Path, port: int, pipe: int, elements: int, steps: int, kill: Kill | None
+) -> None:
+    """Run one rank, and never return."""
+
+    def say(kind: int, step: int = 0) -> None:
+        os.write(pipe, _MESSAGE.pack(kind, rank, step))
+
+    ready = False
+    try:
+        torch.set_num_threads(1)
+        if kill is not None and kill.point is not None and kill.rank == rank:
+            _arm(kill)
+        store = TCPStore("localhost", port, is_master=False, wait_for_workers=False)
+        with SyncCheckpointEngine(folder, group=Group(rank, world, store, timeout=PATIENCE / 2)) as engine:
+            state = state_of(-1, rank, elements)
+            restored = engine.restore(state)
+            step = -1 if restored is None else restored.step
+            expected = state_of(step, state["rank"], elements)
+            if restored is not None and state["rank"] != rank:
+                assert state["rank"] < rank, f"rank {rank} restored the part of rank {state['rank']}"
+            assert torch.equal(state.pop("tensor"), expected.pop("tensor"))
+            assert state == expected, (state, expected)
+            say(_RESTORED, step)
+            ready = kill is not None
+            waiting: list[Any] = []
+            for number in range(step + 1, step + 1 + steps):
+                waiting.append(engine.checkpoint(state_of(number, rank, elements), step=number))
+                if len(waiting) == 2:
+                    say(_DURABLE, waiting.pop(0).result().step)
+            for pending in waiting:
+                say(_DURABLE, pending.result().step)
+        say(_ENDED)
+    except BaseException:  # noqa: BLE001 - nobody else would hear of it
+        if not ready:
+            traceback.print_exc()
+        say(_LOST if ready else _WRONG)
+        time.sleep(PATIENCE)  # until the launcher ends it: a rank that another one's death made fail
+    finally:
+        os._exit(0)
+
+
+def _arm(kill: Kill) -> None:
+    """Let this process kill itself where it comes to the point."""
+    matches, left = POINTS[kill.point or ""], kill.count
+
+    def reached(thing: object, *, after: bool) -> None:
+        nonlocal left
+        if after == kill.after and matches(thing):
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    do, publish = GroupRun._do, Server._publish
+
+    def do_one_by_one(self: GroupRun, actions: list[Action]) -> None:
+        for action in actions:
+            reached(action, after=False)
+            do(self, [action])
+            if isinstance(action, Post):
+                time.sleep(0.002)  # until it is sent
+            reached(action, after=True)
+
+    def publish_one_by_one(self: Server, decisions: Sequence[messages.AnyDecision]) -> None:
+        publish(self, [])
+        for decision in decisions:
+            reached(decision, after=False)
+            publish(self, [decision])
+            reached(decision, after=True)
+
+    GroupRun._do = do_one_by_one  # type: ignore[method-assign]
+    Server._publish = publish_one_by_one  # type: ignore[method-assign]
+
+
+def _is_dead(pid: int) -> bool:
+    found, _ = os.waitpid(pid, os.WNOHANG)
+    return found == pid
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    except (ProcessLookupError, ChildProcessError):
+        pass

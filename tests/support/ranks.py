@@ -1,0 +1,107 @@
+"""Forked ranks that run one function each and send back what it returns."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from pccheck_async import Group
+
+os.environ.setdefault("RES_OPTIONS", "timeout:1")  # torch looks up the name of every address that it connects to
+PATIENCE: Final = 30.0
+_servers: list[TCPStore] = []
+"""Never destroyed: a forked child that collected one would wait for its thread."""
+
+
+class RankFailedError(AssertionError):
+    """A rank raised; says what."""
+
+
+def run_ranks(
+    world: int,
+    function: Callable[[Group], Any],
+    *,
+    meanwhile: Callable[[list[int]], None] = lambda _: None,
+    statuses: list[int] | None = None,
+) -> list[Any]:
+    """Run ``function`` on every rank, each in a fork of this process; return what each returned, by rank.
+
+    ``meanwhile`` is called with their process ids. Where ``statuses`` is given, ranks may end by SystemExit, and that
+    is where their exit statuses go. Raises RankFailedError, and TimeoutError after a minute; all ranks are dead then.
+    """
+    server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    _servers.append(server)
+    pids, pipes = [], []
+    for rank in range(world):
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(reader)
+            _be(rank, world, server.port, function, writer)
+        os.close(writer)
+        pids.append(pid)
+        pipes.append(reader)
+    try:
+        meanwhile(pids)
+        deadline = time.monotonic() + PATIENCE
+        answers = [_read_all(pipe, deadline) for pipe in pipes]
+    finally:
+        codes = []
+        for pid, pipe in zip(pids, pipes, strict=True):
+            os.close(pipe)
+            codes.append(_end(pid))
+    if statuses is not None:
+        statuses[:] = codes
+        return []
+    failed = [answer[1] for answer in answers if not answer[0]]
+    if failed:
+        raise RankFailedError("\n".join(failed))
+    return [answer[1] for answer in answers]
+
+
+def _be(rank: int, world: int, port: int, function: Callable[[Group], Any], pipe: int) -> None:
+    status = 0
+    try:
+        torch.set_num_threads(1)
+        store = TCPStore("localhost", port, is_master=False, wait_for_workers=False)
+        answer: tuple[bool, Any] = True, function(Group(rank, world, store, timeout=PATIENCE / 3))
+    except SystemExit as error:
+        status, answer = int(error.code or 0), (True, None)
+    except BaseException:  # noqa: BLE001 - it is told in the parent
+        answer = False, f"rank {rank}: {traceback.format_exc()}"
+    with os.fdopen(pipe, "wb") as file:
+        file.write(pickle.dumps(answer))
+    os._exit(status)
+
+
+def _read_all(pipe: int, deadline: float) -> tuple[bool, Any]:
+    data = b""
+    while True:
+        ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise TimeoutError(f"a rank said nothing for {PATIENCE} s")
+        piece = os.read(pipe, 1 << 16)
+        if not piece:
+            return pickle.loads(data) if data else (False, "a rank died")
+        data += piece
+
+
+def _end(pid: int) -> int:
+    """Reap a rank; kill it where it has not ended. Returns its exit status, negative for a signal."""
+    for _ in range(100):
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return -signal.SIGKILL
