@@ -18,7 +18,7 @@ from pccheck_async import Group
 
 os.environ.setdefault("RES_OPTIONS", "timeout:1")  # torch looks up the name of every address that it connects to
 PATIENCE: Final = 30.0
-_servers: list[TCPStore] = []
+_ports: list[int] = []
 _used = 0
 
 
@@ -70,13 +70,23 @@ def run_ranks(
 def meeting_place() -> tuple[int, str]:
     """Return the port of a store, and a prefix that nobody used there.
 
-    It is one store for all, and never destroyed: a forked child that did so would wait for its thread.
+    It is one store for all, in a process of its own: a fork while its thread looks a name up would never look one up.
     """
     global _used  # noqa: PLW0603 - a counter
-    if not _servers:
-        _servers.append(TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
+    if not _ports:
+        reader, writer = os.pipe()
+        parent = os.getpid()
+        if os.fork() == 0:
+            server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+            os.write(writer, server.port.to_bytes(4, "little"))
+            while os.getppid() == parent:
+                time.sleep(0.5)
+            os._exit(0)
+        _ports.append(int.from_bytes(os.read(reader, 4), "little"))
+        os.close(reader)
+        os.close(writer)
     _used += 1
-    return _servers[0].port, f"{os.getpid()}-{_used}"
+    return _ports[0], f"{os.getpid()}-{_used}"
 
 
 def meet(place: tuple[int, str]) -> Store:
