@@ -60,10 +60,8 @@ class Config:
         return max(durable for durable, _ in answers), answers[0][1]
 
     def close(self) -> None:
-        for down, up in self._pipes:
-            os.close(down)
-            os.read(up, 1)
-            os.close(up)
+        for down, _ in self._pipes:
+            os.write(down, b"q")  # other forks hold the pipe open
 
 
 def _serve(folder: Path, rank: int, world: int, nbytes: int, port: int, commands: int, answers: int) -> None:
@@ -78,7 +76,7 @@ def _serve(folder: Path, rank: int, world: int, nbytes: int, port: int, commands
         engine.checkpoint(state, step=0).result()
         os.write(answers, b"r")
         step = 1
-        while os.read(commands, 1):
+        while os.read(commands, 1) == b"g":
             start = time.perf_counter()
             engine.checkpoint(state, step=step).result()
             end = time.perf_counter()
@@ -123,6 +121,11 @@ def main() -> int:
             seconds[each.world].append(each.save())
     for each in configs:
         each.close()
+    while True:
+        try:
+            os.wait()
+        except ChildProcessError:
+            break
     shutil.rmtree(work)
     single = [durable for durable, _ in seconds[0]]
     for world, found in seconds.items():

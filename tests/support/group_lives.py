@@ -20,22 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pccheck_async import Group, SyncCheckpointEngine
 from pccheck_async.group import actions, messages
 from pccheck_async.group.actions import Action, Post
 from pccheck_async.group.control import Server
 from pccheck_async.group.run import GroupRun
+from tests.support.ranks import meet, meeting_place
 
 _MESSAGE = struct.Struct("=Bqq")
 _RESTORED, _DURABLE, _ENDED, _WRONG, _LOST = range(5)
-os.environ.setdefault("RES_OPTIONS", "timeout:1")  # torch looks up the name of every address that it connects to
 PATIENCE = 60.0
 """Seconds without a word from any rank that lives, after which it hangs."""
-
-_servers: list[TCPStore] = []
-"""Never destroyed: a forked child that collected one would wait for its thread."""
 
 Point = Callable[[object], bool]
 
@@ -93,8 +89,7 @@ class Lives:
         """Let ranks run on ``nodes``, one each, until they are killed, or without a kill until they made ``steps``."""
         for node in set(nodes):
             (self.root / f"node{node}").mkdir(exist_ok=True)
-        server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        _servers.append(server)
+        place = meeting_place()
         reader, writer = os.pipe()
         pids: list[int] = []
         for rank, node in enumerate(nodes):
@@ -102,7 +97,7 @@ class Lives:
             if pid == 0:
                 os.close(reader)
                 folder = self.root / f"node{node}" / "run"
-                _be_rank(rank, len(nodes), folder, server.port, writer, self.elements, steps, kill)
+                _be_rank(rank, len(nodes), folder, place, writer, self.elements, steps, kill)
             pids.append(pid)
         os.close(writer)
         before = self.acknowledged
@@ -171,7 +166,7 @@ class Lives:
 
 
 def _be_rank(
-    rank: int, world: int, folder: Path, port: int, pipe: int, elements: int, steps: int, kill: Kill | None
+    rank: int, world: int, folder: Path, place: tuple[int, str], pipe: int, elements: int, steps: int, kill: Kill | None
 ) -> None:
     """Run one rank, and never return."""
 
@@ -183,8 +178,7 @@ def _be_rank(
         torch.set_num_threads(1)
         if kill is not None and kill.point is not None and kill.rank == rank:
             _arm(kill)
-        store = TCPStore("localhost", port, is_master=False, wait_for_workers=False)
-        with SyncCheckpointEngine(folder, group=Group(rank, world, store, timeout=PATIENCE / 2)) as engine:
+        with SyncCheckpointEngine(folder, group=Group(rank, world, meet(place), timeout=PATIENCE / 2)) as engine:
             state = state_of(-1, rank, elements)
             restored = engine.restore(state)
             step = -1 if restored is None else restored.step

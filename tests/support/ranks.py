@@ -12,14 +12,14 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from pccheck_async import Group
 
 os.environ.setdefault("RES_OPTIONS", "timeout:1")  # torch looks up the name of every address that it connects to
 PATIENCE: Final = 30.0
-_servers: list[TCPStore] = []
-"""Never destroyed: a forked child that collected one would wait for its thread."""
+_ports: list[int] = []
+_used = 0
 
 
 class RankFailedError(AssertionError):
@@ -38,15 +38,14 @@ def run_ranks(
     ``meanwhile`` is called with their process ids. Where ``statuses`` is given, ranks may end by SystemExit, and that
     is where their exit statuses go. Raises RankFailedError, and TimeoutError after a minute; all ranks are dead then.
     """
-    server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    _servers.append(server)
+    place = meeting_place()
     pids, pipes = [], []
     for rank in range(world):
         reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.close(reader)
-            _be(rank, world, server.port, function, writer)
+            _be(rank, world, place, function, writer)
         os.close(writer)
         pids.append(pid)
         pipes.append(reader)
@@ -68,12 +67,39 @@ def run_ranks(
     return [answer[1] for answer in answers]
 
 
-def _be(rank: int, world: int, port: int, function: Callable[[Group], Any], pipe: int) -> None:
+def meeting_place() -> tuple[int, str]:
+    """Return the port of a store, and a prefix that nobody used there.
+
+    It is one store for all, in a process of its own: a fork while its thread looks a name up would never look one up.
+    """
+    global _used  # noqa: PLW0603 - a counter
+    if not _ports:
+        reader, writer = os.pipe()
+        parent = os.getpid()
+        if os.fork() == 0:
+            server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+            os.write(writer, server.port.to_bytes(4, "little"))
+            while os.getppid() == parent:
+                time.sleep(0.5)
+            os._exit(0)
+        _ports.append(int.from_bytes(os.read(reader, 4), "little"))
+        os.close(reader)
+        os.close(writer)
+    _used += 1
+    return _ports[0], f"{os.getpid()}-{_used}"
+
+
+def meet(place: tuple[int, str]) -> Store:
+    """Return a client of that store."""
+    port, prefix = place
+    return PrefixStore(prefix, TCPStore("localhost", port, is_master=False, wait_for_workers=False))
+
+
+def _be(rank: int, world: int, place: tuple[int, str], function: Callable[[Group], Any], pipe: int) -> None:
     status = 0
     try:
         torch.set_num_threads(1)
-        store = TCPStore("localhost", port, is_master=False, wait_for_workers=False)
-        answer: tuple[bool, Any] = True, function(Group(rank, world, store, timeout=PATIENCE / 3))
+        answer: tuple[bool, Any] = True, function(Group(rank, world, meet(place), timeout=PATIENCE / 3))
     except SystemExit as error:
         status, answer = int(error.code or 0), (True, None)
     except BaseException:  # noqa: BLE001 - it is told in the parent

@@ -1,0 +1,163 @@
+"""What fails on one rank: it ends alike on all of them, and nothing that is complete is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Collection
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pccheck_async import CheckpointError, Group, GroupError, SyncCheckpointEngine, WriteError
+from pccheck_async.medium import Medium
+from pccheck_async.medium.files import Files
+from pccheck_async.testing import WrappingWriter
+from pccheck_async.testing.doubles import Access
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded", "ignore:checkpoint of step")
+
+
+class FailsWhenTold(WrappingWriter):
+    """Fails accesses of some kinds to the files of some names, from the moment on that it is told."""
+
+    kinds: Collection[str] = ()
+    part_of_name = ""
+
+    async def perform(self, access: Access, call: Any) -> Any:
+        if access.kind in self.kinds and self.part_of_name in access.name:
+            raise WriteError(5, "told to fail", access.name)
+        return await call()
+
+
+def state_of(rank: int, step: int) -> dict[str, Any]:
+    return {"w": torch.full((50_000,), float(100 * step + rank)), "step": step}
+
+
+def outcomes(engine: SyncCheckpointEngine, rank: int, steps: range) -> list[str]:
+    """Save these steps; return the kinds of the errors, "" for none."""
+    found = []
+    for step in steps:
+        try:
+            engine.checkpoint(state_of(rank, step), step=step).result(20)
+        except CheckpointError as error:
+            found.append(type(error).__name__)
+        else:
+            found.append("")
+    return found
+
+
+def fails_on_rank_1(folder: Path, kinds: Collection[str], part_of_name: str, group: Group) -> list[str]:
+    """Save two steps, then two while rank 1 fails, then two more."""
+    medium: FailsWhenTold | None = None
+
+    def make(path: str, operations: Any) -> Medium:
+        nonlocal medium
+        medium = FailsWhenTold(Files(path, operations))
+        return medium
+
+    engine = SyncCheckpointEngine(folder, group=group, io=make).open()
+    assert medium is not None
+    found = outcomes(engine, group.rank, range(2))
+    if group.rank == 1:
+        medium.kinds, medium.part_of_name = kinds, part_of_name
+    found += outcomes(engine, group.rank, range(2, 4))
+    medium.kinds = ()
+    found += outcomes(engine, group.rank, range(4, 6))
+    try:
+        engine.close(10)
+    except CheckpointError:
+        found.append("closing")
+    return found
+
+
+def newest(folder: Path, group: Group) -> tuple[int, float]:
+    with SyncCheckpointEngine(folder, group=group) as engine:
+        state = state_of(group.rank, -1)
+        restored = engine.restore(state)
+        assert restored is not None
+        return restored.step, float(state["w"][0])
+
+
+def test_a_write_that_fails_costs_all_ranks_that_checkpoint_and_no_other(tmp_path: Path) -> None:
+    first, second = run_ranks(2, partial(fails_on_rank_1, tmp_path, {"write"}, "slot"))
+    assert first[:6] == ["", "", "GroupError", "GroupError", "", ""]
+    assert second[:6] == ["", "", "WriteError", "WriteError", "", ""]
+    assert run_ranks(2, partial(newest, tmp_path)) == [(5, 500.0), (5, 501.0)]
+
+
+@pytest.mark.parametrize("part_of_name", ["slot", "commit"])
+def test_a_flush_that_fails_ends_all_commits_of_the_run_and_drops_nothing(tmp_path: Path, part_of_name: str) -> None:
+    first, second = run_ranks(2, partial(fails_on_rank_1, tmp_path, {"flush"}, part_of_name))
+    assert first[:2] == second[:2] == ["", ""]
+    assert set(first[2:6]) == {"GroupError"}
+    assert second[2] in {"StoreFailedError", "GroupError"}
+    assert "" not in second[2:6]
+    found = run_ranks(2, partial(newest, tmp_path))
+    assert found[0][0] == found[1][0] >= 1
+    assert [value for _, value in found] == [100.0 * found[0][0] + rank for rank in range(2)]
+
+
+def killed_later(folder: Path, victim: int, group: Group) -> str:
+    engine = SyncCheckpointEngine(folder, group=group).open()
+    assert outcomes(engine, group.rank, range(2)) == ["", ""]
+    (folder / f"ready-{group.rank}").touch()
+    if group.rank == victim:
+        time.sleep(30)
+    pending = engine.checkpoint(state_of(group.rank, 2), step=2)
+    try:
+        pending.result(5)
+    except TimeoutError:
+        return "waits"
+    except GroupError:
+        return "GroupError"
+    return "durable"
+
+
+def wait_for(*paths: Path) -> None:
+    deadline = time.monotonic() + 20
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("victim", "outcome"), [(0, "GroupError"), (1, "waits")])
+def test_a_rank_that_dies_leaves_the_others_waiting_or_told(tmp_path: Path, victim: int, outcome: str) -> None:
+    """Nobody guesses that a rank is dead; but without rank 0 nothing is ever decided."""
+
+    def rank_main(group: Group) -> None:
+        found = "" if group.rank == victim else killed_later(tmp_path, victim, group)
+        if group.rank == victim:
+            killed_later(tmp_path, victim, group)
+        (tmp_path / "found").write_text(found)
+        os._exit(0)
+
+    def kill(pids: list[int]) -> None:
+        wait_for(*(tmp_path / f"ready-{rank}" for rank in range(2)))
+        os.kill(pids[victim], signal.SIGKILL)
+        wait_for(tmp_path / "found")
+
+    run_ranks(2, rank_main, meanwhile=kill, statuses=[])
+    assert (tmp_path / "found").read_text() == outcome
+    assert run_ranks(2, partial(newest, tmp_path)) == [(1, 100.0), (1, 101.0)]
+
+
+def test_a_rank_that_is_stopped_for_a_while_holds_the_others_up_and_costs_nothing(tmp_path: Path) -> None:
+    def rank_main(group: Group) -> list[str]:
+        with SyncCheckpointEngine(tmp_path, group=group) as engine:
+            found = outcomes(engine, group.rank, range(2))
+            (tmp_path / f"ready-{group.rank}").touch()
+            return found + outcomes(engine, group.rank, range(2, 40))
+
+    def stop(pids: list[int]) -> None:
+        wait_for(*(tmp_path / f"ready-{rank}" for rank in range(2)))
+        os.kill(pids[1], signal.SIGSTOP)
+        time.sleep(1)
+        os.kill(pids[1], signal.SIGCONT)
+
+    assert run_ranks(2, rank_main, meanwhile=stop) == [[""] * 40] * 2
