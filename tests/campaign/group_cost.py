@@ -1,4 +1,6 @@
-"""What a group costs beside one engine: ``python -m tests.campaign.group_cost FOLDER [--size 268435456] [--rounds 20]``.
+"""What a group costs beside one engine.
+
+``python -m tests.campaign.group_cost FOLDER [--size 268435456] [--rounds 20]``
 
 One process, two ranks, four and eight save the same bytes in all, in turns whose order is drawn anew each round. A turn
 is over when every rank has learnt that its checkpoint is durable. Printed are medians, quartiles, and ratios to the one
