@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import re
 import shutil
 import signal
 import struct
@@ -32,11 +35,19 @@ class RunFailedError(Exception):
 
 @dataclass(frozen=True)
 class Run:
-    """One training run: its name, where it saves, and the loss file that it writes row by row."""
+    """One training run: its name, where it saves, and the loss files that its ranks write row by row."""
 
     name: str
     store: Path
     loss_file: Path
+    ranks: int
+
+    @property
+    def loss_files(self) -> list[Path]:
+        """The file of each rank."""
+        if self.ranks == 1:
+            return [self.loss_file]
+        return [self.loss_file.with_stem(f"{self.loss_file.stem}-rank{rank}") for rank in range(self.ranks)]
 
     @property
     def log(self) -> Path:
@@ -56,11 +67,19 @@ def demo(
     store: Annotated[
         Path | None, typer.Option(help="Put the runs into a new folder in here (default: the system's place).")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the loss curves into this file (needs matplotlib).")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the loss curves (of rank 0) into this file (needs matplotlib).")
+    ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Do not delete the stores and loss files at the end.")] = False,
     device: Annotated[str, typer.Option(help="Where to train: cpu, cuda or auto.")] = "cpu",
+    ranks: Annotated[
+        int, typer.Option(min=1, help="Train data-parallel in so many processes under torchrun (gloo, on the CPU).")
+    ] = 1,
 ) -> int:
     """Train a small GPT three times: uninterrupted, killed in the middle of a save, and resumed; compare every bit.
+
+    With --ranks, all ranks save one checkpoint together, the last rank is killed, and torchrun ends the others; all are
+    started again, and the losses and the final state of every rank are compared.
 
     Exit status: 0 all losses and the whole final state are equal in every bit, 1 they are not or a run failed, 2 wrong
     usage.
@@ -70,7 +89,9 @@ def demo(
             f"--crash-at {crash_at} must lie after the first checkpoint (--interval {interval}) and not after the last "
             f"step (--steps {steps}): the killed run needs an older checkpoint to go back to"
         )
-    if problem := no_plot(plot):
+    if ranks > 1 and device != "cpu":
+        raise typer.BadParameter(f"--ranks {ranks} trains on the CPU, not with --device {device}")
+    if problem := no_plot(plot) or (ranks > 1 and no_torchrun()):
         complain(problem)
         return 2
     console = terminal(markup=True)
@@ -78,8 +99,10 @@ def demo(
         store.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="pccheck-demo-", dir=store))
     options = [f"--steps={steps}", f"--interval={interval}", f"--device={device}"]
+    if ranks > 1:  # they share the cores
+        options += ["--layers=2", "--width=128", "--threads=1"]
     try:
-        return 0 if _demonstrate(console, folder, options, steps, crash_at, plot) else FAILED
+        return 0 if _demonstrate(console, folder, options, steps, crash_at, plot, ranks) else FAILED
     except RunFailedError as error:
         why, *last_lines = error.args
         complain(why)
@@ -93,61 +116,88 @@ def demo(
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def no_torchrun() -> str | None:
+    """Return why several ranks cannot be trained here."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_gloo_available():
+        return "--ranks needs torch.distributed with gloo, which this build of torch comes without"
+    if importlib.util.find_spec("torch.distributed.run") is None:
+        return "--ranks needs torchrun (torch.distributed.run), which this build of torch comes without"
+    return None
+
+
 def _demonstrate(
-    console: Console, folder: Path, options: list[str], steps: int, crash_at: int, plot: Path | None
+    console: Console, folder: Path, options: list[str], steps: int, crash_at: int, plot: Path | None, ranks: int
 ) -> bool:
     console.print(
-        "Training a small GPT on the sources of Python's standard library, three times: uninterrupted, killed in the "
-        f"middle of the save of step {crash_at}, and resumed.\n"
+        f"Training a small GPT on the sources of Python's standard library{f' on {ranks} ranks' if ranks > 1 else ''}, "
+        f"three times: uninterrupted, killed in the middle of the save of step {crash_at}, and resumed.\n"
     )
     began = time.monotonic()
-    uninterrupted = Run("uninterrupted", folder / "uninterrupted", folder / "uninterrupted.csv")
-    _train(uninterrupted, options, 0, console)
+    uninterrupted = Run("uninterrupted", folder / "uninterrupted", folder / "uninterrupted.csv", ranks)
+    _train(uninterrupted, options, console)
 
-    killed, durable = _train_until_killed(console, folder, options, crash_at)
+    killed, durable = _train_until_killed(console, folder, options, crash_at, ranks)
 
-    # The resumed run continues the killed one's store and a copy of its loss file.
-    resumed = Run("resumed", killed.store, folder / "resumed.csv")
-    shutil.copyfile(killed.loss_file, resumed.loss_file)
-    _train(resumed, [*options, "--resume"], 0, console)
-    said = resumed.log.read_text().splitlines()[0]
-    if said != f"resumed from step {durable.step}":
-        raise RunFailedError(f"the resumed run should have resumed from step {durable.step}, but said: {said}")
+    # The resumed run continues the killed one's store and a copy of its loss files.
+    resumed = Run("resumed", killed.store, folder / "resumed.csv", ranks)
+    for source, copy in zip(killed.loss_files, resumed.loss_files, strict=True):
+        shutil.copyfile(source, copy)
+    _train(resumed, [*options, "--resume"], console)
+    said = re.search(r"resumed from step (\d+)", resumed.log.read_text())
+    if said is None or int(said[1]) != durable.step:
+        found = said[0] if said is not None else "that it started from scratch"
+        raise RunFailedError(f"the resumed run should have resumed from step {durable.step}, but said: {found}")
 
+    who, end, where = "killed run", f" (exit status {-signal.SIGKILL})", ""
+    if ranks > 1:
+        who, end, where = f"killed run's rank {ranks - 1}", ", and torchrun ended the other ranks", " on all ranks"
     console.print(
-        f"\nThe killed run died by SIGKILL in the middle of the save of step {crash_at} "
-        f"(exit status {-signal.SIGKILL}).\nIts newest durable checkpoint was that of step {durable.step} "
-        f"({size(durable.nbytes)}). The resumed run went on from it and computed steps {durable.step + 1} to {steps}."
+        f"\nThe {who} died by SIGKILL in the middle of the save of step {crash_at}{end}.\nIts newest durable "
+        f"checkpoint was that of step {durable.step} ({size(durable.nbytes)}{where}). The resumed run went on from it "
+        f"and computed steps {durable.step + 1} to {steps}."
     )
-    rows = read_losses(uninterrupted.loss_file), read_losses(killed.loss_file), read_losses(resumed.loss_file)
-    losses = compare_losses(*rows, steps, crash_at, durable.step)
-    console.print(losses.table)
-    state = pccheck.compare_checkpoints(uninterrupted.store, resumed.store)
-    console.print(f"Losses: {losses.equal} of {steps} equal in every bit.")
-    equal = f"{state.leaves - len(state.differences)} of {state.leaves} leaves equal in every bit"
+    files = zip(uninterrupted.loss_files, killed.loss_files, resumed.loss_files, strict=True)
+    rows = [(read_losses(one), read_losses(two), read_losses(three)) for one, two, three in files]
+    losses = [compare_losses(*each, steps, crash_at, durable.step) for each in rows]
+    for rank, compared in enumerate(losses):
+        if rank == 0 or not compared.all_equal:
+            console.print(*[f"Rank {rank}:"] * (ranks > 1), compared.table)
+    console.print(f"Losses: {sum(each.equal for each in losses)} of {ranks * steps} equal in every bit.")
+    parts: list[int | None] = [*range(ranks)] if ranks > 1 else [None]
+    states = [
+        pccheck.compare_checkpoints(uninterrupted.store, resumed.store, rank=part, other_rank=part) for part in parts
+    ]
+    leaves = sum(state.leaves for state in states)
+    different = [
+        f"rank {rank}: {each.path}" if ranks > 1 else each.path
+        for rank, state in enumerate(states)
+        for each in state.differences
+    ]
     console.print(
-        f"Final state (model, optimizer, scheduler, random numbers, data position): {equal}, "
-        f"{size(state.nbytes)} of tensors."
+        f"Final state (model, optimizer, scheduler, random numbers, data position): {leaves - len(different)} of "
+        f"{leaves} leaves equal in every bit, {size(sum(state.nbytes for state in states))} of tensors."
     )
-    for each in state.differences[:10]:
-        console.print(f"  different: {each.path}", markup=False)
+    for path in different[:10]:
+        console.print(f"  different: {path}", markup=False)
     if plot is not None:
-        draw(plot, *rows, crash_at, durable.step)
+        draw(plot, *rows[0], crash_at, durable.step)
         console.print(f"Picture: {plot}", soft_wrap=True, markup=False)
-    all_equal = losses.all_equal and not state.differences
+    all_equal = all(each.all_equal for each in losses) and not different
     verdict = "[bold green]Every bit is equal." if all_equal else "[bold red]The runs differ."
     console.print(f"{verdict}[/] ({time.monotonic() - began:.0f} s)")
     return all_equal
 
 
 def _train_until_killed(
-    console: Console, folder: Path, options: list[str], crash_at: int
+    console: Console, folder: Path, options: list[str], crash_at: int, ranks: int
 ) -> tuple[Run, pccheck.CheckpointInfo]:
     """Train until the SIGKILL; again where the save was so fast that the kill came after it."""
     for attempt in range(1, KILL_ATTEMPTS + 1):
         name = f"killed{attempt if attempt > 1 else ''}"
-        killed = Run("killed", folder / name, folder / f"{name}.csv")
-        _train(killed, [*options, f"--crash-at={crash_at}"], -signal.SIGKILL, console)
+        killed = Run("killed", folder / name, folder / f"{name}.csv", ranks)
+        _train(killed, [*options, f"--crash-at={crash_at}"], console, killed=True)
         durable = killed.newest()
         if durable is None:
             raise RunFailedError("the killed run left no durable checkpoint behind")
@@ -157,26 +207,35 @@ def _train_until_killed(
     raise RunFailedError(f"the kill came after the save {KILL_ATTEMPTS} times: this storage is too fast for the demo")
 
 
-def _train(run: Run, options: list[str], expected_status: int, console: Console) -> None:
-    """Run the trainer in a process of its own, printing how far it is, and check how it ended."""
-    # -P: the installed package, also where the current folder is a checkout of the sources.
-    command = [sys.executable, "-P", "-m", "pccheck_async.cli.demo_trainer", *options]
-    command += [f"--store={run.store}", f"--loss-file={run.loss_file}"]
+def _train(run: Run, options: list[str], console: Console, *, killed: bool = False) -> None:
+    """Run the trainer in processes of its own, printing how far it is, and check how it ended."""
+    command = [sys.executable, "-m"]
+    if run.ranks > 1:
+        command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={run.ranks}", "-m"]
+    command += ["pccheck_async.cli.demo_trainer", *options, f"--store={run.store}", f"--loss-file={run.loss_file}"]
+    # The installed package, also where the current folder is a checkout of the sources.
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
     told = run.newest()
     with run.log.open("wb") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
+        )
         try:
             while process.poll() is None:
                 told = _tell(console, run, told)
                 time.sleep(POLL_SECONDS)
             _tell(console, run, told)
         finally:
-            process.kill()
+            process.terminate()  # torchrun passes it on: killed, it would leave its ranks behind
             process.wait()
-    if process.returncode != expected_status:
+    expected_status = 0
+    if killed:  # torchrun ends with 1 whatever ended a rank
+        expected_status = -signal.SIGKILL if run.ranks == 1 else 1
+    said = run.log.read_text(errors="replace")
+    if process.returncode != expected_status or killed != ("dies in the save" in said):
         raise RunFailedError(
             f"the {run.name} run ended with status {process.returncode}, expected {expected_status}; its last words:",
-            *run.log.read_text(errors="replace").splitlines()[-15:],
+            *said.splitlines()[-15:],
         )
 
 

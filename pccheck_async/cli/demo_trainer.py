@@ -5,6 +5,10 @@ so a run that was killed and resumed computes the same losses as one that was ne
 
     python -m pccheck_async.cli.demo_trainer --store run --loss-file loss.csv --crash-at 40   # dies by SIGKILL
     python -m pccheck_async.cli.demo_trainer --store run --loss-file loss.csv --resume        # goes on
+
+Under torchrun it trains data-parallel, and all ranks save one checkpoint together; the last rank is the one that dies::
+
+    torchrun --nproc-per-node 2 -m pccheck_async.cli.demo_trainer --store run --loss-file loss.csv --device cpu
 """
 
 from __future__ import annotations
@@ -25,7 +29,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from pccheck_async import CheckpointEngine, CheckpointError, RNGState, list_checkpoints
 
@@ -135,23 +141,36 @@ def learning_rate(steps: int) -> Callable[[int], float]:
 
 async def train(args: argparse.Namespace) -> None:
     """Train, save every ``args.interval`` steps, resume or crash where the command line says so."""
-    make_deterministic(args.seed, args.threads)
+    parallel = dist.is_available() and dist.is_torchelastic_launched()
+    if parallel:
+        dist.init_process_group("gloo")
+    rank, world = (dist.get_rank(), dist.get_world_size()) if parallel else (0, 1)
+
+    def say(text: str) -> None:
+        if rank == 0:
+            print(text, flush=True)
+
+    make_deterministic(args.seed + rank, args.threads)
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
-    data = Windows(standard_library(), args.context, args.batch, args.seed)
+    data = Windows(standard_library(), args.context, args.batch * world, args.seed)
     model = GPT(args.context, args.layers, args.width, args.heads, args.dropout).to(device)
+    # Without find_unused_parameters each process moves gradients to other places in their buckets after its first step,
+    # and from three ranks on the rounding of a sum depends on its place: a resumed run would not have the same bits.
+    trained = DistributedDataParallel(model, find_unused_parameters=True) if parallel else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate(args.steps))
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "rng": RNGState(), "data": data}
 
-    async with CheckpointEngine(args.store, max_in_flight=2) as engine:
+    async with CheckpointEngine(args.store, group=dist.group.WORLD if parallel else None, max_in_flight=2) as engine:
         restored = await engine.restore(state) if args.resume else None
         last_step = restored.step if restored else 0
-        print(f"resumed from step {last_step}" if restored else "starting from scratch", flush=True)
-        losses = LossFile(args.loss_file, last_step)
+        say(f"resumed from step {last_step}" if restored else "starting from scratch")
+        file = args.loss_file
+        losses = LossFile(file.with_stem(f"{file.stem}-rank{rank}") if file and parallel else file, last_step)
 
         for step in range(last_step + 1, args.steps + 1):
-            x, y = data.next_batch()
-            logits = model(x.to(device))
+            x, y = (part[rank::world] for part in data.next_batch())
+            logits = trained(x.to(device))
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), y.to(device).flatten())
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -160,12 +179,17 @@ async def train(args: argparse.Namespace) -> None:
             losses.add(step, loss.item())
 
             if step % args.interval == 0 or step in (args.crash_at, args.steps):
-                print(f"step {step}: loss {loss.item():.4f}, saving", flush=True)
+                say(f"step {step}: loss {loss.item():.4f}, saving")
+                if step == args.crash_at and parallel:
+                    dist.barrier()  # no rank is ended before it has written its loss
                 await engine.checkpoint(state, step=step, metadata={"loss": loss.item()})
                 # The state is captured and is being written in the background: training may go on.
-                if step == args.crash_at:
+                if step == args.crash_at and rank == world - 1:
+                    print(f"rank {rank} dies in the save of step {step}", flush=True)
                     os.kill(os.getpid(), signal.SIGKILL)  # in the middle of the save, with no chance to clean up
-    print(f"done: {engine.latest}", flush=True)
+    say(f"done: {engine.latest}")
+    if parallel:
+        dist.destroy_process_group()
 
 
 def main() -> None:
@@ -174,7 +198,9 @@ def main() -> None:
     parser.add_argument("--store", type=Path, required=True, help="folder of the checkpoints")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint where there is one")
     parser.add_argument("--crash-at", type=int, metavar="STEP", help="die by SIGKILL in the middle of the save of STEP")
-    parser.add_argument("--loss-file", type=Path, help="CSV to write: step, loss, raw float32 bits")
+    parser.add_argument(
+        "--loss-file", type=Path, help="CSV to write: step, loss, raw float32 bits; of several ranks, FILE-rankN.csv"
+    )
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto: CUDA where present (default)")
     sizes = {"steps": 60, "interval": 10, "seed": 1337, "threads": 2}  # the bits of a loss depend on the threads
     sizes |= {"layers": 4, "width": 256, "heads": 4, "context": 128, "batch": 8}

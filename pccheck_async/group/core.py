@@ -24,7 +24,7 @@ from pccheck_async.group.control import Client, Server
 from pccheck_async.group.folder import rank_name, seen_store
 from pccheck_async.group.group import Group
 from pccheck_async.group.messages import Failed
-from pccheck_async.group.run import GroupRun, serve
+from pccheck_async.group.run import GroupRun, group_retention, serve
 from pccheck_async.group.store import GroupStore
 from pccheck_async.medium.open_medium import IO
 from pccheck_async.store import Store, UnreadableError
@@ -42,6 +42,7 @@ class GroupCore(EngineCore):
         super().__init__(path, io, config)
         if config.on_busy == "skip":
             raise ValueError("on_busy='skip' is not for groups: what one rank skips, another one saves")
+        group_retention(config)
         self.group = group
         self._server: Server | None = None
         self._met = False  # this rank said hello

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ import msgspec
 from pccheck_async.engine import EngineConfig, Lease
 from pccheck_async.errors import CheckpointError, GroupError, NoCheckpointError
 from pccheck_async.format import Applied, Entry, Key, Metadata
+from pccheck_async.format.record import MOST_ENTRIES
 from pccheck_async.group.actions import (
     Action,
     Admit,
@@ -51,7 +53,7 @@ from pccheck_async.store import ReadLease, Retention, Store, open_store
 from pccheck_async.telemetry import write
 from pccheck_async.transfer import uninterrupted
 
-__all__ = ["GroupRun", "serve"]
+__all__ = ["GroupRun", "group_retention", "serve"]
 
 _GOODBYE_SECONDS = 60.0
 """Seconds that rank 0 waits for the others to leave before it takes the log away."""
@@ -128,6 +130,20 @@ class GroupRun:
         self._client = await asyncio.to_thread(Client, address, member.rank, learn, lost)
         self._do(member.hello(domain=domain, host=socket.gethostname(), settings=_settings(self._folder, self._config)))
         await self._opened
+        self._warn_of_incomplete()
+
+    def _warn_of_incomplete(self) -> None:
+        """Say which checkpoints newer than the newest complete one were complete once, and lack parts now."""
+        view = self.member.view
+        assert view is not None
+        newest = view.complete[0].key.counter if view.complete else -1
+        for one in view.incomplete:
+            if one.committed and one.key.counter > newest and self.member.rank == 0:
+                ranks, hosts = ", ".join(map(str, one.ranks)), ", ".join(one.hosts) or "no host of this run"
+                text = (
+                    "the checkpoint of step %d lacks the parts of ranks %s (they run on %s): an older one is restored"
+                )
+                write(logging.WARNING, "incomplete", text, one.step, ranks, hosts, store=os.fspath(self._folder))
 
     def _note_lost(self, why: str) -> None:
         if not self._opened.done():
@@ -453,7 +469,12 @@ def _source(found: Complete, rank: int) -> tuple[int, int]:
 
 def serve(world: int, config: EngineConfig, seconds: float) -> Server:
     """Start the control plane, on rank 0; all have to come within so many seconds."""
-    return Server(Coordinator(world, config.retention, secrets.randbits(64)), world, seconds)
+    return Server(Coordinator(world, group_retention(config), secrets.randbits(64)), world, seconds)
+
+
+def group_retention(config: EngineConfig) -> Retention:
+    """Return the rules for what is kept: records also name what is prepared. Raises ValueError: it does not fit."""
+    return replace(config.retention, most=MOST_ENTRIES - 2 * config.max_in_flight)
 
 
 def _set(future: asyncio.Future[Any] | None, result: object) -> None:

@@ -60,6 +60,7 @@ class Retention:
             step s, s + 1 have ended. The first is that of the smallest step, whichever was committed first; of equal
             steps, after a rollback, the newest.
         keep_best: The best by a number in their metadata; of equal ones the newest.
+        most: Checkpoints that are kept in all: what a record has room for, without what else it names.
 
     Raises:
         ValueError: a rule is out of range, or a record cannot name as many checkpoints.
@@ -69,14 +70,15 @@ class Retention:
     keep_last: int = 1
     keep_every: int | None = None
     keep_best: Best | None = None
+    most: int = MOST_ENTRIES
 
     def __post_init__(self) -> None:
         check_count("keep_last", self.keep_last)
         if self.keep_every is not None:
             check_count("keep_every", self.keep_every)
-        if self.reserved > MOST_ENTRIES:
+        if self.reserved > self.most:
             what = "keep_last" if self.keep_best is None else "keep_last and the count of keep_best together"
-            raise ValueError(f"{what} is at most {MOST_ENTRIES} (the commit record's size), not {self.reserved}")
+            raise ValueError(f"{what} is at most {self.most} (the commit record's size), not {self.reserved}")
 
     @property
     def reserved(self) -> int:
@@ -98,7 +100,7 @@ class Retention:
         crowded_out: list[Entry] = []
         if self.keep_every is not None:
             periodic = [entry for entry in self._periodic(candidates, self.keep_every) if entry.counter not in kept]
-            room = max(0, MOST_ENTRIES - len(kept))
+            room = max(0, self.most - len(kept))
             kept.update([entry.counter for entry in periodic[:room]])
             crowded_out = periodic[room:]
         return Kept([entry for entry in candidates if entry.counter in kept], crowded_out)
@@ -120,10 +122,10 @@ class Retention:
     def check_room(self, entries: Iterable[Entry]) -> None:
         """Raise StoreFullError where a record has no room for the pinned of these and for those that the rules keep."""
         pinned = sum(entry.pinned for entry in entries)
-        if pinned + self.reserved > MOST_ENTRIES:
+        if pinned + self.reserved > self.most:
             raise StoreFullError(
                 errno.ENOSPC,
-                f"{pinned} checkpoints pinned and {self.reserved} kept by rules are more than the {MOST_ENTRIES} that "
+                f"{pinned} checkpoints pinned and {self.reserved} kept by rules are more than the {self.most} that "
                 "a commit record names: unpin some, or keep fewer",
             )
 

@@ -49,15 +49,17 @@ def run_ranks(
         os.close(writer)
         pids.append(pid)
         pipes.append(reader)
+    answers, deadline = list[tuple[bool, Any]](), 0.0
     try:
         meanwhile(pids)
         deadline = time.monotonic() + PATIENCE
-        answers = [_read_all(pipe, deadline) for pipe in pipes]
+        if statuses is None:  # else ranks may be killed, and their own children keep a pipe open for seconds
+            answers = [_read_all(pipe, deadline) for pipe in pipes]
     finally:
         codes = []
         for pid, pipe in zip(pids, pipes, strict=True):
+            codes.append(_end(pid, deadline))
             os.close(pipe)
-            codes.append(_end(pid))
     if statuses is not None:
         statuses[:] = codes
         return []
@@ -121,13 +123,12 @@ def _read_all(pipe: int, deadline: float) -> tuple[bool, Any]:
         data += piece
 
 
-def _end(pid: int) -> int:
-    """Reap a rank; kill it where it has not ended. Returns its exit status, negative for a signal."""
-    for _ in range(100):
+def _end(pid: int, deadline: float) -> int:
+    """Reap a rank; kill it where it has not ended by then. Returns its exit status, negative for a signal."""
+    while True:
         found, status = os.waitpid(pid, os.WNOHANG)
         if found:
             return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return -signal.SIGKILL

@@ -160,6 +160,8 @@ def test_ls_of_a_damaged_store(tmp_path: Path) -> None:
         ["demo", "--crash-at=10", "--interval=10"],
         ["demo", "--crash-at=90", "--steps=80"],
         ["demo", "--interval=0"],
+        ["demo", "--ranks=0"],
+        ["demo", "--ranks=2", "--device=cuda"],
         ["tune"],
         ["tune", "x", "--size=big"],
         ["tune", "x", "--size=0"],
@@ -211,6 +213,40 @@ def test_demo(tmp_path: Path) -> None:
     assert "Every bit is equal." in result.stdout
     (folder,) = tmp_path.iterdir()
     assert sorted(read_losses(folder / "resumed.csv")) == list(range(1, 6))
+
+
+@pytest.mark.slow
+def test_demo_of_several_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RES_OPTIONS", "timeout:1")  # torch looks up the name of every address that it connects to
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    # At most two saves are in flight: that of step 1 is durable when step 3 is being saved.
+    arguments = ["demo", "--ranks=2", "--steps=4", "--interval=1", "--crash-at=3", f"--store={tmp_path}", "--keep"]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "The killed run's rank 1 died by SIGKILL in the middle of the save of step 3, and" in result.stdout
+    assert "Losses: 8 of 8 equal in every bit." in result.stdout
+    assert "Every bit is equal." in result.stdout
+    (folder,) = tmp_path.iterdir()
+    (first, second), killed = (
+        [read_losses(folder / f"{run}-rank{rank}.csv") for rank in (0, 1)] for run in ("uninterrupted", "killed")
+    )
+    assert sorted(first) == sorted(second) == [1, 2, 3, 4]
+    assert all(first[step].bits != second[step].bits for step in first)  # every rank has its own data
+    assert killed == [{step: rows[step] for step in (1, 2, 3)} for rows in (first, second)]
+
+
+@pytest.mark.parametrize("lacking", ["gloo", "torchrun"])
+def test_demo_says_at_once_that_it_cannot_start_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    if lacking == "gloo":
+        monkeypatch.setattr("torch.distributed.is_gloo_available", lambda: False)
+    else:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = runner.invoke(app, ["demo", "--ranks=2", f"--store={tmp_path}"])
+    assert result.exit_code == 2
+    assert lacking in result.stderr
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.slow

@@ -1,0 +1,163 @@
+"""DDP training that is killed and started again has the bits of a run that was never interrupted."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
+
+from pccheck_async import (
+    Adaptive,
+    Group,
+    ResumableLoader,
+    RNGState,
+    SyncCheckpointEngine,
+    compare_checkpoints,
+    list_checkpoints,
+)
+from pccheck_async.cli.demo_trainer import make_deterministic
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+STEP_SECONDS = 2.0
+"""Most that a step may take on a busy machine, before the ranks count as hanging."""
+
+
+class Noisy(Dataset[Tensor]):
+    """Samples that are drawn anew in each epoch; the loader seeds each of them."""
+
+    def __len__(self) -> int:
+        return 480
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randn(16) + index / len(self)
+
+
+@dataclass
+class Training:
+    """One training run, which may take several lives; what its ranks computed is in text files."""
+
+    folder: Path
+    world: int
+    steps: int
+    random: random.Random
+    lives: int = 0
+    restored: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir()
+
+    @property
+    def store(self) -> Path:
+        return self.folder / "store"
+
+    def file(self, rank: int) -> Path:
+        """Lines of step and bits of its loss, in the order in which the rank computed them."""
+        return self.folder / f"rank{rank}"
+
+    def losses(self, rank: int) -> list[tuple[int, str]]:
+        rows = (line.split() for line in self.file(rank).read_text().splitlines()) if self.file(rank).exists() else ()
+        return [(int(step), bits) for step, bits in rows]
+
+    def live(self, kill_at: int | None = None) -> None:
+        """Let all ranks train: to the end, or until after a step one of them, or all, are killed."""
+        self.lives += 1
+        statuses: list[int] | None = None if kill_at is None else []
+        before = len(self.losses(0))
+
+        def watch(pids: list[int]) -> None:
+            target = self.steps - 1 if kill_at is None else kill_at
+            self._wait(lambda: any(step >= target for step, _ in self.losses(0)[before:]))
+            if kill_at is None:
+                return
+            time.sleep(self.random.uniform(0, 0.03))  # into the next step, or a save
+            victims = self.random.choice([pids, [self.random.choice(pids)]])
+            for pid in victims:
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(self.random.uniform(0, 0.05))  # until the launcher ends the others
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+
+        run_ranks(self.world, self._be, meanwhile=watch, statuses=statuses)
+        assert statuses in (None, [-signal.SIGKILL] * self.world)
+        if (first := self.losses(0)[before][0]) > 0:
+            self.restored.append(first - 1)
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 30 + STEP_SECONDS * self.steps
+        while not ready():
+            assert time.monotonic() < deadline, f"the ranks hang in life {self.lives}"
+            time.sleep(0.005)
+
+    def _be(self, launched: Group) -> None:
+        rank = launched.rank
+        rendezvous = f"file://{self.folder}/rendezvous{self.lives}"
+        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=self.world)
+        make_deterministic(seed=rank, threads=1)  # every rank drops other units
+        layers = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 1))
+        # Else a process moves gradients to other places in their buckets after its first step, which changes rounding.
+        model = DistributedDataParallel(layers, find_unused_parameters=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        loader = ResumableLoader(Noisy(), batch_size=4, seed=7, num_workers=1)
+        state = {"model": model, "optimizer": optimizer, "loader": loader, "rng": RNGState()}
+        with (
+            SyncCheckpointEngine(self.store, group=dist.group.WORLD, interval=Adaptive(overhead=0.5)) as engine,
+            self.file(rank).open("a", buffering=1) as file,
+        ):
+            engine.attach(optimizer)
+            restored = engine.restore(state)
+            first = 0 if restored is None else restored.step + 1
+            for step, batch in zip(range(first, self.steps), loader.forever(), strict=False):
+                with engine.step(state, step):
+                    loss = nn.functional.mse_loss(model(batch), batch.sum(1, keepdim=True))
+                    optimizer.zero_grad()
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    optimizer.step()
+                file.write(f"{step} {struct.pack('>f', loss.item()).hex()}\n")
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "steps", "kills"), [(2, 60, 2), pytest.param(4, 200, 10, marks=pytest.mark.campaign)]
+)
+def test_killed_at_random_is_uninterrupted(tmp_path: Path, world: int, steps: int, kills: int) -> None:
+    draw = random.Random(kills)
+    uninterrupted = Training(tmp_path / "uninterrupted", world, steps, draw)
+    uninterrupted.live()
+    killed = Training(tmp_path / "killed", world, steps, draw)
+    begun = time.monotonic()
+    share = steps // (kills + 1)
+    for kill in range(1, kills + 1):
+        killed.live(kill_at=draw.randrange(kill * share, (kill + 1) * share))
+    killed.live()
+
+    leaves = computed = 0
+    for rank in range(world):
+        expected = dict(uninterrupted.losses(rank))
+        rows = killed.losses(rank)
+        assert sorted(expected) == sorted(dict(rows)) == list(range(steps))
+        assert [(step, bits) for step, bits in rows if bits != expected[step]] == []
+        computed += len(rows)
+        found = compare_checkpoints(uninterrupted.store, killed.store, rank=rank, other_rank=rank)
+        assert found.differences == ()
+        leaves += found.leaves
+    assert list_checkpoints(killed.store)[0].step == steps - 1
+    assert killed.restored == sorted(killed.restored)
+    assert killed.restored[-1] > 0
+    print(
+        f"\n{world} ranks, {kills} kills: {computed} losses of {world * steps} steps and {leaves} leaves are equal in"
+    )
+    print(f"every bit; resumed from steps {killed.restored}; {time.monotonic() - begun:.0f} s")
