@@ -96,15 +96,21 @@ class Lives:
         server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         _servers.append(server)
         reader, writer = os.pipe()
+        start, started = os.pipe()
         pids: list[int] = []
         for rank, node in enumerate(nodes):
             pid = os.fork()
             if pid == 0:
                 os.close(reader)
+                os.close(started)
+                # The server looks up the name of each client: a fork meanwhile would inherit the resolver's lock, held.
+                os.read(start, 1)
+                os.close(start)
                 folder = self.root / f"node{node}" / "run"
                 _be_rank(rank, len(nodes), folder, server.port, writer, self.elements, steps, kill)
             pids.append(pid)
-        os.close(writer)
+        for end in (writer, start, started):
+            os.close(end)
         before = self.acknowledged
         restored: dict[int, int] = {}
         try:

@@ -41,15 +41,22 @@ def run_ranks(
     server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     _servers.append(server)
     pids, pipes = [], []
+    start, started = os.pipe()
     for rank in range(world):
         reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.close(reader)
+            os.close(started)
+            # The server looks up the name of each client: a fork meanwhile would inherit the resolver's lock, held.
+            os.read(start, 1)
+            os.close(start)
             _be(rank, world, server.port, function, writer)
         os.close(writer)
         pids.append(pid)
         pipes.append(reader)
+    os.close(start)
+    os.close(started)
     answers, deadline = list[tuple[bool, Any]](), 0.0
     try:
         meanwhile(pids)
