@@ -112,7 +112,8 @@ class Scheduler:
         for pending, job in self._jobs.items():
             if pending.counter == counter:
                 job.abandoned = error
-                job.task.cancel()
+                # One round later: a task that is cancelled before its first step never tells that it ended.
+                asyncio.get_running_loop().call_soon(job.task.cancel)
 
     async def stop_capture(self, pending: PendingCheckpoint, max_stall: float | None) -> bool:
         """Give a capture up that holds training up for too long; return once nothing reads the live state any more.

@@ -29,6 +29,8 @@ from pccheck_async import (
     SyncCheckpointEngine,
     UnsupportedStateError,
 )
+from pccheck_async.format.record import slot_name
+from pccheck_async.group.folder import rank_name, seen_stores
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded", "ignore:checkpoint of step")
@@ -65,10 +67,11 @@ def failure(work: Callable[[], object]) -> tuple[str, str]:
     return "", ""
 
 
-def spoil(folder: Path, rank: int, step_slot: int | None = None) -> None:
-    """Flip a byte in the middle of the newest slot of a rank."""
-    slots = sorted((folder / f"rank-{rank:05d}").glob("slot-*"), key=lambda path: path.stat().st_mtime_ns)
-    with slots[-1].open("r+b") as file:
+def spoil(folder: Path, rank: int) -> None:
+    """Flip a byte in the middle of a rank's part of the newest checkpoint."""
+    store = next(store for store in seen_stores(folder) if store.rank == rank)
+    slot = folder / rank_name(rank) / slot_name(store.parts[0].entry.slot)
+    with slot.open("r+b") as file:
         file.seek(1000)
         byte = file.read(1)
         file.seek(1000)

@@ -89,6 +89,8 @@ class Lives:
         """Let ranks run on ``nodes``, one each, until they are killed, or without a kill until they made ``steps``."""
         for node in set(nodes):
             (self.root / f"node{node}").mkdir(exist_ok=True)
+        for path in self.root.glob("failed-*"):
+            path.unlink()
         place = meeting_place()
         reader, writer = os.pipe()
         pids: list[int] = []
@@ -142,7 +144,8 @@ class Lives:
                 break
             if self._lost and kill.point is not None:  # else its victim just died
                 time.sleep(0.5)
-                assert _is_dead(pids[kill.rank or 0]), "a rank failed although none was killed"
+                why = "".join(path.read_text() for path in self.root.glob("failed-*"))
+                assert _is_dead(pids[kill.rank or 0]), f"a rank failed although none was killed: {why}"
                 self.kills[f"{'after' if kill.after else 'before'} {kill.point}"] += 1
                 break
             if kill.point is not None and _is_dead(pids[kill.rank or 0]):
@@ -198,6 +201,7 @@ def _be_rank(
                 say(_DURABLE, pending.result().step)
         say(_ENDED)
     except BaseException:  # noqa: BLE001 - nobody else would hear of it
+        (folder.parent.parent / f"failed-{rank}").write_text(traceback.format_exc())
         if not ready:
             traceback.print_exc()
         say(_LOST if ready else _WRONG)
