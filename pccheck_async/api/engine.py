@@ -87,6 +87,10 @@ class CheckpointEngine(EngineBase):
         on_error: "raise" a failure that nobody awaited at the next call, or "warn" of it.
         lock_timeout: Seconds to wait for another writer of the same store that is dying.
         exit_timeout: Seconds that an engine left open may take to finish when the interpreter exits.
+        group: The ranks that save together: a ``torch.distributed.ProcessGroup`` or a :class:`pccheck_async.Group`.
+            Every rank opens an engine on the same ``path``, which is then a group's folder, and calls all methods
+            alike. A checkpoint is complete on all ranks, or it is not there. Errors of one rank are
+            :class:`GroupError` on the others. None: one process.
 
     Raises:
         ValueError: a setting is out of range.
