@@ -55,7 +55,10 @@ class Admit(Action, frozen=True):
 
 
 class Cancel(Action, frozen=True):
-    """Write this checkpoint no further, give its slot back, and call ``released``."""
+    """Name this checkpoint in no record; give its slot back when nothing writes to it, and call ``released``.
+
+    One that failed is written no further. One that is superseded is written to its end, as in a store of one rank.
+    """
 
     counter: int
 

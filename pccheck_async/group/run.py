@@ -356,8 +356,9 @@ class GroupRun:
                 case Cancel():
                     self._cancelled.add(action.counter)
                     outcome = self._outcomes.get(action.counter)
-                    error = _error(outcome.result()) if outcome is not None and outcome.done() else None
-                    self._cancel(action.counter, error or GroupError("a newer checkpoint replaced it"))
+                    # One that a newer one overtook is written to its end: it did not fail.
+                    if outcome is not None and outcome.done() and (error := _error(outcome.result())) is not None:
+                        self._cancel(action.counter, error)
                 case WriteRecord():
                     self._start(self._write_record(action))
                 case TakeOver():

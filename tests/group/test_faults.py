@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -101,6 +102,46 @@ def test_a_flush_that_fails_ends_all_commits_of_the_run_and_drops_nothing(tmp_pa
     found = run_ranks(2, partial(newest, tmp_path))
     assert found[0][0] == found[1][0] >= 1
     assert [value for _, value in found] == [100.0 * found[0][0] + rank for rank in range(2)]
+
+
+class HoldsOneBack(WrappingWriter):
+    """Holds all writes to the slot that is written to first, from the moment on that it is told."""
+
+    holds = False
+    name = ""
+
+    async def perform(self, access: Access, call: Any) -> Any:
+        if self.holds and access.kind == "write" and "slot" in access.name:
+            self.name = self.name or access.name
+            while self.holds and access.name == self.name:  # noqa: ASYNC110 - told by another thread
+                await asyncio.sleep(0.001)
+        return await call()
+
+
+def overtaken(folder: Path, group: Group) -> list[tuple[int, bool]]:
+    """Save two steps at once, of which rank 1 writes the second one first; return what is durable instead, and why."""
+    medium: HoldsOneBack | None = None
+
+    def make(path: str, operations: Any) -> Medium:
+        nonlocal medium
+        medium = HoldsOneBack(Files(path, operations))
+        return medium
+
+    with SyncCheckpointEngine(folder, group=group, io=make, max_in_flight=2) as engine:
+        assert outcomes(engine, group.rank, range(1)) == [""]
+        assert medium is not None
+        medium.holds = group.rank == 1
+        older, newer = (engine.checkpoint(state_of(group.rank, step), step=step) for step in (1, 2))
+        newer.result(20)
+        medium.holds = False
+        assert outcomes(engine, group.rank, range(3, 6)) == [""] * 3  # the slot was given back
+        return [(pending.result(20).step, pending.superseded) for pending in (older, newer)]
+
+
+def test_a_checkpoint_that_a_newer_one_overtakes_ends_well_on_ranks_that_still_write_it(tmp_path: Path) -> None:
+    first, second = run_ranks(2, partial(overtaken, tmp_path))
+    assert first == second == [(2, True), (2, False)]
+    assert run_ranks(2, partial(newest, tmp_path)) == [(5, 500.0), (5, 501.0)]
 
 
 def killed_later(folder: Path, victim: int, group: Group) -> str:

@@ -143,7 +143,7 @@ class Lives:
                 self.kills["all ranks" if kill.rank is None else "some time"] += 1
                 break
             if self._lost and kill.point is not None:  # else its victim just died
-                time.sleep(0.5)
+                time.sleep(2)  # until all who are alive said why
                 why = "".join(path.read_text() for path in self.root.glob("failed-*"))
                 assert _is_dead(pids[kill.rank or 0]), f"a rank failed although none was killed: {why}"
                 self.kills[f"{'after' if kill.after else 'before'} {kill.point}"] += 1
