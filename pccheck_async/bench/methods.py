@@ -1,7 +1,7 @@
 """The ways of saving that ``pccheck bench`` compares, each used as its manual shows it, behind three verbs.
 
-A save ends when it would survive a power failure. What a method does not flush itself (DCP the names of its files) is
-flushed here, and counts as its time.
+A save ends when it would survive a power failure. What a method does not flush itself (:func:`flush_dcp`) is flushed
+here, and counts as its time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pccheck_async.api import SyncCheckpointEngine
 from pccheck_async.bench.raw_disk import slot_file
 from pccheck_async.medium.folder import sync
 
-__all__ = ["METHODS", "Method", "PCcheck", "Tensors", "UnknownMethodError", "find_methods"]
+__all__ = ["METHODS", "Method", "PCcheck", "Tensors", "UnknownMethodError", "find_methods", "flush_dcp"]
 
 Tensors = dict[str, torch.Tensor]
 """The state that is saved: CPU tensors by name."""
@@ -167,7 +167,7 @@ class Dcp(Method):
 
         target = self.folder / f"step-{step}"
         save({"tensors": tensors}, storage_writer=self._writer(target), no_dist=True)
-        self._flush_names(target)
+        flush_dcp(target)
         return lambda: None
 
     def load(self, into: Tensors) -> int:
@@ -182,10 +182,6 @@ class Dcp(Method):
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
         return FileSystemWriter(target, thread_count=2)
-
-    def _flush_names(self, target: Path) -> None:
-        sync(target)  # without it a power failure can take back the rename of `.metadata`, and so the checkpoint
-        sync(self.folder)
 
 
 class DcpAsync(Dcp):
@@ -215,7 +211,7 @@ class DcpAsync(Dcp):
 
         def wait() -> None:
             saving.result()
-            self._flush_names(target)
+            flush_dcp(target)
 
         return wait
 
@@ -248,6 +244,16 @@ def find_methods(names: Sequence[str]) -> list[type[Method]]:
         if reason := METHODS[name].why_not():
             raise UnknownMethodError(f"{name} cannot run here: {reason}")
     return [METHODS[name] for name in dict.fromkeys((PCcheck.name, *names))]
+
+
+def flush_dcp(checkpoint: Path) -> None:
+    """Flush what DCP's ``FileSystemWriter`` leaves to the kernel, also with ``sync_files=True``, as torch 2.13 does.
+
+    A power failure could take any of it, and the checkpoint with it.
+    """
+    sync(checkpoint / ".metadata")  # DCP calls fsync before what is in Python's buffer is written: at times all of it
+    sync(checkpoint)  # the names of the ranks' files, and the rename to `.metadata`
+    sync(checkpoint.parent)
 
 
 def _step(path: Path) -> int:

@@ -8,81 +8,53 @@ process of the same round; and the time from the last rank's prepare to the deci
 from __future__ import annotations
 
 import argparse
-import os
 import random
-import shutil
 import statistics
-import struct
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pccheck_async import Group, SyncCheckpointEngine
 from pccheck_async.group.coordinator import Coordinator
 from pccheck_async.group.messages import AnyDecision, AnyMessage, Commit, Ok
 from pccheck_async.group.run import GroupRun
-
-os.environ.setdefault("RES_OPTIONS", "timeout:1")
-_ANSWER = struct.Struct("=dd")
-"""Seconds until durable, and from the last vote to the decision learnt (rank 0)."""
+from tests.support.commanded_ranks import commanded_ranks
+from tests.support.ranks import meet, meeting_place
 
 
-class Config:
-    """One process or a group, each rank a fork that saves when it is told to."""
+class Seconds(NamedTuple):
+    """Until durable; and on rank 0 from the last vote until it learnt the decision."""
 
-    def __init__(self, folder: Path, world: int, nbytes: int) -> None:
-        self.world = world
-        self._pipes: list[tuple[int, int]] = []
-        server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        for rank in range(max(1, world)):
-            down, up = os.pipe(), os.pipe()
-            if os.fork() == 0:
-                os.close(down[1])
-                os.close(up[0])
-                _serve(folder, rank, world, nbytes // max(1, world), server.port, down[0], up[1])
-            os.close(down[0])
-            os.close(up[1])
-            self._pipes.append((down[1], up[0]))
-        for _, up_end in self._pipes:
-            os.read(up_end, 1)
-        self._server = server
-
-    def save(self) -> tuple[float, float]:
-        """Return the slowest rank's seconds, and the decision's."""
-        for down, _ in self._pipes:
-            os.write(down, b"g")
-        answers = [_ANSWER.unpack(os.read(up, _ANSWER.size)) for _, up in self._pipes]
-        return max(durable for durable, _ in answers), answers[0][1]
-
-    def close(self) -> None:
-        for down, _ in self._pipes:
-            os.write(down, b"q")  # other forks hold the pipe open
+    durable: float
+    decided: float
 
 
-def _serve(folder: Path, rank: int, world: int, nbytes: int, port: int, commands: int, answers: int) -> None:
-    torch.set_num_threads(1)
+@contextmanager
+def serve(
+    folder: Path, world: int, nbytes: int, place: tuple[int, str], rank: int
+) -> Iterator[Callable[[int], Seconds]]:
+    """One rank of a group, or with a world of 0 the one process: it saves when it is told a step."""
     votes = _watch_votes() if world and rank == 0 else []
-    group = None
-    if world:
-        group = Group(rank, world, TCPStore("localhost", port, is_master=False, wait_for_workers=False))
+    group = Group(rank, world, meet(place)) if world else None
+    nbytes //= max(1, world)
     tensors = 4 if nbytes < 1 << 20 else 16
     state: dict[str, Any] = {f"t{n}": torch.ones(nbytes // tensors // 4) for n in range(tensors)}
+
+    def save(step: int) -> Seconds:
+        start = time.perf_counter()
+        engine.checkpoint(state, step=step).result()
+        return Seconds(time.perf_counter() - start, votes[-1] if votes else 0.0)
+
     with SyncCheckpointEngine(folder, group=group, max_in_flight=1) as engine:
-        engine.checkpoint(state, step=0).result()
-        os.write(answers, b"r")
-        step = 1
-        while os.read(commands, 1) == b"g":
-            start = time.perf_counter()
-            engine.checkpoint(state, step=step).result()
-            end = time.perf_counter()
-            os.write(answers, _ANSWER.pack(end - start, votes[-1] if votes else 0.0))
-            step += 1
-    os._exit(0)
+        save(0)
+        yield save
 
 
 def _watch_votes() -> list[float]:
@@ -113,20 +85,17 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4, 8])
     args = parser.parse_args()
-    work = Path(tempfile.mkdtemp(dir=args.folder))
-    configs = [Config(work / str(world), world, args.size) for world in (0, *args.worlds)]
-    seconds: dict[int, list[tuple[float, float]]] = {each.world: [] for each in configs}
-    for _ in range(args.rounds):
-        for each in random.sample(configs, len(configs)):
-            seconds[each.world].append(each.save())
-    for each in configs:
-        each.close()
-    while True:
-        try:
-            os.wait()
-        except ChildProcessError:
-            break
-    shutil.rmtree(work)
+    worlds = (0, *args.worlds)
+    seconds: dict[int, list[Seconds]] = {world: [] for world in worlds}
+    with tempfile.TemporaryDirectory(dir=args.folder) as work, ExitStack() as stack:
+        tell = {}
+        for world in worlds:
+            rank = partial(serve, Path(work, str(world)), world, args.size, meeting_place())
+            tell[world] = stack.enter_context(commanded_ranks(max(1, world), rank))
+        for step in range(1, args.rounds + 1):
+            for world in random.sample(worlds, len(worlds)):
+                answers = tell[world](step)
+                seconds[world].append(Seconds(max(each.durable for each in answers), answers[0].decided))
     single = [durable for durable, _ in seconds[0]]
     for world, found in seconds.items():
         ratios = [durable / one for (durable, _), one in zip(found, single, strict=True)]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import os
 import shutil
 import statistics
@@ -37,10 +38,11 @@ class Trainer:
     """A stack of linear layers and AdamW: three times the parameters in bytes, all of it changed by every step."""
 
     def __init__(self, nbytes: int) -> None:
-        layers = max(1, nbytes // (12 * _WIDTH * _WIDTH))
-        self.model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(layers)))
+        width = min(_WIDTH, math.isqrt(nbytes // 48))  # four layers at least
+        layers = nbytes // (12 * width * width)
+        self.model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6)
-        self.batch = torch.randn(32, _WIDTH)
+        self.batch = torch.randn(32, width)
 
     def compute(self) -> None:
         self.optimizer.zero_grad()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from examples.paper.lab.medians import median_interval
@@ -57,6 +58,26 @@ def test_every_method_that_is_installed_is_measured_and_verified(tmp_path: Path)
     if found["place"]["direct"].startswith("yes"):
         assert found["disk"]["durable"]["median"] > 0
         assert "the disk itself" in done.output
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", [name for name in HERE if name != "pccheck"])
+def test_what_is_durable_was_flushed_after_its_last_byte(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed = dict[int, int]()  # sizes by inode: names change
+    fsync = os.fsync
+
+    def note(fd: int) -> None:
+        fsync(fd)
+        flushed[os.fstat(fd).st_ino] = os.fstat(fd).st_size
+
+    monkeypatch.setattr(os, "fsync", note)
+    method = METHODS[name](tmp_path / name)
+    method.save({"one": torch.ones(8)}, 1)()  # DCP's `.metadata` of so few tensors fits into the buffer of its file
+    method.close()
+    paths = [method.folder, *method.folder.rglob("*")]
+    assert {path: flushed.get(path.stat().st_ino) for path in paths} == {path: path.stat().st_size for path in paths}
 
 
 def test_against_chooses_methods_and_pccheck_is_always_among_them() -> None:
