@@ -142,9 +142,13 @@ class InlineCaptures:
 
 
 class Captures:
-    """Starts captures, quickly where a state has the structure of the last one. May be used from several threads."""
+    """Starts captures, quickly where a state has the structure of the last one. May be used from several threads.
 
-    def __init__(self) -> None:
+    ``sharded``: parts of tensors that lie on several ranks may be among what is captured.
+    """
+
+    def __init__(self, *, sharded: bool = False) -> None:
+        self._sharded = sharded
         self._last: tuple[Outline | None, LayoutCache | None] = (None, None)
         self._splitter = Splitter()
 
@@ -171,7 +175,7 @@ class Captures:
         """
         refuse_tracing("checkpoint")
         outline, layout_cache = self._last
-        flat = flatten_unchecked(state, outline)
+        flat = flatten_unchecked(state, outline, sharded=self._sharded)
         with no_functions(), no_dispatch():
             layout, layout_cache = cached_layout(flat.leaves, layout_cache)
             self._last = flat.outline, layout_cache
@@ -185,7 +189,9 @@ class Captures:
                 layout, lazy = self._splitter.split(flat, layout, optimizers, check_bytes=check_bytes, fenced=fenced)
             elif inline is not None and (captured := inline.capture(layout)) is not None:
                 sources.release()
-            return Capture(flat.skeleton, layout, backend, backend.mark_queued_work(sources.devices), lazy, captured)
+            admission = backend.mark_queued_work(sources.devices)
+            sharded = bool(flat.leaves.wrappers)
+            return Capture(flat.skeleton, layout, backend, admission, lazy, captured, sharded=sharded)
 
     def note_access(self, owner: Any) -> None:
         """Note that code reaches for the memory of a tensor or storage, past torch's counters."""
@@ -200,6 +206,7 @@ class Capture:
 
     Attributes:
         skeleton: The tree with every plain value in it.
+        sharded: There are boxes of tensors in it that lie on several ranks.
         layout: Where the tensors' bytes lie; holds their storages alive.
         lazy: What of it is captured while training goes on; None where the caller waits for all of it.
         inline: All of it, where it was captured inline: nothing of the live state is read any more.
@@ -221,8 +228,11 @@ class Capture:
         admission: Any,
         lazy: LazyPart | None = None,
         inline: InlineCapture | None = None,
+        *,
+        sharded: bool = False,
     ) -> None:
         self.skeleton = skeleton
+        self.sharded = sharded
         self.layout = layout
         self.lazy = lazy
         self.inline = inline

@@ -31,6 +31,17 @@ class ArrayNode(_Struct, frozen=True, gc=False, tag="array"):
     index: int
 
 
+class ShardedNode(_Struct, frozen=True, tag="sharded"):
+    """A tensor that lies on several ranks: its global shape, and the boxes of it that this part has.
+
+    A box is an array, whose shape are the sizes of the box; ``offsets`` has its first index in each dimension.
+    """
+
+    shape: tuple[int, ...]
+    offsets: tuple[tuple[int, ...], ...]
+    boxes: tuple[ArrayNode, ...]
+
+
 class StatefulNode(_Struct, frozen=True, tag="stateful"):
     """An object with ``state_dict``; ``child`` is what that returned."""
 
@@ -145,7 +156,8 @@ _Container: TypeAlias = MappingNode | ListNode | TupleNode | SetNode | FrozenSet
 _Value: TypeAlias = BigIntNode | ComplexNode | SurrogateStrNode | BytesNode | BytearrayNode
 _Torch: TypeAlias = SizeNode | TorchDtypeNode | TorchDeviceNode
 _Numpy: TypeAlias = NumpyScalarNode | NumpyDtypeNode
-Node: TypeAlias = bool | int | float | str | ArrayNode | StatefulNode | _Container | _Value | _Torch | _Numpy | None
+_Array: TypeAlias = ArrayNode | ShardedNode
+Node: TypeAlias = bool | int | float | str | _Array | StatefulNode | _Container | _Value | _Torch | _Numpy | None
 
 
 def arrays(node: Node) -> Iterator[int]:
@@ -174,6 +186,8 @@ def children(node: Node) -> Iterator[Node]:
             yield from node.metadata
     elif isinstance(node, StatefulNode):
         yield node.child
+    elif isinstance(node, ShardedNode):
+        yield from node.boxes
 
 
 _SPREAD: Final = frozenset((NoneType, bool, int, float, str, BytesNode, SurrogateStrNode))

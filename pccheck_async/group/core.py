@@ -37,6 +37,7 @@ class GroupCore(EngineCore):
     """One rank's engine. The arguments are those of :class:`EngineCore`; ``path`` is the group's folder."""
 
     store_kind: type[Store] = GroupStore
+    sharded = True
 
     def __init__(self, path: str | os.PathLike[str], io: IO, config: EngineConfig, group: Group) -> None:
         super().__init__(path, io, config)

@@ -167,7 +167,7 @@ class TrainingRun(TrainingHooks):
         due = self._is_due(this) and not self.stopping
         first, self._state_seen = not self._state_seen, True
         if first and not due:
-            flatten(this.state)  # what cannot be saved is told now, and not in an hour
+            flatten(this.state, sharded=core.sharded)  # what cannot be saved is told now, and not in an hour
         return due
 
     def note(self, this: TrainingStep, pending: PendingCheckpoint) -> None:

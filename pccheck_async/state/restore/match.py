@@ -18,9 +18,19 @@ from torch.nn.parameter import is_lazy
 from pccheck_async.errors import StateMismatchError, UnsupportedStateError
 from pccheck_async.format import skeleton as nodes
 from pccheck_async.format.manifest import Manifest
-from pccheck_async.format.skeleton import ArrayNode, DictNode, ListNode, MappingNode, Node, StatefulNode, arrays
+from pccheck_async.format.skeleton import (
+    ArrayNode,
+    DictNode,
+    ListNode,
+    MappingNode,
+    Node,
+    ShardedNode,
+    StatefulNode,
+    arrays,
+)
 from pccheck_async.state import paths
 from pccheck_async.state.ambient import apart, refuse_tracing
+from pccheck_async.state.boxes import is_sharded, local_boxes, new_like
 from pccheck_async.state.leaves import Array
 from pccheck_async.state.restore import objects
 from pccheck_async.state.restore.arrays import Allocation, Filling, Targets, describe, difference
@@ -133,6 +143,8 @@ class _Matching:
         self._actions: list[Callable[[], None]] = []
         self._last_actions: list[Callable[[], None]] = []  # generators: what loads before them may draw from them
         self._objects: dict[int, Any] = {}  # live Statefuls by the identity of their node
+        self._dtensors: dict[int, Any] = {}  # live DTensors that are filled, by the identity of their node
+        self._like: dict[int, Any] = {}  # and those that new ones are made like
 
     def restoration(self) -> Restoration:
         self._outermost()
@@ -205,7 +217,7 @@ class _Matching:
         if isinstance(live, (torch.Tensor, np.ndarray)):
             if node is None and replace is not None:
                 self._matched += 1
-                self._rebuild_later(node, replace)
+                self._rebuild_later(node, replace, path)
             else:
                 self._array(live, node, path)
         elif is_stateful(live):
@@ -235,6 +247,9 @@ class _Matching:
 
     def _array(self, live: torch.Tensor | np.ndarray[Any, Any], node: Node, path: str, *, strict: bool = True) -> None:
         self._matched += 1
+        if isinstance(node, ShardedNode) or is_sharded(live):
+            self._sharded(live, node, path, strict=strict)
+            return
         if not isinstance(node, ArrayNode):
             if strict:
                 self._differs(live, node, path)
@@ -246,19 +261,52 @@ class _Matching:
         elif strict:
             self._mismatched.append(f"{path} ({trouble})")
 
+    def _sharded(self, live: Any, node: Node, path: str, *, strict: bool) -> None:
+        """Let the local tensor of a DTensor take the boxes that were saved on this rank."""
+        trouble, boxes = self._box_difference(live, node, path)
+        if trouble:
+            if strict:
+                self._mismatched.append(f"{path} ({trouble})")
+            return
+        assert isinstance(node, ShardedNode)
+        self._dtensors[id(node)] = live
+        with apart():
+            for box, child in zip(boxes, node.boxes, strict=True):
+                self._filling.add(path, child.index, box, strict=strict)
+
+    def _box_difference(self, live: Any, node: Node, path: str) -> tuple[str, list[torch.Tensor]]:
+        """Return why a live DTensor does not take what was saved on this rank, empty where it does, and its boxes."""
+        if not isinstance(node, ShardedNode):
+            return "a DTensor here, and in the checkpoint none", []
+        if not is_sharded(live):
+            return "in the checkpoint a tensor that lies on several ranks", []
+        local, boxes = local_boxes(live, path)
+        if tuple(live.shape) != node.shape:
+            return f"the shape {tuple(live.shape)} here, {node.shape} in the checkpoint", []
+        stored = [self._tensors[child.index] for child in node.boxes]
+        if [(box.offsets, box.sizes) for box in boxes] != [
+            (at, entry.shape) for at, entry in zip(node.offsets, stored, strict=True)
+        ]:
+            return "other parts of it lie on this rank here than in the checkpoint", []
+        views = [box.of(local) for box in boxes]
+        return next(filter(None, map(difference, stored, views)), ""), views
+
     def _plain(self, live: Any, node: Node, path: str, replace: _Replace | None) -> None:
         self._matched += 1
         if _REFILLED.get(type(live)) is type(node):  # whoever else holds this container sees the new content, too
-            self._rebuild_later(node, partial(_refill, live))
+            self._rebuild_later(node, partial(_refill, live), path)
         elif replace is not None:
-            self._rebuild_later(node, replace)
+            self._rebuild_later(node, replace, path)
         elif has_parts(node):
             self._differs(live, node, path)
         elif not _savable(live, node):
             self._mismatched.append(f"{path} (another value, in a container that cannot change; use a dict or a list)")
 
-    def _rebuild_later(self, node: Node, put: _Replace) -> None:
+    def _rebuild_later(self, node: Node, put: _Replace, path: str) -> None:
         """Give ``put`` the stored value at the end. Raises CorruptStoreError now where ``node`` describes no value."""
+        if any(isinstance(each, ShardedNode) for each in nodes.walk(node)):
+            self._mismatched.append(f"{path} (a tensor in the checkpoint lies on several ranks: put a DTensor there)")
+            return
         rebuild(node, lambda index: index)
         self._wanted.update(arrays(node))
         self._actions.append(lambda: put(self._rebuild(node)))
@@ -315,7 +363,7 @@ class _Matching:
         common = self._common(own, node, path, own_loading.all if self._strict else ())
         for key, value, child, below in common:
             is_extra = str(key).rpartition(".")[2] == _EXTRA_STATE  # of any type and size; the module decides
-            if is_extra or not (isinstance(value, torch.Tensor) or isinstance(child, ArrayNode)):
+            if is_extra or not (isinstance(value, torch.Tensor) or isinstance(child, (ArrayNode, ShardedNode))):
                 self._pair(value, child, below)  # the latter is what a state_dict() of its own adds
             elif not self._decides(own_loading, str(key), value, child):
                 compare = self._array if isinstance(value, (torch.Tensor, np.ndarray)) else self._differs
@@ -334,6 +382,8 @@ class _Matching:
         if not key.startswith(own_loading.all) or is_lazy(value):
             return False
         live = isinstance(value, (torch.Tensor, np.ndarray))
+        if is_sharded(value) or isinstance(node, ShardedNode):
+            return not self._box_difference(value, node, key)[0] and key.startswith(own_loading.users)
         if live and isinstance(node, ArrayNode) and not difference(self._tensors[node.index], value):
             return key.startswith(own_loading.users)
         return self._strict
@@ -349,8 +399,13 @@ class _Matching:
         differences += objects.differences(live, own, node, self._tensors, path)
         self._mismatched += differences
         if not differences:
-            for _, index, parameter in objects.like_parameters(live, own, node):
-                self._filling.prefer(index, parameter.device)
+            for where, value, parameter in objects.like_parameters(live, own, node):
+                if isinstance(value, ArrayNode):
+                    self._filling.prefer(value.index, parameter.device)
+                elif trouble := self._box_difference(parameter, value, path)[0]:
+                    self._mismatched.append(f"{path}.state.{where} ({trouble})")
+                else:
+                    self._like[id(value)] = parameter
         self._pair(own, node, path)
         return node
 
@@ -399,7 +454,7 @@ class _Matching:
         return common
 
     def _rebuild(self, node: Node) -> Any:
-        return rebuild(node, self._stored_array, self._stored_object)
+        return rebuild(node, self._stored_array, self._stored_object, self._stored_sharded)
 
     def _stored_array(self, index: int) -> Array:
         with apart():
@@ -407,6 +462,12 @@ class _Matching:
 
     def _stored_object(self, node: StatefulNode) -> Any:
         return self._objects[id(node)] if id(node) in self._objects else self._rebuild(node.child)
+
+    def _stored_sharded(self, node: ShardedNode) -> Any:
+        if (live := self._dtensors.get(id(node))) is not None:
+            return live
+        boxes: list[Any] = [self._stored_array(child.index) for child in node.boxes]
+        return new_like(self._like[id(node)], boxes)
 
     def _differs(self, live: Any, node: Node, path: str) -> None:
         if isinstance(node, ArrayNode):

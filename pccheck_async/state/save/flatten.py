@@ -16,6 +16,7 @@ from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format import skeleton
 from pccheck_async.format.skeleton import DictNode, ListNode, Node, StatefulNode, TupleNode
 from pccheck_async.state import paths, values
+from pccheck_async.state.boxes import is_sharded, local_boxes
 from pccheck_async.state.cache import tree_cache as cached
 from pccheck_async.state.cache.tree_cache import Outline, Visited, same_objects
 from pccheck_async.state.leaves import KINDS, Leaves
@@ -34,7 +35,7 @@ class FlatState:
     objects: list[Any]  # the Stateful objects that were asked for their ``state_dict()``
 
 
-def flatten(state: Mapping[str, Any]) -> FlatState:
+def flatten(state: Mapping[str, Any], *, sharded: bool = False) -> FlatState:
     """Flatten ``state`` on the calling thread, asking every Stateful in it for its ``state_dict()``.
 
     Plain values are copied; tensors and arrays are the live ones.
@@ -42,20 +43,21 @@ def flatten(state: Mapping[str, Any]) -> FlatState:
     Raises:
         UnsupportedStateError: A value cannot be saved as it is; names its path and says what to do.
     """
-    flat = flatten_unchecked(state)
+    flat = flatten_unchecked(state, sharded=sharded)
     flat.leaves.check()
     return flat
 
 
-def flatten_unchecked(state: Mapping[str, Any], last: Outline | None = None) -> FlatState:
+def flatten_unchecked(state: Mapping[str, Any], last: Outline | None = None, *, sharded: bool = False) -> FlatState:
     """Flatten ``state`` without checking its arrays (:meth:`Leaves.check` does).
 
     The nodes of containers that are as they were in ``last``, the outline of any earlier state, are reused.
+    ``sharded``: tensors that lie on several ranks are saved by the boxes of them that are here; else they are refused.
     """
     check_outermost(state)
     if "param_groups" in state:
         refuse_unstepped(state, "")
-    flattener = _Flattener()
+    flattener = _Flattener(sharded)
     try:
         root, outline = flattener.inside(state, "", 1, last, make=DictNode)
     except RecursionError:
@@ -87,7 +89,8 @@ def naming_owner(call: str, path: str, value: object, consequence: str = "") -> 
 class _Flattener:
     """One walk over a state. An outline ``last`` may be of another value: it is used only where the value fits it."""
 
-    def __init__(self) -> None:
+    def __init__(self, sharded: bool) -> None:
+        self._sharded = sharded
         self.leaves = Leaves()
         self.objects: list[Any] = []
         self._open: set[int] = set()  # identities of the containers between the root and here
@@ -106,7 +109,19 @@ class _Flattener:
             return node, node
         if isinstance(value, (np.generic, np.dtype)):
             return values.numpy_value(value, path), None
+        if self._sharded and is_sharded(value):
+            return self.sharded(value, path), None
         return self.container(value, path, depth, last)
+
+    def sharded(self, value: Any, path: str) -> Node:
+        """The boxes of a DTensor that lie here, each a leaf."""
+        local, boxes = local_boxes(value, path)
+        first, leaves = len(self.leaves), self.leaves
+        for box in boxes:
+            leaves.wrappers[len(leaves)] = value
+            leaves.paths.append(path)
+            leaves.values.append(box.of(local))
+        return cached.sharded_node(first, tuple(value.shape), boxes)
 
     def container(self, value: Any, path: str, depth: int, last: Outline | None) -> Visited:
         kind = type(value)

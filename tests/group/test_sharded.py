@@ -1,0 +1,178 @@
+"""Tensors that lie on several ranks: FSDP2, tensor parallelism, and both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from pccheck_async import CheckpointEngine, Group, StateMismatchError, SyncCheckpointEngine, UnsupportedStateError
+from pccheck_async.state.boxes import local_tensors
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded", "ignore:FSDP2-wrapped module")
+
+
+class Tied(nn.Module):
+    """A small model with sizes that no world divides, and an embedding that is also its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 7)
+        self.inner = nn.Linear(7, 10)
+        self.outer = nn.Linear(10, 7)
+        self.out = nn.Linear(7, 13, bias=False)
+        self.out.weight = self.embedding.weight
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden: Tensor = self.outer(nn.functional.relu(self.inner(self.embedding(tokens))))
+        logits: Tensor = self.out(hidden) * self.get_buffer("scale").mean()
+        return logits
+
+
+def mesh_of(folder: Path, group: Group, *shape: int) -> DeviceMesh:
+    """Initialise gloo, and return a mesh of this shape, of all ranks."""
+    rendezvous = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=group.rank, world_size=group.world_size)
+    return init_device_mesh("cpu", shape or (group.world_size,), mesh_dim_names=("data", "model")[: len(shape) or 1])
+
+
+def fsdp(mesh: DeviceMesh) -> nn.Module:
+    torch.manual_seed(7)
+    model = Tied()
+    fully_shard(model.inner, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def fsdp_over_tp(mesh: DeviceMesh) -> nn.Module:
+    """FSDP2 shards rows that tensor parallelism has split already: their shards interleave."""
+    torch.manual_seed(7)
+    model = Tied()
+    parallelize_module(model, mesh["model"], {"inner": ColwiseParallel(), "outer": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    return model
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> list[str]:
+    """Return the bits of the losses."""
+    losses = []
+    for step in steps:
+        tokens = torch.randint(13, (4, 5), generator=torch.Generator().manual_seed(100 * step + rank))
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(float(loss.detach()).hex())
+    return losses
+
+
+def resumed(folder: Path, make: Callable[[DeviceMesh], nn.Module], shape: tuple[int, ...], group: Group) -> None:
+    """Save in the middle of a training, go on, and go on once more from what was saved, with fresh objects."""
+    mesh = mesh_of(folder, group, *shape)
+    model = make(mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        train(model, optimizer, group.rank, range(3))
+        engine.checkpoint({"model": model, "optimizer": optimizer}, step=2).result()
+    expected = train(model, optimizer, group.rank, range(3, 6))
+    model = make(mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    train(model, optimizer, group.rank, range(9, 10))  # other moments
+    fresh = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        for restored in (optimizer, fresh):
+            found = engine.restore({"model": model, "optimizer": restored})
+            assert found is not None
+            assert found.step == 2
+            assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+            assert train(model, restored, group.rank, range(3, 6)) == expected
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_fsdp_goes_on_with_the_same_bits(tmp_path: Path, world: int) -> None:
+    run_ranks(world, partial(resumed, tmp_path, fsdp, ()))
+
+
+def test_fsdp_over_tensor_parallelism_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    run_ranks(4, partial(resumed, tmp_path, fsdp_over_tp, (2, 2)))
+
+
+def overlapped(folder: Path, group: Group) -> None:
+    """Weights are captured beside the next step; each checkpoint holds one step."""
+    mesh = mesh_of(folder, group)
+    model = fsdp(mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer}
+    expected: dict[int, list[Tensor]] = {}
+    with SyncCheckpointEngine(folder / "run", group=group, interval=2, keep_last=3) as engine:
+        engine.attach(optimizer)
+        for step in range(6):
+            with engine.step(state, step):
+                train(model, optimizer, group.rank, range(step, step + 1))
+            expected[step] = [each.clone() for each in local_tensors([*model.parameters()])]
+        engine.drain()
+        assert engine.statistics().failed == 0
+        for info in engine.checkpoints():
+            engine.restore(state, step=info.step)
+            assert all(map(torch.equal, local_tensors([*model.parameters()]), expected[info.step]))
+        assert len(engine.checkpoints()) == 3
+
+
+def test_captures_overlap_with_training(tmp_path: Path) -> None:
+    run_ranks(2, partial(overlapped, tmp_path))
+
+
+def plain_tensors(folder: Path, group: Group) -> dict[str, Any]:
+    mesh = mesh_of(folder, group)
+    full = torch.arange(15.0).reshape(5, 3)
+    rows, columns, copied = (distribute_tensor(full, mesh, [how]) for how in (Shard(0), Shard(1), Replicate()))
+    state = {"rows": rows, "columns": columns, "copied": copied, "own": torch.full((2,), float(group.rank))}
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        engine.checkpoint(state, step=1).result()
+        for value in state.values():
+            (value.to_local() if isinstance(value, DTensor) else value).zero_()
+        engine.restore(state)
+        for name in ("rows", "columns", "copied"):
+            assert torch.equal(state[name].full_tensor(), full)  # type: ignore[attr-defined]
+        assert state["own"].tolist() == [group.rank] * 2
+        with pytest.raises(UnsupportedStateError, match=r"partial: .*Partial"):
+            engine.checkpoint({"partial": DTensor.from_local(full, mesh, [Partial()])}, step=2)
+        with pytest.raises(StateMismatchError, match=r"rows \(.*other parts"):
+            engine.restore({**state, "rows": columns})
+        with pytest.raises(StateMismatchError, match=r"rows \(.*several ranks"):
+            engine.restore({**state, "rows": full})
+        with pytest.raises(StateMismatchError, match=r"own \(.*DTensor here"):
+            engine.restore({**state, "own": copied})
+        return {name: value.tolist() for name, value in state.items() if name == "own"}
+
+
+def test_placements(tmp_path: Path) -> None:
+    assert run_ranks(2, partial(plain_tensors, tmp_path)) == [{"own": [0.0, 0.0]}, {"own": [1.0, 1.0]}]
+
+
+def test_without_a_group_parts_are_refused(tmp_path: Path) -> None:
+    async def rank_main(group: Group) -> str:
+        sharded = distribute_tensor(torch.zeros(4), mesh_of(tmp_path, group))
+        async with CheckpointEngine(tmp_path) as engine:
+            with pytest.raises(UnsupportedStateError) as caught:
+                await engine.checkpoint({"w": sharded}, step=0)
+        return str(caught.value)
+
+    import asyncio
+
+    (told,) = run_ranks(1, lambda group: asyncio.run(rank_main(group)))
+    assert told.startswith("w: a torch.distributed.tensor.DTensor cannot be saved")
+    assert "group=torch.distributed.group.WORLD" in told
+    assert "full_tensor()" in told
