@@ -24,6 +24,7 @@ from pccheck_async.group.control import Client, Server
 from pccheck_async.group.folder import rank_name, seen_store
 from pccheck_async.group.group import Group
 from pccheck_async.group.messages import Failed
+from pccheck_async.group.resharding import PartsReading
 from pccheck_async.group.run import GroupRun, group_retention, serve
 from pccheck_async.group.store import GroupStore
 from pccheck_async.medium.open_medium import IO
@@ -149,6 +150,7 @@ class GroupCore(EngineCore):
         """
         start, run = time.perf_counter(), self.run
         reading: Reading | None = None
+        parts: PartsReading | None = None
         mismatch: Exception | None = None
         agreed = False
         yield run.ask_restore(step)
@@ -157,19 +159,22 @@ class GroupCore(EngineCore):
                 action = yield run.restoring.get()
                 match action:
                     case MatchManifest(key):
-                        if reading is not None:
-                            reading.release()
+                        _release(reading, parts)
                         reading = self._reading(assembly, key, progress)
-                        outcome, why, mismatch = yield from _match(reading, state, strict=strict)
+                        parts = PartsReading(assembly, run.leases(key), (run.source(key), reading)) if reading else None
+                        outcome, why, mismatch = yield from _match(reading, parts, state, strict=strict)
                         yield run.tell_matched(outcome, why)
                     case VerifyChunks():
                         assert reading is not None
-                        yield run.tell_verified((yield from _verify(reading)))
+                        assert parts is not None
+                        yield run.tell_verified((yield from _verify(reading, parts)))
                     case ChangeState(key):
                         agreed = True
                         assert reading is not None
+                        assert parts is not None
                         reading.begin()
                         yield reading.fill()
+                        yield from parts.fill()
                         restored = reading.finish()
                         seconds = time.perf_counter() - start
                         told = {"step": restored.step, "counter": key.counter, "nbytes": restored.nbytes}
@@ -185,8 +190,7 @@ class GroupCore(EngineCore):
                 yield run.tell_matched("mismatch", f"the restore ended: {error!r}")
             raise
         finally:
-            if reading is not None:
-                reading.release()
+            _release(reading, parts)
 
     def _reading(self, assembly: Assembly, key: Key, progress: ReadProgress | None) -> Reading | None:
         """Return what reads the part that this rank restores, None where it is gone."""
@@ -194,13 +198,15 @@ class GroupCore(EngineCore):
         return None if lease is None else Reading(assembly, lease, progress)
 
 
-def _match(reading: Reading | None, state: Mapping[str, Any], *, strict: bool) -> Handoff:
+def _match(reading: Reading | None, parts: PartsReading | None, state: Mapping[str, Any], *, strict: bool) -> Handoff:
     """Return how this rank's part compares with its state, why, and the error that says so."""
-    if reading is None:
+    if reading is None or parts is None:
         return "damaged", "its part is not in its store", None
     try:
         yield reading.hold()
         reading.match(state, strict=strict)
+        if reading.restoration.resharded:
+            yield from parts.match(reading.restoration)
     except UnreadableError as error:
         return "damaged", str(error), None
     except (CheckpointError, TypeError, ValueError) as error:
@@ -208,12 +214,20 @@ def _match(reading: Reading | None, state: Mapping[str, Any], *, strict: bool) -
     return "ok", "", None
 
 
-def _verify(reading: Reading) -> Handoff:
+def _verify(reading: Reading, parts: PartsReading) -> Handoff:
     try:
         yield reading.verify()
+        yield from parts.verify()
     except UnreadableError as error:
         return str(error)
     return None
+
+
+def _release(reading: Reading | None, parts: PartsReading | None) -> None:
+    if parts is not None:
+        parts.release()
+    if reading is not None:
+        reading.release()
 
 
 def _error(reason: str, why: str) -> Exception:

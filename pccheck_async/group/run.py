@@ -188,6 +188,27 @@ class GroupRun:
         assert self._client is not None
         return FetchedLease(self._client.another(), self._prefix(member.rank), self._folder / rank_name(member.rank))
 
+    def leases(self, key: Key) -> dict[int, Lease]:
+        """Return what reads each part of a complete checkpoint in this rank's domain, by the rank that saved it."""
+        member = self.member
+        places = self._places(key)
+        return {
+            rank: ReadLease(self._store, member.parts[key].entry, superseded=False)
+            if rank == member.rank and key in member.parts
+            else FolderLease(self._folder / rank_name(rank), key)
+            for rank, domain in enumerate(places)
+            if domain == member.homes[member.rank]
+        }
+
+    def source(self, key: Key) -> int:
+        """Return whose part this rank restores."""
+        return self.member.rank % len(self._places(key))
+
+    def _places(self, key: Key) -> tuple[int, ...]:
+        """Return in which domain each part of a complete checkpoint is: those of this run are where their ranks are."""
+        found = self._complete(key)
+        return self.member.homes if found is None else found.places
+
     def _complete(self, key: Key) -> Complete | None:
         complete = self.member.view.complete if self.member.view is not None else ()
         return next((one for one in complete if one.key == key), None)

@@ -10,14 +10,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import product
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
 from pccheck_async.errors import UnsupportedStateError
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 Run: TypeAlias = tuple[int, int]
 """The first index, and the one after the last, along a dimension."""
@@ -48,6 +45,12 @@ class Box(NamedTuple):
             if size != local.shape[dim]:
                 local = local.narrow(dim, first, size)
         return local
+
+
+def whole(tensor: torch.Tensor) -> Box:
+    """Return all of a tensor as one box."""
+    origin = (0,) * tensor.ndim
+    return Box(origin, tuple(tensor.shape), origin)
 
 
 def boxes_of(shape: Sequence[int], splits: Sequence[Split]) -> tuple[Box, ...]:
@@ -120,7 +123,7 @@ def local_tensors(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
 
 
-def local_boxes(tensor: DTensor, path: str) -> tuple[torch.Tensor, tuple[Box, ...]]:
+def local_boxes(tensor: Any, path: str) -> tuple[torch.Tensor, tuple[Box, ...]]:
     """Return the local tensor of a DTensor, which shares its memory, and the boxes that it is.
 
     Raises UnsupportedStateError where they cannot be told for sure; names the path.
@@ -169,19 +172,3 @@ def _compare_with_torch(mesh: Any, placements: tuple[Any, ...], shape: tuple[int
     here = tuple(map(sum, zip(last.local, last.sizes, strict=True)))
     if here != tuple(sizes) or (0 not in here and boxes[0].offsets != tuple(offsets)):
         raise ValueError(f"torch and this package tell different parts of a DTensor {placements} on {mesh}")
-
-
-def new_like(tensor: DTensor, boxes: Sequence[torch.Tensor]) -> DTensor:
-    """Return a DTensor placed like another one, whose local tensor is made of the boxes of this rank."""
-    from torch.distributed.tensor import DTensor
-
-    local, places = local_boxes(tensor, "")
-    (one, *others) = boxes
-    made = one
-    if others:
-        made = torch.empty_like(local, dtype=one.dtype)
-        for place, box in zip(places, boxes, strict=True):
-            place.of(made).copy_(box)
-    return DTensor.from_local(
-        made.to(local.device), tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -149,11 +150,11 @@ def plain_tensors(folder: Path, group: Group) -> dict[str, Any]:
         assert state["own"].tolist() == [group.rank] * 2
         with pytest.raises(UnsupportedStateError, match=r"partial: .*Partial"):
             engine.checkpoint({"partial": DTensor.from_local(full, mesh, [Partial()])}, step=2)
-        with pytest.raises(StateMismatchError, match=r"rows \(.*other parts"):
-            engine.restore({**state, "rows": columns})
-        with pytest.raises(StateMismatchError, match=r"rows \(.*several ranks"):
-            engine.restore({**state, "rows": full})
-        with pytest.raises(StateMismatchError, match=r"own \(.*DTensor here"):
+        with pytest.raises(StateMismatchError, match=r"rows \(the shape"):
+            engine.restore({**state, "rows": copied[:, :2]})
+        with pytest.raises(StateMismatchError, match=r"rows \(float64 here"):
+            engine.restore({**state, "rows": columns.double()})
+        with pytest.raises(StateMismatchError, match=r"own \(the shape"):
             engine.restore({**state, "own": copied})
         return {name: value.tolist() for name, value in state.items() if name == "own"}
 
@@ -176,3 +177,66 @@ def test_without_a_group_parts_are_refused(tmp_path: Path) -> None:
     assert told.startswith("w: a torch.distributed.tensor.DTensor cannot be saved")
     assert "group=torch.distributed.group.WORLD" in told
     assert "full_tensor()" in told
+
+
+def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return every tensor in full, by its name."""
+    found = dict(model.state_dict())
+    for number, moments in optimizer.state_dict()["state"].items():
+        found |= {f"{number}.{name}": value for name, value in moments.items()}
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()}
+
+
+def unsharded(mesh: DeviceMesh) -> nn.Module:
+    torch.manual_seed(7)
+    return Tied()
+
+
+LAYOUTS: dict[str, tuple[Callable[[DeviceMesh], nn.Module], tuple[int, ...]]] = {
+    "1": (fsdp, (1,)),
+    "2": (fsdp, (2,)),
+    "3": (fsdp, (3,)),
+    "4": (fsdp, (4,)),
+    "8": (fsdp, (8,)),
+    "2 x 2": (fsdp_over_tp, (2, 2)),
+    "plain": (unsharded, (1,)),
+}
+
+
+def saved_as(folder: Path, layout: str, group: Group) -> dict[str, Tensor]:
+    make, shape = LAYOUTS[layout]
+    model = make(mesh_of(folder, group, *shape))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        train(model, optimizer, 0, range(3))
+        engine.checkpoint({"model": model, "optimizer": optimizer}, step=2).result()
+    return full_state(model, optimizer)
+
+
+def restored_as(folder: Path, layout: str, fresh: bool, group: Group) -> dict[str, Tensor]:
+    make, shape = LAYOUTS[layout]
+    model = make(mesh_of(folder, group, *shape))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if not fresh:
+        train(model, optimizer, 5, range(9, 10))
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        assert engine.restore({"model": model, "optimizer": optimizer}) is not None
+    return full_state(model, optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:this checkpoint is of")
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("2", "3"), ("3", "2"), ("1", "4"), ("2 x 2", "3"), ("2", "2 x 2"), ("plain", "2"), ("2", "plain")],
+)
+@pytest.mark.parametrize("fresh", [True, False])
+def test_another_layout_has_the_same_bits(tmp_path: Path, before: str, after: str, fresh: bool) -> None:
+    def world(layout: str) -> int:
+        return prod(LAYOUTS[layout][1])
+
+    saved = run_ranks(world(before), partial(saved_as, tmp_path, before))
+    (tmp_path / "rendezvous").unlink(missing_ok=True)
+    restored = run_ranks(world(after), partial(restored_as, tmp_path, after, fresh))
+    for found in (*saved, *restored):
+        assert found.keys() == saved[0].keys()
+        assert all(torch.equal(found[name], saved[0][name]) for name in found)

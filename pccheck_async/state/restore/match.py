@@ -16,6 +16,7 @@ from msgspec import structs
 from torch.nn.parameter import is_lazy
 
 from pccheck_async.errors import StateMismatchError, UnsupportedStateError
+from pccheck_async.format import dtypes
 from pccheck_async.format import skeleton as nodes
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.format.skeleton import (
@@ -30,11 +31,12 @@ from pccheck_async.format.skeleton import (
 )
 from pccheck_async.state import paths
 from pccheck_async.state.ambient import apart, refuse_tracing
-from pccheck_async.state.boxes import is_sharded, local_boxes, new_like
+from pccheck_async.state.boxes import is_sharded, local_boxes, whole
 from pccheck_async.state.leaves import Array
 from pccheck_async.state.restore import objects
 from pccheck_async.state.restore.arrays import Allocation, Filling, Targets, describe, difference
-from pccheck_async.state.restore.tree import count, entries, has_parts, mapping_keys, rebuild, select
+from pccheck_async.state.restore.reshard import Wanted
+from pccheck_async.state.restore.tree import count, entries, has_parts, leaves, mapping_keys, rebuild, select
 from pccheck_async.state.rng import RNGState
 from pccheck_async.state.save.detached import refuse_filling
 from pccheck_async.state.save.flatten import check_outermost, flatten, naming_owner
@@ -61,6 +63,7 @@ class Restoration:
     filled: tuple[str, ...] = ()  # paths of the live arrays that the targets fill
     # By outermost names that both have: how many leaves of the checkpoint are restored, and how many it has.
     counts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    resharded: tuple[Wanted, ...] = ()  # what ``targets`` do not fill: it has to be there before ``finish``
 
 
 def allocate(manifest: Manifest, keys: Sequence[str] | None = None, device: str | torch.device = "cpu") -> Restoration:
@@ -143,8 +146,10 @@ class _Matching:
         self._actions: list[Callable[[], None]] = []
         self._last_actions: list[Callable[[], None]] = []  # generators: what loads before them may draw from them
         self._objects: dict[int, Any] = {}  # live Statefuls by the identity of their node
-        self._dtensors: dict[int, Any] = {}  # live DTensors that are filled, by the identity of their node
-        self._like: dict[int, Any] = {}  # and those that new ones are made like
+        self._made: dict[int, Any] = {}  # tensors that lie on several ranks, by the number of their first box
+        self._resharded: list[Wanted] = []  # those of which this rank's part has other boxes,
+        self._elsewhere: set[int] = set()  # and the arrays that are not read for them as they are
+        self._stored_paths = cache(lambda: {id(node): path for path, node in leaves(manifest.skeleton)})
 
     def restoration(self) -> Restoration:
         self._outermost()
@@ -154,7 +159,7 @@ class _Matching:
         if self._disjoint or (self._missing and (not self._matched or self._wrapped())):
             raise self._error()  # or a state in which nothing was restored would pass for a restored one
         with apart():
-            self._filling.allocate(self._wanted)
+            self._filling.allocate(self._wanted - self._elsewhere)
             targets = Targets(self._filling.targets())
 
         def finish() -> Mapping[str, Any]:
@@ -168,7 +173,8 @@ class _Matching:
             return self._state
 
         missing, unexpected = tuple(self._missing), tuple(self._unexpected)
-        return Restoration(targets, finish, missing, unexpected, self._filling.paths, self._counts)
+        filled, resharded = self._filling.paths, tuple(self._resharded)
+        return Restoration(targets, finish, missing, unexpected, filled, self._counts, resharded)
 
     def _error(self) -> StateMismatchError:
         make = partial(
@@ -217,7 +223,7 @@ class _Matching:
         if isinstance(live, (torch.Tensor, np.ndarray)):
             if node is None and replace is not None:
                 self._matched += 1
-                self._rebuild_later(node, replace, path)
+                self._rebuild_later(node, replace)
             else:
                 self._array(live, node, path)
         elif is_stateful(live):
@@ -248,7 +254,7 @@ class _Matching:
     def _array(self, live: torch.Tensor | np.ndarray[Any, Any], node: Node, path: str, *, strict: bool = True) -> None:
         self._matched += 1
         if isinstance(node, ShardedNode) or is_sharded(live):
-            self._sharded(live, node, path, strict=strict)
+            self._sharded(live, node, path)
             return
         if not isinstance(node, ArrayNode):
             if strict:
@@ -261,55 +267,71 @@ class _Matching:
         elif strict:
             self._mismatched.append(f"{path} ({trouble})")
 
-    def _sharded(self, live: Any, node: Node, path: str, *, strict: bool) -> None:
-        """Let the local tensor of a DTensor take the boxes that were saved on this rank."""
-        trouble, boxes = self._box_difference(live, node, path)
-        if trouble:
-            if strict:
-                self._mismatched.append(f"{path} ({trouble})")
-            return
-        assert isinstance(node, ShardedNode)
-        self._dtensors[id(node)] = live
-        with apart():
-            for box, child in zip(boxes, node.boxes, strict=True):
-                self._filling.add(path, child.index, box, strict=strict)
+    def _sharded(self, live: Any, node: Node, path: str) -> None:
+        """Let a tensor that lies, or lay, on several ranks take what was saved: here, or on any of them.
 
-    def _box_difference(self, live: Any, node: Node, path: str) -> tuple[str, list[torch.Tensor]]:
-        """Return why a live DTensor does not take what was saved on this rank, empty where it does, and its boxes."""
-        if not isinstance(node, ShardedNode):
-            return "a DTensor here, and in the checkpoint none", []
-        if not is_sharded(live):
-            return "in the checkpoint a tensor that lies on several ranks", []
-        local, boxes = local_boxes(live, path)
-        if tuple(live.shape) != node.shape:
-            return f"the shape {tuple(live.shape)} here, {node.shape} in the checkpoint", []
-        stored = [self._tensors[child.index] for child in node.boxes]
-        if [(box.offsets, box.sizes) for box in boxes] != [
-            (at, entry.shape) for at, entry in zip(node.offsets, stored, strict=True)
-        ]:
-            return "other parts of it lie on this rank here than in the checkpoint", []
+        There is nothing that could be made in its place, so that whatever differs is a mismatch.
+        """
+        if not isinstance(node, (ArrayNode, ShardedNode)) or not isinstance(live, torch.Tensor):
+            self._differs(live, node, path)
+            return
+        children = node.boxes if isinstance(node, ShardedNode) else (node,)
+        stored = [self._tensors[child.index] for child in children]
+        shape = node.shape if isinstance(node, ShardedNode) else stored[0].shape
+        if tuple(live.shape) != shape:
+            self._mismatched.append(f"{path} (the shape {tuple(live.shape)} here, {shape} in the checkpoint)")
+            return
+        local, boxes = local_boxes(live, path) if is_sharded(live) else (live, (whole(live),))
         views = [box.of(local) for box in boxes]
-        return next(filter(None, map(difference, stored, views)), ""), views
+        self._made[children[0].index] = live
+        if isinstance(node, ShardedNode) and [(box.offsets, box.sizes) for box in boxes] == [
+            (offsets, entry.shape) for offsets, entry in zip(node.offsets, stored, strict=True)
+        ]:
+            if trouble := next(filter(None, map(difference, stored, views)), ""):
+                self._mismatched.append(f"{path} ({trouble})")
+                return
+            with apart():
+                for child, view in zip(children, views, strict=True):
+                    self._filling.add(path, child.index, view, strict=True)
+            return
+        self._elsewhere.update(child.index for child in children)
+        stored_path = self._stored_paths()[id(node)]
+        private = isinstance(node, ArrayNode)
+        self._resharded.append(Wanted(path, stored_path, shape, boxes, local.detach(), live, private))
+
+    def _fits(self, live: Any, node: Node) -> bool:
+        """Whether a live tensor has the shape and dtype of a stored one."""
+        if isinstance(node, ShardedNode):
+            dtype = self._tensors[node.boxes[0].index].dtype
+            return tuple(live.shape) == node.shape and dtypes.TORCH_NAMES.get(live.dtype) == dtype
+        if is_sharded(live):
+            return isinstance(node, ArrayNode) and tuple(live.shape) == self._tensors[node.index].shape
+        return isinstance(node, ArrayNode) and not difference(self._tensors[node.index], live)
 
     def _plain(self, live: Any, node: Node, path: str, replace: _Replace | None) -> None:
         self._matched += 1
         if _REFILLED.get(type(live)) is type(node):  # whoever else holds this container sees the new content, too
-            self._rebuild_later(node, partial(_refill, live), path)
+            self._rebuild_later(node, partial(_refill, live))
         elif replace is not None:
-            self._rebuild_later(node, replace, path)
+            self._rebuild_later(node, replace)
         elif has_parts(node):
             self._differs(live, node, path)
         elif not _savable(live, node):
             self._mismatched.append(f"{path} (another value, in a container that cannot change; use a dict or a list)")
 
-    def _rebuild_later(self, node: Node, put: _Replace, path: str) -> None:
+    def _rebuild_later(self, node: Node, put: _Replace) -> None:
         """Give ``put`` the stored value at the end. Raises CorruptStoreError now where ``node`` describes no value."""
-        if any(isinstance(each, ShardedNode) for each in nodes.walk(node)):
-            self._mismatched.append(f"{path} (a tensor in the checkpoint lies on several ranks: put a DTensor there)")
-            return
         rebuild(node, lambda index: index)
+        self._check_sharded(node)
         self._wanted.update(arrays(node))
         self._actions.append(lambda: put(self._rebuild(node)))
+
+    def _check_sharded(self, node: Node) -> None:
+        """Note a mismatch for what lay on several ranks and has no tensor here that says where it lies now."""
+        for each in nodes.walk(node):
+            if isinstance(each, ShardedNode) and each.boxes[0].index not in self._made:
+                path = self._stored_paths()[id(each)]
+                self._mismatched.append(f"{path} (lies on several ranks in the checkpoint: put a DTensor there)")
 
     # -- objects that load themselves
 
@@ -338,6 +360,7 @@ class _Matching:
                 own = live.state_dict()
             self._pair(own, child, path)
         rebuild(child, lambda index: index)  # raises before anything changed where it describes no value
+        self._check_sharded(child)
         self._wanted.update(arrays(child))
         if isinstance(node, StatefulNode):
             self._objects[id(node)] = live
@@ -382,9 +405,7 @@ class _Matching:
         if not key.startswith(own_loading.all) or is_lazy(value):
             return False
         live = isinstance(value, (torch.Tensor, np.ndarray))
-        if is_sharded(value) or isinstance(node, ShardedNode):
-            return not self._box_difference(value, node, key)[0] and key.startswith(own_loading.users)
-        if live and isinstance(node, ArrayNode) and not difference(self._tensors[node.index], value):
+        if live and self._fits(value, node):
             return key.startswith(own_loading.users)
         return self._strict
 
@@ -399,14 +420,16 @@ class _Matching:
         differences += objects.differences(live, own, node, self._tensors, path)
         self._mismatched += differences
         if not differences:
-            for where, value, parameter in objects.like_parameters(live, own, node):
+            for _, value, parameter in objects.like_parameters(live, own, node):
                 if isinstance(value, ArrayNode):
                     self._filling.prefer(value.index, parameter.device)
-                elif trouble := self._box_difference(parameter, value, path)[0]:
-                    self._mismatched.append(f"{path}.state.{where} ({trouble})")
-                else:
-                    self._like[id(value)] = parameter
         self._pair(own, node, path)
+        if not differences:
+            for where, value, parameter in objects.like_parameters(live, own, node):
+                first = value if isinstance(value, ArrayNode) else value.boxes[0]
+                if (value is not first or is_sharded(parameter)) and first.index not in self._made:
+                    dtype = dtypes.torch_dtype(self._tensors[first.index].dtype)
+                    self._sharded(torch.empty_like(parameter, dtype=dtype), value, f"{path}.state.{where}")
         return node
 
     def _pair(self, live: Any, node: Node, path: str) -> None:
@@ -457,6 +480,9 @@ class _Matching:
         return rebuild(node, self._stored_array, self._stored_object, self._stored_sharded)
 
     def _stored_array(self, index: int) -> Array:
+        if index in self._made:
+            made: torch.Tensor = self._made[index]
+            return made
         with apart():
             return self._filling.value(index)
 
@@ -464,10 +490,7 @@ class _Matching:
         return self._objects[id(node)] if id(node) in self._objects else self._rebuild(node.child)
 
     def _stored_sharded(self, node: ShardedNode) -> Any:
-        if (live := self._dtensors.get(id(node))) is not None:
-            return live
-        boxes: list[Any] = [self._stored_array(child.index) for child in node.boxes]
-        return new_like(self._like[id(node)], boxes)
+        return self._made[node.boxes[0].index]
 
     def _differs(self, live: Any, node: Node, path: str) -> None:
         if isinstance(node, ArrayNode):
