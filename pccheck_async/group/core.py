@@ -24,7 +24,7 @@ from pccheck_async.group.control import Client, Server
 from pccheck_async.group.folder import rank_name, seen_store
 from pccheck_async.group.group import Group
 from pccheck_async.group.messages import Failed
-from pccheck_async.group.resharding import PartsReading
+from pccheck_async.group.resharding import Parts
 from pccheck_async.group.run import GroupRun, group_retention, serve
 from pccheck_async.group.store import GroupStore
 from pccheck_async.medium.open_medium import IO
@@ -150,7 +150,7 @@ class GroupCore(EngineCore):
         """
         start, run = time.perf_counter(), self.run
         reading: Reading | None = None
-        parts: PartsReading | None = None
+        parts: Parts | None = None
         mismatch: Exception | None = None
         agreed = False
         yield run.ask_restore(step)
@@ -161,7 +161,7 @@ class GroupCore(EngineCore):
                     case MatchManifest(key):
                         _release(reading, parts)
                         reading = self._reading(assembly, key, progress)
-                        parts = PartsReading(assembly, run.leases(key), (run.source(key), reading)) if reading else None
+                        parts = None if reading is None else self._parts(assembly, key, reading)
                         outcome, why, mismatch = yield from _match(reading, parts, state, strict=strict)
                         yield run.tell_matched(outcome, why)
                     case VerifyChunks():
@@ -174,7 +174,8 @@ class GroupCore(EngineCore):
                         assert parts is not None
                         reading.begin()
                         yield reading.fill()
-                        yield from parts.fill()
+                        yield parts.fill()
+                        parts.finish()
                         restored = reading.finish()
                         seconds = time.perf_counter() - start
                         told = {"step": restored.step, "counter": key.counter, "nbytes": restored.nbytes}
@@ -197,8 +198,14 @@ class GroupCore(EngineCore):
         lease = self.run.lease(key)
         return None if lease is None else Reading(assembly, lease, progress)
 
+    def _parts(self, assembly: Assembly, key: Key, reading: Reading) -> Parts:
+        """Return the parts of all ranks; ``reading`` reads the one that this rank restores."""
+        own = self.run.source(key)
+        others = {rank: Reading(assembly, lease) for rank, lease in self.run.leases(key).items() if rank != own}
+        return Parts({**others, own: reading}, own, by_address=assembly.backend.by_address)
 
-def _match(reading: Reading | None, parts: PartsReading | None, state: Mapping[str, Any], *, strict: bool) -> Handoff:
+
+def _match(reading: Reading | None, parts: Parts | None, state: Mapping[str, Any], *, strict: bool) -> Handoff:
     """Return how this rank's part compares with its state, why, and the error that says so."""
     if reading is None or parts is None:
         return "damaged", "its part is not in its store", None
@@ -206,7 +213,7 @@ def _match(reading: Reading | None, parts: PartsReading | None, state: Mapping[s
         yield reading.hold()
         reading.match(state, strict=strict)
         if reading.restoration.resharded:
-            yield from parts.match(reading.restoration)
+            yield parts.match(reading.restoration.resharded)
     except UnreadableError as error:
         return "damaged", str(error), None
     except (CheckpointError, TypeError, ValueError) as error:
@@ -214,16 +221,16 @@ def _match(reading: Reading | None, parts: PartsReading | None, state: Mapping[s
     return "ok", "", None
 
 
-def _verify(reading: Reading, parts: PartsReading) -> Handoff:
+def _verify(reading: Reading, parts: Parts) -> Handoff:
     try:
         yield reading.verify()
-        yield from parts.verify()
+        yield parts.verify()
     except UnreadableError as error:
         return str(error)
     return None
 
 
-def _release(reading: Reading | None, parts: PartsReading | None) -> None:
+def _release(reading: Reading | None, parts: Parts | None) -> None:
     if parts is not None:
         parts.release()
     if reading is not None:

@@ -17,7 +17,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from pccheck_async import CheckpointEngine, Group, StateMismatchError, SyncCheckpointEngine, UnsupportedStateError
+from pccheck_async import (
+    CheckpointEngine,
+    Group,
+    StateMismatchError,
+    SyncCheckpointEngine,
+    UnsupportedStateError,
+    describe_checkpoint,
+    export_checkpoint,
+    load_sync,
+    open_checkpoint,
+)
 from pccheck_async.state.boxes import local_tensors
 from tests.support.ranks import run_ranks
 
@@ -185,6 +195,32 @@ def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     for number, moments in optimizer.state_dict()["state"].items():
         found |= {f"{number}.{name}": value for name, value in moments.items()}
     return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()}
+
+
+@pytest.mark.parametrize("layout", ["3", "2 x 2"])
+def test_reading_in_full(tmp_path: Path, layout: str) -> None:
+    """All ranks' parts are one state for whoever reads it, whichever rank's values are asked for beside."""
+    saved, *_ = run_ranks(prod(LAYOUTS[layout][1]), partial(saved_as, tmp_path, layout))
+    for rank in (None, 1):
+        found = load_sync(tmp_path / "run", rank=rank)
+        assert all(torch.equal(found["model"][name], saved[name]) for name in found["model"])
+        moments = found["optimizer"]["state"]
+        assert all(torch.equal(moments[n][name], saved[f"{n}.{name}"]) for n in moments for name in moments[n])
+        assert load_sync(tmp_path / "run", rank=rank, keys=["model.inner.bias"])["model"]["inner.bias"].shape == (10,)
+    with open_checkpoint(tmp_path / "run") as checkpoint:
+        for name, expected in saved.items():
+            if not name[0].isdigit():
+                stored = checkpoint.tensor(f"model.{name}")
+                assert stored.shape == expected.shape
+                assert torch.equal(stored.read(), expected)
+                assert torch.equal(stored[1:], expected[1:])
+                assert torch.equal(stored[-1], expected[-1])
+                assert torch.equal(stored[::2], expected[::2])
+        assert torch.equal(checkpoint.load()["model"]["inner.weight"], saved["inner.weight"])
+    described = describe_checkpoint(tmp_path / "run")
+    assert any(leaf.path.startswith("model.inner\\.weight[0:") for leaf in described.leaves)
+    with pytest.raises(UnsupportedStateError, match="lies on several ranks"):
+        export_checkpoint(tmp_path / "run", tmp_path / "out.safetensors", to="safetensors")
 
 
 def unsharded(mesh: DeviceMesh) -> nn.Module:

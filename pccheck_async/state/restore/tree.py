@@ -38,7 +38,8 @@ def rebuild(
         node: The root of the tree.
         array: Returns the array with an index in the manifest's table of tensors.
         stateful: Returns what takes the place of a Stateful; by default, what its ``state_dict()`` returned.
-        sharded: Returns what takes the place of a tensor that lies on several ranks; by default, its first box.
+        sharded: Returns what takes the place of a tensor that lies on several ranks; by default, the first box of it
+            that this part has.
 
     Raises CorruptStoreError where the tree describes no value.
     """
