@@ -181,13 +181,12 @@ class Connection:
 
     def read_box(self, node: ShardedNode, low: int = 0, count: int | None = None) -> torch.Tensor:
         """Read some of the first dimension of a tensor that lies on several ranks, or all of it."""
-        dtype = dtypes.torch_dtype(self.manifest.tensors[node.boxes[0].index].dtype)
         sizes = node.shape if count is None else (count, *node.shape[1:])
-        tensor = torch.empty(sizes, dtype=dtype)
+        tensor = torch.empty(sizes, dtype=dtypes.torch_dtype(node.dtype))
         origin = (0,) * len(sizes)
         box = Box((low, *origin[1:]) if sizes else (), sizes, origin)
         path = next(path for path, each in leaves(self.manifest.skeleton) if each is node)
-        wanted = Wanted(path, path, node.shape, (box,), tensor, tensor, private=False)
+        wanted = Wanted(path, path, node.mesh, node.shape, (box,), tensor, tensor)
         self.call(self._fill_in_full((wanted,)))
         return tensor.to(self.device)
 
@@ -294,9 +293,8 @@ class StoredSharded(StoredTensor):
     """A tensor that lies on several ranks, in full: it is read from the parts of all of them."""
 
     def __init__(self, connection: Connection, node: ShardedNode, path: str) -> None:
-        box = connection.manifest.tensors[node.boxes[0].index]
         stride = tuple(math.prod(node.shape[dim + 1 :]) for dim in range(len(node.shape)))
-        full = structs.replace(box, storage=None, shape=node.shape, stride=stride, offset=0)
+        full = TensorEntry(None, node.dtype, node.shape, stride, 0, "tensor", False)
         super().__init__(connection, full, path)
         self._node = node
 

@@ -33,10 +33,12 @@ from pccheck_async.state import (
     LayoutCache,
     LazyPart,
     Outline,
+    Owners,
     PackedSource,
     Sources,
     Splitter,
     cached_layout,
+    flatten,
     flatten_unchecked,
     no_dispatch,
     no_functions,
@@ -144,11 +146,12 @@ class InlineCaptures:
 class Captures:
     """Starts captures, quickly where a state has the structure of the last one. May be used from several threads.
 
-    ``sharded``: parts of tensors that lie on several ranks may be among what is captured.
+    Attributes:
+        owners: Who of a group saves which boxes of tensors that lie on several ranks; None: those are refused.
     """
 
-    def __init__(self, *, sharded: bool = False) -> None:
-        self._sharded = sharded
+    def __init__(self) -> None:
+        self.owners: Owners | None = None
         self._last: tuple[Outline | None, LayoutCache | None] = (None, None)
         self._splitter = Splitter()
 
@@ -175,7 +178,8 @@ class Captures:
         """
         refuse_tracing("checkpoint")
         outline, layout_cache = self._last
-        flat = flatten_unchecked(state, outline, sharded=self._sharded)
+        tally = None if self.owners is None else self.owners.begin(state)
+        flat = flatten_unchecked(state, outline, tally=tally)
         with no_functions(), no_dispatch():
             layout, layout_cache = cached_layout(flat.leaves, layout_cache)
             self._last = flat.outline, layout_cache
@@ -190,8 +194,11 @@ class Captures:
             elif inline is not None and (captured := inline.capture(layout)) is not None:
                 sources.release()
             admission = backend.mark_queued_work(sources.devices)
-            sharded = bool(flat.leaves.wrappers)
-            return Capture(flat.skeleton, layout, backend, admission, lazy, captured, sharded=sharded)
+            return Capture(flat.skeleton, layout, backend, admission, lazy, captured, sharded=flat.has_sharded)
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise UnsupportedStateError where a state cannot be saved."""
+        flatten(state, None if self.owners is None else self.owners.begin(state))
 
     def note_access(self, owner: Any) -> None:
         """Note that code reaches for the memory of a tensor or storage, past torch's counters."""

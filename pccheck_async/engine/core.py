@@ -79,7 +79,7 @@ class EngineCore:
         self.state = "new"  # then "opening", "open", "closing", "closed"
         self.pid = os.getpid()
         self._began = 0.0
-        self.captures = Captures(sharded=self.sharded)
+        self.captures = Captures()
         self.guard = Guard(config.max_stall, self._stop_capture, self.stalls.note_step, self.captures.note_access)
         self._opening = Assembly()
         self._assembly: Assembly | None = None  # once it is open
@@ -135,7 +135,6 @@ class EngineCore:
         self.in_flight.counter = self._assembly.store.committed.largest_counter
 
     store_kind: type[Store] = Store
-    sharded = False
 
     @property
     def store_path(self) -> str:

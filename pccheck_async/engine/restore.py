@@ -130,10 +130,13 @@ class Reading:
         """What it consists of; from :meth:`hold` on."""
         return self._manifest
 
-    def match(self, state: Mapping[str, Any], *, strict: bool) -> None:
-        """Compare it with the live state, changing nothing. Raises StateMismatchError."""
-        backend = self._parts.backend
-        self.restoration = match(state, self._manifest, lambda: backend.by_address, strict=strict)
+    def match(self, state: Mapping[str, Any], *, strict: bool, generators: bool = True) -> None:
+        """Compare it with the live state, changing nothing. Raises StateMismatchError.
+
+        Without ``generators`` those of random numbers stay as they are.
+        """
+        backend, how = self._parts.backend, {"strict": strict, "generators": generators}
+        self.restoration = match(state, self._manifest, lambda: backend.by_address, **how)
 
     def begin(self) -> None:
         """Mark what devices have queued by now: they are filled after that."""

@@ -251,10 +251,13 @@ def _check_skeleton(skeleton: Node, tensors: Sequence[TensorEntry]) -> None:
 
 
 def _box_trouble(node: ShardedNode, boxes: Sequence[TensorEntry]) -> str:
-    if not boxes or len(node.offsets) != len(boxes):
+    dtypes.torch_dtype(node.dtype)  # refuses unknown ones
+    if len(node.offsets) != len(boxes):
         return f"{len(boxes)} boxes, {len(node.offsets)} offsets"
-    if len({(box.dtype, box.kind == "ndarray") for box in boxes}) > 1 or boxes[0].kind == "ndarray":
+    if any(box.dtype != node.dtype or box.kind == "ndarray" for box in boxes):
         return "dtypes"
+    if len(node.shape) > _MAX_DIMENSIONS or any(not 0 <= size < _MAX_BYTES for size in node.shape):
+        return "absurd sizes"
     for offsets, box in zip(node.offsets, boxes, strict=True):
         if not len(offsets) == len(box.shape) == len(node.shape):
             return "dimensions"

@@ -32,11 +32,15 @@ class ArrayNode(_Struct, frozen=True, gc=False, tag="array"):
 
 
 class ShardedNode(_Struct, frozen=True, tag="sharded"):
-    """A tensor that lies on several ranks: its global shape, and the boxes of it that this part has.
+    """A tensor that lies on several ranks: its dtype and global shape, and the boxes of it that this part has.
 
-    A box is an array, whose shape are the sizes of the box; ``offsets`` has its first index in each dimension.
+    A box is an array, whose shape are the sizes of the box; ``offsets`` has its first index in each dimension. A part
+    may have none: of ranks that share a filesystem and have the same box, one saves it.
     """
 
+    mesh: int
+    """A hash of the ranks that the tensor lies on: of others it is another tensor, although it has the same path."""
+    dtype: str
     shape: tuple[int, ...]
     offsets: tuple[tuple[int, ...], ...]
     boxes: tuple[ArrayNode, ...]

@@ -28,6 +28,7 @@ from pccheck_async.group.resharding import Parts
 from pccheck_async.group.run import GroupRun, group_retention, serve
 from pccheck_async.group.store import GroupStore
 from pccheck_async.medium.open_medium import IO
+from pccheck_async.state import Owners
 from pccheck_async.store import Store, UnreadableError
 from pccheck_async.telemetry import ReadProgress, events
 
@@ -38,7 +39,6 @@ class GroupCore(EngineCore):
     """One rank's engine. The arguments are those of :class:`EngineCore`; ``path`` is the group's folder."""
 
     store_kind: type[Store] = GroupStore
-    sharded = True
 
     def __init__(self, path: str | os.PathLike[str], io: IO, config: EngineConfig, group: Group) -> None:
         super().__init__(path, io, config)
@@ -99,6 +99,8 @@ class GroupCore(EngineCore):
             self._met = True
             await run.join(self._address)
             self.in_flight.counter = run.member.counter
+            group = self.group
+            self.captures.owners = Owners(group.rank, run.member.homes, group.world_ranks(), self.config.replicated)
 
         yield join()
 
@@ -162,7 +164,8 @@ class GroupCore(EngineCore):
                         _release(reading, parts)
                         reading = self._reading(assembly, key, progress)
                         parts = None if reading is None else self._parts(assembly, key, reading)
-                        outcome, why, mismatch = yield from _match(reading, parts, state, strict=strict)
+                        how = {"strict": strict, "generators": run.has_world_of(key)}
+                        outcome, why, mismatch = yield from _match(reading, parts, state, how)
                         yield run.tell_matched(outcome, why)
                     case VerifyChunks():
                         assert reading is not None
@@ -205,13 +208,13 @@ class GroupCore(EngineCore):
         return Parts({**others, own: reading}, own, by_address=assembly.backend.by_address)
 
 
-def _match(reading: Reading | None, parts: Parts | None, state: Mapping[str, Any], *, strict: bool) -> Handoff:
+def _match(reading: Reading | None, parts: Parts | None, state: Mapping[str, Any], how: Mapping[str, bool]) -> Handoff:
     """Return how this rank's part compares with its state, why, and the error that says so."""
     if reading is None or parts is None:
         return "damaged", "its part is not in its store", None
     try:
         yield reading.hold()
-        reading.match(state, strict=strict)
+        reading.match(state, **how)
         if reading.restoration.resharded:
             yield parts.match(reading.restoration.resharded)
     except UnreadableError as error:

@@ -56,7 +56,7 @@ class Parts:
 
     async def match(self, wanted: Sequence[Wanted]) -> None:
         """Work out what is read. Raises UnreadableError; StateMismatchError: the parts do not make these tensors."""
-        if not all(one.private for one in wanted):
+        if any(one.mesh is not None for one in wanted):
             for rank in self._parts.keys() - self._held:
                 await self._parts[rank].hold()
                 self._held.add(rank)

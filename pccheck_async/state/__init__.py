@@ -16,6 +16,7 @@ from pccheck_async.state.restore.reshard import BoxTargets, Resharding, Wanted, 
 from pccheck_async.state.restore.tree import below, mapping_keys, opened, rebuild, select
 from pccheck_async.state.rng import RNGState
 from pccheck_async.state.save.flatten import check_outermost, flatten, flatten_unchecked
+from pccheck_async.state.save.owners import Owners
 from pccheck_async.state.save.split import LazyPart, Splitter
 from pccheck_async.state.save.torn import Versions
 from pccheck_async.state.sources import HOST, PackedSource, Sources, as_bits
@@ -26,9 +27,10 @@ from pccheck_async.state.values import atom, from_node
 
 __all__ = [
     "HOST", "Allocation", "Array", "Box", "BoxTargets", "Layout", "LayoutCache", "LazyPart", "Listing", "Outline",
-    "PackedSource", "RNGState", "Resharding", "Restoration", "Sources", "Splitter", "Stateful", "StoredLeaf",
-    "Target", "Targets", "Versions", "Wanted", "allocate", "allocate_below", "arrange", "as_bits", "atom", "below",
-    "cached_layout", "check_outermost", "exempt_this_thread", "flatten", "flatten_unchecked", "from_node",
-    "list_leaves", "mapping_keys", "match", "no_dispatch", "no_functions", "notify", "opened", "rebuild",
-    "refuse_tracing", "reshard", "select", "stop_notifying", "storage_address", "stored_boxes", "viewed_ranges",
+    "Owners", "PackedSource", "RNGState", "Resharding", "Restoration", "Sources", "Splitter", "Stateful",
+    "StoredLeaf", "Target", "Targets", "Versions", "Wanted", "allocate", "allocate_below", "arrange", "as_bits",
+    "atom", "below", "cached_layout", "check_outermost", "exempt_this_thread", "flatten", "flatten_unchecked",
+    "from_node", "list_leaves", "mapping_keys", "match", "no_dispatch", "no_functions", "notify", "opened",
+    "rebuild", "refuse_tracing", "reshard", "select", "stop_notifying", "storage_address", "stored_boxes",
+    "viewed_ranges",
 ]  # fmt: skip

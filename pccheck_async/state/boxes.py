@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from hashlib import blake2b
 from itertools import product
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -143,6 +144,26 @@ def local_boxes(tensor: Any, path: str) -> tuple[torch.Tensor, tuple[Box, ...]]:
             f"{tuple(local.shape)}, and it cannot be told which part that is; save x.full_tensor()"
         )
     return local, boxes
+
+
+def holders_of(tensor: Any) -> tuple[int, tuple[int, ...]]:
+    """Return a hash of the ranks that a DTensor lies on, and those of them that have the same boxes as this one.
+
+    Ranks are those of the world of torch.distributed.
+    """
+    return _holders_on(tensor.device_mesh, tuple(placement.is_replicate() for placement in tensor.placements))
+
+
+@lru_cache(1 << 10)
+def _holders_on(mesh: Any, replicated: tuple[bool, ...]) -> tuple[int, tuple[int, ...]]:
+    alike = tuple(slice(None) if free else at for free, at in zip(replicated, mesh.get_coordinate(), strict=True))
+    return hash_of(mesh.mesh.flatten().tolist()), tuple(mesh.mesh[alike].flatten().tolist())
+
+
+def hash_of(ranks: Sequence[int]) -> int:
+    """Return a hash of ranks, the same in every process."""
+    text = ",".join(map(str, sorted(ranks)))
+    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
 @lru_cache(1 << 14)

@@ -150,7 +150,7 @@ def checkpoint_bytes(core: EngineCore, state: Mapping[str, Any] | None, nbytes: 
             raise ValueError("give state or nbytes, not both")
         return nbytes
     if state is not None:
-        return Planner(_MOST.chunk_bytes, MIN_BLOCK).plan(arrange(flatten(state, sharded=True).leaves)).payload_nbytes
+        return Planner(_MOST.chunk_bytes, MIN_BLOCK).plan(arrange(flatten(state).leaves)).payload_nbytes
     if not core.infos:
         raise NoCheckpointError(f"{core.path} has no checkpoint to take the size from; give state or nbytes")
     return core.infos[0].nbytes

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from pccheck_async import (
     CheckpointEngine,
     Group,
+    RNGState,
     StateMismatchError,
     SyncCheckpointEngine,
     UnsupportedStateError,
@@ -28,6 +29,8 @@ from pccheck_async import (
     load_sync,
     open_checkpoint,
 )
+from pccheck_async.format import Entry
+from pccheck_async.group import GroupListing, list_group
 from pccheck_async.state.boxes import local_tensors
 from tests.support.ranks import run_ranks
 
@@ -92,15 +95,16 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: 
 def resumed(folder: Path, make: Callable[[DeviceMesh], nn.Module], shape: tuple[int, ...], group: Group) -> None:
     """Save in the middle of a training, go on, and go on once more from what was saved, with fresh objects."""
     mesh = mesh_of(folder, group, *shape)
+    data = mesh.get_local_rank("data")  # ranks of tensor parallelism see the same samples
     model = make(mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     with SyncCheckpointEngine(folder / "run", group=group) as engine:
-        train(model, optimizer, group.rank, range(3))
+        train(model, optimizer, data, range(3))
         engine.checkpoint({"model": model, "optimizer": optimizer}, step=2).result()
-    expected = train(model, optimizer, group.rank, range(3, 6))
+    expected = train(model, optimizer, data, range(3, 6))
     model = make(mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    train(model, optimizer, group.rank, range(9, 10))  # other moments
+    train(model, optimizer, data, range(9, 10))  # other moments
     fresh = torch.optim.AdamW(model.parameters(), lr=0.1)
     with SyncCheckpointEngine(folder / "run", group=group) as engine:
         for restored in (optimizer, fresh):
@@ -108,14 +112,16 @@ def resumed(folder: Path, make: Callable[[DeviceMesh], nn.Module], shape: tuple[
             assert found is not None
             assert found.step == 2
             assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-            assert train(model, restored, group.rank, range(3, 6)) == expected
+            assert train(model, restored, data, range(3, 6)) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 3])
 def test_fsdp_goes_on_with_the_same_bits(tmp_path: Path, world: int) -> None:
     run_ranks(world, partial(resumed, tmp_path, fsdp, ()))
 
 
+@pytest.mark.slow
 def test_fsdp_over_tensor_parallelism_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     run_ranks(4, partial(resumed, tmp_path, fsdp_over_tp, (2, 2)))
 
@@ -141,6 +147,7 @@ def overlapped(folder: Path, group: Group) -> None:
         assert len(engine.checkpoints()) == 3
 
 
+@pytest.mark.slow
 def test_captures_overlap_with_training(tmp_path: Path) -> None:
     run_ranks(2, partial(overlapped, tmp_path))
 
@@ -169,6 +176,7 @@ def plain_tensors(folder: Path, group: Group) -> dict[str, Any]:
         return {name: value.tolist() for name, value in state.items() if name == "own"}
 
 
+@pytest.mark.slow
 def test_placements(tmp_path: Path) -> None:
     assert run_ranks(2, partial(plain_tensors, tmp_path)) == [{"own": [0.0, 0.0]}, {"own": [1.0, 1.0]}]
 
@@ -197,6 +205,7 @@ def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["3", "2 x 2"])
 def test_reading_in_full(tmp_path: Path, layout: str) -> None:
     """All ranks' parts are one state for whoever reads it, whichever rank's values are asked for beside."""
@@ -245,34 +254,108 @@ def saved_as(folder: Path, layout: str, group: Group) -> dict[str, Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     with SyncCheckpointEngine(folder / "run", group=group) as engine:
         train(model, optimizer, 0, range(3))
-        engine.checkpoint({"model": model, "optimizer": optimizer}, step=2).result()
+        engine.checkpoint({"model": model, "optimizer": optimizer, "rng": RNGState()}, step=2).result()
     return full_state(model, optimizer)
 
 
-def restored_as(folder: Path, layout: str, fresh: bool, group: Group) -> dict[str, Tensor]:
+def restored_as(folder: Path, saved_on: str, layout: str, fresh: bool, group: Group) -> dict[str, Tensor]:
     make, shape = LAYOUTS[layout]
     model = make(mesh_of(folder, group, *shape))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     if not fresh:
         train(model, optimizer, 5, range(9, 10))
     with SyncCheckpointEngine(folder / "run", group=group) as engine:
-        assert engine.restore({"model": model, "optimizer": optimizer}) is not None
+        torch.manual_seed(group.rank + 100)
+        drawn = torch.get_rng_state()
+        assert engine.restore({"model": model, "optimizer": optimizer, "rng": RNGState()}) is not None
+        same_world = prod(LAYOUTS[saved_on][1]) == group.world_size
+        assert torch.equal(torch.get_rng_state(), drawn) != same_world  # else what was saved is of other ranks
     return full_state(model, optimizer)
 
 
-@pytest.mark.filterwarnings("ignore:this checkpoint is of")
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [("2", "3"), ("3", "2"), ("1", "4"), ("2 x 2", "3"), ("2", "2 x 2"), ("plain", "2"), ("2", "plain")],
+    ("before", "after", "fresh"),
+    [
+        ("2", "3", True),
+        ("3", "2", False),
+        ("1", "4", True),
+        ("2 x 2", "3", False),
+        ("2", "2 x 2", True),
+        ("plain", "2", True),
+        ("plain", "1", False),
+        ("2", "plain", False),
+    ],
 )
-@pytest.mark.parametrize("fresh", [True, False])
 def test_another_layout_has_the_same_bits(tmp_path: Path, before: str, after: str, fresh: bool) -> None:
     def world(layout: str) -> int:
         return prod(LAYOUTS[layout][1])
 
     saved = run_ranks(world(before), partial(saved_as, tmp_path, before))
     (tmp_path / "rendezvous").unlink(missing_ok=True)
-    restored = run_ranks(world(after), partial(restored_as, tmp_path, after, fresh))
+    restored = run_ranks(world(after), partial(restored_as, tmp_path, before, after, fresh))
     for found in (*saved, *restored):
         assert found.keys() == saved[0].keys()
         assert all(torch.equal(found[name], saved[0][name]) for name in found)
+
+
+def replicas(folder: Path, group: Group) -> tuple[list[Tensor], Tensor]:
+    """Save a DDP model, whose buffer each rank has for itself, and a plain tensor; restore all of it."""
+    mesh_of(folder, group)
+    torch.manual_seed(7)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(300, 400), nn.BatchNorm1d(400)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(3, 300)).sum().backward()
+    optimizer.step()
+    torch.manual_seed(group.rank)
+    model(torch.randn(3, 300))  # its own running mean
+    alike, own = torch.full((5_000,), 3.0), torch.full((5_000,), float(group.rank))
+    state = {"model": model, "optimizer": optimizer, "alike": alike, "own": own}
+    with SyncCheckpointEngine(folder / "run", group=group, replicated=["alike"]) as engine:
+        engine.checkpoint(state, step=1).result()
+        expected = [each.detach().clone() for each in model.state_dict().values()]
+        with torch.no_grad():
+            for each in model.state_dict().values():
+                each.zero_()
+        alike.zero_()
+        own.zero_()
+        engine.restore(state)
+        assert all(map(torch.equal, model.state_dict().values(), expected))
+        assert alike.tolist() == [3.0] * 5_000
+        assert own.tolist() == [group.rank] * 5_000
+        return expected, expected[-2]
+
+
+@pytest.mark.slow
+def test_replicas_are_saved_once_on_each_filesystem(tmp_path: Path) -> None:
+    found = run_ranks(3, partial(replicas, tmp_path))
+    assert not torch.equal(found[0][1], found[1][1])  # buffers are each rank's own
+    nbytes = [entry.nbytes for listing in (list_group(tmp_path / "run"),) for entry in _entries(listing)]
+    whole = 3 * 4 * (300 * 400 + 3 * 400)
+    assert sum(nbytes) < 1.1 * whole + 3 * 4 * 5_000 + 3 * (1 << 16)
+    assert max(nbytes) < 0.5 * sum(nbytes)
+    state = load_sync(tmp_path / "run", rank=2)
+    assert torch.equal(state["model"]["module.0.weight"], found[0][0][0])
+    assert state["alike"].tolist() == [3.0] * 5_000
+
+
+def _entries(listing: GroupListing) -> list[Entry]:
+    return [part.entry for part in listing.parts(listing.complete[0].key).values()]
+
+
+def stages(folder: Path, group: Group) -> list[float]:
+    """Two stages of a pipeline whose tensors have the same names: each is another tensor."""
+    mesh_of(folder, group)
+    alone = DeviceMesh("cpu", [group.rank])
+    state = {"w": distribute_tensor(torch.full((4,), float(group.rank)), alone)}
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        engine.checkpoint(state, step=1).result()
+        state["w"].to_local().zero_()
+        engine.restore(state)
+    full = load_sync(folder / "run", rank=group.rank)["w"]
+    return [float(value) for each in (state["w"].to_local(), full) for value in each]
+
+
+@pytest.mark.slow
+def test_tensors_of_one_name_on_other_ranks_are_told_apart(tmp_path: Path) -> None:
+    assert run_ranks(2, partial(stages, tmp_path)) == [[0.0] * 8, [1.0] * 8]

@@ -48,7 +48,7 @@ def tensor(**changes: Any) -> TensorEntry:
 
 def sharded(shape: tuple[int, ...], offsets: list[tuple[int, ...]], boxes: list[int]) -> dict[str, Any]:
     """Two boxes of 2 x 3."""
-    node = ShardedNode(shape, tuple(offsets), tuple(map(ArrayNode, boxes)))
+    node = ShardedNode(5, "float32", shape, tuple(offsets), tuple(map(ArrayNode, boxes)))
     tensors = (tensor(), tensor(storage=1))
     return {"version": 2, "skeleton": DictNode(["x"], [node]), "tensors": tensors if boxes else ()}
 
@@ -82,7 +82,7 @@ def test_an_encoder_that_keeps_what_stays_writes_the_same() -> None:
     [
         {"version": 3},
         sharded((4, 6), [(0, 0)], [0, 1]),  # an offset for each box
-        sharded((4, 6), [], []),
+        sharded((4, 6), [(0, 0)], []),
         sharded((4, 6), [(0,), (0, 0)], [0, 1]),
         sharded((1, 1), [(0, 0), (0, 0)], [0, 1]),
         sharded((4, 6), [(-1, 0), (0, 0)], [0, 1]),

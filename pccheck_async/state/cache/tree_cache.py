@@ -13,6 +13,9 @@ from itertools import chain, islice
 from operator import is_
 from typing import Any, Final, TypeAlias
 
+import torch
+
+from pccheck_async.format import dtypes
 from pccheck_async.format.skeleton import ArrayNode, DictNode, Node, OrderedDictNode, ShardedNode, StatefulNode
 from pccheck_async.state import values
 from pccheck_async.state.boxes import Box
@@ -27,10 +30,12 @@ array_node: Final = lru_cache(1 << 16)(ArrayNode)
 
 
 @lru_cache(1 << 14)
-def sharded_node(first: int, shape: tuple[int, ...], boxes: tuple[Box, ...]) -> ShardedNode:
-    """Return the node of a DTensor whose boxes are the leaves from ``first`` on; the same for equal arguments."""
+def sharded_node(
+    first: int, mesh: int, dtype: torch.dtype, shape: tuple[int, ...], boxes: tuple[Box, ...]
+) -> ShardedNode:
+    """Return the node of a tensor whose boxes are the leaves from ``first`` on; the same for equal arguments."""
     nodes = tuple(map(array_node, range(first, first + len(boxes))))
-    return ShardedNode(shape, tuple(box.offsets for box in boxes), nodes)
+    return ShardedNode(mesh, dtypes.TORCH_NAMES[dtype], shape, tuple(box.offsets for box in boxes), nodes)
 
 
 @dataclass(slots=True, eq=False)

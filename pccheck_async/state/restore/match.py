@@ -93,9 +93,9 @@ def allocate_below(manifest: Manifest, skeleton: Node, device: torch.device) -> 
     wanted, boxes = [], set[int]()
     for node in nodes.walk(skeleton):
         if isinstance(node, ShardedNode):
-            tensor = torch.empty(node.shape, dtype=dtypes.torch_dtype(manifest.tensors[node.boxes[0].index].dtype))
+            tensor = torch.empty(node.shape, dtype=dtypes.torch_dtype(node.dtype))
             made[id(node)], path = tensor, stored_paths[id(node)]
-            wanted.append(Wanted(path, path, node.shape, (whole(tensor),), tensor, tensor, private=False))
+            wanted.append(Wanted(path, path, node.mesh, node.shape, (whole(tensor),), tensor, tensor))
             boxes.update(box.index for box in node.boxes)
     allocation = Allocation(manifest, sorted(set(arrays(skeleton)) - boxes))
 
@@ -113,6 +113,7 @@ def match(
     by_address: Callable[[], bool] = lambda: False,
     *,
     strict: bool = True,
+    generators: bool = True,
 ) -> Restoration:
     """Prepare a restore into the live ``state``: check it first, and change nothing.
 
@@ -127,7 +128,8 @@ def match(
     Optimizers need no state yet; their parameters are identified by the names that were saved, else by their numbers.
     Any other Stateful gets its own tensors where dtype and shape are equal, and new ones elsewhere. What ``strict``
     means, and how modules compare, is said at :meth:`CheckpointEngine.restore`. ``by_address`` is asked when there is a
-    CUDA tensor: whether the copy backend can write to its address.
+    CUDA tensor: whether the copy backend can write to its address. Without ``generators`` every :class:`RNGState` stays
+    as it is: what was saved is another rank's.
 
     Raises:
         UnsupportedStateError: ``state`` is not a mapping with strings for keys, or has the ``state_dict()`` of a live
@@ -138,20 +140,26 @@ def match(
     refuse_tracing("restore")
     check_outermost(state)
     refuse_filling(state)
-    return _Matching(state, manifest, by_address, strict).restoration()
+    return _Matching(state, manifest, by_address, strict, generators).restoration()
 
 
 class _Matching:
     """One walk over the live state and the skeleton side by side."""
 
     def __init__(
-        self, state: Mapping[str, Any], manifest: Manifest, by_address: Callable[[], bool], strict: bool
+        self,
+        state: Mapping[str, Any],
+        manifest: Manifest,
+        by_address: Callable[[], bool],
+        strict: bool,
+        generators: bool,
     ) -> None:
         assert isinstance(manifest.skeleton, DictNode)
         self._state = state
         self._skeleton = manifest.skeleton
         self._tensors = manifest.tensors
         self._strict = strict
+        self._restores_generators = generators
         self._names = cache(lambda: objects.names_in(state))
         self._filling = Filling(manifest, by_address)
         self._missing: list[str] = []
@@ -165,7 +173,8 @@ class _Matching:
         self._actions: list[Callable[[], None]] = []
         self._last_actions: list[Callable[[], None]] = []  # generators: what loads before them may draw from them
         self._objects: dict[int, Any] = {}  # live Statefuls by the identity of their node
-        self._made: dict[int, Any] = {}  # tensors that lie on several ranks, by the number of their first box
+        self._made: dict[int, Any] = {}  # tensors that lie, or lay, on several ranks, by the identity of their node
+        self._plain_made: dict[int, torch.Tensor] = {}  # those of them that were saved as plain tensors, by number
         self._resharded: list[Wanted] = []  # those of which this rank's part has other boxes,
         self._elsewhere: set[int] = set()  # and the arrays that are not read for them as they are
         self._stored_paths = cache(lambda: {id(node): path for path, node in leaves(manifest.skeleton)})
@@ -302,7 +311,7 @@ class _Matching:
             return
         local, boxes = local_boxes(live, path) if is_sharded(live) else (live, (whole(live),))
         views = [box.of(local) for box in boxes]
-        self._made[children[0].index] = live
+        self._made[id(node)] = live
         if isinstance(node, ShardedNode) and [(box.offsets, box.sizes) for box in boxes] == [
             (offsets, entry.shape) for offsets, entry in zip(node.offsets, stored, strict=True)
         ]:
@@ -314,15 +323,16 @@ class _Matching:
                     self._filling.add(path, child.index, view, strict=True)
             return
         self._elsewhere.update(child.index for child in children)
+        if isinstance(node, ArrayNode):
+            self._plain_made[node.index] = live
         stored_path = self._stored_paths()[id(node)]
-        private = isinstance(node, ArrayNode)
-        self._resharded.append(Wanted(path, stored_path, shape, boxes, local.detach(), live, private))
+        mesh = node.mesh if isinstance(node, ShardedNode) else None
+        self._resharded.append(Wanted(path, stored_path, mesh, shape, boxes, local.detach(), live))
 
     def _fits(self, live: Any, node: Node) -> bool:
         """Whether a live tensor has the shape and dtype of a stored one."""
         if isinstance(node, ShardedNode):
-            dtype = self._tensors[node.boxes[0].index].dtype
-            return tuple(live.shape) == node.shape and dtypes.TORCH_NAMES.get(live.dtype) == dtype
+            return tuple(live.shape) == node.shape and dtypes.TORCH_NAMES.get(live.dtype) == node.dtype
         if is_sharded(live):
             return isinstance(node, ArrayNode) and tuple(live.shape) == self._tensors[node.index].shape
         return isinstance(node, ArrayNode) and not difference(self._tensors[node.index], live)
@@ -348,7 +358,7 @@ class _Matching:
     def _check_sharded(self, node: Node) -> None:
         """Note a mismatch for what lay on several ranks and has no tensor here that says where it lies now."""
         for each in nodes.walk(node):
-            if isinstance(each, ShardedNode) and each.boxes[0].index not in self._made:
+            if isinstance(each, ShardedNode) and id(each) not in self._made:
                 path = self._stored_paths()[id(each)]
                 self._mismatched.append(f"{path} (lies on several ranks in the checkpoint: put a DTensor there)")
 
@@ -370,6 +380,9 @@ class _Matching:
             child = self._optimizer(live, child, path)
             load = partial(objects.load, live)
             self._matched += 1
+        elif isinstance(live, RNGState) and not self._restores_generators:
+            self._matched += 1
+            return
         else:
             self._matched += 1
             if isinstance(live, RNGState):
@@ -445,10 +458,11 @@ class _Matching:
         self._pair(own, node, path)
         if not differences:
             for where, value, parameter in objects.like_parameters(live, own, node):
-                first = value if isinstance(value, ArrayNode) else value.boxes[0]
-                if (value is not first or is_sharded(parameter)) and first.index not in self._made:
-                    dtype = dtypes.torch_dtype(self._tensors[first.index].dtype)
-                    self._sharded(torch.empty_like(parameter, dtype=dtype), value, f"{path}.state.{where}")
+                plain = isinstance(value, ArrayNode)
+                if id(value) not in self._made and (not plain or is_sharded(parameter)):
+                    dtype = self._tensors[value.index].dtype if isinstance(value, ArrayNode) else value.dtype
+                    made = torch.empty_like(parameter, dtype=dtypes.torch_dtype(dtype))
+                    self._sharded(made, value, f"{path}.state.{where}")
         return node
 
     def _pair(self, live: Any, node: Node, path: str) -> None:
@@ -499,9 +513,8 @@ class _Matching:
         return rebuild(node, self._stored_array, self._stored_object, self._stored_sharded)
 
     def _stored_array(self, index: int) -> Array:
-        if index in self._made:
-            made: torch.Tensor = self._made[index]
-            return made
+        if index in self._plain_made:
+            return self._plain_made[index]
         with apart():
             return self._filling.value(index)
 
@@ -509,7 +522,7 @@ class _Matching:
         return self._objects[id(node)] if id(node) in self._objects else self._rebuild(node.child)
 
     def _stored_sharded(self, node: ShardedNode) -> Any:
-        return self._made[node.boxes[0].index]
+        return self._made[id(node)]
 
     def _differs(self, live: Any, node: Node, path: str) -> None:
         if isinstance(node, ArrayNode):

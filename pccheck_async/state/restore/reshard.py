@@ -29,6 +29,8 @@ class StoredBox(NamedTuple):
     """A box of a tensor as a part has it."""
 
     part: int
+    mesh: int | None
+    """A hash of the ranks that the tensor lies on; None for a plain tensor of one rank."""
     offsets: tuple[int, ...]
     entry: TensorEntry
     start: int
@@ -42,25 +44,28 @@ class Wanted:
     Attributes:
         path: In the state, for messages.
         stored_path: In the checkpoint.
+        mesh: A hash of the ranks it lay on; None where it was a plain tensor: then only the part that this rank
+            restores has it.
         boxes: What of the global tensor the local one is.
         local: Is filled; its ``wrapper`` is the DTensor around it, else itself.
-        private: Only the part that this rank restores counts: it was saved as a plain tensor.
     """
 
     path: str
     stored_path: str
+    mesh: int | None
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
     local: torch.Tensor
     wrapper: torch.Tensor
-    private: bool
 
 
 def stored_boxes(manifest: Manifest, part: int) -> dict[str, list[StoredBox]]:
     """Return the boxes in a part by the paths of their tensors; a plain tensor is one box."""
     found: dict[str, list[StoredBox]] = {}
     for path, node in leaves(manifest.skeleton):
+        mesh = None
         if isinstance(node, ShardedNode):
+            mesh = node.mesh
             pairs = [*zip(node.offsets, node.boxes, strict=True)]
         elif isinstance(node, ArrayNode):
             pairs = [((0,) * len(manifest.tensors[node.index].shape), node)]
@@ -68,7 +73,7 @@ def stored_boxes(manifest: Manifest, part: int) -> dict[str, list[StoredBox]]:
             continue
         entries = [(offsets, manifest.tensors[box.index]) for offsets, box in pairs]
         starts = [0 if entry.storage is None else manifest.storages[entry.storage].offset for _, entry in entries]
-        found[path] = [StoredBox(part, *pair, start) for pair, start in zip(entries, starts, strict=True)]
+        found[path] = [StoredBox(part, mesh, *pair, start) for pair, start in zip(entries, starts, strict=True)]
     return found
 
 
@@ -178,11 +183,12 @@ def reshard(
     copies: dict[int, list[Copy]] = {}
     owners = []
     for one in wanted:
-        parts = (own,) if one.private else (own, *(part for part in stored if part != own))
+        parts = (own,) if one.mesh is None else (own, *(part for part in stored if part != own))
         boxes: dict[tuple[Any, ...], StoredBox] = {}
         for part in parts:
             for box in stored[part].get(one.stored_path, ()):
-                boxes.setdefault((box.offsets, box.entry.shape), box)
+                if box.mesh == one.mesh:
+                    boxes.setdefault((box.offsets, box.entry.shape), box)
         into = one.local
         if not (into.is_cpu or (into.is_cuda and by_address)) or into.is_neg() or into.is_conj():
             into = torch.empty(into.shape, dtype=into.dtype)

@@ -38,8 +38,7 @@ def rebuild(
         node: The root of the tree.
         array: Returns the array with an index in the manifest's table of tensors.
         stateful: Returns what takes the place of a Stateful; by default, what its ``state_dict()`` returned.
-        sharded: Returns what takes the place of a tensor that lies on several ranks; by default, the first box of it
-            that this part has.
+        sharded: Returns what takes the place of a tensor that lies on several ranks; by default, None.
 
     Raises CorruptStoreError where the tree describes no value.
     """
@@ -63,7 +62,7 @@ class _Builder:
             case ArrayNode():
                 return self.array(node.index)
             case ShardedNode():
-                return self.sharded(node) if self.sharded is not None else self.array(node.boxes[0].index)
+                return self.sharded(node) if self.sharded is not None else None
             case StatefulNode():
                 return self.stateful(node) if self.stateful is not None else self.build(node.child, depth + 1)
             case ListNode():
