@@ -22,7 +22,7 @@ def main(picture: str) -> None:
     axes.set(xscale="log", yscale="log", xlabel="members", ylabel="ms after the last prepare")
     axes.set_xticks(WORLDS, [*map(str, WORLDS)])
     axes.minorticks_off()
-    axes.set_title("A group's decision, all of whose members prepare at once: simulated, store costs as measured")
+    axes.set_title("All members prepare at once: simulated, with store costs as measured")
     axes.legend()
     figure.savefig(picture, dpi=110)
 
