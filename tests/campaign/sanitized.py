@@ -1,7 +1,7 @@
 """The extension under sanitizers, driven by the tests in Python: ``python -m tests.campaign.sanitized``.
 
 The package is copied to a temporary folder with an extension built there; leaks are not looked for, since Python has
-its own. Takes the test files to run as arguments.
+its own. Takes the test files to run as arguments, or a program: ``-m tests.campaign.fuzz_shelf 600``.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ def main() -> int:
             "PYTHONPATH": str(copy),
             "PYTHONMALLOC": "malloc",
         }
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", *(sys.argv[1:] or TESTS)]
-        return subprocess.run(command, cwd=copy, env=env, check=False).returncode
+        pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-x"]
+        command = sys.argv[1:] if sys.argv[1:2] == ["-m"] else [*pytest, *(sys.argv[1:] or TESTS)]
+        return subprocess.run([sys.executable, *command], cwd=copy, env=env, check=False).returncode
 
 
 if __name__ == "__main__":
