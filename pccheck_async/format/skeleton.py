@@ -41,6 +41,8 @@ class ShardedNode(_Struct, frozen=True, tag="sharded"):
     mesh: int
     """A hash of the ranks that the tensor lies on: of others it is another tensor, although it has the same path."""
     dtype: str
+    plain: bool
+    """It was no DTensor, but a plain tensor that all ranks have alike."""
     shape: tuple[int, ...]
     offsets: tuple[tuple[int, ...], ...]
     boxes: tuple[ArrayNode, ...]

@@ -319,8 +319,11 @@ def replicas(folder: Path, group: Group) -> tuple[list[Tensor], Tensor]:
                 each.zero_()
         alike.zero_()
         own.zero_()
+        state["optimizer"] = fresh = torch.optim.AdamW(model.parameters())
         engine.restore(state)
         assert all(map(torch.equal, model.state_dict().values(), expected))
+        for parameter, moments in optimizer.state.items():
+            assert all(torch.equal(value, fresh.state[parameter][name]) for name, value in moments.items())
         assert alike.tolist() == [3.0] * 5_000
         assert own.tolist() == [group.rank] * 5_000
         return expected, expected[-2]

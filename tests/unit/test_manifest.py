@@ -48,7 +48,7 @@ def tensor(**changes: Any) -> TensorEntry:
 
 def sharded(shape: tuple[int, ...], offsets: list[tuple[int, ...]], boxes: list[int]) -> dict[str, Any]:
     """Two boxes of 2 x 3."""
-    node = ShardedNode(5, "float32", shape, tuple(offsets), tuple(map(ArrayNode, boxes)))
+    node = ShardedNode(5, "float32", False, shape, tuple(offsets), tuple(map(ArrayNode, boxes)))
     tensors = (tensor(), tensor(storage=1))
     return {"version": 2, "skeleton": DictNode(["x"], [node]), "tensors": tensors if boxes else ()}
 

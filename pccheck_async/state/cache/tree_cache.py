@@ -31,11 +31,11 @@ array_node: Final = lru_cache(1 << 16)(ArrayNode)
 
 @lru_cache(1 << 14)
 def sharded_node(
-    first: int, mesh: int, dtype: torch.dtype, shape: tuple[int, ...], boxes: tuple[Box, ...]
+    first: int, mesh: int, dtype: torch.dtype, plain: bool, shape: tuple[int, ...], boxes: tuple[Box, ...]
 ) -> ShardedNode:
     """Return the node of a tensor whose boxes are the leaves from ``first`` on; the same for equal arguments."""
     nodes = tuple(map(array_node, range(first, first + len(boxes))))
-    return ShardedNode(mesh, dtypes.TORCH_NAMES[dtype], shape, tuple(box.offsets for box in boxes), nodes)
+    return ShardedNode(mesh, dtypes.TORCH_NAMES[dtype], plain, shape, tuple(box.offsets for box in boxes), nodes)
 
 
 @dataclass(slots=True, eq=False)

@@ -351,15 +351,18 @@ class _Matching:
     def _rebuild_later(self, node: Node, put: _Replace) -> None:
         """Give ``put`` the stored value at the end. Raises CorruptStoreError now where ``node`` describes no value."""
         rebuild(node, lambda index: index)
-        self._check_sharded(node)
+        self._make_sharded(node)
         self._wanted.update(arrays(node))
         self._actions.append(lambda: put(self._rebuild(node)))
 
-    def _check_sharded(self, node: Node) -> None:
-        """Note a mismatch for what lay on several ranks and has no tensor here that says where it lies now."""
+    def _make_sharded(self, node: Node) -> None:
+        """Make the plain tensors that all ranks had alike; of what lay on several ranks, nothing says where it lies."""
         for each in nodes.walk(node):
             if isinstance(each, ShardedNode) and id(each) not in self._made:
                 path = self._stored_paths()[id(each)]
+                if each.plain:
+                    self._sharded(torch.empty(each.shape, dtype=dtypes.torch_dtype(each.dtype)), each, path)
+                    continue
                 self._mismatched.append(f"{path} (lies on several ranks in the checkpoint: put a DTensor there)")
 
     # -- objects that load themselves
@@ -392,7 +395,7 @@ class _Matching:
                 own = live.state_dict()
             self._pair(own, child, path)
         rebuild(child, lambda index: index)  # raises before anything changed where it describes no value
-        self._check_sharded(child)
+        self._make_sharded(child)
         self._wanted.update(arrays(child))
         if isinstance(node, StatefulNode):
             self._objects[id(node)] = live

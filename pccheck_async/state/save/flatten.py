@@ -126,7 +126,8 @@ class _Flattener:
         """The boxes of a tensor on several ranks that this one saves, each a leaf."""
         leaves, tally = self.leaves, self._tally
         assert tally is not None
-        if is_sharded(value):
+        plain = not is_sharded(value)
+        if not plain:
             local, boxes = local_boxes(value, path)
             mesh, holders = holders_of(value)
         else:
@@ -136,12 +137,12 @@ class _Flattener:
             boxes = ()
         first = len(leaves)
         for box in boxes:
-            if is_sharded(value):
+            if not plain:
                 leaves.wrappers[len(leaves)] = value
             leaves.paths.append(path)
             leaves.values.append(box.of(local))
         self.has_sharded = True
-        return cached.sharded_node(first, mesh, local.dtype, tuple(value.shape), boxes)
+        return cached.sharded_node(first, mesh, local.dtype, plain, tuple(value.shape), boxes)
 
     def container(self, value: Any, path: str, depth: int, last: Outline | None) -> Visited:
         kind = type(value)
