@@ -203,9 +203,10 @@ class GroupCore(EngineCore):
 
     def _parts(self, assembly: Assembly, key: Key, reading: Reading) -> Parts:
         """Return the parts of all ranks; ``reading`` reads the one that this rank restores."""
-        own = self.run.source(key)
-        others = {rank: Reading(assembly, lease) for rank, lease in self.run.leases(key).items() if rank != own}
-        return Parts({**others, own: reading}, own, by_address=assembly.backend.by_address)
+        own, (leases, elsewhere) = self.run.source(key), self.run.leases(key)
+        others = {rank: Reading(assembly, lease) for rank, lease in leases.items() if rank != own}
+        parts = {**others, own: reading}
+        return Parts(parts, own, by_address=assembly.backend.by_address, elsewhere=elsewhere)
 
 
 def _match(reading: Reading | None, parts: Parts | None, state: Mapping[str, Any], how: Mapping[str, bool]) -> Handoff:

@@ -45,10 +45,14 @@ class Parts:
         own: The one that is restored, or read where a rank's own values are asked for. Whoever made it holds it, and
             lets it go.
         by_address: Whether the memory of CUDA devices can be written to.
+        elsewhere: The ranks whose parts are on filesystems that this rank does not see.
     """
 
-    def __init__(self, parts: Mapping[int, ReadablePart], own: int, *, by_address: bool) -> None:
+    def __init__(
+        self, parts: Mapping[int, ReadablePart], own: int, *, by_address: bool, elsewhere: Sequence[int] = ()
+    ) -> None:
         self._parts = parts
+        self._elsewhere = elsewhere
         self._own = own
         self._by_address = by_address
         self._held = {own}
@@ -64,6 +68,8 @@ class Parts:
         self._plan = reshard(wanted, stored, self._own, by_address=self._by_address)
         if troubles := self._plan.troubles:
             text = f"the tensors wanted here cannot be made of those in the checkpoint: {', '.join(troubles)}"
+            if self._elsewhere:
+                text += f"; the parts of ranks {', '.join(map(str, self._elsewhere))} are on filesystems not seen here"
             raise StateMismatchError(text, mismatched=troubles)
 
     async def verify(self) -> None:

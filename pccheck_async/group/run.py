@@ -192,17 +192,17 @@ class GroupRun:
         assert self._client is not None
         return FetchedLease(self._client.another(), self._prefix(member.rank), self._folder / rank_name(member.rank))
 
-    def leases(self, key: Key) -> dict[int, Lease]:
-        """Return what reads each part of a complete checkpoint in this rank's domain, by the rank that saved it."""
-        member = self.member
-        places = self._places(key)
-        return {
-            rank: ReadLease(self._store, member.parts[key].entry, superseded=False)
-            if rank == member.rank and key in member.parts
-            else FolderLease(self._folder / rank_name(rank), key)
-            for rank, domain in enumerate(places)
-            if domain == member.homes[member.rank]
-        }
+    def leases(self, key: Key) -> tuple[dict[int, Lease], list[int]]:
+        """Return what reads each part of a complete checkpoint in this rank's domain, and whose parts are not in it."""
+        member, leases, elsewhere = self.member, dict[int, Lease](), []
+        for rank, domain in enumerate(self._places(key)):
+            if domain != member.homes[member.rank]:
+                elsewhere.append(rank)
+            elif rank == member.rank and key in member.parts:
+                leases[rank] = ReadLease(self._store, member.parts[key].entry, superseded=False)
+            else:
+                leases[rank] = FolderLease(self._folder / rank_name(rank), key)
+        return leases, elsewhere
 
     def has_world_of(self, key: Key) -> bool:
         """Whether a checkpoint is of as many ranks as there are now."""

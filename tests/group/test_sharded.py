@@ -244,6 +244,7 @@ LAYOUTS: dict[str, tuple[Callable[[DeviceMesh], nn.Module], tuple[int, ...]]] = 
     "4": (fsdp, (4,)),
     "8": (fsdp, (8,)),
     "2 x 2": (fsdp_over_tp, (2, 2)),
+    "hsdp": (fsdp, (2, 2)),
     "plain": (unsharded, (1,)),
 }
 
@@ -279,8 +280,9 @@ def restored_as(folder: Path, saved_on: str, layout: str, fresh: bool, group: Gr
     [
         ("2", "3", True),
         ("3", "2", False),
-        ("1", "4", True),
-        ("2 x 2", "3", False),
+        ("1", "hsdp", True),
+        ("hsdp", "3", True),
+        ("2 x 2", "4", False),
         ("2", "2 x 2", True),
         ("plain", "2", True),
         ("plain", "1", False),
@@ -344,6 +346,31 @@ def test_replicas_are_saved_once_on_each_filesystem(tmp_path: Path) -> None:
 
 def _entries(listing: GroupListing) -> list[Entry]:
     return [part.entry for part in listing.parts(listing.complete[0].key).values()]
+
+
+def of_nodes(folder: Path, group: Group) -> str:
+    """Two hosts with disks of their own: what lies on both is on neither in full."""
+    node = folder / f"node{group.rank}" / "run"
+    node.parent.mkdir(exist_ok=True)
+    mesh = mesh_of(folder, group)
+    full = torch.arange(12.0).reshape(4, 3)
+    state = {"w": distribute_tensor(full, mesh, [Shard(0)]), "copied": distribute_tensor(full, mesh, [Replicate()])}
+    with SyncCheckpointEngine(node, group=group) as engine:
+        engine.checkpoint(state, step=1).result()
+        for value in state.values():
+            value.to_local().zero_()
+        engine.restore(state)
+        assert all(torch.equal(value.full_tensor(), full) for value in state.values())
+        with pytest.raises(StateMismatchError) as caught:
+            engine.restore({**state, "w": distribute_tensor(full, mesh, [Shard(1)])})
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_hosts_with_disks_of_their_own_keep_what_they_read(tmp_path: Path) -> None:
+    first, second = run_ranks(2, partial(of_nodes, tmp_path))
+    assert "w (the checkpoint has not all of it); the parts of ranks 1 are on filesystems not seen here" in first
+    assert "of ranks 0 are" in second
 
 
 def stages(folder: Path, group: Group) -> list[float]:
