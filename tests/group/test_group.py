@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import shutil
+import signal
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -31,6 +34,7 @@ from pccheck_async import (
 )
 from pccheck_async.format.record import slot_name
 from pccheck_async.group.folder import rank_name, seen_stores
+from tests.support.processes import forked
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded", "ignore:checkpoint of step")
@@ -260,6 +264,23 @@ def test_stores_of_one_process_and_of_groups_are_told_apart(tmp_path: Path) -> N
         SyncCheckpointEngine(several / "rank-00000").open()
     with pytest.raises(StoreError, match="group"):
         SyncCheckpointEngine(several).open()
+
+
+def test_a_child_collects_an_engine_that_its_parent_closed(tmp_path: Path) -> None:
+    """As a DataLoader's worker does, beside threads of its own."""
+
+    def child() -> None:
+        signal.alarm(10)
+        for _ in range(8):
+            threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        gc.collect()
+
+    def rank_main(group: Group) -> int:
+        gc.disable()
+        save(tmp_path, group, range(1))
+        return forked(child)
+
+    assert run_ranks(1, rank_main) == [0]
 
 
 def test_what_makes_no_sense_in_a_group(tmp_path: Path) -> None:
