@@ -17,6 +17,7 @@ lost connection to rank 0 is told.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import queue
 import socket
@@ -32,6 +33,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from pccheck_async.errors import GroupError
 from pccheck_async.group.coordinator import Coordinator
 from pccheck_async.group.messages import AnyDecision, AnyMessage, Refused, decode_decision, decode_message, encode
+from pccheck_async.transfer import abandoned_in_child
 
 __all__ = ["Address", "Client", "Server"]
 
@@ -56,6 +58,7 @@ class Server:
 
     def __init__(self, coordinator: Coordinator, world: int, seconds: float) -> None:
         self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=_FOREVER)
+        abandoned_in_child.add(self)
         self._inbox = self._connect()
         self._log = self._connect()
         self._coordinator = coordinator
@@ -69,6 +72,13 @@ class Server:
         self._timer = threading.Timer(seconds, self._refuse_late, (seconds,))
         self._timer.daemon = True
         self._timer.start()
+
+    def abandon(self) -> None:
+        """Keep the store for ever, in a forked child: its destructor joins a thread that does not exist there.
+
+        What the child finds in that thread's place may be a thread of its own: it would abort, or never end.
+        """
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._store))
 
     def _refuse_late(self, seconds: float) -> None:
         """Refuse the opening where ranks are missing; a rank that never comes must not hang the others."""

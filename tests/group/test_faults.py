@@ -19,7 +19,7 @@ from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.testing import WrappingWriter
 from pccheck_async.testing.doubles import Access
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, wait_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded", "ignore:checkpoint of step")
 
@@ -158,13 +158,6 @@ def killed_later(folder: Path, victim: int, group: Group) -> str:
     except GroupError:
         return "GroupError"
     return "durable"
-
-
-def wait_for(*paths: Path) -> None:
-    deadline = time.monotonic() + 20
-    while not all(path.exists() for path in paths):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(("victim", "outcome"), [(0, "GroupError"), (1, "waits")])

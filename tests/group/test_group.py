@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import shutil
+import signal
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +32,8 @@ from pccheck_async import (
 )
 from pccheck_async.format.record import slot_name
 from pccheck_async.group.folder import rank_name, seen_stores
-from tests.support.ranks import run_ranks
+from tests.support.processes import forked
+from tests.support.ranks import run_ranks, wait_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded", "ignore:checkpoint of step")
 
@@ -232,17 +236,25 @@ def test_a_rank_that_does_not_come_is_named_in_time(tmp_path: Path) -> None:
 
 
 def test_a_second_job_on_the_same_folder_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    def rank_main(group: Group) -> list[tuple[str, str]]:
-        with SyncCheckpointEngine(tmp_path, group=group) as engine:
-            engine.checkpoint(state_of(group.rank, 0), step=0).result()
-            told: list[tuple[str, str]] = run_ranks(
-                2, lambda other: failure(lambda: save(tmp_path, other, range(1), lock_timeout=0.2))
-            )
-            engine.checkpoint(state_of(group.rank, 1), step=1).result()
-            return told
+    saved, refused = tmp_path / "saved", tmp_path / "refused"
+    told: list[tuple[str, str]] = []
 
-    for told in run_ranks(1, rank_main):
-        assert {kind for kind, _ in told} == {StoreLockedError.__name__, GroupError.__name__}
+    def first(group: Group) -> None:
+        with SyncCheckpointEngine(tmp_path / "run", group=group) as engine:
+            engine.checkpoint(state_of(group.rank, 0), step=0).result()
+            saved.touch()
+            wait_for(refused)
+            engine.checkpoint(state_of(group.rank, 1), step=1).result()
+
+    def second(_: list[int]) -> None:
+        wait_for(saved)
+        told.extend(
+            run_ranks(2, lambda group: failure(lambda: save(tmp_path / "run", group, range(1), lock_timeout=0.2)))
+        )
+        refused.touch()
+
+    run_ranks(1, first, meanwhile=second)
+    assert {kind for kind, _ in told} == {StoreLockedError.__name__, GroupError.__name__}
 
 
 def test_stores_of_one_process_and_of_groups_are_told_apart(tmp_path: Path) -> None:
@@ -258,6 +270,23 @@ def test_stores_of_one_process_and_of_groups_are_told_apart(tmp_path: Path) -> N
         SyncCheckpointEngine(several / "rank-00000").open()
     with pytest.raises(StoreError, match="group"):
         SyncCheckpointEngine(several).open()
+
+
+def test_a_child_collects_an_engine_that_its_parent_closed(tmp_path: Path) -> None:
+    """As a DataLoader's worker does, beside threads of its own."""
+
+    def child() -> None:
+        signal.alarm(10)
+        for _ in range(8):
+            threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        gc.collect()
+
+    def rank_main(group: Group) -> int:
+        gc.disable()
+        save(tmp_path, group, range(1))
+        return forked(child)
+
+    assert run_ranks(1, rank_main) == [0]
 
 
 def test_what_makes_no_sense_in_a_group(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from pccheck_async import CheckpointError, CheckpointInfo, load_sync
-from pccheck_async.format import Entry, Record
+from pccheck_async.format import Entry, Identity, Record
 from pccheck_async.format.record import (
     COMMIT_NAME,
     COMMIT_NBYTES,
@@ -17,7 +17,7 @@ from pccheck_async.format.record import (
 )
 from pccheck_async.testing import Image, ImageWriter
 
-__all__ = ["Listed", "listed"]
+__all__ = ["Listed", "listed", "loaded", "newest_in"]
 
 Listed = tuple[CheckpointInfo, int | str]
 """A checkpoint that a record names, and the step of what it loads, or what is wrong with that."""
@@ -28,14 +28,24 @@ def listed(image: Image) -> list[Listed] | None:
 
     Every one of them is read, not only the newest; an entry and a slot that were read before are not read again.
     """
-    identity = image.files.get(IDENTITY_NAME)
-    if identity is None:
+    found = newest_in(image)
+    return None if found is None else [(entry.info, loaded(image, entry)) for entry in found[1].entries]
+
+
+def newest_in(image: Image) -> tuple[Identity, Record] | None:
+    """Return the identity and the newest record of an image; None where it holds no store. Raises CheckpointError."""
+    if IDENTITY_NAME not in image.files:
         return None
-    record = newest_record(image.files[COMMIT_NAME], decode_identity(identity).id_bytes)
+    identity = decode_identity(image.files[IDENTITY_NAME])
+    record = newest_record(image.files[COMMIT_NAME], identity.id_bytes)
     if record is None:
         raise CheckpointError("no valid record")
-    return [(entry.info, _loaded(identity, entry.info.counter, _Alone(entry), image.files.get(slot_name(entry.slot))))
-            for entry in record.entries]  # fmt: skip
+    return identity, record
+
+
+def loaded(image: Image, entry: Entry) -> int | str:
+    """Return the number of the state that an entry of an image leads to, or what is wrong with that."""
+    return _loaded(image.files[IDENTITY_NAME], _Alone(entry), image.files.get(slot_name(entry.slot)))
 
 
 class _Alone:
@@ -52,7 +62,7 @@ class _Alone:
 
 
 @lru_cache(maxsize=512)
-def _loaded(identity: bytes, counter: int, alone: _Alone, slot: bytes | None) -> int | str:
+def _loaded(identity: bytes, alone: _Alone, slot: bytes | None) -> int | str:
     from tests.support.crash_harness import is_state_of, metadata_of
 
     entry = alone.entry
@@ -67,4 +77,5 @@ def _loaded(identity: bytes, counter: int, alone: _Alone, slot: bytes | None) ->
         return repr(error)
     if entry.metadata != metadata_of(entry.step):
         return f"the metadata of step {entry.step} are not its own"
-    return entry.step if is_state_of(state, entry.step) else f"the state of step {entry.step} is another one"
+    number: int = state["step"]
+    return number if is_state_of(state, number) else f"the state of step {entry.step} is another one"

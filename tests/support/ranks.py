@@ -9,6 +9,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -95,6 +96,14 @@ def meet(place: tuple[int, str]) -> Store:
     """Return a client of that store."""
     port, prefix = place
     return PrefixStore(prefix, TCPStore("localhost", port, is_master=False, wait_for_workers=False))
+
+
+def wait_for(*paths: Path) -> None:
+    """Wait until all these files exist."""
+    deadline = time.monotonic() + PATIENCE
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, f"{paths} never came"
+        time.sleep(0.01)
 
 
 def _be(rank: int, world: int, place: tuple[int, str], function: Callable[[Group], Any], pipe: int) -> None:
