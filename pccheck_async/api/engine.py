@@ -90,7 +90,11 @@ class CheckpointEngine(EngineBase):
         group: The ranks that save together: a ``torch.distributed.ProcessGroup`` or a :class:`pccheck_async.Group`.
             Every rank opens an engine on the same ``path``, which is then a group's folder, and calls all methods
             alike. A checkpoint is complete on all ranks, or it is not there. Errors of one rank are
-            :class:`GroupError` on the others. None: one process.
+            :class:`GroupError` on the others. None: one process. DTensors are saved as they lie on the ranks, what
+            several have alike only once on each filesystem, and restored into any other layout and number of ranks.
+        replicated: Globs over the paths of plain tensors that are alike on all ranks of the group, such as
+            ``["model.*"]``: saved once on each filesystem, too. Parameters of ``DistributedDataParallel`` and the state
+            of their optimizers are known to be. All other plain values are each rank's own.
 
     Raises:
         ValueError: a setting is out of range.

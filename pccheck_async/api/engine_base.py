@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import fields
 from datetime import timedelta
 from difflib import get_close_matches
@@ -63,6 +63,7 @@ class EngineBase:
         lock_timeout: float = 5.0,
         exit_timeout: float = 60.0,
         group: ProcessGroup | Group | None = None,
+        replicated: Sequence[str] = (),
         **unknown: Never,
     ) -> None:
         if unknown:
@@ -83,6 +84,7 @@ class EngineBase:
             on_error=on_error,
             lock_timeout=lock_timeout,
             exit_timeout=exit_timeout,
+            replicated=replicated,
         )
         policy = make_policy(interval, max_in_flight)
         check_flag("save_last", save_last)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import aclosing
 from typing import Any
 
 import torch
 
-from pccheck_async.api.reading import open_folder, open_reader, staging_pool
+from pccheck_async.api.reading import FullTensors, open_folder, open_reader, staging_pool
 from pccheck_async.engine import Auto, EngineLoop
 from pccheck_async.format import CheckpointInfo, Entry, check_step
 from pccheck_async.format.manifest import Manifest
-from pccheck_async.group import is_group_folder, list_group
+from pccheck_async.group import OpenPart, PartReader, is_group_folder, list_group
 from pccheck_async.medium import File
 from pccheck_async.medium.open_medium import IO, check_io
 from pccheck_async.state import allocate
@@ -128,11 +129,16 @@ async def _load(
     async with reader.opened as opened:
         pool, backend = staging_pool(reader, host_memory), CopyBackend(opened.operations)
 
-        async def read(_: Entry, file: File, manifest: Manifest) -> dict[str, Any]:
+        async def read(entry: Entry, file: File, manifest: Manifest) -> dict[str, Any]:
             loading = allocate(manifest, keys, torch.device(device))
             advance = reading_progress(progress, sum(chunk.nbytes for chunk in manifest.chunks))
             buffers = pool_for(manifest, pool)
             await read_payload(opened.medium, backend, buffers, file, manifest, loading.targets, advance=advance)
+            if loading.resharded:
+                assert isinstance(reader, PartReader)
+                own = OpenPart(opened.medium, file, manifest, backend, pool)
+                async with aclosing(FullTensors(reader, entry, own, backend, pool)) as tensors:
+                    await tensors.fill(loading.resharded)
             state: dict[str, Any] = loading.finish()
             return state
 

@@ -33,10 +33,12 @@ from pccheck_async.state import (
     LayoutCache,
     LazyPart,
     Outline,
+    Owners,
     PackedSource,
     Sources,
     Splitter,
     cached_layout,
+    flatten,
     flatten_unchecked,
     no_dispatch,
     no_functions,
@@ -142,9 +144,14 @@ class InlineCaptures:
 
 
 class Captures:
-    """Starts captures, quickly where a state has the structure of the last one. May be used from several threads."""
+    """Starts captures, quickly where a state has the structure of the last one. May be used from several threads.
+
+    Attributes:
+        owners: Who of a group saves which boxes of tensors that lie on several ranks; None: those are refused.
+    """
 
     def __init__(self) -> None:
+        self.owners: Owners | None = None
         self._last: tuple[Outline | None, LayoutCache | None] = (None, None)
         self._splitter = Splitter()
 
@@ -171,7 +178,8 @@ class Captures:
         """
         refuse_tracing("checkpoint")
         outline, layout_cache = self._last
-        flat = flatten_unchecked(state, outline)
+        tally = None if self.owners is None else self.owners.begin(state)
+        flat = flatten_unchecked(state, outline, tally=tally)
         with no_functions(), no_dispatch():
             layout, layout_cache = cached_layout(flat.leaves, layout_cache)
             self._last = flat.outline, layout_cache
@@ -185,7 +193,12 @@ class Captures:
                 layout, lazy = self._splitter.split(flat, layout, optimizers, check_bytes=check_bytes, fenced=fenced)
             elif inline is not None and (captured := inline.capture(layout)) is not None:
                 sources.release()
-            return Capture(flat.skeleton, layout, backend, backend.mark_queued_work(sources.devices), lazy, captured)
+            admission = backend.mark_queued_work(sources.devices)
+            return Capture(flat.skeleton, layout, backend, admission, lazy, captured, sharded=flat.has_sharded)
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise UnsupportedStateError where a state cannot be saved."""
+        flatten(state, None if self.owners is None else self.owners.begin(state))
 
     def note_access(self, owner: Any) -> None:
         """Note that code reaches for the memory of a tensor or storage, past torch's counters."""
@@ -200,6 +213,7 @@ class Capture:
 
     Attributes:
         skeleton: The tree with every plain value in it.
+        sharded: There are boxes of tensors in it that lie on several ranks.
         layout: Where the tensors' bytes lie; holds their storages alive.
         lazy: What of it is captured while training goes on; None where the caller waits for all of it.
         inline: All of it, where it was captured inline: nothing of the live state is read any more.
@@ -221,8 +235,11 @@ class Capture:
         admission: Any,
         lazy: LazyPart | None = None,
         inline: InlineCapture | None = None,
+        *,
+        sharded: bool = False,
     ) -> None:
         self.skeleton = skeleton
+        self.sharded = sharded
         self.layout = layout
         self.lazy = lazy
         self.inline = inline

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Literal
@@ -42,6 +43,7 @@ class EngineConfig:
     max_stall: float | None = None
     check_captures: bool = False
     on_busy: Literal["wait", "skip"] = "wait"
+    replicated: Sequence[str] = ()
     on_error: Literal["raise", "warn"] = "raise"
     lock_timeout: float = 5.0
     exit_timeout: float = 60.0
@@ -65,6 +67,8 @@ class EngineConfig:
         _check_seconds("lock_timeout", self.lock_timeout)
         _check_seconds("exit_timeout", self.exit_timeout)
         check_flag("check_captures", self.check_captures)
+        if isinstance(self.replicated, str) or not all(isinstance(glob, str) for glob in self.replicated):
+            raise ValueError(f"replicated is a list of globs over paths, not {self.replicated!r}")
 
     @property
     def retention(self) -> Retention:

@@ -13,7 +13,7 @@ from pccheck_async.errors import DamagedError, StateMismatchError
 from pccheck_async.format import Entry, Restored
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.medium import File, Medium
-from pccheck_async.state import Restoration, Targets, match
+from pccheck_async.state import BoxTargets, Restoration, Targets, match
 from pccheck_async.store import (
     Fallback,
     ReadLease,
@@ -121,10 +121,22 @@ class Reading:
         """Read every chunk, and fill nothing. Raises UnreadableError."""
         await self._read(Targets(), every=True)
 
-    def match(self, state: Mapping[str, Any], *, strict: bool) -> None:
-        """Compare it with the live state, changing nothing. Raises StateMismatchError."""
-        backend = self._parts.backend
-        self.restoration = match(state, self._manifest, lambda: backend.by_address, strict=strict)
+    async def read(self, targets: BoxTargets, *, fill: bool) -> None:
+        """Fill other targets than the state's, or only verify the chunks that hold them. Raises UnreadableError."""
+        await self._read(targets, self._parts.backend.mark_queued_work(targets.devices), fill=fill)
+
+    @property
+    def manifest(self) -> Manifest:
+        """What it consists of; from :meth:`hold` on."""
+        return self._manifest
+
+    def match(self, state: Mapping[str, Any], *, strict: bool, generators: bool = True) -> None:
+        """Compare it with the live state, changing nothing. Raises StateMismatchError.
+
+        Without ``generators`` those of random numbers stay as they are.
+        """
+        backend, how = self._parts.backend, {"strict": strict, "generators": generators}
+        self.restoration = match(state, self._manifest, lambda: backend.by_address, **how)
 
     def begin(self) -> None:
         """Mark what devices have queued by now: they are filled after that."""
@@ -136,12 +148,12 @@ class Reading:
         with self._parts.clock.timed("restore", self._manifest.payload_nbytes):
             await self._read(self.restoration.targets, self._admission, advance)
 
-    async def _read(self, *arguments: Any, every: bool = False) -> None:
+    async def _read(self, *arguments: Any, **how: Any) -> None:
         parts = self._parts
         pool = pool_for(self._manifest, parts.pool)
         with reading():
             medium = self._lease.medium
-            await read_payload(medium, parts.backend, pool, self._file, self._manifest, *arguments, every=every)
+            await read_payload(medium, parts.backend, pool, self._file, self._manifest, *arguments, **how)
 
     def release(self) -> None:
         """Let its slot go. Idempotent."""

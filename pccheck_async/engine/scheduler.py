@@ -22,7 +22,7 @@ from pccheck_async.engine.overlap import Overlapped
 from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.errors import CheckpointError, write_error
 from pccheck_async.format import CheckpointInfo, Entry, align, crc32
-from pccheck_async.format.manifest import VERSION, ChunkEntry, Manifest, ManifestEncoder
+from pccheck_async.format.manifest import SHARDED_VERSION, VERSION, ChunkEntry, Manifest, ManifestEncoder
 from pccheck_async.medium import Medium, Piece
 from pccheck_async.store import SlotLease, Store
 from pccheck_async.telemetry import Reporter, Sink, StageClock, Traced, about, enter_chunk, traced
@@ -386,7 +386,7 @@ class Scheduler:
         capture = job.capture
         return self._manifests.encode(
             Manifest(
-                version=VERSION,
+                version=SHARDED_VERSION if capture.sharded else VERSION,
                 counter=job.pending.counter,
                 step=job.pending.step,
                 time=capture.time,

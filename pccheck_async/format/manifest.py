@@ -17,9 +17,19 @@ from msgspec import structs
 
 from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
 from pccheck_async.format import dtypes
-from pccheck_async.format.skeleton import MAX_DEPTH, ArrayNode, DictNode, Node, SurrogateStrNode, children
+from pccheck_async.format.skeleton import (
+    MAX_DEPTH,
+    ArrayNode,
+    DictNode,
+    Node,
+    ShardedNode,
+    SurrogateStrNode,
+    children,
+)
 
 VERSION: Final = 1
+SHARDED_VERSION: Final = 2
+"""Of a manifest with boxes of tensors that lie on several ranks."""
 ALIGNMENT: Final = 64
 """Bytes. Every storage starts at a multiple of it in the payload."""
 MIN_BLOCK: Final = 512
@@ -141,13 +151,14 @@ def decode(data: bytes | bytearray | memoryview) -> Manifest:
         manifest = _DECODER.decode(data)
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
         raise CorruptStoreError(f"the manifest cannot be read: {error}") from error
-    if manifest.version != VERSION:
-        raise CorruptStoreError(f"the manifest has format {manifest.version}; this package reads format {VERSION}")
+    if manifest.version not in (VERSION, SHARDED_VERSION):
+        known = f"this package reads formats {VERSION} and {SHARDED_VERSION}"
+        raise CorruptStoreError(f"the manifest has format {manifest.version}; {known}")
     _check_payload(manifest)
     for index, entry in enumerate(manifest.tensors):
         if trouble := _tensor_trouble(entry, manifest.storages):
             raise CorruptStoreError(f"array {index} of the manifest is impossible ({trouble}): {str(entry)[:200]}")
-    _check_skeleton(manifest.skeleton, len(manifest.tensors))
+    _check_skeleton(manifest.skeleton, manifest.tensors)
     return manifest
 
 
@@ -209,10 +220,12 @@ def _tensor_trouble(entry: TensorEntry, storages: Sequence[StorageEntry]) -> str
     return ""
 
 
-def _check_skeleton(skeleton: Node, arrays: int) -> None:
+def _check_skeleton(skeleton: Node, tensors: Sequence[TensorEntry]) -> None:
     if not isinstance(skeleton, DictNode) or not all(isinstance(key, (str, SurrogateStrNode)) for key in skeleton.keys):
         raise CorruptStoreError("the outermost node of a state is a mapping from strings")
+    arrays = len(tensors)
     seen = bytearray(arrays)
+    sharded: list[ShardedNode] = []
     level: list[Any] = [skeleton]
     for _ in range(MAX_DEPTH + 2):
         below: list[Any] = []
@@ -223,6 +236,8 @@ def _check_skeleton(skeleton: Node, arrays: int) -> None:
                 seen[node.index] = 1
             elif isinstance(node, msgspec.Struct):
                 below.extend(children(node))  # type: ignore[arg-type]
+                if isinstance(node, ShardedNode):
+                    sharded.append(node)
         if not below:
             break
         level = below
@@ -230,3 +245,22 @@ def _check_skeleton(skeleton: Node, arrays: int) -> None:
         raise CorruptStoreError("the state is nested too deeply")
     if not all(seen):
         raise CorruptStoreError(f"the state does not name array {seen.index(0)}")
+    for node in sharded:
+        if trouble := _box_trouble(node, [tensors[box.index] for box in node.boxes]):
+            raise CorruptStoreError(f"a tensor of shape {node.shape} on several ranks is impossible ({trouble})")
+
+
+def _box_trouble(node: ShardedNode, boxes: Sequence[TensorEntry]) -> str:
+    dtypes.torch_dtype(node.dtype)  # refuses unknown ones
+    if len(node.offsets) != len(boxes):
+        return f"{len(boxes)} boxes, {len(node.offsets)} offsets"
+    if any(box.dtype != node.dtype or box.kind == "ndarray" for box in boxes):
+        return "dtypes"
+    if len(node.shape) > _MAX_DIMENSIONS or any(not 0 <= size < _MAX_BYTES for size in node.shape):
+        return "absurd sizes"
+    for offsets, box in zip(node.offsets, boxes, strict=True):
+        if not len(offsets) == len(box.shape) == len(node.shape):
+            return "dimensions"
+        if any(low < 0 or low + size > end for low, size, end in zip(offsets, box.shape, node.shape, strict=True)):
+            return "a box reaches outside"
+    return ""

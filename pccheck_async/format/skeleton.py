@@ -31,6 +31,23 @@ class ArrayNode(_Struct, frozen=True, gc=False, tag="array"):
     index: int
 
 
+class ShardedNode(_Struct, frozen=True, tag="sharded"):
+    """A tensor that lies on several ranks: its dtype and global shape, and the boxes of it that this part has.
+
+    A box is an array, whose shape are the sizes of the box; ``offsets`` has its first index in each dimension. A part
+    may have none: of ranks that share a filesystem and have the same box, one saves it.
+    """
+
+    mesh: int
+    """A hash of the ranks that the tensor lies on: of others it is another tensor, although it has the same path."""
+    dtype: str
+    plain: bool
+    """It was no DTensor, but a plain tensor that all ranks have alike."""
+    shape: tuple[int, ...]
+    offsets: tuple[tuple[int, ...], ...]
+    boxes: tuple[ArrayNode, ...]
+
+
 class StatefulNode(_Struct, frozen=True, tag="stateful"):
     """An object with ``state_dict``; ``child`` is what that returned."""
 
@@ -145,7 +162,8 @@ _Container: TypeAlias = MappingNode | ListNode | TupleNode | SetNode | FrozenSet
 _Value: TypeAlias = BigIntNode | ComplexNode | SurrogateStrNode | BytesNode | BytearrayNode
 _Torch: TypeAlias = SizeNode | TorchDtypeNode | TorchDeviceNode
 _Numpy: TypeAlias = NumpyScalarNode | NumpyDtypeNode
-Node: TypeAlias = bool | int | float | str | ArrayNode | StatefulNode | _Container | _Value | _Torch | _Numpy | None
+_Array: TypeAlias = ArrayNode | ShardedNode
+Node: TypeAlias = bool | int | float | str | _Array | StatefulNode | _Container | _Value | _Torch | _Numpy | None
 
 
 def arrays(node: Node) -> Iterator[int]:
@@ -174,6 +192,8 @@ def children(node: Node) -> Iterator[Node]:
             yield from node.metadata
     elif isinstance(node, StatefulNode):
         yield node.child
+    elif isinstance(node, ShardedNode):
+        yield from node.boxes
 
 
 _SPREAD: Final = frozenset((NoneType, bool, int, float, str, BytesNode, SurrogateStrNode))

@@ -24,9 +24,11 @@ from pccheck_async.group.control import Client, Server
 from pccheck_async.group.folder import rank_name, seen_store
 from pccheck_async.group.group import Group
 from pccheck_async.group.messages import Failed
+from pccheck_async.group.resharding import Parts
 from pccheck_async.group.run import GroupRun, group_retention, serve
 from pccheck_async.group.store import GroupStore
 from pccheck_async.medium.open_medium import IO
+from pccheck_async.state import Owners
 from pccheck_async.store import Store, UnreadableError
 from pccheck_async.telemetry import ReadProgress, events
 
@@ -97,6 +99,8 @@ class GroupCore(EngineCore):
             self._met = True
             await run.join(self._address)
             self.in_flight.counter = run.member.counter
+            group = self.group
+            self.captures.owners = Owners(group.rank, run.member.homes, group.world_ranks(), self.config.replicated)
 
         yield join()
 
@@ -148,6 +152,7 @@ class GroupCore(EngineCore):
         """
         start, run = time.perf_counter(), self.run
         reading: Reading | None = None
+        parts: Parts | None = None
         mismatch: Exception | None = None
         agreed = False
         yield run.ask_restore(step)
@@ -156,19 +161,24 @@ class GroupCore(EngineCore):
                 action = yield run.restoring.get()
                 match action:
                     case MatchManifest(key):
-                        if reading is not None:
-                            reading.release()
+                        _release(reading, parts)
                         reading = self._reading(assembly, key, progress)
-                        outcome, why, mismatch = yield from _match(reading, state, strict=strict)
+                        parts = None if reading is None else self._parts(assembly, key, reading)
+                        how = {"strict": strict, "generators": run.has_world_of(key)}
+                        outcome, why, mismatch = yield from _match(reading, parts, state, how)
                         yield run.tell_matched(outcome, why)
                     case VerifyChunks():
                         assert reading is not None
-                        yield run.tell_verified((yield from _verify(reading)))
+                        assert parts is not None
+                        yield run.tell_verified((yield from _verify(reading, parts)))
                     case ChangeState(key):
                         agreed = True
                         assert reading is not None
+                        assert parts is not None
                         reading.begin()
                         yield reading.fill()
+                        yield parts.fill()
+                        parts.finish()
                         restored = reading.finish()
                         seconds = time.perf_counter() - start
                         told = {"step": restored.step, "counter": key.counter, "nbytes": restored.nbytes}
@@ -184,22 +194,30 @@ class GroupCore(EngineCore):
                 yield run.tell_matched("mismatch", f"the restore ended: {error!r}")
             raise
         finally:
-            if reading is not None:
-                reading.release()
+            _release(reading, parts)
 
     def _reading(self, assembly: Assembly, key: Key, progress: ReadProgress | None) -> Reading | None:
         """Return what reads the part that this rank restores, None where it is gone."""
         lease = self.run.lease(key)
         return None if lease is None else Reading(assembly, lease, progress)
 
+    def _parts(self, assembly: Assembly, key: Key, reading: Reading) -> Parts:
+        """Return the parts of all ranks; ``reading`` reads the one that this rank restores."""
+        own, (leases, elsewhere) = self.run.source(key), self.run.leases(key)
+        others = {rank: Reading(assembly, lease) for rank, lease in leases.items() if rank != own}
+        parts = {**others, own: reading}
+        return Parts(parts, own, by_address=assembly.backend.by_address, elsewhere=elsewhere)
 
-def _match(reading: Reading | None, state: Mapping[str, Any], *, strict: bool) -> Handoff:
+
+def _match(reading: Reading | None, parts: Parts | None, state: Mapping[str, Any], how: Mapping[str, bool]) -> Handoff:
     """Return how this rank's part compares with its state, why, and the error that says so."""
-    if reading is None:
+    if reading is None or parts is None:
         return "damaged", "its part is not in its store", None
     try:
         yield reading.hold()
-        reading.match(state, strict=strict)
+        reading.match(state, **how)
+        if reading.restoration.resharded:
+            yield parts.match(reading.restoration.resharded)
     except UnreadableError as error:
         return "damaged", str(error), None
     except (CheckpointError, TypeError, ValueError) as error:
@@ -207,12 +225,20 @@ def _match(reading: Reading | None, state: Mapping[str, Any], *, strict: bool) -
     return "ok", "", None
 
 
-def _verify(reading: Reading) -> Handoff:
+def _verify(reading: Reading, parts: Parts) -> Handoff:
     try:
         yield reading.verify()
+        yield parts.verify()
     except UnreadableError as error:
         return str(error)
     return None
+
+
+def _release(reading: Reading | None, parts: Parts | None) -> None:
+    if parts is not None:
+        parts.release()
+    if reading is not None:
+        reading.release()
 
 
 def _error(reason: str, why: str) -> Exception:

@@ -62,9 +62,13 @@ class FolderLease:
 
     def release(self) -> None:
         """Close the folder."""
+        self._closing = asyncio.ensure_future(self.close())
+
+    async def close(self) -> None:
+        """Close the folder, and return when it is closed."""
         opened, self._opened = self._opened, None
         if opened is not None:
-            self._closing = asyncio.ensure_future(opened.close())
+            await opened.close()
 
 
 async def send_part(store: Any, prefix: str, path: Path, key: Key) -> None:

@@ -67,6 +67,12 @@ class Group:
         made._process_group = group
         return made
 
+    def world_ranks(self) -> list[int]:
+        """Return what the ranks of this group are called in the world of torch.distributed, in their order."""
+        if self._process_group is None:
+            return [*range(self.world_size)]
+        return dist.get_process_group_ranks(self._process_group)
+
     def share(self, address: Address | None) -> Address:
         """Return the address that rank 0 gives. Blocks the calling thread; all ranks call this alike.
 

@@ -14,12 +14,16 @@ from pathlib import Path
 from msgspec import structs
 
 from pccheck_async.errors import IncompleteCheckpointError, NoCheckpointError, ReadError, StoreError
-from pccheck_async.format import CheckpointInfo, Key, Record
+from pccheck_async.format import CheckpointInfo, Entry, Key, Record
 from pccheck_async.format.record import GROUP_NAME
+from pccheck_async.group.elsewhere import FolderLease
 from pccheck_async.group.folder import rank_name, seen_stores
 from pccheck_async.group.parts import Part, SeenStore
+from pccheck_async.group.resharding import LeasedPart
 from pccheck_async.group.view import Complete, Incomplete, view_of
 from pccheck_async.store import LOCK_SECONDS, StoreReader
+from pccheck_async.transfer import BufferPool
+from pccheck_async.transfer.copying import CopyBackend
 
 __all__ = ["GroupListing", "PartReader", "is_group_folder", "list_group"]
 
@@ -141,6 +145,13 @@ class PartReader(StoreReader):
         parts = self.listing.stores[self.rank].parts if self.rank in self.listing.stores else ()
         entries = [structs.replace(part.entry, pinned=pinned[part.key]) for part in parts if part.key in pinned]
         return Record(0, tuple(entries))
+
+    def others(self, entry: Entry, backend: CopyBackend, pool: BufferPool) -> dict[int, LeasedPart]:
+        """Return what reads the other ranks' parts of a checkpoint of which this rank has one. Close each."""
+        key = next(one.key for one in self.listing.complete if one.entry.counter == entry.counter)
+        ranks = self.listing.parts(key).keys() - {self.rank}
+        leases = {rank: FolderLease(self.listing.folder / rank_name(rank), key) for rank in ranks}
+        return {rank: LeasedPart(lease, backend, pool) for rank, lease in leases.items()}
 
     def nothing(self, path: str | os.PathLike[str], step: int | None) -> NoCheckpointError:
         """Return what to raise where no checkpoint is complete, or none of ``step``."""

@@ -175,18 +175,47 @@ class GroupRun:
     def lease(self, key: Key) -> Lease | None:
         """Return what reads the part of a complete checkpoint that this rank restores; None where it is gone."""
         member = self.member
+        if not self.has_world_of(key) and member.rank == 0:
+            old = len(self._places(key))
+            text = (
+                "this checkpoint is of %d ranks, here are %d: what was each rank's own, rank r restores of rank r "
+                "modulo %d; RNGState stays as it is"
+            )
+            write(logging.WARNING, "other_world", text, old, member.world, old, store=os.fspath(self._folder))
         if (part := member.parts.get(key)) is not None:
             return ReadLease(self._store, part.entry, superseded=False)
         if (found := self._complete(key)) is None:
             return None
         source, domain = _source(found, member.rank)
-        if source != member.rank:
-            text = "this checkpoint is of %d ranks: rank %d restores what rank %d saved, random number generators, too"
-            write(logging.WARNING, "other_world", text, found.world, member.rank, source)
         if domain == member.homes[member.rank]:
             return FolderLease(self._folder / rank_name(source), key)
         assert self._client is not None
         return FetchedLease(self._client.another(), self._prefix(member.rank), self._folder / rank_name(member.rank))
+
+    def leases(self, key: Key) -> tuple[dict[int, Lease], list[int]]:
+        """Return what reads each part of a complete checkpoint in this rank's domain, and whose parts are not in it."""
+        member, leases, elsewhere = self.member, dict[int, Lease](), []
+        for rank, domain in enumerate(self._places(key)):
+            if domain != member.homes[member.rank]:
+                elsewhere.append(rank)
+            elif rank == member.rank and key in member.parts:
+                leases[rank] = ReadLease(self._store, member.parts[key].entry, superseded=False)
+            else:
+                leases[rank] = FolderLease(self._folder / rank_name(rank), key)
+        return leases, elsewhere
+
+    def has_world_of(self, key: Key) -> bool:
+        """Whether a checkpoint is of as many ranks as there are now."""
+        return len(self._places(key)) == self.member.world
+
+    def source(self, key: Key) -> int:
+        """Return whose part this rank restores."""
+        return self.member.rank % len(self._places(key))
+
+    def _places(self, key: Key) -> tuple[int, ...]:
+        """Return in which domain each part of a complete checkpoint is: those of this run are where their ranks are."""
+        found = self._complete(key)
+        return self.member.homes if found is None else found.places
 
     def _complete(self, key: Key) -> Complete | None:
         complete = self.member.view.complete if self.member.view is not None else ()
@@ -457,6 +486,7 @@ def _settings(folder: Path, config: EngineConfig) -> str:
         "max_in_flight": config.max_in_flight,
         "keep_last": config.keep_last,
         "keep_every": config.keep_every,
+        "replicated": [*config.replicated],
         "keep_best": None if best is None else (best.metric, best.count, best.mode),
     }
     return msgspec.json.encode(settings).decode()

@@ -34,6 +34,8 @@ class Leaves:
     def __init__(self) -> None:
         self.paths: list[str] = []
         self.values: list[Array] = []
+        self.wrappers: dict[int, torch.Tensor] = {}
+        """The DTensors whose boxes are leaves, by the numbers of those: they count changes."""
 
     def check(self) -> None:
         """Raise UnsupportedStateError for the first one that cannot be saved by its bytes; says what to do."""

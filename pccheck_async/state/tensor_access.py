@@ -16,6 +16,8 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
+from pccheck_async.state.boxes import is_sharded, local_tensors
+
 Callback: TypeAlias = Callable[[Any, bool], None]
 """Called with the tensor or storage, and whether the access likely writes; else it may only read."""
 
@@ -60,13 +62,16 @@ def exempt_this_thread() -> None:
 
 
 def storage_address(owner: Any) -> int:
-    """Return where the storage of a tensor, or a storage, begins; 0 where it has no plain memory."""
+    """Return where the storage of a tensor, or a storage, begins; 0 where it has no plain memory.
+
+    That of a DTensor is its local tensor's.
+    """
     try:
         with torch._C.DisableTorchFunctionSubclass():  # classes of users refuse, or do what was not asked for
             storage = owner if isinstance(owner, torch.UntypedStorage) else untyped_storage(owner)
             return 0 if storage.device.type == "meta" else storage.data_ptr()  # torch warns where it is a fake one's
     except (NotImplementedError, RuntimeError):  # sparse, of a class that wraps others, or made up for tracing
-        return 0
+        return storage_address(local_tensors([owner])[0]) if is_sharded(owner) else 0
 
 
 def _call_all(owner: Any, writes: bool) -> None:

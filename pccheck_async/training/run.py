@@ -28,7 +28,7 @@ from pccheck_async.engine import (
     unwrapped,
 )
 from pccheck_async.format import Metadata, check_metadata, new_step
-from pccheck_async.state import check_outermost, flatten, notify, stop_notifying, storage_address
+from pccheck_async.state import check_outermost, notify, stop_notifying, storage_address
 from pccheck_async.telemetry import Span, write
 from pccheck_async.training.accumulation import Accumulation, Mark
 from pccheck_async.training.preemption import Preemption
@@ -167,7 +167,7 @@ class TrainingRun(TrainingHooks):
         due = self._is_due(this) and not self.stopping
         first, self._state_seen = not self._state_seen, True
         if first and not due:
-            flatten(this.state)  # what cannot be saved is told now, and not in an hour
+            core.captures.check(this.state)  # what cannot be saved is told now, and not in an hour
         return due
 
     def note(self, this: TrainingStep, pending: PendingCheckpoint) -> None:

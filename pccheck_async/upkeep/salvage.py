@@ -10,7 +10,7 @@ import numpy as np
 
 from pccheck_async.errors import CorruptStoreError, ReadError, UnsupportedStateError
 from pccheck_async.format import CheckpointInfo, Entry, check_metadata, crc32
-from pccheck_async.format.manifest import MIN_BLOCK, VERSION, Manifest, decode, encode
+from pccheck_async.format.manifest import MIN_BLOCK, SHARDED_VERSION, VERSION, Manifest, decode, encode
 from pccheck_async.format.record import MOST_ENTRIES, slot_name
 from pccheck_async.medium import File, read_around
 from pccheck_async.medium.open_medium import OpenMedium
@@ -19,7 +19,7 @@ from pccheck_async.transfer import PAGE_BYTES, aligned_buffer
 from pccheck_async.upkeep.reading import Progress
 from pccheck_async.upkeep.verify import Damage, check_payload
 
-__all__ = ["SIGNATURE", "FoundCheckpoint", "arrange", "find_signatures", "manifest_at", "object_length", "search_slot"]
+__all__ = ["SIGNATURES", "FoundCheckpoint", "arrange", "find_signatures", "manifest_at", "object_length", "search_slot"]
 
 _WINDOW_BYTES = 16 << 20
 _FIRST_LOOK_BYTES = 1 << 20
@@ -201,9 +201,9 @@ def arrange(found: Sequence[FoundCheckpoint]) -> tuple[list[Entry], dict[int, st
 
 # -- manifests in bytes that no record points to: pure decisions
 
-_FIRST: Final = Manifest(VERSION, 0, 0, 0.0, {}, None, (), (), (), 0)
-SIGNATURE: Final = encode(_FIRST)[: encode(_FIRST).index(b"counter") + len(b"counter")]
-"""What every manifest of this format begins with: a map of so many entries, its version, the name of the second."""
+_FIRST: Final = [encode(Manifest(each, 0, 0, 0.0, {}, None, (), (), (), 0)) for each in (VERSION, SHARDED_VERSION)]
+SIGNATURES: Final = [first[: first.index(b"counter") + len(b"counter")] for first in _FIRST]
+"""What manifests of each version begin with: a map of so many entries, its version, the name of the second."""
 
 _FIXED: Final = {
     **dict.fromkeys((0xC0, 0xC2, 0xC3), 0),  # nil, false, true
@@ -223,7 +223,8 @@ _COUNTED: Final = {
 def find_signatures(data: memoryview, step: int = MIN_BLOCK) -> list[int]:
     """Return the multiples of ``step`` at which a manifest may begin, the last one first; ``step`` divides all."""
     rows = np.frombuffer(data, np.uint8).reshape(-1, step)
-    hits = (rows[:, : len(SIGNATURE)] == np.frombuffer(SIGNATURE, np.uint8)).all(axis=1)
+    each = [(rows[:, : len(one)] == np.frombuffer(one, np.uint8)).all(axis=1) for one in SIGNATURES]
+    hits = np.logical_or.reduce(each)
     return [row * step for row in np.flatnonzero(hits).tolist()[::-1]]
 
 

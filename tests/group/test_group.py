@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.tensor
 
 from pccheck_async import (
     CheckpointEngine,
@@ -298,19 +296,6 @@ def test_what_makes_no_sense_in_a_group(tmp_path: Path) -> None:
         SyncCheckpointEngine(tmp_path, group=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="rank 2"):
         Group(2, 2, None)
-
-
-def test_a_part_of_a_sharded_tensor_is_refused(tmp_path: Path) -> None:
-    def rank_main(group: Group) -> str:
-        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())  # type: ignore[attr-defined]
-        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-        sharded = dist.tensor.distribute_tensor(torch.zeros(4), mesh)
-        with SyncCheckpointEngine(tmp_path, group=group) as engine:
-            return failure(lambda: engine.checkpoint({"w": sharded}, step=0))[1]
-
-    (told,) = run_ranks(1, rank_main)
-    assert told.startswith("w: a torch.distributed.tensor.DTensor cannot be saved")
-    assert "full_tensor()" in told
 
 
 def test_a_record_has_room_for_what_is_in_flight(tmp_path: Path) -> None:

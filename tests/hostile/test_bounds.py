@@ -37,7 +37,7 @@ from pccheck_async.medium.files import Files
 from pccheck_async.state import flatten, rebuild
 from pccheck_async.testing import Access, WrappingWriter
 from pccheck_async.transfer.operations import Operations
-from pccheck_async.upkeep.salvage import SIGNATURE
+from pccheck_async.upkeep.salvage import SIGNATURES
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 T = TypeVar("T")
@@ -170,8 +170,8 @@ def test_a_slot_full_of_beginnings_is_searched_in_time(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, max_in_flight=1) as engine:
         engine.checkpoint({"step": 1}, step=1).result(60)
     (tmp_path / "commit").unlink()
-    (slot,) = [file for file in tmp_path.glob("slot-*") if file.read_bytes().count(SIGNATURE)]
-    beginning = SIGNATURE + b"\xc6\x7f\xff\xff\xff"  # a string of 2 GiB
+    (slot,) = [file for file in tmp_path.glob("slot-*") if file.read_bytes().count(SIGNATURES[0])]
+    beginning = SIGNATURES[0] + b"\xc6\x7f\xff\xff\xff"  # a string of 2 GiB
     nbytes = 8 << 20
     with slot.open("r+b") as file:
         file.write(beginning.ljust(512, b"\0") * (nbytes // 512))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pccheck_async.errors import CorruptStoreError
 from pccheck_async.format.manifest import MIN_BLOCK, VERSION, ChunkEntry, Manifest, encode
 from pccheck_async.format.skeleton import DictNode
-from pccheck_async.upkeep.salvage import SIGNATURE, find_signatures, manifest_at, object_length
+from pccheck_async.upkeep.salvage import SIGNATURES, find_signatures, manifest_at, object_length
 
 values = st.recursive(
     st.none()
@@ -61,13 +61,14 @@ def test_garbage_has_a_length_or_none_or_is_malformed(data: bytes) -> None:
 
 def test_every_manifest_has_the_signature() -> None:
     for counter in (0, 200, 2**40):
-        assert encode(manifest(counter=counter, metadata={"a": "b" * 100})).startswith(SIGNATURE)
+        for version, signature in enumerate(SIGNATURES, VERSION):
+            assert encode(manifest(version=version, counter=counter, metadata={"a": "b" * 100})).startswith(signature)
 
 
 def test_signatures_are_found_at_multiples_from_the_end() -> None:
     data = bytearray(8 * MIN_BLOCK)
-    for offset in (0, 2 * MIN_BLOCK, 5 * MIN_BLOCK, 6 * MIN_BLOCK + 4):
-        data[offset : offset + len(SIGNATURE)] = SIGNATURE
+    for number, offset in enumerate((0, 2 * MIN_BLOCK, 5 * MIN_BLOCK, 6 * MIN_BLOCK + 4)):
+        data[offset : offset + len(SIGNATURES[0])] = SIGNATURES[number % 2]
     assert find_signatures(memoryview(data)) == [5 * MIN_BLOCK, 2 * MIN_BLOCK, 0]
     assert find_signatures(memoryview(data), 4 * MIN_BLOCK) == [0]
     assert find_signatures(memoryview(b"")) == []
@@ -83,10 +84,10 @@ def test_a_manifest_with_bytes_behind_it() -> None:
     ("data", "offset"),
     [
         (encode(manifest()), 511),  # the payload would reach into it
-        (encode(manifest(version=2)), 512),
+        (encode(manifest(version=3)), 512),
         (encode(manifest(payload_nbytes=1024)), 1024),
-        (SIGNATURE + b"\xc1", 512),
-        (SIGNATURE + bytes(100), 512),
+        (SIGNATURES[0] + b"\xc1", 512),
+        (SIGNATURES[0] + bytes(100), 512),
         (b"\xc1", 512),
     ],
 )

@@ -20,7 +20,7 @@ from pccheck_async.format.manifest import (
     encode,
     span,
 )
-from pccheck_async.format.skeleton import ArrayNode, DictNode, ListNode, Node
+from pccheck_async.format.skeleton import ArrayNode, DictNode, ListNode, Node, ShardedNode
 from pccheck_async.state import allocate
 from tests.support.round_trip import save
 
@@ -46,8 +46,15 @@ def tensor(**changes: Any) -> TensorEntry:
     return msgspec.structs.replace(entry, **changes)
 
 
-def test_round_trip() -> None:
-    manifest = good()
+def sharded(shape: tuple[int, ...], offsets: list[tuple[int, ...]], boxes: list[int]) -> dict[str, Any]:
+    """Two boxes of 2 x 3."""
+    node = ShardedNode(5, "float32", False, shape, tuple(offsets), tuple(map(ArrayNode, boxes)))
+    tensors = (tensor(), tensor(storage=1))
+    return {"version": 2, "skeleton": DictNode(["x"], [node]), "tensors": tensors if boxes else ()}
+
+
+@pytest.mark.parametrize("manifest", [good(), good(**sharded((4, 6), [(0, 0), (2, 3)], [0, 1]))], ids=["", "sharded"])
+def test_round_trip(manifest: Manifest) -> None:
     for data in (encode(manifest), bytearray(encode(manifest)), memoryview(encode(manifest))):
         assert decode(data) == manifest
 
@@ -73,7 +80,12 @@ def test_an_encoder_that_keeps_what_stays_writes_the_same() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"version": 2},
+        {"version": 3},
+        sharded((4, 6), [(0, 0)], [0, 1]),  # an offset for each box
+        sharded((4, 6), [(0, 0)], []),
+        sharded((4, 6), [(0,), (0, 0)], [0, 1]),
+        sharded((1, 1), [(0, 0), (0, 0)], [0, 1]),
+        sharded((4, 6), [(-1, 0), (0, 0)], [0, 1]),
         {"payload_nbytes": 1025},
         {"payload_nbytes": -1},
         {"chunks": ()},

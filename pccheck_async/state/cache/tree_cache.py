@@ -13,8 +13,12 @@ from itertools import chain, islice
 from operator import is_
 from typing import Any, Final, TypeAlias
 
-from pccheck_async.format.skeleton import ArrayNode, DictNode, Node, OrderedDictNode, StatefulNode
+import torch
+
+from pccheck_async.format import dtypes
+from pccheck_async.format.skeleton import ArrayNode, DictNode, Node, OrderedDictNode, ShardedNode, StatefulNode
 from pccheck_async.state import values
+from pccheck_async.state.boxes import Box
 from pccheck_async.state.leaves import KINDS, Leaves
 
 _COMPARABLE: Final = frozenset((str, int))
@@ -23,6 +27,15 @@ _COMPARABLE: Final = frozenset((str, int))
 
 array_node: Final = lru_cache(1 << 16)(ArrayNode)
 """The same node for the same index, so that nodes can be compared by identity."""
+
+
+@lru_cache(1 << 14)
+def sharded_node(
+    first: int, mesh: int, dtype: torch.dtype, plain: bool, shape: tuple[int, ...], boxes: tuple[Box, ...]
+) -> ShardedNode:
+    """Return the node of a tensor whose boxes are the leaves from ``first`` on; the same for equal arguments."""
+    nodes = tuple(map(array_node, range(first, first + len(boxes))))
+    return ShardedNode(mesh, dtypes.TORCH_NAMES[dtype], plain, shape, tuple(box.offsets for box in boxes), nodes)
 
 
 @dataclass(slots=True, eq=False)

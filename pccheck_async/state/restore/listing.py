@@ -12,7 +12,15 @@ import msgspec
 from pccheck_async.errors import CorruptStoreError
 from pccheck_async.format import skeleton as nodes
 from pccheck_async.format.manifest import Manifest, TensorEntry
-from pccheck_async.format.skeleton import ArrayNode, MappingNode, Node, OrderedDictNode, StatefulNode, children
+from pccheck_async.format.skeleton import (
+    ArrayNode,
+    MappingNode,
+    Node,
+    OrderedDictNode,
+    ShardedNode,
+    StatefulNode,
+    children,
+)
 from pccheck_async.state.restore.tree import below, has_parts, rebuild
 
 _METADATA: Final = "._metadata"
@@ -108,6 +116,10 @@ class _Walk:
             self.visit(node.child, names, f"{kind}object of ")
         elif isinstance(node, ArrayNode):
             leaves.append(self._array(node.index, names))
+        elif isinstance(node, ShardedNode):
+            for offsets, box in zip(node.offsets, node.boxes, strict=True):
+                leaf = self._array(box.index, (*names[:-1], names[-1] + _place(offsets, self._manifest, box)))
+                leaves.append(leaf)
         elif (isinstance(node, MappingNode) and (node.keys or not names)) or any(
             has_parts(child) or _is_container(child) for _, child in below(node)
         ):
@@ -140,6 +152,12 @@ class _Walk:
             alias = next((path for (a, b), path in compared if a < extent[1] and extent[0] < b), None)
             views[extent] = ".".join(names)
         return StoredLeaf(names, entry, extent, alias)
+
+
+def _place(offsets: tuple[int, ...], manifest: Manifest, box: ArrayNode) -> str:
+    """Where a box lies in its tensor, as one would index it."""
+    sizes = manifest.tensors[box.index].shape
+    return f"[{', '.join(f'{low}:{low + size}' for low, size in zip(offsets, sizes, strict=True))}]"
 
 
 def _is_container(node: Node) -> bool:

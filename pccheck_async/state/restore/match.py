@@ -16,15 +16,27 @@ from msgspec import structs
 from torch.nn.parameter import is_lazy
 
 from pccheck_async.errors import StateMismatchError, UnsupportedStateError
+from pccheck_async.format import dtypes
 from pccheck_async.format import skeleton as nodes
 from pccheck_async.format.manifest import Manifest
-from pccheck_async.format.skeleton import ArrayNode, DictNode, ListNode, MappingNode, Node, StatefulNode, arrays
+from pccheck_async.format.skeleton import (
+    ArrayNode,
+    DictNode,
+    ListNode,
+    MappingNode,
+    Node,
+    ShardedNode,
+    StatefulNode,
+    arrays,
+)
 from pccheck_async.state import paths
 from pccheck_async.state.ambient import apart, refuse_tracing
+from pccheck_async.state.boxes import is_sharded, local_boxes, whole
 from pccheck_async.state.leaves import Array
 from pccheck_async.state.restore import objects
 from pccheck_async.state.restore.arrays import Allocation, Filling, Targets, describe, difference
-from pccheck_async.state.restore.tree import count, entries, has_parts, mapping_keys, rebuild, select
+from pccheck_async.state.restore.reshard import Wanted
+from pccheck_async.state.restore.tree import count, entries, has_parts, leaves, mapping_keys, rebuild, select
 from pccheck_async.state.rng import RNGState
 from pccheck_async.state.save.detached import refuse_filling
 from pccheck_async.state.save.flatten import check_outermost, flatten, naming_owner
@@ -51,10 +63,13 @@ class Restoration:
     filled: tuple[str, ...] = ()  # paths of the live arrays that the targets fill
     # By outermost names that both have: how many leaves of the checkpoint are restored, and how many it has.
     counts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    resharded: tuple[Wanted, ...] = ()  # what ``targets`` do not fill: it has to be there before ``finish``
 
 
 def allocate(manifest: Manifest, keys: Sequence[str] | None = None, device: str | torch.device = "cpu") -> Restoration:
     """Prepare a restore into new memory; its ``finish`` returns a nested dict, with a dict in place of each Stateful.
+
+    Tensors that lie on several ranks are made in full: they are ``resharded``.
 
     Args:
         manifest: What is stored.
@@ -68,11 +83,28 @@ def allocate(manifest: Manifest, keys: Sequence[str] | None = None, device: str 
     """
     torch.empty(0, device=device)  # raises here, or the checkpoint would be blamed when arrays cannot be made there
     skeleton = manifest.skeleton if keys is None else select(manifest.skeleton, keys)
-    allocation = Allocation(manifest, sorted(arrays(skeleton)))
-    where = torch.device(device)
-    return Restoration(
-        Targets(allocation.targets()), lambda: rebuild(skeleton, lambda index: allocation.array(index, where))
-    )
+    return allocate_below(manifest, skeleton, torch.device(device))
+
+
+def allocate_below(manifest: Manifest, skeleton: Node, device: torch.device) -> Restoration:
+    """Prepare the same for what is below a node of the skeleton; its ``finish`` returns the value."""
+    stored_paths = {id(node): path for path, node in leaves(manifest.skeleton) if isinstance(node, ShardedNode)}
+    made: dict[int, torch.Tensor] = {}
+    wanted, boxes = [], set[int]()
+    for node in nodes.walk(skeleton):
+        if isinstance(node, ShardedNode):
+            tensor = torch.empty(node.shape, dtype=dtypes.torch_dtype(node.dtype))
+            made[id(node)], path = tensor, stored_paths[id(node)]
+            wanted.append(Wanted(path, path, node.mesh, node.shape, (whole(tensor),), tensor, tensor))
+            boxes.update(box.index for box in node.boxes)
+    allocation = Allocation(manifest, sorted(set(arrays(skeleton)) - boxes))
+
+    def finish() -> Any:
+        return rebuild(
+            skeleton, lambda index: allocation.array(index, device), sharded=lambda node: made[id(node)].to(device)
+        )
+
+    return Restoration(Targets(allocation.targets()), finish, resharded=tuple(wanted))
 
 
 def match(
@@ -81,6 +113,7 @@ def match(
     by_address: Callable[[], bool] = lambda: False,
     *,
     strict: bool = True,
+    generators: bool = True,
 ) -> Restoration:
     """Prepare a restore into the live ``state``: check it first, and change nothing.
 
@@ -95,7 +128,8 @@ def match(
     Optimizers need no state yet; their parameters are identified by the names that were saved, else by their numbers.
     Any other Stateful gets its own tensors where dtype and shape are equal, and new ones elsewhere. What ``strict``
     means, and how modules compare, is said at :meth:`CheckpointEngine.restore`. ``by_address`` is asked when there is a
-    CUDA tensor: whether the copy backend can write to its address.
+    CUDA tensor: whether the copy backend can write to its address. Without ``generators`` every :class:`RNGState` stays
+    as it is: what was saved is another rank's.
 
     Raises:
         UnsupportedStateError: ``state`` is not a mapping with strings for keys, or has the ``state_dict()`` of a live
@@ -106,20 +140,26 @@ def match(
     refuse_tracing("restore")
     check_outermost(state)
     refuse_filling(state)
-    return _Matching(state, manifest, by_address, strict).restoration()
+    return _Matching(state, manifest, by_address, strict, generators).restoration()
 
 
 class _Matching:
     """One walk over the live state and the skeleton side by side."""
 
     def __init__(
-        self, state: Mapping[str, Any], manifest: Manifest, by_address: Callable[[], bool], strict: bool
+        self,
+        state: Mapping[str, Any],
+        manifest: Manifest,
+        by_address: Callable[[], bool],
+        strict: bool,
+        generators: bool,
     ) -> None:
         assert isinstance(manifest.skeleton, DictNode)
         self._state = state
         self._skeleton = manifest.skeleton
         self._tensors = manifest.tensors
         self._strict = strict
+        self._restores_generators = generators
         self._names = cache(lambda: objects.names_in(state))
         self._filling = Filling(manifest, by_address)
         self._missing: list[str] = []
@@ -133,6 +173,11 @@ class _Matching:
         self._actions: list[Callable[[], None]] = []
         self._last_actions: list[Callable[[], None]] = []  # generators: what loads before them may draw from them
         self._objects: dict[int, Any] = {}  # live Statefuls by the identity of their node
+        self._made: dict[int, Any] = {}  # tensors that lie, or lay, on several ranks, by the identity of their node
+        self._plain_made: dict[int, torch.Tensor] = {}  # those of them that were saved as plain tensors, by number
+        self._resharded: list[Wanted] = []  # those of which this rank's part has other boxes,
+        self._elsewhere: set[int] = set()  # and the arrays that are not read for them as they are
+        self._stored_paths = cache(lambda: {id(node): path for path, node in leaves(manifest.skeleton)})
 
     def restoration(self) -> Restoration:
         self._outermost()
@@ -142,7 +187,7 @@ class _Matching:
         if self._disjoint or (self._missing and (not self._matched or self._wrapped())):
             raise self._error()  # or a state in which nothing was restored would pass for a restored one
         with apart():
-            self._filling.allocate(self._wanted)
+            self._filling.allocate(self._wanted - self._elsewhere)
             targets = Targets(self._filling.targets())
 
         def finish() -> Mapping[str, Any]:
@@ -156,7 +201,8 @@ class _Matching:
             return self._state
 
         missing, unexpected = tuple(self._missing), tuple(self._unexpected)
-        return Restoration(targets, finish, missing, unexpected, self._filling.paths, self._counts)
+        filled, resharded = self._filling.paths, tuple(self._resharded)
+        return Restoration(targets, finish, missing, unexpected, filled, self._counts, resharded)
 
     def _error(self) -> StateMismatchError:
         make = partial(
@@ -235,6 +281,9 @@ class _Matching:
 
     def _array(self, live: torch.Tensor | np.ndarray[Any, Any], node: Node, path: str, *, strict: bool = True) -> None:
         self._matched += 1
+        if isinstance(node, ShardedNode) or is_sharded(live):
+            self._sharded(live, node, path)
+            return
         if not isinstance(node, ArrayNode):
             if strict:
                 self._differs(live, node, path)
@@ -245,6 +294,48 @@ class _Matching:
                 self._filling.add(path, node.index, live, strict=strict)
         elif strict:
             self._mismatched.append(f"{path} ({trouble})")
+
+    def _sharded(self, live: Any, node: Node, path: str) -> None:
+        """Let a tensor that lies, or lay, on several ranks take what was saved: here, or on any of them.
+
+        There is nothing that could be made in its place, so that whatever differs is a mismatch.
+        """
+        if not isinstance(node, (ArrayNode, ShardedNode)) or not isinstance(live, torch.Tensor):
+            self._differs(live, node, path)
+            return
+        children = node.boxes if isinstance(node, ShardedNode) else (node,)
+        stored = [self._tensors[child.index] for child in children]
+        shape = node.shape if isinstance(node, ShardedNode) else stored[0].shape
+        if tuple(live.shape) != shape:
+            self._mismatched.append(f"{path} (the shape {tuple(live.shape)} here, {shape} in the checkpoint)")
+            return
+        local, boxes = local_boxes(live, path) if is_sharded(live) else (live, (whole(live),))
+        views = [box.of(local) for box in boxes]
+        self._made[id(node)] = live
+        if isinstance(node, ShardedNode) and [(box.offsets, box.sizes) for box in boxes] == [
+            (offsets, entry.shape) for offsets, entry in zip(node.offsets, stored, strict=True)
+        ]:
+            if trouble := next(filter(None, map(difference, stored, views)), ""):
+                self._mismatched.append(f"{path} ({trouble})")
+                return
+            with apart():
+                for child, view in zip(children, views, strict=True):
+                    self._filling.add(path, child.index, view, strict=True)
+            return
+        self._elsewhere.update(child.index for child in children)
+        if isinstance(node, ArrayNode):
+            self._plain_made[node.index] = live
+        stored_path = self._stored_paths()[id(node)]
+        mesh = node.mesh if isinstance(node, ShardedNode) else None
+        self._resharded.append(Wanted(path, stored_path, mesh, shape, boxes, local.detach(), live))
+
+    def _fits(self, live: Any, node: Node) -> bool:
+        """Whether a live tensor has the shape and dtype of a stored one."""
+        if isinstance(node, ShardedNode):
+            return tuple(live.shape) == node.shape and dtypes.TORCH_NAMES.get(live.dtype) == node.dtype
+        if is_sharded(live):
+            return isinstance(node, ArrayNode) and tuple(live.shape) == self._tensors[node.index].shape
+        return isinstance(node, ArrayNode) and not difference(self._tensors[node.index], live)
 
     def _plain(self, live: Any, node: Node, path: str, replace: _Replace | None) -> None:
         self._matched += 1
@@ -260,8 +351,19 @@ class _Matching:
     def _rebuild_later(self, node: Node, put: _Replace) -> None:
         """Give ``put`` the stored value at the end. Raises CorruptStoreError now where ``node`` describes no value."""
         rebuild(node, lambda index: index)
+        self._make_sharded(node)
         self._wanted.update(arrays(node))
         self._actions.append(lambda: put(self._rebuild(node)))
+
+    def _make_sharded(self, node: Node) -> None:
+        """Make the plain tensors that all ranks had alike; of what lay on several ranks, nothing says where it lies."""
+        for each in nodes.walk(node):
+            if isinstance(each, ShardedNode) and id(each) not in self._made:
+                path = self._stored_paths()[id(each)]
+                if each.plain:
+                    self._sharded(torch.empty(each.shape, dtype=dtypes.torch_dtype(each.dtype)), each, path)
+                    continue
+                self._mismatched.append(f"{path} (lies on several ranks in the checkpoint: put a DTensor there)")
 
     # -- objects that load themselves
 
@@ -281,6 +383,9 @@ class _Matching:
             child = self._optimizer(live, child, path)
             load = partial(objects.load, live)
             self._matched += 1
+        elif isinstance(live, RNGState) and not self._restores_generators:
+            self._matched += 1
+            return
         else:
             self._matched += 1
             if isinstance(live, RNGState):
@@ -290,6 +395,7 @@ class _Matching:
                 own = live.state_dict()
             self._pair(own, child, path)
         rebuild(child, lambda index: index)  # raises before anything changed where it describes no value
+        self._make_sharded(child)
         self._wanted.update(arrays(child))
         if isinstance(node, StatefulNode):
             self._objects[id(node)] = live
@@ -315,7 +421,7 @@ class _Matching:
         common = self._common(own, node, path, own_loading.all if self._strict else ())
         for key, value, child, below in common:
             is_extra = str(key).rpartition(".")[2] == _EXTRA_STATE  # of any type and size; the module decides
-            if is_extra or not (isinstance(value, torch.Tensor) or isinstance(child, ArrayNode)):
+            if is_extra or not (isinstance(value, torch.Tensor) or isinstance(child, (ArrayNode, ShardedNode))):
                 self._pair(value, child, below)  # the latter is what a state_dict() of its own adds
             elif not self._decides(own_loading, str(key), value, child):
                 compare = self._array if isinstance(value, (torch.Tensor, np.ndarray)) else self._differs
@@ -334,7 +440,7 @@ class _Matching:
         if not key.startswith(own_loading.all) or is_lazy(value):
             return False
         live = isinstance(value, (torch.Tensor, np.ndarray))
-        if live and isinstance(node, ArrayNode) and not difference(self._tensors[node.index], value):
+        if live and self._fits(value, node):
             return key.startswith(own_loading.users)
         return self._strict
 
@@ -349,9 +455,17 @@ class _Matching:
         differences += objects.differences(live, own, node, self._tensors, path)
         self._mismatched += differences
         if not differences:
-            for _, index, parameter in objects.like_parameters(live, own, node):
-                self._filling.prefer(index, parameter.device)
+            for _, value, parameter in objects.like_parameters(live, own, node):
+                if isinstance(value, ArrayNode):
+                    self._filling.prefer(value.index, parameter.device)
         self._pair(own, node, path)
+        if not differences:
+            for where, value, parameter in objects.like_parameters(live, own, node):
+                plain = isinstance(value, ArrayNode)
+                if id(value) not in self._made and (not plain or is_sharded(parameter)):
+                    dtype = self._tensors[value.index].dtype if isinstance(value, ArrayNode) else value.dtype
+                    made = torch.empty_like(parameter, dtype=dtypes.torch_dtype(dtype))
+                    self._sharded(made, value, f"{path}.state.{where}")
         return node
 
     def _pair(self, live: Any, node: Node, path: str) -> None:
@@ -399,14 +513,19 @@ class _Matching:
         return common
 
     def _rebuild(self, node: Node) -> Any:
-        return rebuild(node, self._stored_array, self._stored_object)
+        return rebuild(node, self._stored_array, self._stored_object, self._stored_sharded)
 
     def _stored_array(self, index: int) -> Array:
+        if index in self._plain_made:
+            return self._plain_made[index]
         with apart():
             return self._filling.value(index)
 
     def _stored_object(self, node: StatefulNode) -> Any:
         return self._objects[id(node)] if id(node) in self._objects else self._rebuild(node.child)
+
+    def _stored_sharded(self, node: ShardedNode) -> Any:
+        return self._made[id(node)]
 
     def _differs(self, live: Any, node: Node, path: str) -> None:
         if isinstance(node, ArrayNode):

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format.manifest import TensorEntry
-from pccheck_async.format.skeleton import ArrayNode, ListNode, MappingNode, Node, TupleNode
+from pccheck_async.format.skeleton import ArrayNode, ListNode, MappingNode, Node, ShardedNode, TupleNode
 from pccheck_async.state import paths, values
 from pccheck_async.state.restore.tree import mapping_keys
 from pccheck_async.state.stateful import parts
@@ -100,8 +100,9 @@ def differences(
         return []
     mismatches = _group_differences(optimizer, own, node, paths.child(path, "param_groups"))
     if not mismatches:
-        for where, index, parameter in like_parameters(optimizer, own, node):
-            shape, here = tensors[index].shape, tuple(parameter.shape)
+        for where, value, parameter in like_parameters(optimizer, own, node):
+            shape = tensors[value.index].shape if isinstance(value, ArrayNode) else value.shape
+            here = tuple(parameter.shape)
             if shape != here:
                 mismatches.append(f"{path}.state.{where} ({shape} in the checkpoint, of a parameter {here} here)")
     return mismatches
@@ -145,8 +146,8 @@ def _other_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], node
 
 def like_parameters(
     optimizer: torch.optim.Optimizer, own: Mapping[str, Any], node: Node
-) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Yield number and key, index of the stored array, and parameter, for all known to be shaped like a parameter.
+) -> Iterator[tuple[str, ArrayNode | ShardedNode, torch.Tensor]]:
+    """Yield number and key, the stored array, and parameter, for all known to be shaped like a parameter.
 
     Without :func:`differences`, ``load_state_dict`` will want these arrays on the devices of their parameters.
     """
@@ -155,8 +156,8 @@ def like_parameters(
     state = _items(_items(node).get("state"))
     for number, parameter in _parameters(optimizer, own):
         for key, value in _items(state.get(number)).items():
-            if key in _LIKE_PARAMETER and isinstance(value, ArrayNode):
-                yield f"{number}.{key}", value.index, parameter
+            if key in _LIKE_PARAMETER and isinstance(value, (ArrayNode, ShardedNode)):
+                yield f"{number}.{key}", value, parameter
 
 
 def _parameters(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Iterator[tuple[Any, torch.Tensor]]:

@@ -11,23 +11,38 @@ from msgspec import structs
 
 from pccheck_async.errors import CorruptStoreError, StateMismatchError
 from pccheck_async.format import skeleton as nodes
-from pccheck_async.format.skeleton import ArrayNode, DictNode, ListNode, MappingNode, Node, StatefulNode, TupleNode
+from pccheck_async.format.skeleton import (
+    ArrayNode,
+    DictNode,
+    ListNode,
+    MappingNode,
+    Node,
+    ShardedNode,
+    StatefulNode,
+    TupleNode,
+)
 from pccheck_async.state import paths, values
 
 # -- from nodes to the values that were saved
 
 
-def rebuild(node: Node, array: Callable[[int], Any], stateful: Callable[[StatefulNode], Any] | None = None) -> Any:
+def rebuild(
+    node: Node,
+    array: Callable[[int], Any],
+    stateful: Callable[[StatefulNode], Any] | None = None,
+    sharded: Callable[[ShardedNode], Any] | None = None,
+) -> Any:
     """Return the value that ``node`` describes, every part of it with the type that was saved.
 
     Args:
         node: The root of the tree.
         array: Returns the array with an index in the manifest's table of tensors.
         stateful: Returns what takes the place of a Stateful; by default, what its ``state_dict()`` returned.
+        sharded: Returns what takes the place of a tensor that lies on several ranks; by default, None.
 
     Raises CorruptStoreError where the tree describes no value.
     """
-    return _Builder(array, stateful).build(node, 0)
+    return _Builder(array, stateful, sharded).build(node, 0)
 
 
 @dataclass(slots=True)
@@ -36,6 +51,7 @@ class _Builder:
 
     array: Callable[[int], Any]
     stateful: Callable[[StatefulNode], Any] | None
+    sharded: Callable[[ShardedNode], Any] | None
 
     def each(self, items: list[Node], depth: int) -> list[Any]:
         return [item if type(item) in values.VERBATIM else self.build(item, depth) for item in items]
@@ -45,6 +61,8 @@ class _Builder:
         match node:
             case ArrayNode():
                 return self.array(node.index)
+            case ShardedNode():
+                return self.sharded(node) if self.sharded is not None else None
             case StatefulNode():
                 return self.stateful(node) if self.stateful is not None else self.build(node.child, depth + 1)
             case ListNode():
@@ -159,7 +177,7 @@ def count(node: Node) -> int:
 
 def has_parts(node: Node) -> bool:
     """Return whether there is an array or a Stateful in a tree."""
-    return any(isinstance(each, (ArrayNode, StatefulNode)) for each in nodes.walk(node))
+    return any(isinstance(each, (ArrayNode, ShardedNode, StatefulNode)) for each in nodes.walk(node))
 
 
 # -- the part that ``load(keys=...)`` asks for

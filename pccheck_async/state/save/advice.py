@@ -55,8 +55,8 @@ _ADVICE: Final[tuple[tuple[type | types.UnionType, str], ...]] = (
 
 
 _SHARD: Final = (
-    "it is a part of a tensor that lies on several ranks, and a local shard does not say which part; save "
-    "x.full_tensor(), or shards with torch.distributed.checkpoint"
+    "it is a part of a tensor that lies on several ranks: open the engine with group=torch.distributed.group.WORLD on "
+    "all of them, or save x.full_tensor()"
 )
 
 

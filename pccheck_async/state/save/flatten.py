@@ -11,16 +11,19 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format import skeleton
 from pccheck_async.format.skeleton import DictNode, ListNode, Node, StatefulNode, TupleNode
 from pccheck_async.state import paths, values
+from pccheck_async.state.boxes import hash_of, holders_of, is_sharded, local_boxes, whole
 from pccheck_async.state.cache import tree_cache as cached
 from pccheck_async.state.cache.tree_cache import Outline, Visited, same_objects
 from pccheck_async.state.leaves import KINDS, Leaves
 from pccheck_async.state.save.advice import full_name, unsupported
 from pccheck_async.state.save.detached import refuse_unstepped
+from pccheck_async.state.save.owners import Tally
 from pccheck_async.state.stateful import is_stateful
 
 
@@ -32,9 +35,10 @@ class FlatState:
     leaves: Leaves
     outline: Outline | None  # what the next :func:`flatten_unchecked` of this state reuses
     objects: list[Any]  # the Stateful objects that were asked for their ``state_dict()``
+    has_sharded: bool  # whether there are tensors in it that lie on several ranks
 
 
-def flatten(state: Mapping[str, Any]) -> FlatState:
+def flatten(state: Mapping[str, Any], tally: Tally | None = None) -> FlatState:
     """Flatten ``state`` on the calling thread, asking every Stateful in it for its ``state_dict()``.
 
     Plain values are copied; tensors and arrays are the live ones.
@@ -42,25 +46,28 @@ def flatten(state: Mapping[str, Any]) -> FlatState:
     Raises:
         UnsupportedStateError: A value cannot be saved as it is; names its path and says what to do.
     """
-    flat = flatten_unchecked(state)
+    flat = flatten_unchecked(state, tally=tally)
     flat.leaves.check()
     return flat
 
 
-def flatten_unchecked(state: Mapping[str, Any], last: Outline | None = None) -> FlatState:
+def flatten_unchecked(
+    state: Mapping[str, Any], last: Outline | None = None, *, tally: Tally | None = None
+) -> FlatState:
     """Flatten ``state`` without checking its arrays (:meth:`Leaves.check` does).
 
     The nodes of containers that are as they were in ``last``, the outline of any earlier state, are reused.
+    Of tensors that lie on several ranks those boxes become leaves that ``tally`` says; without it they are refused.
     """
     check_outermost(state)
     if "param_groups" in state:
         refuse_unstepped(state, "")
-    flattener = _Flattener()
+    flattener = _Flattener(tally)
     try:
         root, outline = flattener.inside(state, "", 1, last, make=DictNode)
     except RecursionError:
         raise UnsupportedStateError("the state is nested too deeply for Python's stack") from None
-    return FlatState(root, flattener.leaves, outline, flattener.objects)
+    return FlatState(root, flattener.leaves, outline, flattener.objects, flattener.has_sharded)
 
 
 def check_outermost(state: object) -> None:
@@ -87,11 +94,13 @@ def naming_owner(call: str, path: str, value: object, consequence: str = "") -> 
 class _Flattener:
     """One walk over a state. An outline ``last`` may be of another value: it is used only where the value fits it."""
 
-    def __init__(self) -> None:
+    def __init__(self, tally: Tally | None) -> None:
+        self._tally = tally
         self.leaves = Leaves()
         self.objects: list[Any] = []
         self._open: set[int] = set()  # identities of the containers between the root and here
         self._in_metadata = False
+        self.has_sharded = False
         self._asked = 0  # Statefuls between the root and here: what they return is as new as can be
 
     def node(self, value: Any, path: str, depth: int, last: Outline | None) -> Visited:
@@ -99,14 +108,41 @@ class _Flattener:
         convert = values.ATOMS.get(kind)
         if convert is not None:
             return convert(value), None
-        if kind in KINDS:
+        if kind in KINDS and not self._is_replicated(value, path):
             self.leaves.paths.append(path)
             self.leaves.values.append(value)
             node = cached.array_node(len(self.leaves) - 1)
             return node, node
         if isinstance(value, (np.generic, np.dtype)):
             return values.numpy_value(value, path), None
+        if kind in KINDS or (self._tally is not None and is_sharded(value)):
+            return self.sharded(value, path), None
         return self.container(value, path, depth, last)
+
+    def _is_replicated(self, value: Any, path: str) -> bool:
+        return self._tally is not None and isinstance(value, torch.Tensor) and self._tally.is_replicated(path)
+
+    def sharded(self, value: Any, path: str) -> Node:
+        """The boxes of a tensor on several ranks that this one saves, each a leaf."""
+        leaves, tally = self.leaves, self._tally
+        assert tally is not None
+        plain = not is_sharded(value)
+        if not plain:
+            local, boxes = local_boxes(value, path)
+            mesh, holders = holders_of(value)
+        else:
+            local, boxes = value, (whole(value),)
+            mesh, holders = hash_of(tally.everyone), tally.everyone
+        if not tally.owns(holders, local):
+            boxes = ()
+        first = len(leaves)
+        for box in boxes:
+            if not plain:
+                leaves.wrappers[len(leaves)] = value
+            leaves.paths.append(path)
+            leaves.values.append(box.of(local))
+        self.has_sharded = True
+        return cached.sharded_node(first, mesh, local.dtype, plain, tuple(value.shape), boxes)
 
     def container(self, value: Any, path: str, depth: int, last: Outline | None) -> Visited:
         kind = type(value)
@@ -214,7 +250,7 @@ class _Flattener:
             outline: Outline | None = None
             if convert is not None:
                 node = convert(item)
-            elif kind in KINDS:
+            elif kind in KINDS and not self._is_replicated(item, prefix + name):
                 node = outline = cached.array_node(len(arrays))
                 arrays.append(item)
                 known.append(prefix + name)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from pccheck_async.format.manifest import span
+from pccheck_async.state.boxes import local_tensors
 from pccheck_async.state.cache.fingerprints import fingerprint
 from pccheck_async.state.sources import Sources
 from pccheck_async.state.storages import is_dense
@@ -36,7 +37,7 @@ def optimized(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]
             tensors += filter(_requires_grad, group["params"])
         kept = [each for each in optimizer.state.values() if isinstance(each, dict)]
         tensors += [value for value in chain.from_iterable(map(dict.values, kept)) if isinstance(value, torch.Tensor)]
-    return tensors
+    return local_tensors(tensors)
 
 
 def sharing_nothing(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -54,7 +55,7 @@ def changed_by_forward(objects: Iterable[Any]) -> list[torch.Tensor]:
         children = [child for module in level for child in module._modules.values()]
         level = [child for child in children if child is not None and child not in modules]
     tables = [module for module in modules if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag))]
-    return [table.weight for table in tables if table.max_norm is not None]
+    return local_tensors([table.weight for table in tables if table.max_norm is not None])
 
 
 class LazySources:

@@ -129,9 +129,12 @@ class Splitter:
         if members is None or not members.are_of(lazy, layout):
             members = self._members = _LazyTensors(lazy, layout, values)
         tensors: list[Any] = values
+        wrappers = flat.leaves.wrappers
         if members.numbers is not None:
             tensors, paths = [values[n] for n in members.numbers], [paths[n] for n in members.numbers]
-        versions = Versions(paths, tensors, members.memory)
+            if wrappers:
+                wrappers = {at: wrappers[n] for at, n in enumerate(members.numbers) if n in wrappers}
+        versions = Versions(paths, tensors, members.memory, wrappers)
         members.memory = versions.memory  # for as long as these are the lazy tensors, nothing moved
         part = LazyPart(eager, versions, byte_check, constants, self)
         return layout if sources is layout.sources else replace(layout, sources=sources), part

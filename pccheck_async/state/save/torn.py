@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -40,14 +41,20 @@ class Versions:
 
     A difference proves a change; that there is none proves nothing. Fused optimizers, batch normalisation and writes
     through ``.data``, numpy or DLPack are not counted, and torch counts an operation only after it ended. ``memory``
-    says where the storages are and how large, if that is known already.
+    says where the storages are and how large, if that is known already. Changes of a DTensor are counted there, and
+    not by its local tensor: ``wrappers`` has those of the tensors, by their numbers.
     """
 
     def __init__(
-        self, paths: Sequence[str], tensors: Sequence[torch.Tensor], memory: StorageMemory | None = None
+        self,
+        paths: Sequence[str],
+        tensors: Sequence[torch.Tensor],
+        memory: StorageMemory | None = None,
+        wrappers: Mapping[int, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         self._paths = paths
         self._tensors = tensors
+        self._wrappers = wrappers
         self._counts_then = self._counts()
         self.memory: Final = self._memory() if memory is None else memory
 
@@ -71,9 +78,12 @@ class Versions:
 
     def _counts(self) -> list[int]:
         try:
-            return [*map(_version, self._tensors)]
+            counts = [*map(_version, self._tensors)]
         except RuntimeError:  # tensors made in inference mode have no counter
-            return [0 if tensor.is_inference() else tensor._version for tensor in self._tensors]
+            counts = [0 if tensor.is_inference() else tensor._version for tensor in self._tensors]
+        for number, wrapper in self._wrappers.items():
+            counts[number] += 0 if wrapper.is_inference() else wrapper._version
+        return counts
 
 
 class ByteCheck:

@@ -1,0 +1,148 @@
+"""Reading tensors that lie, or lay, on several ranks: from the parts of all of them.
+
+Used by restores, where ranks have other boxes than when they saved, and by reading in full without an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from pccheck_async.errors import StateMismatchError
+from pccheck_async.format.manifest import Manifest
+from pccheck_async.group.elsewhere import FolderLease
+from pccheck_async.medium import File, Medium
+from pccheck_async.state import BoxTargets, Resharding, Wanted, reshard, stored_boxes
+from pccheck_async.store import pool_for, read_manifest, read_payload, reading
+from pccheck_async.transfer import BufferPool
+from pccheck_async.transfer.copying import CopyBackend
+
+__all__ = ["LeasedPart", "OpenPart", "Parts", "ReadablePart"]
+
+
+class ReadablePart(Protocol):
+    """One rank's part of a checkpoint. Its coroutines raise UnreadableError."""
+
+    async def hold(self) -> None:
+        """Keep it from being overwritten, and read its manifest."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """What it consists of; from :meth:`hold` on."""
+
+    async def read(self, targets: BoxTargets, *, fill: bool) -> None:
+        """Fill targets, or only verify the chunks that hold them."""
+
+    def release(self) -> None:
+        """Let it go. Idempotent."""
+
+
+class Parts:
+    """The parts of one checkpoint that can be reached. Coroutines run on the loop that reads.
+
+    Args:
+        parts: By the ranks that saved them.
+        own: The one that is restored, or read where a rank's own values are asked for. Whoever made it holds it, and
+            lets it go.
+        by_address: Whether the memory of CUDA devices can be written to.
+        elsewhere: The ranks whose parts are on filesystems that this rank does not see.
+    """
+
+    def __init__(
+        self, parts: Mapping[int, ReadablePart], own: int, *, by_address: bool, elsewhere: Sequence[int] = ()
+    ) -> None:
+        self._parts = parts
+        self._elsewhere = elsewhere
+        self._own = own
+        self._by_address = by_address
+        self._held = {own}
+        self._plan = Resharding()
+
+    async def match(self, wanted: Sequence[Wanted]) -> None:
+        """Work out what is read. Raises UnreadableError; StateMismatchError: the parts do not make these tensors."""
+        if any(one.mesh is not None for one in wanted):
+            for rank in self._parts.keys() - self._held:
+                await self._parts[rank].hold()
+                self._held.add(rank)
+        stored = {rank: stored_boxes(self._parts[rank].manifest, rank) for rank in sorted(self._held)}
+        self._plan = reshard(wanted, stored, self._own, by_address=self._by_address)
+        if troubles := self._plan.troubles:
+            text = f"the tensors wanted here cannot be made of those in the checkpoint: {', '.join(troubles)}"
+            if self._elsewhere:
+                text += f"; the parts of ranks {', '.join(map(str, self._elsewhere))} are on filesystems not seen here"
+            raise StateMismatchError(text, mismatched=troubles)
+
+    async def verify(self) -> None:
+        """Read what is needed of other parts, and fill nothing. Raises UnreadableError."""
+        for rank, targets in self._plan.targets.items():
+            if rank != self._own:  # all of that one is verified anyway
+                await self._parts[rank].read(targets, fill=False)
+
+    async def fill(self) -> None:
+        """Fill the tensors; :meth:`finish` follows. Raises UnreadableError; some are filled then."""
+        for rank, targets in self._plan.targets.items():
+            await self._parts[rank].read(targets, fill=True)
+
+    def finish(self) -> None:
+        """Copy what could not be filled in place. On the caller's thread."""
+        self._plan.finish()
+
+    def release(self) -> None:
+        """Let all parts go but the own one. Idempotent."""
+        for rank, part in self._parts.items():
+            if rank != self._own:
+                part.release()
+
+
+class OpenPart:
+    """A part that is open already, read without an engine."""
+
+    def __init__(self, medium: Medium, file: File, manifest: Manifest, backend: CopyBackend, pool: BufferPool) -> None:
+        self._medium, self._file, self._backend = medium, file, backend
+        self.manifest = manifest
+        self._pool = pool_for(manifest, pool)
+
+    async def hold(self) -> None:
+        """Do nothing: it is held."""
+
+    async def read(self, targets: BoxTargets, *, fill: bool) -> None:
+        """Fill targets, or only verify the chunks that hold them."""
+        with reading():
+            await read_payload(self._medium, self._backend, self._pool, self._file, self.manifest, targets, fill=fill)
+
+    def release(self) -> None:
+        """Do nothing: whoever opened it closes it."""
+
+
+class LeasedPart:
+    """A part that a lease reads, without an engine."""
+
+    _open: OpenPart
+
+    def __init__(self, lease: FolderLease, backend: CopyBackend, pool: BufferPool) -> None:
+        self._lease, self._backend, self._pool = lease, backend, pool
+
+    async def hold(self) -> None:
+        """Lock it, and read its manifest."""
+        lease = self._lease
+        with reading():
+            file = await lease.acquire()
+            manifest = await read_manifest(lease.medium, file, lease.entry, lease.block_bytes)
+        self._open = OpenPart(lease.medium, file, manifest, self._backend, self._pool)
+
+    @property
+    def manifest(self) -> Manifest:
+        """What it consists of."""
+        return self._open.manifest
+
+    async def read(self, targets: BoxTargets, *, fill: bool) -> None:
+        """Fill targets, or only verify the chunks that hold them."""
+        await self._open.read(targets, fill=fill)
+
+    def release(self) -> None:
+        """Let it go."""
+        self._lease.release()
+
+    async def close(self) -> None:
+        """Let it go, and wait until nothing of it is open."""
+        await self._lease.close()

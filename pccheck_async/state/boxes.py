@@ -1,0 +1,195 @@
+"""Which boxes of a global tensor lie on this rank: offsets and sizes, as the placements of a DTensor say.
+
+torch tells one offset per DTensor; where shards interleave (``_StridedShard``: FSDP2 over tensor parallelism), a local
+tensor is several boxes. So the boxes are worked out here, and compared with the shape and the offset that torch tells.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from itertools import product
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import torch
+
+from pccheck_async.errors import UnsupportedStateError
+
+Run: TypeAlias = tuple[int, int]
+"""The first index, and the one after the last, along a dimension."""
+
+
+class Split(NamedTuple):
+    """A mesh dimension along which a tensor dimension is sharded.
+
+    ``factor``: how many pieces there are before, each of which is split; 1 but for ``_StridedShard``.
+    """
+
+    dim: int
+    parts: int
+    part: int
+    factor: int = 1
+
+
+class Box(NamedTuple):
+    """A box of a global tensor: its first index there and in the local tensor, and its sizes, each per dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    local: tuple[int, ...]
+
+    def of(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the box as a view of the local tensor."""
+        for dim, (first, size) in enumerate(zip(self.local, self.sizes, strict=True)):
+            if size != local.shape[dim]:
+                local = local.narrow(dim, first, size)
+        return local
+
+
+def whole(tensor: torch.Tensor) -> Box:
+    """Return all of a tensor as one box."""
+    origin = (0,) * tensor.ndim
+    return Box(origin, tuple(tensor.shape), origin)
+
+
+def boxes_of(shape: Sequence[int], splits: Sequence[Split]) -> tuple[Box, ...]:
+    """Return the boxes of a tensor of this global shape that a shard is, in C order; at least one, which may be empty.
+
+    A dimension of n elements is cut into pieces of ceil(n / parts), as torch.chunk does, from the first split on.
+    """
+    runs: list[list[Run]] = [[(0, size)] for size in shape]
+    for split in splits:
+        runs[split.dim] = _split(runs[split.dim], split)
+    boxes = []
+    for each in product(*map(_with_places, runs)):
+        offsets, sizes, local = zip(*each, strict=True) if each else ((), (), ())
+        boxes.append(Box(offsets, sizes, local))
+    return tuple(boxes)
+
+
+def _split(runs: list[Run], split: Split) -> list[Run]:
+    length = sum(high - low for low, high in runs)
+    outer = -(-length // split.factor)
+    kept: list[Run] = []
+    for start in range(0, length, max(outer, 1)):
+        end = min(start + outer, length)
+        inner = -(-(end - start) // split.parts)
+        low = min(start + inner * split.part, end)
+        kept += _between(runs, low, min(low + inner, end))
+    joined: list[Run] = []
+    for low, high in kept:
+        if joined and joined[-1][1] == low:
+            joined[-1] = (joined[-1][0], high)
+        else:
+            joined.append((low, high))
+    return joined
+
+
+def _between(runs: list[Run], low: int, high: int) -> Iterator[Run]:
+    """Yield what lies between two indices in the concatenation of runs."""
+    at = 0
+    for first, last in runs:
+        start, end = max(low - at, 0), min(high - at, last - first)
+        if start < end:
+            yield first + start, first + end
+        at += last - first
+
+
+def _with_places(runs: list[Run]) -> Iterator[tuple[int, int, int]]:
+    """Yield first index, size, and first index in the local tensor, of each run; of no runs, an empty one."""
+    at = 0
+    for low, high in runs or [(0, 0)]:
+        yield low, high - low, at
+        at += high - low
+
+
+# -- live DTensors
+
+_KNOWN: Final = ("Shard", "Replicate", "_StridedShard")
+
+
+def is_sharded(value: object) -> bool:
+    """Whether a value is a DTensor; without importing them, which takes a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local_tensors(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors, local ones in place of DTensors: these have no memory of their own."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return tensors
+    with torch.no_grad():
+        return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
+
+
+def local_boxes(tensor: Any, path: str) -> tuple[torch.Tensor, tuple[Box, ...]]:
+    """Return the local tensor of a DTensor, which shares its memory, and the boxes that it is.
+
+    Raises UnsupportedStateError where they cannot be told for sure; names the path.
+    """
+    with torch.no_grad():
+        local = tensor.to_local()
+    try:
+        boxes = _boxes_on(tensor.device_mesh, tuple(tensor.placements), tuple(tensor.shape))
+    except ValueError as error:
+        raise UnsupportedStateError(f"{path}: {error}") from None
+    if type(local) is not torch.Tensor:
+        raise UnsupportedStateError(f"{path}: a DTensor of {type(local).__qualname__}s cannot be saved")
+    last = boxes[-1]
+    if tuple(local.shape) != tuple(map(sum, zip(last.local, last.sizes, strict=True))):
+        raise UnsupportedStateError(
+            f"{path}: a DTensor of shape {tuple(tensor.shape)}, {tensor.placements}, has the local shape "
+            f"{tuple(local.shape)}, and it cannot be told which part that is; save x.full_tensor()"
+        )
+    return local, boxes
+
+
+def holders_of(tensor: Any) -> tuple[int, tuple[int, ...]]:
+    """Return a hash of the ranks that a DTensor lies on, and those of them that have the same boxes as this one.
+
+    Ranks are those of the world of torch.distributed.
+    """
+    return _holders_on(tensor.device_mesh, tuple(placement.is_replicate() for placement in tensor.placements))
+
+
+@lru_cache(1 << 10)
+def _holders_on(mesh: Any, replicated: tuple[bool, ...]) -> tuple[int, tuple[int, ...]]:
+    alike = tuple(slice(None) if free else at for free, at in zip(replicated, mesh.get_coordinate(), strict=True))
+    return hash_of(mesh.mesh.flatten().tolist()), tuple(mesh.mesh[alike].flatten().tolist())
+
+
+def hash_of(ranks: Sequence[int]) -> int:
+    """Return a hash of ranks, the same in every process."""
+    text = ",".join(map(str, sorted(ranks)))
+    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+@lru_cache(1 << 14)
+def _boxes_on(mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[Box, ...]:
+    """Return the boxes of this rank. Raises ValueError where placements do not tell."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"this rank is not on the mesh of the DTensor ({mesh}); leave it out of this rank's state")
+    splits = []
+    for parts, part, placement in zip(mesh.shape, coordinate, placements, strict=True):
+        kind = type(placement).__name__
+        if kind not in _KNOWN:
+            raise ValueError(f"a DTensor with the placement {placement!r} cannot be saved; redistribute it first")
+        if kind != "Replicate":
+            dim = placement.dim % len(shape)
+            splits.append(Split(dim, parts, part, getattr(placement, "split_factor", 1)))
+    boxes = boxes_of(shape, splits)
+    _compare_with_torch(mesh, placements, shape, boxes)
+    return boxes
+
+
+def _compare_with_torch(mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...], boxes: tuple[Box, ...]) -> None:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    last = boxes[-1]
+    here = tuple(map(sum, zip(last.local, last.sizes, strict=True)))
+    if here != tuple(sizes) or (0 not in here and boxes[0].offsets != tuple(offsets)):
+        raise ValueError(f"torch and this package tell different parts of a DTensor {placements} on {mesh}")

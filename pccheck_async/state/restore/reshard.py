@@ -1,0 +1,266 @@
+"""Tensors that lie on other ranks, or in other boxes, than when they were saved: what is read from whose part.
+
+Of each part only the chunks that hold wanted bytes are read, once; rows (address, offset, length) are made for one
+chunk at a time, never for the whole state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pccheck_async.format import dtypes
+from pccheck_async.format.manifest import Manifest, TensorEntry
+from pccheck_async.format.skeleton import ArrayNode, ShardedNode
+from pccheck_async.state.boxes import Box
+from pccheck_async.state.restore.tree import leaves
+from pccheck_async.state.sources import HOST
+
+_Ranges = tuple[range, ...]
+
+
+class StoredBox(NamedTuple):
+    """A box of a tensor as a part has it."""
+
+    part: int
+    mesh: int | None
+    """A hash of the ranks that the tensor lies on; None for a plain tensor of one rank."""
+    offsets: tuple[int, ...]
+    entry: TensorEntry
+    start: int
+    """Byte of the payload at which its storage begins."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wanted:
+    """A live local tensor that takes elements of a global one.
+
+    Attributes:
+        path: In the state, for messages.
+        stored_path: In the checkpoint.
+        mesh: A hash of the ranks it lay on; None where it was a plain tensor: then only the part that this rank
+            restores has it.
+        boxes: What of the global tensor the local one is.
+        local: Is filled; its ``wrapper`` is the DTensor around it, else itself.
+    """
+
+    path: str
+    stored_path: str
+    mesh: int | None
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    local: torch.Tensor
+    wrapper: torch.Tensor
+
+
+def stored_boxes(manifest: Manifest, part: int) -> dict[str, list[StoredBox]]:
+    """Return the boxes in a part by the paths of their tensors; a plain tensor is one box."""
+    found: dict[str, list[StoredBox]] = {}
+    for path, node in leaves(manifest.skeleton):
+        mesh = None
+        if isinstance(node, ShardedNode):
+            mesh = node.mesh
+            pairs = [*zip(node.offsets, node.boxes, strict=True)]
+        elif isinstance(node, ArrayNode):
+            pairs = [((0,) * len(manifest.tensors[node.index].shape), node)]
+        else:
+            continue
+        entries = [(offsets, manifest.tensors[box.index]) for offsets, box in pairs]
+        starts = [0 if entry.storage is None else manifest.storages[entry.storage].offset for _, entry in entries]
+        found[path] = [StoredBox(part, mesh, *pair, start) for pair, start in zip(entries, starts, strict=True)]
+    return found
+
+
+class Copy(NamedTuple):
+    """Runs of bytes that lie in a regular pattern in the payload and in memory."""
+
+    start: int  # byte of the payload
+    address: int
+    sizes: tuple[int, ...]  # how many runs along each dimension,
+    steps: tuple[int, ...]  # and bytes from one to the next, in the payload
+    strides: tuple[int, ...]  # and in memory
+    nbytes: int  # of a run
+    device: int
+
+    @property
+    def end(self) -> int:
+        """Return the byte of the payload after the last."""
+        reach = sum((size - 1) * step for size, step in zip(self.sizes, self.steps, strict=True))
+        return self.start + reach + self.nbytes
+
+    def rows(self, low: int, high: int) -> npt.NDArray[np.uint64]:
+        """Return rows of (address, offset from ``low``, length) of what lies in bytes ``[low, high)``."""
+        sizes, steps = self.sizes, self.steps
+        starts = np.array([self.start], np.int64)
+        places = np.array([self.address], np.int64)
+        for dim, (size, step, stride) in enumerate(zip(sizes, steps, self.strides, strict=True)):
+            first, last = 0, size
+            if dim == 0 and step > 0:  # only the rows that reach into the chunk: a tensor may have millions
+                inner = self.end - self.start - (size - 1) * step
+                first = max(0, -(-(low - self.start - inner + 1) // step))
+                last = min(size, -(-(high - self.start) // step))
+            index = np.arange(first, max(first, last), dtype=np.int64)
+            starts = (starts[:, None] + index * step).reshape(-1)
+            places = (places[:, None] + index * stride).reshape(-1)
+        begin, end = np.maximum(starts, low), np.minimum(starts + self.nbytes, high)
+        inside = begin < end
+        table = np.empty((int(np.count_nonzero(inside)), 3), np.uint64)
+        table[:, 0] = (places + begin - starts)[inside]
+        table[:, 1] = (begin - low)[inside]
+        table[:, 2] = (end - begin)[inside]
+        return table
+
+
+class BoxTargets:
+    """What is filled from one part; is used as :class:`Targets` are. ``owners`` keep the memory."""
+
+    def __init__(self, copies: Iterable[Copy] = (), owners: Sequence[Any] = ()) -> None:
+        self._copies = sorted(copies)
+        self._owners = owners
+        self._starts = np.array([copy.start for copy in self._copies], np.int64)
+        self._reach = np.maximum.accumulate(np.array([copy.end for copy in self._copies], np.int64))
+        self.devices = {copy.device for copy in self._copies} - {HOST}
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The first byte of the payload that is wanted, and the byte after the last."""
+        return (int(self._starts[0]), int(self._reach[-1])) if self._copies else (0, 0)
+
+    def segments(self, offset: int, nbytes: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32] | None]:
+        """Return what :meth:`Targets.segments` does."""
+        first = int(np.searchsorted(self._reach, offset, "right"))
+        last = int(np.searchsorted(self._starts, offset + nbytes, "left"))
+        copies = self._copies[first:last]
+        tables = [copy.rows(offset, offset + nbytes) for copy in copies]
+        table = np.concatenate(tables) if tables else np.empty((0, 3), np.uint64)
+        if not self.devices:
+            return table, None
+        return table, np.repeat(np.array([copy.device for copy in copies], np.int32), [*map(len, tables)])
+
+
+@dataclass(slots=True, eq=False)
+class Resharding:
+    """How wanted tensors are made of boxes.
+
+    Attributes:
+        targets: By part, what is filled from it.
+        troubles: Of each tensor that cannot be made its path, and why.
+    """
+
+    targets: dict[int, BoxTargets] = field(default_factory=dict)
+    troubles: list[str] = field(default_factory=list)
+    _moved: list[tuple[torch.Tensor, Wanted]] = field(default_factory=list)
+    _in_place: list[Wanted] = field(default_factory=list)
+
+    def finish(self) -> None:
+        """Copy what could not be filled in place; of what was, raise the version counters of autograd."""
+        with torch.no_grad():
+            for filled, wanted in self._moved:
+                wanted.local.copy_(filled)
+        for wanted in self._in_place:
+            for tensor in {id(wanted.local): wanted.local, id(wanted.wrapper): wanted.wrapper}.values():
+                torch.autograd.graph.increment_version(tensor)
+
+
+def reshard(
+    wanted: Iterable[Wanted], stored: Mapping[int, Mapping[str, Sequence[StoredBox]]], own: int, *, by_address: bool
+) -> Resharding:
+    """Work out what fills the wanted tensors.
+
+    Args:
+        wanted: The tensors.
+        stored: The boxes of each part, by path.
+        own: The part that this rank restores. Of boxes that several parts have, its own are taken.
+        by_address: Whether the memory of CUDA devices can be written to.
+    """
+    plan = Resharding()
+    copies: dict[int, list[Copy]] = {}
+    owners = []
+    for one in wanted:
+        parts = (own,) if one.mesh is None else (own, *(part for part in stored if part != own))
+        boxes: dict[tuple[Any, ...], StoredBox] = {}
+        for part in parts:
+            for box in stored[part].get(one.stored_path, ()):
+                if box.mesh == one.mesh:
+                    boxes.setdefault((box.offsets, box.entry.shape), box)
+        into = one.local
+        if not (into.is_cpu or (into.is_cuda and by_address)) or into.is_neg() or into.is_conj():
+            into = torch.empty(into.shape, dtype=into.dtype)
+            plan._moved.append((into, one))
+        else:
+            plan._in_place.append(one)
+        if trouble := _trouble(one, boxes.values()):
+            plan.troubles.append(f"{one.path} ({trouble})")
+            continue
+        owners.append(into)
+        for part, copy in _copies(one, boxes.values(), into):
+            copies.setdefault(part, []).append(copy)
+    plan.targets = {part: BoxTargets(each, owners) for part, each in copies.items()}
+    return plan
+
+
+def _trouble(wanted: Wanted, boxes: Iterable[StoredBox]) -> str:
+    """Why a tensor cannot be made of boxes; empty where it can."""
+    dtype = dtypes.TORCH_NAMES.get(wanted.local.dtype, "")
+    there = 0
+    for box in boxes:
+        if box.entry.dtype != dtype:
+            return f"{dtype} here, {box.entry.dtype} in the checkpoint"
+        if len(box.offsets) != len(wanted.shape):
+            return f"the shape {wanted.shape} here, another one in the checkpoint"
+        there += sum(prod(map(len, _overlap(box, each))) for each in wanted.boxes)
+    needed = sum(prod(box.sizes) for box in wanted.boxes)
+    if there < needed:
+        return "the checkpoint has not all of it"
+    return "boxes of it overlap in the checkpoint" if there > needed else ""
+
+
+def _overlap(stored: StoredBox, live: Box) -> _Ranges:
+    sides = zip(stored.offsets, stored.entry.shape, live.offsets, live.sizes, strict=True)
+    return tuple(range(max(a, b), max(a, b, min(a + m, b + n))) for a, m, b, n in sides)
+
+
+def _copies(wanted: Wanted, boxes: Iterable[StoredBox], into: torch.Tensor) -> Iterator[tuple[int, Copy]]:
+    itemsize = into.element_size()
+    device = HOST if into.is_cpu else into.device.index
+    strides = [step * itemsize for step in into.stride()]
+    for stored in boxes:
+        entry = stored.entry
+        steps = [step * itemsize for step in entry.stride]
+        for live in wanted.boxes:
+            ranges = _overlap(stored, live)
+            if not prod(map(len, ranges)):
+                continue
+            first = [each.start for each in ranges]
+            start = stored.start + entry.offset + _reach(steps, first, stored.offsets)
+            local = [at - low + place for at, low, place in zip(first, live.offsets, live.local, strict=True)]
+            address = into.data_ptr() + _reach(strides, local, (0,) * len(local))
+            sizes = [*map(len, ranges)]
+            yield stored.part, _copy(start, address, sizes, steps, strides, itemsize, device)
+
+
+def _reach(steps: Sequence[int], at: Sequence[int], origin: Sequence[int]) -> int:
+    return sum(step * (index - low) for step, index, low in zip(steps, at, origin, strict=True))
+
+
+def _copy(
+    start: int,
+    address: int,
+    sizes: Sequence[int],
+    steps: Sequence[int],
+    strides: Sequence[int],
+    nbytes: int,
+    device: int,
+) -> Copy:
+    """Return a copy whose last dimensions are one run where they are dense in both places."""
+    dims = [each for each in zip(sizes, steps, strides, strict=True) if each[0] > 1]
+    while dims and dims[-1][1] == dims[-1][2] == nbytes:
+        nbytes *= dims.pop()[0]
+    sizes, steps, strides = (tuple(each[number] for each in dims) for number in range(3))
+    return Copy(start, address, sizes, steps, strides, nbytes, device)

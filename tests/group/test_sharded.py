@@ -1,0 +1,391 @@
+"""Tensors that lie on several ranks: FSDP2, tensor parallelism, and both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from pccheck_async import (
+    CheckpointEngine,
+    Group,
+    RNGState,
+    StateMismatchError,
+    SyncCheckpointEngine,
+    UnsupportedStateError,
+    describe_checkpoint,
+    export_checkpoint,
+    load_sync,
+    open_checkpoint,
+)
+from pccheck_async.format import Entry
+from pccheck_async.group import GroupListing, list_group
+from pccheck_async.state.boxes import local_tensors
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded", "ignore:FSDP2-wrapped module")
+
+
+class Tied(nn.Module):
+    """A small model with sizes that no world divides, and an embedding that is also its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 7)
+        self.inner = nn.Linear(7, 10)
+        self.outer = nn.Linear(10, 7)
+        self.out = nn.Linear(7, 13, bias=False)
+        self.out.weight = self.embedding.weight
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden: Tensor = self.outer(nn.functional.relu(self.inner(self.embedding(tokens))))
+        logits: Tensor = self.out(hidden) * self.get_buffer("scale").mean()
+        return logits
+
+
+def mesh_of(folder: Path, group: Group, *shape: int) -> DeviceMesh:
+    """Initialise gloo, and return a mesh of this shape, of all ranks."""
+    rendezvous = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=group.rank, world_size=group.world_size)
+    return init_device_mesh("cpu", shape or (group.world_size,), mesh_dim_names=("data", "model")[: len(shape) or 1])
+
+
+def fsdp(mesh: DeviceMesh) -> nn.Module:
+    torch.manual_seed(7)
+    model = Tied()
+    fully_shard(model.inner, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def fsdp_over_tp(mesh: DeviceMesh) -> nn.Module:
+    """FSDP2 shards rows that tensor parallelism has split already: their shards interleave."""
+    torch.manual_seed(7)
+    model = Tied()
+    parallelize_module(model, mesh["model"], {"inner": ColwiseParallel(), "outer": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    return model
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> list[str]:
+    """Return the bits of the losses."""
+    losses = []
+    for step in steps:
+        tokens = torch.randint(13, (4, 5), generator=torch.Generator().manual_seed(100 * step + rank))
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(float(loss.detach()).hex())
+    return losses
+
+
+def resumed(folder: Path, make: Callable[[DeviceMesh], nn.Module], shape: tuple[int, ...], group: Group) -> None:
+    """Save in the middle of a training, go on, and go on once more from what was saved, with fresh objects."""
+    mesh = mesh_of(folder, group, *shape)
+    data = mesh.get_local_rank("data")  # ranks of tensor parallelism see the same samples
+    model = make(mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        train(model, optimizer, data, range(3))
+        engine.checkpoint({"model": model, "optimizer": optimizer}, step=2).result()
+    expected = train(model, optimizer, data, range(3, 6))
+    model = make(mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    train(model, optimizer, data, range(9, 10))  # other moments
+    fresh = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        for restored in (optimizer, fresh):
+            found = engine.restore({"model": model, "optimizer": restored})
+            assert found is not None
+            assert found.step == 2
+            assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+            assert train(model, restored, data, range(3, 6)) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 3])
+def test_fsdp_goes_on_with_the_same_bits(tmp_path: Path, world: int) -> None:
+    run_ranks(world, partial(resumed, tmp_path, fsdp, ()))
+
+
+@pytest.mark.slow
+def test_fsdp_over_tensor_parallelism_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    run_ranks(4, partial(resumed, tmp_path, fsdp_over_tp, (2, 2)))
+
+
+def overlapped(folder: Path, group: Group) -> None:
+    """Weights are captured beside the next step; each checkpoint holds one step."""
+    mesh = mesh_of(folder, group)
+    model = fsdp(mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer}
+    expected: dict[int, list[Tensor]] = {}
+    with SyncCheckpointEngine(folder / "run", group=group, interval=2, keep_last=3) as engine:
+        engine.attach(optimizer)
+        for step in range(6):
+            with engine.step(state, step):
+                train(model, optimizer, group.rank, range(step, step + 1))
+            expected[step] = [each.clone() for each in local_tensors([*model.parameters()])]
+        engine.drain()
+        assert engine.statistics().failed == 0
+        for info in engine.checkpoints():
+            engine.restore(state, step=info.step)
+            assert all(map(torch.equal, local_tensors([*model.parameters()]), expected[info.step]))
+        assert len(engine.checkpoints()) == 3
+
+
+@pytest.mark.slow
+def test_captures_overlap_with_training(tmp_path: Path) -> None:
+    run_ranks(2, partial(overlapped, tmp_path))
+
+
+def plain_tensors(folder: Path, group: Group) -> dict[str, Any]:
+    mesh = mesh_of(folder, group)
+    full = torch.arange(15.0).reshape(5, 3)
+    rows, columns, copied = (distribute_tensor(full, mesh, [how]) for how in (Shard(0), Shard(1), Replicate()))
+    state = {"rows": rows, "columns": columns, "copied": copied, "own": torch.full((2,), float(group.rank))}
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        engine.checkpoint(state, step=1).result()
+        for value in state.values():
+            (value.to_local() if isinstance(value, DTensor) else value).zero_()
+        engine.restore(state)
+        for name in ("rows", "columns", "copied"):
+            assert torch.equal(state[name].full_tensor(), full)  # type: ignore[attr-defined]
+        assert state["own"].tolist() == [group.rank] * 2
+        with pytest.raises(UnsupportedStateError, match=r"partial: .*Partial"):
+            engine.checkpoint({"partial": DTensor.from_local(full, mesh, [Partial()])}, step=2)
+        with pytest.raises(StateMismatchError, match=r"rows \(the shape"):
+            engine.restore({**state, "rows": copied[:, :2]})
+        with pytest.raises(StateMismatchError, match=r"rows \(float64 here"):
+            engine.restore({**state, "rows": columns.double()})
+        with pytest.raises(StateMismatchError, match=r"own \(the shape"):
+            engine.restore({**state, "own": copied})
+        return {name: value.tolist() for name, value in state.items() if name == "own"}
+
+
+@pytest.mark.slow
+def test_placements(tmp_path: Path) -> None:
+    assert run_ranks(2, partial(plain_tensors, tmp_path)) == [{"own": [0.0, 0.0]}, {"own": [1.0, 1.0]}]
+
+
+def test_without_a_group_parts_are_refused(tmp_path: Path) -> None:
+    async def rank_main(group: Group) -> str:
+        sharded = distribute_tensor(torch.zeros(4), mesh_of(tmp_path, group))
+        async with CheckpointEngine(tmp_path) as engine:
+            with pytest.raises(UnsupportedStateError) as caught:
+                await engine.checkpoint({"w": sharded}, step=0)
+        return str(caught.value)
+
+    import asyncio
+
+    (told,) = run_ranks(1, lambda group: asyncio.run(rank_main(group)))
+    assert told.startswith("w: a torch.distributed.tensor.DTensor cannot be saved")
+    assert "group=torch.distributed.group.WORLD" in told
+    assert "full_tensor()" in told
+
+
+def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return every tensor in full, by its name."""
+    found = dict(model.state_dict())
+    for number, moments in optimizer.state_dict()["state"].items():
+        found |= {f"{number}.{name}": value for name, value in moments.items()}
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["3", "2 x 2"])
+def test_reading_in_full(tmp_path: Path, layout: str) -> None:
+    """All ranks' parts are one state for whoever reads it, whichever rank's values are asked for beside."""
+    saved, *_ = run_ranks(prod(LAYOUTS[layout][1]), partial(saved_as, tmp_path, layout))
+    for rank in (None, 1):
+        found = load_sync(tmp_path / "run", rank=rank)
+        assert all(torch.equal(found["model"][name], saved[name]) for name in found["model"])
+        moments = found["optimizer"]["state"]
+        assert all(torch.equal(moments[n][name], saved[f"{n}.{name}"]) for n in moments for name in moments[n])
+        assert load_sync(tmp_path / "run", rank=rank, keys=["model.inner.bias"])["model"]["inner.bias"].shape == (10,)
+    with open_checkpoint(tmp_path / "run") as checkpoint:
+        for name, expected in saved.items():
+            if not name[0].isdigit():
+                stored = checkpoint.tensor(f"model.{name}")
+                assert stored.shape == expected.shape
+                assert torch.equal(stored.read(), expected)
+                assert torch.equal(stored[1:], expected[1:])
+                assert torch.equal(stored[-1], expected[-1])
+                assert torch.equal(stored[::2], expected[::2])
+        assert torch.equal(checkpoint.load()["model"]["inner.weight"], saved["inner.weight"])
+    described = describe_checkpoint(tmp_path / "run")
+    assert any(leaf.path.startswith("model.inner\\.weight[0:") for leaf in described.leaves)
+    with pytest.raises(UnsupportedStateError, match="lies on several ranks"):
+        export_checkpoint(tmp_path / "run", tmp_path / "out.safetensors", to="safetensors")
+
+
+def unsharded(mesh: DeviceMesh) -> nn.Module:
+    torch.manual_seed(7)
+    return Tied()
+
+
+LAYOUTS: dict[str, tuple[Callable[[DeviceMesh], nn.Module], tuple[int, ...]]] = {
+    "1": (fsdp, (1,)),
+    "2": (fsdp, (2,)),
+    "3": (fsdp, (3,)),
+    "4": (fsdp, (4,)),
+    "8": (fsdp, (8,)),
+    "2 x 2": (fsdp_over_tp, (2, 2)),
+    "hsdp": (fsdp, (2, 2)),
+    "plain": (unsharded, (1,)),
+}
+
+
+def saved_as(folder: Path, layout: str, group: Group) -> dict[str, Tensor]:
+    make, shape = LAYOUTS[layout]
+    model = make(mesh_of(folder, group, *shape))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        train(model, optimizer, 0, range(3))
+        engine.checkpoint({"model": model, "optimizer": optimizer, "rng": RNGState()}, step=2).result()
+    return full_state(model, optimizer)
+
+
+def restored_as(folder: Path, saved_on: str, layout: str, fresh: bool, group: Group) -> dict[str, Tensor]:
+    make, shape = LAYOUTS[layout]
+    model = make(mesh_of(folder, group, *shape))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if not fresh:
+        train(model, optimizer, 5, range(9, 10))
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        torch.manual_seed(group.rank + 100)
+        drawn = torch.get_rng_state()
+        assert engine.restore({"model": model, "optimizer": optimizer, "rng": RNGState()}) is not None
+        same_world = prod(LAYOUTS[saved_on][1]) == group.world_size
+        assert torch.equal(torch.get_rng_state(), drawn) != same_world  # else what was saved is of other ranks
+    return full_state(model, optimizer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after", "fresh"),
+    [
+        ("2", "3", True),
+        ("3", "2", False),
+        ("1", "hsdp", True),
+        ("hsdp", "3", True),
+        ("2 x 2", "4", False),
+        ("2", "2 x 2", True),
+        ("plain", "2", True),
+        ("plain", "1", False),
+        ("2", "plain", False),
+    ],
+)
+def test_another_layout_has_the_same_bits(tmp_path: Path, before: str, after: str, fresh: bool) -> None:
+    def world(layout: str) -> int:
+        return prod(LAYOUTS[layout][1])
+
+    saved = run_ranks(world(before), partial(saved_as, tmp_path, before))
+    (tmp_path / "rendezvous").unlink(missing_ok=True)
+    restored = run_ranks(world(after), partial(restored_as, tmp_path, before, after, fresh))
+    for found in (*saved, *restored):
+        assert found.keys() == saved[0].keys()
+        assert all(torch.equal(found[name], saved[0][name]) for name in found)
+
+
+def replicas(folder: Path, group: Group) -> tuple[list[Tensor], Tensor]:
+    """Save a DDP model, whose buffer each rank has for itself, and a plain tensor; restore all of it."""
+    mesh_of(folder, group)
+    torch.manual_seed(7)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(300, 400), nn.BatchNorm1d(400)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(3, 300)).sum().backward()
+    optimizer.step()
+    torch.manual_seed(group.rank)
+    model(torch.randn(3, 300))  # its own running mean
+    alike, own = torch.full((5_000,), 3.0), torch.full((5_000,), float(group.rank))
+    state = {"model": model, "optimizer": optimizer, "alike": alike, "own": own}
+    with SyncCheckpointEngine(folder / "run", group=group, replicated=["alike"]) as engine:
+        engine.checkpoint(state, step=1).result()
+        expected = [each.detach().clone() for each in model.state_dict().values()]
+        with torch.no_grad():
+            for each in model.state_dict().values():
+                each.zero_()
+        alike.zero_()
+        own.zero_()
+        state["optimizer"] = fresh = torch.optim.AdamW(model.parameters())
+        engine.restore(state)
+        assert all(map(torch.equal, model.state_dict().values(), expected))
+        for parameter, moments in optimizer.state.items():
+            assert all(torch.equal(value, fresh.state[parameter][name]) for name, value in moments.items())
+        assert alike.tolist() == [3.0] * 5_000
+        assert own.tolist() == [group.rank] * 5_000
+        return expected, expected[-2]
+
+
+@pytest.mark.slow
+def test_replicas_are_saved_once_on_each_filesystem(tmp_path: Path) -> None:
+    found = run_ranks(3, partial(replicas, tmp_path))
+    assert not torch.equal(found[0][1], found[1][1])  # buffers are each rank's own
+    nbytes = [entry.nbytes for listing in (list_group(tmp_path / "run"),) for entry in _entries(listing)]
+    whole = 3 * 4 * (300 * 400 + 3 * 400)
+    assert sum(nbytes) < 1.1 * whole + 3 * 4 * 5_000 + 3 * (1 << 16)
+    assert max(nbytes) < 0.5 * sum(nbytes)
+    state = load_sync(tmp_path / "run", rank=2)
+    assert torch.equal(state["model"]["module.0.weight"], found[0][0][0])
+    assert state["alike"].tolist() == [3.0] * 5_000
+
+
+def _entries(listing: GroupListing) -> list[Entry]:
+    return [part.entry for part in listing.parts(listing.complete[0].key).values()]
+
+
+def of_nodes(folder: Path, group: Group) -> str:
+    """Two hosts with disks of their own: what lies on both is on neither in full."""
+    node = folder / f"node{group.rank}" / "run"
+    node.parent.mkdir(exist_ok=True)
+    mesh = mesh_of(folder, group)
+    full = torch.arange(12.0).reshape(4, 3)
+    state = {"w": distribute_tensor(full, mesh, [Shard(0)]), "copied": distribute_tensor(full, mesh, [Replicate()])}
+    with SyncCheckpointEngine(node, group=group) as engine:
+        engine.checkpoint(state, step=1).result()
+        for value in state.values():
+            value.to_local().zero_()
+        engine.restore(state)
+        assert all(torch.equal(value.full_tensor(), full) for value in state.values())
+        with pytest.raises(StateMismatchError) as caught:
+            engine.restore({**state, "w": distribute_tensor(full, mesh, [Shard(1)])})
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_hosts_with_disks_of_their_own_keep_what_they_read(tmp_path: Path) -> None:
+    first, second = run_ranks(2, partial(of_nodes, tmp_path))
+    assert "w (the checkpoint has not all of it); the parts of ranks 1 are on filesystems not seen here" in first
+    assert "of ranks 0 are" in second
+
+
+def stages(folder: Path, group: Group) -> list[float]:
+    """Two stages of a pipeline whose tensors have the same names: each is another tensor."""
+    mesh_of(folder, group)
+    alone = DeviceMesh("cpu", [group.rank])
+    state = {"w": distribute_tensor(torch.full((4,), float(group.rank)), alone)}
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        engine.checkpoint(state, step=1).result()
+        state["w"].to_local().zero_()
+        engine.restore(state)
+    full = load_sync(folder / "run", rank=group.rank)["w"]
+    return [float(value) for each in (state["w"].to_local(), full) for value in each]
+
+
+@pytest.mark.slow
+def test_tensors_of_one_name_on_other_ranks_are_told_apart(tmp_path: Path) -> None:
+    assert run_ranks(2, partial(stages, tmp_path)) == [[0.0] * 8, [1.0] * 8]

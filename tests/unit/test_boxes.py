@@ -1,0 +1,80 @@
+"""Boxes of sharded tensors: each element of a tensor on exactly one rank of a mesh dimension, where torch puts it."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from pccheck_async.state.boxes import Box, Split, boxes_of
+
+
+def pieces(shape: tuple[int, ...], splits: list[Split]) -> torch.Tensor:
+    """Return the local tensor, which holds its global indices, as torch splits it."""
+    local = torch.arange(prod(shape)).reshape(shape)
+    for dim, parts, part, factor in splits:
+        placement = Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
+        local = placement._split_tensor(local, parts, with_padding=False)[0][part]
+    return local
+
+
+def by_boxes(shape: tuple[int, ...], splits: list[Split]) -> torch.Tensor:
+    """Return the same from the boxes."""
+    indices = torch.arange(prod(shape)).reshape(shape)
+    boxes = boxes_of(shape, splits)
+    last = boxes[-1]
+    local = torch.full([at + size for at, size in zip(last.local, last.sizes, strict=True)], -1)
+    for box in boxes:
+        box.of(local).copy_(Box(box.offsets, box.sizes, box.offsets).of(indices))
+    return local
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[int, int, int]]]:
+    """A global shape, and for each mesh dimension a tensor dimension, the ranks along it, and a split factor."""
+    shape = tuple(draw(st.lists(st.integers(0, 13), min_size=1, max_size=3)))
+    splits = st.tuples(st.integers(0, len(shape) - 1), st.integers(1, 5), st.sampled_from([1, 1, 2, 3]))
+    return shape, draw(st.lists(splits, max_size=3))
+
+
+@settings(max_examples=300, deadline=None)
+@given(meshes())
+def test_the_boxes_of_all_ranks_are_where_torch_puts_the_shards_and_tile_the_tensor(
+    mesh: tuple[tuple[int, ...], list[tuple[int, int, int]]],
+) -> None:
+    shape, dims = mesh
+    found: list[int] = []
+    for coordinate in product(*(range(parts) for _, parts, _ in dims)):
+        splits = [Split(dim, parts, part, factor) for (dim, parts, factor), part in zip(dims, coordinate, strict=True)]
+        local = pieces(shape, splits)
+        assert torch.equal(by_boxes(shape, splits), local) or not local.numel()
+        assert prod(by_boxes(shape, splits).shape) == local.numel()
+        found += local.flatten().tolist()
+    assert sorted(found) == [*range(prod(shape))]
+
+
+@pytest.mark.parametrize(("length", "parts"), [(5, 4), (1, 3), (0, 2), (12, 5)])
+def test_uneven_and_empty_shards(length: int, parts: int) -> None:
+    """torch.chunk leaves the last ranks less, or nothing."""
+    each = [boxes_of((length, 2), [Split(0, parts, part)]) for part in range(parts)]
+    assert all(len(boxes) == 1 for boxes in each)
+    assert sum(boxes[0].sizes[0] for boxes in each) == length
+
+
+def test_shards_that_interleave_are_several_boxes() -> None:
+    """FSDP2 over tensor parallelism: the first rank of 2 x 2 has rows 0 and 2 of 4, as one box each."""
+    boxes = boxes_of((8, 3), [Split(0, 2, 0, factor=2)])
+    assert [(box.offsets, box.sizes, box.local) for box in boxes] == [
+        ((0, 0), (2, 3), (0, 0)),
+        ((4, 0), (2, 3), (2, 0)),
+    ]
+
+
+def test_a_tensor_of_a_billion_elements_takes_no_time() -> None:
+    assert len(boxes_of((1 << 40,), [Split(0, 1024, 1023), Split(0, 8, 7, factor=1)])) == 1
