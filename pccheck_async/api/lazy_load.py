@@ -6,34 +6,32 @@ import math
 import os
 import warnings
 import weakref
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import cached_property
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
 from msgspec import structs
 
-from pccheck_async.api.reading import FullTensors, open_reader, staging_pool
+from pccheck_async.api.reading import open_reader, staging_pool
 from pccheck_async.engine import Auto, EngineLoop
 from pccheck_async.errors import ClosedError, explained
 from pccheck_async.format import CheckpointInfo, Entry, check_step, dtypes
 from pccheck_async.format.manifest import Manifest, TensorEntry
-from pccheck_async.format.skeleton import ArrayNode, Node, ShardedNode
-from pccheck_async.group import OpenPart, PartReader
+from pccheck_async.format.skeleton import ArrayNode, Node, arrays
+from pccheck_async.group import MergedPayload, PartReader, Payload
 from pccheck_async.medium import File
 from pccheck_async.medium.open_medium import IO, OpenMedium
-from pccheck_async.state import Allocation, Array, Box, Targets, Wanted, allocate_below, below, opened, paths
+from pccheck_async.state import Allocation, Array, Targets, below, opened, paths, rebuild
 from pccheck_async.state.restore.tree import leaves
 from pccheck_async.store import VerifiedChunks
-from pccheck_async.transfer.copying import CopyBackend
 
 __all__ = ["OpenCheckpoint", "StoredState", "StoredTensor", "open_checkpoint", "rows"]
 
 T = TypeVar("T")
-_ARRAYS: Final = (ArrayNode, ShardedNode)
 
 
 def open_checkpoint(
@@ -50,7 +48,8 @@ def open_checkpoint(
     Blocks for what it reads; in a coroutine use :func:`pccheck_async.load`, or ``asyncio.to_thread``.
 
     Args:
-        path: Folder of a store, or of a group: then one rank's part of a complete checkpoint is opened.
+        path: Folder of a store, or of a group: then one rank's part of a complete checkpoint is opened,
+            and tensors that lie on several ranks in full.
         step: The step to open; by default the newest checkpoint, or the next older one if its manifest is damaged
             (with a warning). A damaged tensor is found only when it is read.
         rank: Of a group: whose part. By default that of rank 0.
@@ -109,12 +108,12 @@ class Connection:
                 return entry, file, manifest
 
             self.entry, file, self.manifest = await reader.read(self.path, step, use, keep=True)
-            self.chunks = VerifiedChunks(opened, file, self.manifest, pool)
-            self._full: FullTensors | None = None
+            self.chunks: Payload
             if isinstance(reader, PartReader):
-                backend = CopyBackend(opened.operations)
-                own = OpenPart(opened.medium, file, self.manifest, backend, pool)
-                self._full = FullTensors(reader, self.entry, own, backend, pool)
+                self.chunks = reader.merged(self.entry, file, self.manifest, pool)
+                self.manifest = self.chunks.manifest
+            else:
+                self.chunks = VerifiedChunks(opened, file, self.manifest, pool)
         except BaseException:
             await opened.close()
             raise
@@ -160,8 +159,8 @@ class Connection:
             self._loop.stop()
 
     async def _close(self) -> None:
-        if self._full is not None:
-            await self._full.aclose()
+        if isinstance(self.chunks, MergedPayload):
+            await self.chunks.aclose()
         await self.opened.close()
 
     def rebuild(self, node: Node) -> Any:
@@ -169,26 +168,9 @@ class Connection:
         return self.call(self._rebuild(node))
 
     async def _rebuild(self, node: Node) -> Any:
-        loading = allocate_below(self.manifest, node, self.device)
-        await self.chunks.fill(loading.targets)
-        await self._fill_in_full(loading.resharded)
-        return loading.finish()
-
-    async def _fill_in_full(self, wanted: Sequence[Wanted]) -> None:
-        if wanted:
-            assert self._full is not None
-            await self._full.fill(wanted)
-
-    def read_box(self, node: ShardedNode, low: int = 0, count: int | None = None) -> torch.Tensor:
-        """Read some of the first dimension of a tensor that lies on several ranks, or all of it."""
-        sizes = node.shape if count is None else (count, *node.shape[1:])
-        tensor = torch.empty(sizes, dtype=dtypes.torch_dtype(node.dtype))
-        origin = (0,) * len(sizes)
-        box = Box((low, *origin[1:]) if sizes else (), sizes, origin)
-        path = next(path for path, each in leaves(self.manifest.skeleton) if each is node)
-        wanted = Wanted(path, path, node.mesh, node.shape, (box,), tensor, tensor)
-        self.call(self._fill_in_full((wanted,)))
-        return tensor.to(self.device)
+        allocation = Allocation(self.manifest, sorted(arrays(node)))
+        await self.chunks.fill(Targets(allocation.targets()))
+        return rebuild(node, lambda index: allocation.array(index, self.device))
 
     def read(self, entry: TensorEntry) -> Array:
         """Read what ``entry`` views."""
@@ -289,24 +271,6 @@ class StoredTensor:
         return f"StoredTensor({self.path!r}, {self.entry.dtype}, {tuple(self.shape)}, {self.nbytes} bytes)"
 
 
-class StoredSharded(StoredTensor):
-    """A tensor that lies on several ranks, in full: it is read from the parts of all of them."""
-
-    def __init__(self, connection: Connection, node: ShardedNode, path: str) -> None:
-        stride = tuple(math.prod(node.shape[dim + 1 :]) for dim in range(len(node.shape)))
-        full = TensorEntry(None, node.dtype, node.shape, stride, 0, "tensor", False)
-        super().__init__(connection, full, path)
-        self._node = node
-
-    def read(self) -> Any:
-        """Read all of it. Raises what :meth:`StoredTensor.read` does."""
-        return self._connection.read_box(self._node)
-
-    def _part(self, start: int, count: int, step: int) -> Any:
-        between = (count - 1) * step + 1 if count else 0
-        return self._connection.read_box(self._node, start, between)[::step].clone()
-
-
 def rows(entry: TensorEntry, start: int, count: int, step: int = 1) -> TensorEntry:
     """Return some items of the first dimension, every ``step``-th of them, as an array without autograd."""
     part = structs.replace(
@@ -381,7 +345,7 @@ class StoredState(Mapping[str, Any]):
         """Read a leaf, or return a part. Raises KeyError, ClosedError, CorruptStoreError, ReadError."""
         self._connection.check_open()
         node = self.node(path)
-        if isinstance(opened(node), _ARRAYS):
+        if isinstance(opened(node), ArrayNode):
             return self.tensor(path).read()
         if below(node):
             return StoredState(self._connection, node, paths.child(self._path, path))
@@ -397,15 +361,13 @@ class StoredState(Mapping[str, Any]):
         """
         self._connection.check_open()
         node = opened(self.node(path))
-        if isinstance(node, ShardedNode):
-            return StoredSharded(self._connection, node, path)
         if not isinstance(node, ArrayNode):
             raise TypeError(f"{path!r} is no tensor")
         return StoredTensor(self._connection, self._connection.manifest.tensors[node.index], path)
 
     def tensors(self) -> dict[str, StoredTensor]:
         """Return all tensors and arrays by their paths, none of them read. Raises ClosedError."""
-        return {path: self.tensor(path) for path, node in self._leaves.items() if isinstance(node, _ARRAYS)}
+        return {path: self.tensor(path) for path, node in self._leaves.items() if isinstance(node, ArrayNode)}
 
     def load(self) -> Any:
         """Read all of this part and return what was saved, as :func:`pccheck_async.load` does: tied tensors stay tied.
@@ -433,7 +395,7 @@ class StoredState(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         where = f"{self._path!r} of step" if self._path else "step"
-        tensors = sum(isinstance(node, _ARRAYS) for node in self._leaves.values())
+        tensors = sum(isinstance(node, ArrayNode) for node in self._leaves.values())
         where += f" {self._connection.entry.step}"
         return f"<{type(self).__name__} {where}: {len(self)} leaves, {tensors} of them tensors>"
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from pccheck_async.api.reading import FullTensors, open_folder, open_reader, staging_pool
+from pccheck_async.api.reading import open_folder, open_reader, staging_pool
 from pccheck_async.engine import Auto, EngineLoop
 from pccheck_async.format import CheckpointInfo, Entry, check_step
 from pccheck_async.format.manifest import Manifest
-from pccheck_async.group import OpenPart, PartReader, is_group_folder, list_group
+from pccheck_async.group import PartReader, is_group_folder, list_group
 from pccheck_async.medium import File
 from pccheck_async.medium.open_medium import IO, check_io
 from pccheck_async.state import allocate
@@ -38,7 +38,8 @@ async def load(
     """Load a checkpoint into new tensors. Works while a writer of another process commits.
 
     Args:
-        path: Folder of a store, or of a group: then one rank's part of a complete checkpoint is loaded.
+        path: Folder of a store, or of a group: then one rank's part of a complete checkpoint is loaded,
+            and tensors that lie on several ranks in full.
         step: The step to load; by default the newest checkpoint, or the next older one if that is damaged (with a
             warning).
         rank: Of a group: whose part. By default that of rank 0.
@@ -130,15 +131,15 @@ async def _load(
         pool, backend = staging_pool(reader, host_memory), CopyBackend(opened.operations)
 
         async def read(entry: Entry, file: File, manifest: Manifest) -> dict[str, Any]:
-            loading = allocate(manifest, keys, torch.device(device))
             advance = reading_progress(progress, sum(chunk.nbytes for chunk in manifest.chunks))
-            buffers = pool_for(manifest, pool)
-            await read_payload(opened.medium, backend, buffers, file, manifest, loading.targets, advance=advance)
-            if loading.resharded:
-                assert isinstance(reader, PartReader)
-                own = OpenPart(opened.medium, file, manifest, backend, pool)
-                async with aclosing(FullTensors(reader, entry, own, backend, pool)) as tensors:
-                    await tensors.fill(loading.resharded)
+            if isinstance(reader, PartReader):
+                async with aclosing(reader.merged(entry, file, manifest, pool)) as payload:
+                    loading = allocate(payload.manifest, keys, torch.device(device))
+                    await payload.fill(loading.targets, advance)
+            else:
+                loading = allocate(manifest, keys, torch.device(device))
+                buffers = pool_for(manifest, pool)
+                await read_payload(opened.medium, backend, buffers, file, manifest, loading.targets, advance=advance)
             state: dict[str, Any] = loading.finish()
             return state
 

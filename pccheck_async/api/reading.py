@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Sequence
 
 from pccheck_async.engine import Auto, Decisions, EngineConfig, decide
-from pccheck_async.format import Entry
 from pccheck_async.format.manifest import MIN_BLOCK
-from pccheck_async.group import OpenPart, PartReader, Parts, is_group_folder, list_group
+from pccheck_async.group import PartReader, is_group_folder, list_group
 from pccheck_async.medium.open_medium import IO, OpenMedium, open_medium
-from pccheck_async.state import Wanted
-from pccheck_async.store import StoreReader, UnreadableError, no_store
+from pccheck_async.store import StoreReader, no_store
 from pccheck_async.transfer import BufferPool, share_of_machine
-from pccheck_async.transfer.copying import CopyBackend
 
-__all__ = ["FullTensors", "open_folder", "open_reader", "staging_pool"]
+__all__ = ["open_folder", "open_reader", "staging_pool"]
 
 
 def _decide(host_memory: int | Auto, block_bytes: int) -> Decisions:
@@ -79,35 +74,3 @@ def staging_pool(reader: StoreReader, host_memory: int | Auto) -> BufferPool:
     """Return buffers for the chunks of a store. Raises ValueError where ``host_memory`` holds no chunk."""
     decided = _decide(host_memory, reader.identity.block_bytes)
     return BufferPool(decided.host_memory, decided.chunk_bytes)
-
-
-class FullTensors:
-    """Reads tensors that lie on several ranks, from the parts of all of them. Used on the loop that reads; close it.
-
-    Args:
-        reader: Of the parts of one rank.
-        entry: Of the checkpoint.
-        own: That rank's part.
-        backend: Copies.
-        pool: Staging memory.
-    """
-
-    def __init__(self, reader: PartReader, entry: Entry, own: OpenPart, backend: CopyBackend, pool: BufferPool) -> None:
-        self._others = reader.others(entry, backend, pool)
-        self._parts = Parts({**self._others, reader.rank: own}, reader.rank, by_address=False)
-        self._turn = asyncio.Lock()
-
-    async def fill(self, wanted: Sequence[Wanted]) -> None:
-        """Fill them. Raises DamagedError, ReadError; StateMismatchError: the parts do not make these tensors."""
-        async with self._turn:
-            try:
-                await self._parts.match(wanted)
-                await self._parts.fill()
-            except UnreadableError as unreadable:
-                raise unreadable.error from None
-            self._parts.finish()
-
-    async def aclose(self) -> None:
-        """Let the other ranks' parts go."""
-        for part in self._others.values():
-            await part.close()

@@ -79,7 +79,8 @@ def export_checkpoint(
     or one item each; that takes as much memory as the part spans in the checkpoint.
 
     Args:
-        path: Folder of a store, or of a group: then one rank's part of a complete checkpoint is exported.
+        path: Folder of a store, or of a group: then one rank's part of a complete checkpoint is exported, and
+            tensors that lie on several ranks in full.
         out: The new file, or folder ("dcp"); there must be nothing of that name, not even a symbolic link.
         to: The format.
         step: The step to export; by default the newest checkpoint, or the next older one where its manifest is damaged.

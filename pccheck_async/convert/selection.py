@@ -78,10 +78,7 @@ def select_part(connection: Connection, keys: Sequence[str] | None, root: str | 
             raise StateMismatchError(f"{root!r} is a leaf; export its container with keys=[{root!r}]", missing=[root])
     node = opened(node)
     chosen = Selection(manifest, node, dict(leaves(node)) if below(node) else {})
-    sharded = {path: leaf for path, leaf in chosen.leaves.items() if isinstance(leaf, nodes.ShardedNode)}
-    chosen.refused += [f"{path} (it lies on several ranks: load() has it in full)" for path in sharded]
     named = {leaf.index for leaf in chosen.leaves.values() if isinstance(leaf, ArrayNode)}
-    named |= {index for leaf in sharded.values() for index in arrays(leaf)}
     if named != set(arrays(node)):
         chosen.refused.append("an array in the _metadata of an OrderedDict")
     return chosen

@@ -24,8 +24,8 @@ from pccheck_async.convert.target import Sink, new_file
 from pccheck_async.format import dtypes
 from pccheck_async.format.manifest import ALIGNMENT, TensorEntry
 from pccheck_async.format.skeleton import Node
+from pccheck_async.group import Payload
 from pccheck_async.state import rebuild, viewed_ranges
-from pccheck_async.store import VerifiedChunks
 
 __all__ = ["Archive", "write"]
 
@@ -37,7 +37,7 @@ _EXTRA: Final = 0x4246
 """The number of the header field that torch pads with."""
 
 
-async def write(selection: Selection, chunks: VerifiedChunks, path: Path) -> None:
+async def write(selection: Selection, chunks: Payload, path: Path) -> None:
     """Write the selection; memory is bounded by a few chunks, and by the values that are not arrays.
 
     Raises UnsupportedStateError (lists what ``torch.load(weights_only=True)`` could not read).
@@ -69,7 +69,7 @@ class _Storage:
     ranges: list[tuple[int, int]]
     dtype: torch.dtype | None
 
-    async def pieces(self, chunks: VerifiedChunks) -> AsyncGenerator[memoryview | bytes, None]:
+    async def pieces(self, chunks: Payload) -> AsyncGenerator[memoryview | bytes, None]:
         """Yield them, in pieces that stay as they are until the next."""
         end, behind = self.base, self.base + self.nbytes
         for low, high in (*self.ranges, (behind, behind)):

@@ -7,11 +7,12 @@ begins with the type's tag (``["tuple", [1, 2]]``). Floats keep all their bits, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import NoneType
 from typing import Final, TypeAlias
 
 import msgspec
+from msgspec import structs
 
 MAX_DEPTH: Final = 100
 """Levels of nesting a state may have; far below what would exhaust Python's or msgpack's stack."""
@@ -194,6 +195,17 @@ def children(node: Node) -> Iterator[Node]:
         yield node.child
     elif isinstance(node, ShardedNode):
         yield from node.boxes
+
+
+def with_arrays(node: Node, place: Callable[[ShardedNode], ArrayNode]) -> Node:
+    """Return a tree with a plain array in place of each tensor that lies on several ranks."""
+    if isinstance(node, ShardedNode):
+        return place(node)
+    if isinstance(node, _Items):
+        return type(node)([with_arrays(item, place) for item in node.items])
+    if isinstance(node, _Mapping):
+        return structs.replace(node, values=[with_arrays(value, place) for value in node.values])
+    return StatefulNode(with_arrays(node.child, place)) if isinstance(node, StatefulNode) else node
 
 
 _SPREAD: Final = frozenset((NoneType, bool, int, float, str, BytesNode, SurrogateStrNode))

@@ -10,17 +10,17 @@ from pccheck_async.group.core import GroupCore
 from pccheck_async.group.folder import parts_of, rank_folders, rank_name
 from pccheck_async.group.group import Group
 from pccheck_async.group.member import Member
+from pccheck_async.group.merged import MergedPayload, Payload
 from pccheck_async.group.messages import decode_decision, decode_message, encode
 from pccheck_async.group.parts import Applied, Key, Part, Run, SeenStore
 from pccheck_async.group.reading import GroupListing, PartReader, is_group_folder, list_group, ranks
-from pccheck_async.group.resharding import LeasedPart, OpenPart, Parts
 from pccheck_async.group.schedule import LeadSchedule, Schedule, Verdict
 from pccheck_async.group.training import GroupTraining
 from pccheck_async.group.view import Complete, Incomplete, View, view_of
 
 __all__ = [
     "Applied", "Complete", "Coordinator", "Group", "GroupCore", "GroupListing", "GroupTraining", "Incomplete",
-    "Key", "LeadSchedule", "LeasedPart", "Member", "OpenPart", "Part", "PartReader", "Parts", "Run", "Schedule",
+    "Key", "LeadSchedule", "Member", "MergedPayload", "Part", "PartReader", "Payload", "Run", "Schedule",
     "SeenStore", "Verdict", "View", "decode_decision", "decode_message", "encode", "is_group_folder", "list_group",
     "parts_of", "rank_folders", "rank_name", "ranks", "view_of",
 ]  # fmt: skip

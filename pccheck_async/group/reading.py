@@ -15,13 +15,16 @@ from msgspec import structs
 
 from pccheck_async.errors import IncompleteCheckpointError, NoCheckpointError, ReadError, StoreError
 from pccheck_async.format import CheckpointInfo, Entry, Key, Record
+from pccheck_async.format.manifest import Manifest
 from pccheck_async.format.record import GROUP_NAME
 from pccheck_async.group.elsewhere import FolderLease
 from pccheck_async.group.folder import rank_name, seen_stores
+from pccheck_async.group.merged import MergedPayload
 from pccheck_async.group.parts import Part, SeenStore
-from pccheck_async.group.resharding import LeasedPart
+from pccheck_async.group.resharding import LeasedPart, OpenPart
 from pccheck_async.group.view import Complete, Incomplete, view_of
-from pccheck_async.store import LOCK_SECONDS, StoreReader
+from pccheck_async.medium import File
+from pccheck_async.store import LOCK_SECONDS, StoreReader, VerifiedChunks
 from pccheck_async.transfer import BufferPool
 from pccheck_async.transfer.copying import CopyBackend
 
@@ -146,12 +149,16 @@ class PartReader(StoreReader):
         entries = [structs.replace(part.entry, pinned=pinned[part.key]) for part in parts if part.key in pinned]
         return Record(0, tuple(entries))
 
-    def others(self, entry: Entry, backend: CopyBackend, pool: BufferPool) -> dict[int, LeasedPart]:
-        """Return what reads the other ranks' parts of a checkpoint of which this rank has one. Close each."""
+    def merged(self, entry: Entry, file: File, manifest: Manifest, pool: BufferPool) -> MergedPayload:
+        """Return what reads a checkpoint whose part is open, from the parts of all ranks; close it."""
+        medium, backend = self.opened.medium, CopyBackend(self.opened.operations)
         key = next(one.key for one in self.listing.complete if one.entry.counter == entry.counter)
-        ranks = self.listing.parts(key).keys() - {self.rank}
-        leases = {rank: FolderLease(self.listing.folder / rank_name(rank), key) for rank in ranks}
-        return {rank: LeasedPart(lease, backend, pool) for rank, lease in leases.items()}
+        others = {
+            rank: LeasedPart(FolderLease(self.listing.folder / rank_name(rank), key), backend, pool)
+            for rank in self.listing.parts(key).keys() - {self.rank}
+        }
+        chunks = VerifiedChunks(self.opened, file, manifest, pool)
+        return MergedPayload(chunks, (self.rank, OpenPart(medium, file, manifest, backend, pool)), others)
 
     def nothing(self, path: str | os.PathLike[str], step: int | None) -> NoCheckpointError:
         """Return what to raise where no checkpoint is complete, or none of ``step``."""

@@ -5,14 +5,14 @@
 """
 
 from pccheck_async.state.ambient import no_dispatch, no_functions, refuse_tracing
-from pccheck_async.state.boxes import Box
+from pccheck_async.state.boxes import boxes_of_range
 from pccheck_async.state.cache.layout_cache import LayoutCache, cached_layout
 from pccheck_async.state.cache.tree_cache import Outline
 from pccheck_async.state.leaves import Array
 from pccheck_async.state.restore.arrays import Allocation, Target, Targets, viewed_ranges
 from pccheck_async.state.restore.listing import Listing, StoredLeaf, list_leaves
-from pccheck_async.state.restore.match import Restoration, allocate, allocate_below, match
-from pccheck_async.state.restore.reshard import BoxTargets, Resharding, Wanted, reshard, stored_boxes
+from pccheck_async.state.restore.match import Restoration, allocate, match
+from pccheck_async.state.restore.reshard import BoxTargets, Resharding, Wanted, reshard, sharded_paths, stored_boxes
 from pccheck_async.state.restore.tree import below, mapping_keys, opened, rebuild, select
 from pccheck_async.state.rng import RNGState
 from pccheck_async.state.save.flatten import check_outermost, flatten, flatten_unchecked
@@ -26,11 +26,11 @@ from pccheck_async.state.tensor_access import exempt_this_thread, notify, stop_n
 from pccheck_async.state.values import atom, from_node
 
 __all__ = [
-    "HOST", "Allocation", "Array", "Box", "BoxTargets", "Layout", "LayoutCache", "LazyPart", "Listing", "Outline",
+    "HOST", "Allocation", "Array", "BoxTargets", "Layout", "LayoutCache", "LazyPart", "Listing", "Outline",
     "Owners", "PackedSource", "RNGState", "Resharding", "Restoration", "Sources", "Splitter", "Stateful",
-    "StoredLeaf", "Target", "Targets", "Versions", "Wanted", "allocate", "allocate_below", "arrange", "as_bits",
-    "atom", "below", "cached_layout", "check_outermost", "exempt_this_thread", "flatten", "flatten_unchecked",
+    "StoredLeaf", "Target", "Targets", "Versions", "Wanted", "allocate", "arrange", "as_bits", "atom", "below",
+    "boxes_of_range", "cached_layout", "check_outermost", "exempt_this_thread", "flatten", "flatten_unchecked",
     "from_node", "list_leaves", "mapping_keys", "match", "no_dispatch", "no_functions", "notify", "opened",
-    "rebuild", "refuse_tracing", "reshard", "select", "stop_notifying", "storage_address", "stored_boxes",
-    "viewed_ranges",
+    "rebuild", "refuse_tracing", "reshard", "select", "sharded_paths", "stop_notifying", "storage_address",
+    "stored_boxes", "viewed_ranges",
 ]  # fmt: skip

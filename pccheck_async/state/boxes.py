@@ -11,11 +11,13 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import product
+from math import prod
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
 from pccheck_async.errors import UnsupportedStateError
+from pccheck_async.state.sources import index_boxes
 
 Run: TypeAlias = tuple[int, int]
 """The first index, and the one after the last, along a dimension."""
@@ -52,6 +54,21 @@ def whole(tensor: torch.Tensor) -> Box:
     """Return all of a tensor as one box."""
     origin = (0,) * tensor.ndim
     return Box(origin, tuple(tensor.shape), origin)
+
+
+def boxes_of_range(shape: Sequence[int], start: int, flat: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield the boxes of elements in C order, from ``start`` on, and where each lies in ``flat``, which has them all.
+
+    Source: ByteCheckpoint (NSDI '25), its decomposition of irregular shards.
+    """
+    at = 0
+    for index in index_boxes(tuple(shape), start, start + flat.numel()):
+        each = [(key, 1) if isinstance(key, int) else (key.start, key.stop - key.start) for key in index]
+        each += [(0, size) for size in shape[len(each) :]]
+        box = Box(tuple(low for low, _ in each), tuple(size for _, size in each), (0,) * len(shape))
+        end = at + prod(box.sizes)
+        yield box, flat[at:end].view(box.sizes)
+        at = end
 
 
 def boxes_of(shape: Sequence[int], splits: Sequence[Split]) -> tuple[Box, ...]:

@@ -55,7 +55,7 @@ class PackedSource:
             return
         done = 0
         with torch.no_grad():
-            for index in _boxes(tuple(self.array.shape), first, last):
+            for index in index_boxes(tuple(self.array.shape), first, last):
                 piece = self.array[(*index, ...)]  # the ellipsis keeps a numpy item an array
                 nbytes = prod(piece.shape) * itemsize
                 with into[done : done + nbytes] as target:
@@ -189,8 +189,8 @@ def _resolved_bits(piece: torch.Tensor) -> torch.Tensor:
     return as_bits(parts)
 
 
-def _boxes(shape: tuple[int, ...], first: int, last: int) -> Iterator[tuple[int | slice, ...]]:
-    """Cut elements ``[first, last)`` of C order into boxes that indexing can reach: at most two per dimension."""
+def index_boxes(shape: tuple[int, ...], first: int, last: int) -> Iterator[tuple[int | slice, ...]]:
+    """Cut elements ``[first, last)`` of C order into boxes that indexing can reach, fewer than 2 per dimension."""
     if not shape:
         yield ()
         return
@@ -203,6 +203,6 @@ def _boxes(shape: tuple[int, ...], first: int, last: int) -> Iterator[tuple[int 
             first += rows * row
         else:  # inside one row
             end = min(last - index * row, row)
-            for rest in _boxes(shape[1:], start, end):
+            for rest in index_boxes(shape[1:], start, end):
                 yield (index, *rest)
             first = index * row + end

@@ -276,8 +276,10 @@ class VerifiedChunks:
         self._kept: OrderedDict[int, BufferLease] = OrderedDict()
         self._turn = asyncio.Lock()
 
-    async def fill(self, targets: Targets) -> None:
+    async def fill(self, targets: Targets, advance: Callable[[int], None] = lambda _: None) -> None:
         """Fill ``targets`` in host memory: from few chunks one by one, from many as :func:`read_payload` does.
+
+        ``advance`` is called with the bytes of each chunk that was read, or need not be.
 
         Raises DamagedError, ReadError.
         """
@@ -288,12 +290,15 @@ class VerifiedChunks:
         async with self._turn:
             if len(touched) > self._most:
                 self._drop(0)  # the whole pool is for the chunks to come
-                await read_payload(self._medium, self._backend, self._pool, self._file, self._manifest, targets)
+                payload = self._medium, self._backend, self._pool, self._file, self._manifest
+                await read_payload(*payload, targets, advance=advance)
                 return
             for index, rows in touched.items():
                 base = address_of(await self._get(index))
                 for address, offset, length in rows.tolist():
                     ctypes.memmove(address, base + offset, length)
+                advance(chunks[index].nbytes)
+            advance(sum(chunk.nbytes for index, chunk in enumerate(chunks) if index not in touched))
 
     async def pieces(self, ranges: Iterable[tuple[int, int]]) -> AsyncGenerator[memoryview, None]:
         """Yield the bytes of ranges (first byte, the one after the last); each piece stays as it is until the next.

@@ -69,8 +69,6 @@ class Restoration:
 def allocate(manifest: Manifest, keys: Sequence[str] | None = None, device: str | torch.device = "cpu") -> Restoration:
     """Prepare a restore into new memory; its ``finish`` returns a nested dict, with a dict in place of each Stateful.
 
-    Tensors that lie on several ranks are made in full: they are ``resharded``.
-
     Args:
         manifest: What is stored.
         keys: Paths or globs of the leaves and subtrees to load; None for all. Only their bytes are read.
@@ -83,28 +81,11 @@ def allocate(manifest: Manifest, keys: Sequence[str] | None = None, device: str 
     """
     torch.empty(0, device=device)  # raises here, or the checkpoint would be blamed when arrays cannot be made there
     skeleton = manifest.skeleton if keys is None else select(manifest.skeleton, keys)
-    return allocate_below(manifest, skeleton, torch.device(device))
-
-
-def allocate_below(manifest: Manifest, skeleton: Node, device: torch.device) -> Restoration:
-    """Prepare the same for what is below a node of the skeleton; its ``finish`` returns the value."""
-    stored_paths = {id(node): path for path, node in leaves(manifest.skeleton) if isinstance(node, ShardedNode)}
-    made: dict[int, torch.Tensor] = {}
-    wanted, boxes = [], set[int]()
-    for node in nodes.walk(skeleton):
-        if isinstance(node, ShardedNode):
-            tensor = torch.empty(node.shape, dtype=dtypes.torch_dtype(node.dtype))
-            made[id(node)], path = tensor, stored_paths[id(node)]
-            wanted.append(Wanted(path, path, node.mesh, node.shape, (whole(tensor),), tensor, tensor))
-            boxes.update(box.index for box in node.boxes)
-    allocation = Allocation(manifest, sorted(set(arrays(skeleton)) - boxes))
-
-    def finish() -> Any:
-        return rebuild(
-            skeleton, lambda index: allocation.array(index, device), sharded=lambda node: made[id(node)].to(device)
-        )
-
-    return Restoration(Targets(allocation.targets()), finish, resharded=tuple(wanted))
+    allocation = Allocation(manifest, sorted(arrays(skeleton)))
+    where = torch.device(device)
+    return Restoration(
+        Targets(allocation.targets()), lambda: rebuild(skeleton, lambda index: allocation.array(index, where))
+    )
 
 
 def match(

@@ -77,6 +77,11 @@ def stored_boxes(manifest: Manifest, part: int) -> dict[str, list[StoredBox]]:
     return found
 
 
+def sharded_paths(manifest: Manifest) -> dict[int, str]:
+    """Return the paths of the tensors that lie on several ranks, by the identity of their nodes."""
+    return {id(node): path for path, node in leaves(manifest.skeleton) if isinstance(node, ShardedNode)}
+
+
 class Copy(NamedTuple):
     """Runs of bytes that lie in a regular pattern in the payload and in memory."""
 

@@ -1,0 +1,141 @@
+"""The parts of all ranks, read as one checkpoint: tensors that lie on several ranks are there in full.
+
+A manifest says so by storages behind the payload of the part that is open, one for each such tensor, C-contiguous; who
+reads bytes of them gets what the boxes in all parts hold.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from contextlib import aclosing
+from math import prod
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from msgspec import structs
+
+from pccheck_async.errors import CorruptStoreError, StateMismatchError
+from pccheck_async.format import align, dtypes
+from pccheck_async.format.manifest import ALIGNMENT, Manifest, StorageEntry, TensorEntry
+from pccheck_async.format.skeleton import ArrayNode, ShardedNode, with_arrays
+from pccheck_async.group.resharding import LeasedPart, OpenPart, Parts
+from pccheck_async.state import Target, Targets, Wanted, boxes_of_range, sharded_paths
+from pccheck_async.store import UnreadableError, VerifiedChunks
+
+__all__ = ["MergedPayload", "Payload"]
+
+_PIECE_BYTES = 4 << 20
+
+
+class _Full(NamedTuple):
+    """A tensor in full, in a storage of its own."""
+
+    start: int
+    """Byte at which that begins, behind the payload."""
+    path: str
+    node: ShardedNode
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.node.shape) * dtypes.torch_dtype(self.node.dtype).itemsize
+
+
+class MergedPayload:
+    """Bytes of one rank's part, and of tensors in full; is read as :class:`VerifiedChunks` are.
+
+    Args:
+        chunks: Of the part that is open.
+        own: The same part, and its rank.
+        others: The parts of the other ranks, which are let go by :meth:`aclose`.
+
+    Attributes:
+        manifest: Of all that can be read.
+    """
+
+    def __init__(self, chunks: VerifiedChunks, own: tuple[int, OpenPart], others: dict[int, LeasedPart]) -> None:
+        rank, part = own
+        self._chunks = chunks
+        self._others = others
+        self._parts = Parts({**others, rank: part}, rank, by_address=False)
+        self.manifest, self._tensors = _in_full(part.manifest)
+        self._end = self._tensors[0].start if self._tensors else part.manifest.payload_nbytes
+
+    async def fill(self, targets: Targets, advance: Callable[[int], None] = lambda _: None) -> None:
+        """Fill targets in host memory; ``advance`` hears of the open part's chunks.
+
+        Raises DamagedError, ReadError; CorruptStoreError: the parts do not fit together.
+        """
+        own, wanted = list[Target](), list[Wanted]()
+        for target in targets:
+            if target.payload_offset < self._end:
+                own.append(target)
+            else:
+                wanted += self._wanted(target)
+        await self._chunks.fill(Targets(own), advance)
+        if wanted:
+            try:
+                await self._parts.match(wanted)
+                await self._parts.fill()
+            except UnreadableError as unreadable:
+                raise unreadable.error from None
+            except StateMismatchError as error:
+                raise CorruptStoreError(str(error)) from error
+
+    def _wanted(self, target: Target) -> Iterator[Wanted]:
+        for start, path, node in self._tensors:
+            dtype = dtypes.torch_dtype(node.dtype)
+            low = max(target.payload_offset - start, 0)
+            high = min(target.payload_offset + target.nbytes - start, prod(node.shape) * dtype.itemsize)
+            if low < high:
+                address = target.address + start + low - target.payload_offset
+                flat = torch.frombuffer((ctypes.c_char * (high - low)).from_address(address), dtype=torch.uint8)
+                for box, local in boxes_of_range(node.shape, low // dtype.itemsize, flat.view(dtype)):
+                    yield Wanted(path, path, node.mesh, node.shape, (box,), local, local)
+
+    async def pieces(self, ranges: Iterable[tuple[int, int]]) -> AsyncGenerator[memoryview, None]:
+        """Yield the bytes of ranges; see :meth:`VerifiedChunks.pieces`."""
+        for low, high in ranges:
+            if low < self._end:
+                async with aclosing(self._chunks.pieces([(low, high)])) as pieces:
+                    async for piece in pieces:
+                        yield piece
+                continue
+            buffer = bytearray(min(_PIECE_BYTES, max(high - low, 1)))
+            address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+            for start in range(low, high, len(buffer)):
+                view = memoryview(buffer)[: min(len(buffer), high - start)]
+                await self.fill(Targets([Target(start, len(view), address, buffer)]))
+                yield view
+
+    async def aclose(self) -> None:
+        """Let the other ranks' parts go."""
+        for part in self._others.values():
+            await part.close()
+
+
+def _in_full(manifest: Manifest) -> tuple[Manifest, list[_Full]]:
+    """Return a manifest that has tensors in full in place of the boxes of one rank, and these tensors."""
+    tensors, storages, full = [*manifest.tensors], [*manifest.storages], list[_Full]()
+    known, placed = sharded_paths(manifest), dict[Any, int]()
+    end = align(manifest.payload_nbytes, ALIGNMENT)
+
+    def place(node: ShardedNode) -> ArrayNode:
+        nonlocal end
+        one = _Full(end, known[id(node)], node)
+        same = tuple(manifest.tensors[box.index] for box in node.boxes) or id(node)  # tied, where all boxes are
+        storage = placed.setdefault((node.shape, same), len(storages)) if one.nbytes else None
+        if storage == len(storages):
+            storages.append(StorageEntry(end, one.nbytes))
+            full.append(one)
+            end = align(end + one.nbytes, ALIGNMENT)
+        stride = tuple(prod(node.shape[dim + 1 :]) for dim in range(len(node.shape)))
+        tensors.append(TensorEntry(storage, node.dtype, node.shape, stride, 0, "tensor", False))
+        return ArrayNode(len(tensors) - 1)
+
+    skeleton = with_arrays(manifest.skeleton, place)
+    return structs.replace(manifest, skeleton=skeleton, tensors=tuple(tensors), storages=tuple(storages)), full
+
+
+Payload: TypeAlias = VerifiedChunks | MergedPayload
+"""What bytes of a checkpoint are read from."""
