@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from pccheck_async.format import CheckpointInfo, Restored
     from pccheck_async.group import Group
     from pccheck_async.shelf import Shelf
-    from pccheck_async.state import RNGState, Stateful
+    from pccheck_async.state import FlatShard, RNGState, Stateful
     from pccheck_async.store import SpaceNeeded
     from pccheck_async.telemetry import Stage
     from pccheck_async.training import TrainingStep
@@ -101,8 +101,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Adaptive", "CheckFreqInterval", "CheckedCheckpoint", "CheckpointEngine", "CheckpointError", "CheckpointInfo",
     "CheckpointProgress", "ClosedError", "Comparison", "CorruptStoreError", "Damage", "DamagedError", "Decisions",
-    "Description", "Distribution", "EngineStatistics", "EverySeconds", "EverySteps", "Exported", "Group",
-    "GroupError", "IncompleteCheckpointError", "InfeasibleError", "InvalidTuningError", "LeafDifference",
+    "Description", "Distribution", "EngineStatistics", "EverySeconds", "EverySteps", "Exported", "FlatShard",
+    "Group", "GroupError", "IncompleteCheckpointError", "InfeasibleError", "InvalidTuningError", "LeafDifference",
     "Measurement", "NoCheckpointError", "OpenCheckpoint", "PCcheckInterval", "PendingCheckpoint", "Point", "Policy",
     "RNGState", "ReadError", "Recovery", "Removal", "Restored", "ResumableLoader", "ResumableSampler", "Shelf",
     "SpaceNeeded", "Stage", "StateMismatchError", "Stateful", "StoreError", "StoreFailedError", "StoreFullError",
@@ -124,7 +124,7 @@ _HOMES = {
     "engine": ("CheckpointProgress", "Decisions", "Distribution", "EngineStatistics", "PendingCheckpoint"),
     "format": ("CheckpointInfo", "Restored"),
     "group": ("Group",),
-    "state": ("RNGState", "Stateful"),
+    "state": ("FlatShard", "RNGState", "Stateful"),
     "shelf": ("Shelf",),
     "store": ("SpaceNeeded",),
     "telemetry": ("Stage",),

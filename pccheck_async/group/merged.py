@@ -91,7 +91,7 @@ class MergedPayload:
                 address = target.address + start + low - target.payload_offset
                 flat = torch.frombuffer((ctypes.c_char * (high - low)).from_address(address), dtype=torch.uint8)
                 for box, local in boxes_of_range(node.shape, low // dtype.itemsize, flat.view(dtype)):
-                    yield Wanted(path, path, node.mesh, node.shape, (box,), local, local)
+                    yield Wanted(path, path, node.mesh, node.shape, box, local, local)
 
     async def pieces(self, ranges: Iterable[tuple[int, int]]) -> AsyncGenerator[memoryview, None]:
         """Yield the bytes of ranges; see :meth:`VerifiedChunks.pieces`."""

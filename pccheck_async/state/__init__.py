@@ -5,7 +5,7 @@
 """
 
 from pccheck_async.state.ambient import no_dispatch, no_functions, refuse_tracing
-from pccheck_async.state.boxes import boxes_of_range
+from pccheck_async.state.boxes import FlatShard, boxes_of_range
 from pccheck_async.state.cache.layout_cache import LayoutCache, cached_layout
 from pccheck_async.state.cache.tree_cache import Outline
 from pccheck_async.state.leaves import Array
@@ -26,11 +26,55 @@ from pccheck_async.state.tensor_access import exempt_this_thread, notify, stop_n
 from pccheck_async.state.values import atom, from_node
 
 __all__ = [
-    "HOST", "Allocation", "Array", "BoxTargets", "Layout", "LayoutCache", "LazyPart", "Listing", "Outline",
-    "Owners", "PackedSource", "RNGState", "Resharding", "Restoration", "Sources", "Splitter", "Stateful",
-    "StoredLeaf", "Target", "Targets", "Versions", "Wanted", "allocate", "arrange", "as_bits", "atom", "below",
-    "boxes_of_range", "cached_layout", "check_outermost", "exempt_this_thread", "flatten", "flatten_unchecked",
-    "from_node", "list_leaves", "mapping_keys", "match", "no_dispatch", "no_functions", "notify", "opened",
-    "rebuild", "refuse_tracing", "reshard", "select", "sharded_paths", "stop_notifying", "storage_address",
-    "stored_boxes", "viewed_ranges",
+    "HOST",
+    "Allocation",
+    "Array",
+    "BoxTargets",
+    "FlatShard",
+    "Layout",
+    "LayoutCache",
+    "LazyPart",
+    "Listing",
+    "Outline",
+    "Owners",
+    "PackedSource",
+    "RNGState",
+    "Resharding",
+    "Restoration",
+    "Sources",
+    "Splitter",
+    "Stateful",
+    "StoredLeaf",
+    "Target",
+    "Targets",
+    "Versions",
+    "Wanted",
+    "allocate",
+    "arrange",
+    "as_bits",
+    "atom",
+    "below",
+    "boxes_of_range",
+    "cached_layout",
+    "check_outermost",
+    "exempt_this_thread",
+    "flatten",
+    "flatten_unchecked",
+    "from_node",
+    "list_leaves",
+    "mapping_keys",
+    "match",
+    "no_dispatch",
+    "no_functions",
+    "notify",
+    "opened",
+    "rebuild",
+    "refuse_tracing",
+    "reshard",
+    "select",
+    "sharded_paths",
+    "stop_notifying",
+    "storage_address",
+    "stored_boxes",
+    "viewed_ranges",
 ]  # fmt: skip

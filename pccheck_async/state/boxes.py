@@ -61,8 +61,8 @@ def boxes_of_range(shape: Sequence[int], start: int, flat: torch.Tensor) -> Iter
 
     Source: ByteCheckpoint (NSDI '25), its decomposition of irregular shards.
     """
-    at = 0
-    for index in index_boxes(tuple(shape), start, start + flat.numel()):
+    stop, at = start + flat.numel(), 0
+    for index in index_boxes(tuple(shape), start, stop) if start < stop else ():
         each = [(key, 1) if isinstance(key, int) else (key.start, key.stop - key.start) for key in index]
         each += [(0, size) for size in shape[len(each) :]]
         box = Box(tuple(low for low, _ in each), tuple(size for _, size in each), (0,) * len(shape))
@@ -131,6 +131,53 @@ def is_sharded(value: object) -> bool:
     """Whether a value is a DTensor; without importing them, which takes a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
+
+
+class FlatShard:
+    """A rank's range of a flattened tensor, as ZeRO, Megatron's distributed optimizer and FSDP1 have it.
+
+    Put it into the state in place of the local tensor: it is saved as the boxes that the range consists of, at most
+    ``2 * ndim - 1``, and restored from any other split.
+
+    Args:
+        local: The elements, shape (n,); filled in place by a restore.
+        global_shape: Shape of the whole tensor.
+        start: Number of the first element in the flattened tensor, in C order.
+
+    Raises:
+        ValueError: The range is not inside the tensor, or ``local`` has not one dimension.
+    """
+
+    __slots__ = ("local", "shape", "start")
+
+    def __init__(self, local: torch.Tensor, global_shape: Sequence[int], start: int) -> None:
+        self.local = local
+        self.shape = tuple(global_shape)
+        self.start = start
+        if local.ndim != 1:
+            raise ValueError(f"a flat shard has one dimension, not the shape {tuple(local.shape)}")
+        if start < 0 or start + local.numel() > prod(self.shape):
+            last = start + local.numel()
+            raise ValueError(f"elements {start} to {last} are not inside a tensor of shape {self.shape}")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the elements."""
+        return self.local.dtype
+
+    def __repr__(self) -> str:
+        return f"FlatShard({self.local.numel()} elements from {self.start} on, of shape {self.shape})"
+
+
+def box_views(value: Any, path: str) -> list[tuple[Box, torch.Tensor]]:
+    """Return the boxes of a DTensor or a flat shard that lie here, each with a view of its memory; of a tensor, itself.
+
+    Raises UnsupportedStateError where they cannot be told for sure; names the path.
+    """
+    if isinstance(value, FlatShard):
+        return [*boxes_of_range(value.shape, value.start, value.local)]
+    local, boxes = local_boxes(value, path) if is_sharded(value) else (value, (whole(value),))
+    return [(box, box.of(local)) for box in boxes]
 
 
 def local_tensors(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

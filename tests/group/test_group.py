@@ -30,8 +30,7 @@ from pccheck_async import (
     SyncCheckpointEngine,
     UnsupportedStateError,
 )
-from pccheck_async.format.record import slot_name
-from pccheck_async.group.folder import rank_name, seen_stores
+from tests.support.group_folders import spoil
 from tests.support.processes import forked
 from tests.support.ranks import run_ranks, wait_for
 
@@ -67,17 +66,6 @@ def failure(work: Callable[[], object]) -> tuple[str, str]:
     except CheckpointError as error:
         return type(error).__name__, str(error)
     return "", ""
-
-
-def spoil(folder: Path, rank: int) -> None:
-    """Flip a byte in the middle of a rank's part of the newest checkpoint."""
-    store = next(store for store in seen_stores(folder) if store.rank == rank)
-    slot = folder / rank_name(rank) / slot_name(store.parts[0].entry.slot)
-    with slot.open("r+b") as file:
-        file.seek(1000)
-        byte = file.read(1)
-        file.seek(1000)
-        file.write(bytes([byte[0] ^ 1]))
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

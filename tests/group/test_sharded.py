@@ -21,6 +21,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from pccheck_async import (
     CheckpointEngine,
+    DamagedError,
+    FlatShard,
     Group,
     RNGState,
     StateMismatchError,
@@ -34,6 +36,7 @@ from pccheck_async import (
 from pccheck_async.format import Entry
 from pccheck_async.group import GroupListing, list_group
 from pccheck_async.state.boxes import local_tensors
+from tests.support.group_folders import spoil
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings(
@@ -408,3 +411,70 @@ def stages(folder: Path, group: Group) -> list[float]:
 @pytest.mark.slow
 def test_tensors_of_one_name_on_other_ranks_are_told_apart(tmp_path: Path) -> None:
     assert run_ranks(2, partial(stages, tmp_path)) == [[0.0] * 8, [1.0] * 8]
+
+
+WHOLE = torch.arange(105.0).reshape(5, 7, 3)
+
+
+def flat_of(group: Group, value: float | None = None) -> FlatShard:
+    """Return this rank's share of all elements."""
+    low, high = (105 * number // group.world_size for number in (group.rank, group.rank + 1))
+    local = WHOLE.flatten()[low:high].clone()
+    return FlatShard(local if value is None else local.fill_(value), WHOLE.shape, low)
+
+
+def flat_saved(folder: Path, group: Group) -> None:
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        state = {"master": flat_of(group), "rank": group.rank}
+        engine.checkpoint(state, step=1).result()
+        state["master"] = again = flat_of(group, -1.0)
+        engine.restore(state)
+        assert torch.equal(again.local, flat_of(group).local)
+
+
+def flat_restored(folder: Path, group: Group) -> None:
+    shard, whole = flat_of(group, -1.0), torch.zeros(WHOLE.shape)
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        engine.restore({"master": shard, "rank": -1})
+        assert torch.equal(shard.local, flat_of(group).local)
+        engine.restore({"master": whole, "rank": -1})
+        assert torch.equal(whole, WHOLE)
+        with pytest.raises(StateMismatchError, match=r"master \(the shape"):
+            engine.restore({"master": FlatShard(torch.zeros(3), (5, 21), 0), "rank": -1})
+
+
+@pytest.mark.slow
+def test_flat_ranges_have_another_split(tmp_path: Path) -> None:
+    run_ranks(3, partial(flat_saved, tmp_path))
+    run_ranks(2, partial(flat_restored, tmp_path))
+    assert torch.equal(load_sync(tmp_path / "run")["master"], WHOLE)
+    with SyncCheckpointEngine(tmp_path / "single") as engine, pytest.raises(UnsupportedStateError, match="group="):
+        engine.checkpoint({"master": FlatShard(torch.zeros(3), (3,), 0)}, step=0)
+
+
+def two_steps(folder: Path, group: Group) -> None:
+    mesh = mesh_of(folder, group)
+    with SyncCheckpointEngine(folder / "run", group=group, keep_last=2) as engine:
+        for step in (1, 2):
+            full = torch.full((3_001, 7), float(step))
+            engine.checkpoint({"w": distribute_tensor(full, mesh, [Shard(0)])}, step=step).result()
+
+
+def fallen_back(folder: Path, group: Group) -> tuple[int, list[float]]:
+    mesh = mesh_of(folder, group)
+    state = {"w": distribute_tensor(torch.zeros(3_001, 7), mesh, [Shard(1)])}
+    with SyncCheckpointEngine(folder / "run", group=group, keep_last=2) as engine:
+        with pytest.raises(DamagedError):
+            engine.restore(state, step=2)
+        assert not state["w"].to_local().any()
+        restored = engine.restore(state)
+        assert restored is not None
+    return restored.step, sorted(set(state["w"].to_local().flatten().tolist()))
+
+
+@pytest.mark.slow
+def test_damage_of_a_part_that_others_read_takes_all_to_the_older_checkpoint(tmp_path: Path) -> None:
+    run_ranks(2, partial(two_steps, tmp_path))
+    (tmp_path / "rendezvous").unlink(missing_ok=True)
+    spoil(tmp_path / "run", 1)
+    assert run_ranks(3, partial(fallen_back, tmp_path)) == [(1, [1.0])] * 3

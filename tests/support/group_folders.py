@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pccheck_async import SyncCheckpointEngine
-from pccheck_async.group import Group
+from pccheck_async.format.record import slot_name
+from pccheck_async.group import Group, rank_name
+from pccheck_async.group.folder import seen_stores
+from tests.support.ranks import meet, meeting_place
 
-__all__ = ["end_ranks", "save_in_group", "start_ranks", "state_of_rank"]
+__all__ = ["end_ranks", "save_in_group", "spoil", "start_ranks", "state_of_rank"]
 
 
 def state_of_rank(rank: int, step: int) -> dict[str, Any]:
@@ -24,7 +26,7 @@ def state_of_rank(rank: int, step: int) -> dict[str, Any]:
 
 def start_ranks(world: int, work: Callable[[Group], object]) -> list[int]:
     """Fork the ranks of a group, and return their processes; each ends with status 0 where ``work`` returned."""
-    master = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    place = meeting_place()
     children = []
     for rank in range(world):
         child = os.fork()
@@ -33,18 +35,13 @@ def start_ranks(world: int, work: Callable[[Group], object]) -> list[int]:
             continue
         status = 1
         try:
-            client = TCPStore("localhost", master.port, is_master=False, wait_for_workers=False)
-            work(Group(rank, world, client, timeout=60))
+            work(Group(rank, world, meet(place), timeout=60))
             status = 0
         except BaseException:  # noqa: BLE001 - told, and then the child ends
             os.write(2, traceback.format_exc().encode())
         finally:
             os._exit(status)
-    _masters.append(master)  # the ranks need it until they have met
     return children
-
-
-_masters: list[TCPStore] = []
 
 
 def end_ranks(children: Sequence[int]) -> list[int]:
@@ -65,3 +62,14 @@ def save_in_group(folder: Path, world: int, *steps: int, keep_last: int = 3, pin
                 engine.pin(step)
 
     assert end_ranks(start_ranks(world, save)) == [0] * world
+
+
+def spoil(folder: Path, rank: int) -> None:
+    """Flip a byte in the middle of a rank's part of the newest checkpoint."""
+    store = next(store for store in seen_stores(folder) if store.rank == rank)
+    slot = folder / rank_name(rank) / slot_name(store.parts[0].entry.slot)
+    with slot.open("r+b") as file:
+        file.seek(1000)
+        byte = file.read(1)
+        file.seek(1000)
+        file.write(bytes([byte[0] ^ 1]))

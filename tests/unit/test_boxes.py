@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from pccheck_async.state.boxes import Box, Split, boxes_of
+from pccheck_async.state.boxes import Box, FlatShard, Split, boxes_of, boxes_of_range
 
 
 def pieces(shape: tuple[int, ...], splits: list[Split]) -> torch.Tensor:
@@ -78,3 +78,25 @@ def test_shards_that_interleave_are_several_boxes() -> None:
 
 def test_a_tensor_of_a_billion_elements_takes_no_time() -> None:
     assert len(boxes_of((1 << 40,), [Split(0, 1024, 1023), Split(0, 8, 7, factor=1)])) == 1
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 5), max_size=4), st.data())
+def test_a_range_of_a_flattened_tensor_is_few_boxes(sizes: list[int], data: st.DataObject) -> None:
+    shape = tuple(sizes)
+    whole = torch.arange(prod(shape)).reshape(shape)
+    start = data.draw(st.integers(0, prod(shape)))
+    stop = data.draw(st.integers(start, prod(shape)))
+    flat = torch.full((stop - start,), -1)
+    boxes = [*boxes_of_range(shape, start, flat)]
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+    for box, view in boxes:
+        view.copy_(Box(box.offsets, box.sizes, box.offsets).of(whole))
+    assert flat.tolist() == [*range(start, stop)]
+
+
+def test_impossible_flat_shards() -> None:
+    with pytest.raises(ValueError, match="one dimension"):
+        FlatShard(torch.zeros(2, 2), (4,), 0)
+    with pytest.raises(ValueError, match="elements 3 to 7 are not inside"):
+        FlatShard(torch.zeros(4), (2, 3), 3)

@@ -18,7 +18,6 @@ import torch
 from pccheck_async.format import dtypes
 from pccheck_async.format.skeleton import ArrayNode, DictNode, Node, OrderedDictNode, ShardedNode, StatefulNode
 from pccheck_async.state import values
-from pccheck_async.state.boxes import Box
 from pccheck_async.state.leaves import KINDS, Leaves
 
 _COMPARABLE: Final = frozenset((str, int))
@@ -31,11 +30,11 @@ array_node: Final = lru_cache(1 << 16)(ArrayNode)
 
 @lru_cache(1 << 14)
 def sharded_node(
-    first: int, mesh: int, dtype: torch.dtype, plain: bool, shape: tuple[int, ...], boxes: tuple[Box, ...]
+    first: int, mesh: int, dtype: torch.dtype, plain: bool, shape: tuple[int, ...], offsets: tuple[tuple[int, ...], ...]
 ) -> ShardedNode:
     """Return the node of a tensor whose boxes are the leaves from ``first`` on; the same for equal arguments."""
-    nodes = tuple(map(array_node, range(first, first + len(boxes))))
-    return ShardedNode(mesh, dtypes.TORCH_NAMES[dtype], plain, shape, tuple(box.offsets for box in boxes), nodes)
+    nodes = tuple(map(array_node, range(first, first + len(offsets))))
+    return ShardedNode(mesh, dtypes.TORCH_NAMES[dtype], plain, shape, offsets, nodes)
 
 
 @dataclass(slots=True, eq=False)

@@ -31,7 +31,7 @@ from pccheck_async.format.skeleton import (
 )
 from pccheck_async.state import paths
 from pccheck_async.state.ambient import apart, refuse_tracing
-from pccheck_async.state.boxes import is_sharded, local_boxes, whole
+from pccheck_async.state.boxes import FlatShard, box_views, is_sharded
 from pccheck_async.state.leaves import Array
 from pccheck_async.state.restore import objects
 from pccheck_async.state.restore.arrays import Allocation, Filling, Targets, describe, difference
@@ -46,6 +46,7 @@ _MAPPINGS: Final[Mapping[type, type]] = {dict: DictNode, OrderedDict: nodes.Orde
 _SEQUENCES: Final[Mapping[type, type]] = {list: ListNode, tuple: nodes.TupleNode}
 _REFILLED: Final[Mapping[type, type]] = {**_MAPPINGS, list: ListNode, set: nodes.SetNode}
 """Containers that take other content and stay the same object."""
+_LIVE_ARRAYS: Final = (torch.Tensor, np.ndarray, FlatShard)
 _NOWHERE: Final = object()
 _EXTRA_STATE: Final = "_extra_state"  # the key of what nn.Module's get_extra_state() returned
 
@@ -155,7 +156,7 @@ class _Matching:
         self._last_actions: list[Callable[[], None]] = []  # generators: what loads before them may draw from them
         self._objects: dict[int, Any] = {}  # live Statefuls by the identity of their node
         self._made: dict[int, Any] = {}  # tensors that lie, or lay, on several ranks, by the identity of their node
-        self._plain_made: dict[int, torch.Tensor] = {}  # those of them that were saved as plain tensors, by number
+        self._plain_made: dict[int, Any] = {}  # those of them that were saved as plain tensors, by number
         self._resharded: list[Wanted] = []  # those of which this rank's part has other boxes,
         self._elsewhere: set[int] = set()  # and the arrays that are not read for them as they are
         self._stored_paths = cache(lambda: {id(node): path for path, node in leaves(manifest.skeleton)})
@@ -229,7 +230,7 @@ class _Matching:
 
     def _value(self, live: Any, node: Node, path: str, replace: _Replace | None, *, of_object: bool = False) -> None:
         """Let a live value take a stored one, which is the ``state_dict()`` of an object where ``of_object``."""
-        if isinstance(live, (torch.Tensor, np.ndarray)):
+        if isinstance(live, _LIVE_ARRAYS):
             if node is None and replace is not None:
                 self._matched += 1
                 self._rebuild_later(node, replace)
@@ -260,9 +261,9 @@ class _Matching:
             replace = partial(live.__setitem__, index) if isinstance(live, list) else None
             self._value(value, child, paths.child(path, str(index)), replace)
 
-    def _array(self, live: torch.Tensor | np.ndarray[Any, Any], node: Node, path: str, *, strict: bool = True) -> None:
+    def _array(self, live: Any, node: Node, path: str, *, strict: bool = True) -> None:
         self._matched += 1
-        if isinstance(node, ShardedNode) or is_sharded(live):
+        if isinstance(node, ShardedNode) or is_sharded(live) or isinstance(live, FlatShard):
             self._sharded(live, node, path)
             return
         if not isinstance(node, ArrayNode):
@@ -281,7 +282,7 @@ class _Matching:
 
         There is nothing that could be made in its place, so that whatever differs is a mismatch.
         """
-        if not isinstance(node, (ArrayNode, ShardedNode)) or not isinstance(live, torch.Tensor):
+        if not isinstance(node, (ArrayNode, ShardedNode)) or not isinstance(live, (torch.Tensor, FlatShard)):
             self._differs(live, node, path)
             return
         children = node.boxes if isinstance(node, ShardedNode) else (node,)
@@ -290,17 +291,17 @@ class _Matching:
         if tuple(live.shape) != shape:
             self._mismatched.append(f"{path} (the shape {tuple(live.shape)} here, {shape} in the checkpoint)")
             return
-        local, boxes = local_boxes(live, path) if is_sharded(live) else (live, (whole(live),))
-        views = [box.of(local) for box in boxes]
+        views = box_views(live, path)
         self._made[id(node)] = live
-        if isinstance(node, ShardedNode) and [(box.offsets, box.sizes) for box in boxes] == [
+        if isinstance(node, ShardedNode) and [(box.offsets, box.sizes) for box, _ in views] == [
             (offsets, entry.shape) for offsets, entry in zip(node.offsets, stored, strict=True)
         ]:
-            if trouble := next(filter(None, map(difference, stored, views)), ""):
+            troubles = (difference(entry, view) for entry, (_, view) in zip(stored, views, strict=True))
+            if trouble := next(filter(None, troubles), ""):
                 self._mismatched.append(f"{path} ({trouble})")
                 return
             with apart():
-                for child, view in zip(children, views, strict=True):
+                for child, (_, view) in zip(children, views, strict=True):
                     self._filling.add(path, child.index, view, strict=True)
             return
         self._elsewhere.update(child.index for child in children)
@@ -308,7 +309,9 @@ class _Matching:
             self._plain_made[node.index] = live
         stored_path = self._stored_paths()[id(node)]
         mesh = node.mesh if isinstance(node, ShardedNode) else None
-        self._resharded.append(Wanted(path, stored_path, mesh, shape, boxes, local.detach(), live))
+        for box, view in views:
+            wrapper = live if isinstance(live, torch.Tensor) else view
+            self._resharded.append(Wanted(path, stored_path, mesh, shape, box, view.detach(), wrapper))
 
     def _fits(self, live: Any, node: Node) -> bool:
         """Whether a live tensor has the shape and dtype of a stored one."""
@@ -451,7 +454,7 @@ class _Matching:
 
     def _pair(self, live: Any, node: Node, path: str) -> None:
         """Reuse live arrays wherever the stored tree has an equal array in the same place."""
-        if isinstance(live, (torch.Tensor, np.ndarray)):
+        if isinstance(live, _LIVE_ARRAYS):
             self._array(live, node, path, strict=False)
         elif isinstance(node, StatefulNode):
             if is_stateful(live):
@@ -498,7 +501,8 @@ class _Matching:
 
     def _stored_array(self, index: int) -> Array:
         if index in self._plain_made:
-            return self._plain_made[index]
+            made: Array = self._plain_made[index]
+            return made
         with apart():
             return self._filling.value(index)
 
@@ -555,7 +559,7 @@ def _has_live_parts(live: Any) -> bool:
     waiting, seen = [live], set()
     while waiting:
         live = waiting.pop()
-        if isinstance(live, (torch.Tensor, np.ndarray)) or is_stateful(live):
+        if isinstance(live, _LIVE_ARRAYS) or is_stateful(live):
             return True
         if isinstance(live, (Mapping, list, tuple)) and id(live) not in seen:
             seen.add(id(live))

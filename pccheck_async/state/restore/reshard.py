@@ -39,22 +39,22 @@ class StoredBox(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wanted:
-    """A live local tensor that takes elements of a global one.
+    """Live memory that takes a box of a tensor.
 
     Attributes:
         path: In the state, for messages.
         stored_path: In the checkpoint.
         mesh: A hash of the ranks it lay on; None where it was a plain tensor: then only the part that this rank
             restores has it.
-        boxes: What of the global tensor the local one is.
-        local: Is filled; its ``wrapper`` is the DTensor around it, else itself.
+        box: Of the tensor.
+        local: What is filled, of the box's shape; ``wrapper`` is the DTensor around it, else itself.
     """
 
     path: str
     stored_path: str
     mesh: int | None
     shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
+    box: Box
     local: torch.Tensor
     wrapper: torch.Tensor
 
@@ -219,8 +219,8 @@ def _trouble(wanted: Wanted, boxes: Iterable[StoredBox]) -> str:
             return f"{dtype} here, {box.entry.dtype} in the checkpoint"
         if len(box.offsets) != len(wanted.shape):
             return f"the shape {wanted.shape} here, another one in the checkpoint"
-        there += sum(prod(map(len, _overlap(box, each))) for each in wanted.boxes)
-    needed = sum(prod(box.sizes) for box in wanted.boxes)
+        there += prod(map(len, _overlap(box, wanted.box)))
+    needed = prod(wanted.box.sizes)
     if there < needed:
         return "the checkpoint has not all of it"
     return "boxes of it overlap in the checkpoint" if there > needed else ""
@@ -236,18 +236,15 @@ def _copies(wanted: Wanted, boxes: Iterable[StoredBox], into: torch.Tensor) -> I
     device = HOST if into.is_cpu else into.device.index
     strides = [step * itemsize for step in into.stride()]
     for stored in boxes:
-        entry = stored.entry
+        entry, live = stored.entry, wanted.box
         steps = [step * itemsize for step in entry.stride]
-        for live in wanted.boxes:
-            ranges = _overlap(stored, live)
-            if not prod(map(len, ranges)):
-                continue
-            first = [each.start for each in ranges]
-            start = stored.start + entry.offset + _reach(steps, first, stored.offsets)
-            local = [at - low + place for at, low, place in zip(first, live.offsets, live.local, strict=True)]
-            address = into.data_ptr() + _reach(strides, local, (0,) * len(local))
-            sizes = [*map(len, ranges)]
-            yield stored.part, _copy(start, address, sizes, steps, strides, itemsize, device)
+        ranges = _overlap(stored, live)
+        if not prod(map(len, ranges)):
+            continue
+        first = [each.start for each in ranges]
+        start = stored.start + entry.offset + _reach(steps, first, stored.offsets)
+        address = into.data_ptr() + _reach(strides, first, live.offsets)
+        yield stored.part, _copy(start, address, [*map(len, ranges)], steps, strides, itemsize, device)
 
 
 def _reach(steps: Sequence[int], at: Sequence[int], origin: Sequence[int]) -> int:

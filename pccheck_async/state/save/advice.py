@@ -21,6 +21,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.state import values
+from pccheck_async.state.boxes import FlatShard
 
 _ADVICE: Final[tuple[tuple[type | types.UnionType, str], ...]] = (
     (torch.Tensor, "save a plain tensor (x.as_subclass(torch.Tensor)); run lazy modules once first"),
@@ -63,6 +64,8 @@ _SHARD: Final = (
 def _advice(value: Any) -> str:
     if isinstance(value, torch.Tensor) and type(value).__module__.startswith("torch.distributed"):
         return _SHARD  # without importing DTensor, which takes a second
+    if isinstance(value, FlatShard):
+        return _SHARD
     for kind, advice in _ADVICE:
         if isinstance(value, kind):
             return advice

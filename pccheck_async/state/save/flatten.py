@@ -17,7 +17,7 @@ from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format import skeleton
 from pccheck_async.format.skeleton import DictNode, ListNode, Node, StatefulNode, TupleNode
 from pccheck_async.state import paths, values
-from pccheck_async.state.boxes import hash_of, holders_of, is_sharded, local_boxes, whole
+from pccheck_async.state.boxes import FlatShard, box_views, hash_of, holders_of, is_sharded, local_tensors
 from pccheck_async.state.cache import tree_cache as cached
 from pccheck_async.state.cache.tree_cache import Outline, Visited, same_objects
 from pccheck_async.state.leaves import KINDS, Leaves
@@ -115,7 +115,7 @@ class _Flattener:
             return node, node
         if isinstance(value, (np.generic, np.dtype)):
             return values.numpy_value(value, path), None
-        if kind in KINDS or (self._tally is not None and is_sharded(value)):
+        if kind in KINDS or (self._tally is not None and (kind is FlatShard or is_sharded(value))):
             return self.sharded(value, path), None
         return self.container(value, path, depth, last)
 
@@ -126,23 +126,21 @@ class _Flattener:
         """The boxes of a tensor on several ranks that this one saves, each a leaf."""
         leaves, tally = self.leaves, self._tally
         assert tally is not None
-        plain = not is_sharded(value)
-        if not plain:
-            local, boxes = local_boxes(value, path)
-            mesh, holders = holders_of(value)
-        else:
-            local, boxes = value, (whole(value),)
-            mesh, holders = hash_of(tally.everyone), tally.everyone
-        if not tally.owns(holders, local):
-            boxes = ()
+        plain, flat = not is_sharded(value), isinstance(value, FlatShard)
+        mesh, holders = (hash_of(tally.everyone), tally.everyone) if plain else holders_of(value)
+        views = box_views(value, path)
+        whole = value.local if flat else value if plain else local_tensors([value])[0]
+        if not flat and not tally.owns(holders, whole):
+            views = []
         first = len(leaves)
-        for box in boxes:
+        for _, view in views:
             if not plain:
                 leaves.wrappers[len(leaves)] = value
             leaves.paths.append(path)
-            leaves.values.append(box.of(local))
+            leaves.values.append(view.detach() if flat else view)
         self.has_sharded = True
-        return cached.sharded_node(first, mesh, local.dtype, plain, tuple(value.shape), boxes)
+        offsets = tuple(box.offsets for box, _ in views)
+        return cached.sharded_node(first, mesh, value.dtype, plain and not flat, tuple(value.shape), offsets)
 
     def container(self, value: Any, path: str, depth: int, last: Outline | None) -> Visited:
         kind = type(value)
