@@ -296,6 +296,18 @@ def restored_as(folder: Path, saved_on: str, layout: str, fresh: bool, group: Gr
     return full_state(model, optimizer)
 
 
+def same_bits(tmp_path: Path, before: str, after: str, fresh: bool) -> None:
+    def world(layout: str) -> int:
+        return prod(LAYOUTS[layout][1])
+
+    saved = run_ranks(world(before), partial(saved_as, tmp_path, before))
+    (tmp_path / "rendezvous").unlink(missing_ok=True)
+    restored = run_ranks(world(after), partial(restored_as, tmp_path, before, after, fresh))
+    for found in (*saved, *restored):
+        assert found.keys() == saved[0].keys()
+        assert all(torch.equal(found[name], saved[0][name]) for name in found)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "fresh"),
@@ -312,15 +324,14 @@ def restored_as(folder: Path, saved_on: str, layout: str, fresh: bool, group: Gr
     ],
 )
 def test_another_layout_has_the_same_bits(tmp_path: Path, before: str, after: str, fresh: bool) -> None:
-    def world(layout: str) -> int:
-        return prod(LAYOUTS[layout][1])
+    same_bits(tmp_path, before, after, fresh)
 
-    saved = run_ranks(world(before), partial(saved_as, tmp_path, before))
-    (tmp_path / "rendezvous").unlink(missing_ok=True)
-    restored = run_ranks(world(after), partial(restored_as, tmp_path, before, after, fresh))
-    for found in (*saved, *restored):
-        assert found.keys() == saved[0].keys()
-        assert all(torch.equal(found[name], saved[0][name]) for name in found)
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("before", LAYOUTS)
+@pytest.mark.parametrize("after", LAYOUTS)
+def test_every_layout_onto_every_other(tmp_path: Path, before: str, after: str) -> None:
+    same_bits(tmp_path, before, after, fresh=True)
 
 
 def replicas(folder: Path, group: Group) -> tuple[list[Tensor], Tensor]:

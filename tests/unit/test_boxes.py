@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from itertools import product
 from math import prod
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from pccheck_async.state.boxes import Box, FlatShard, Split, boxes_of, boxes_of_range
@@ -100,3 +103,37 @@ def test_impossible_flat_shards() -> None:
         FlatShard(torch.zeros(2, 2), (4,), 0)
     with pytest.raises(ValueError, match="elements 3 to 7 are not inside"):
         FlatShard(torch.zeros(4), (2, 3), 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "placements"),
+    [
+        ((1024,), [Shard(0)]),
+        ((1024,), [Shard(1)]),
+        ((32, 32), [Shard(0), Shard(1)]),
+        ((32, 32), [Replicate(), Shard(0)]),
+        ((32, 32), [_StridedShard(0, split_factor=32), Shard(0)]),
+        ((4, 16, 16), [Replicate(), _StridedShard(1, split_factor=16), Shard(1)]),
+        ((8, 8, 16), [Shard(1), Shard(0), Shard(1)]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [(1000, 37), (31, 4096), (3, 5)], ids=str)
+def test_every_rank_of_a_large_mesh(mesh: tuple[int, ...], placements: list[Any], shape: tuple[int, ...]) -> None:
+    count = np.zeros(shape, np.int64)
+    for coordinate in product(*map(range, mesh)):
+        splits = [
+            Split(placement.dim, parts, part, getattr(placement, "split_factor", 1))
+            for parts, part, placement in zip(mesh, coordinate, placements, strict=True)
+            if not placement.is_replicate()
+        ]
+        boxes = boxes_of(shape, splits)
+        sizes, offsets = _compute_local_shape_and_global_offset(shape, mesh, list(coordinate), placements)
+        here = tuple(map(sum, zip(boxes[-1].local, boxes[-1].sizes, strict=True)))
+        assert here == sizes
+        assert 0 in here or boxes[0].offsets == offsets
+        for box in boxes:
+            count[tuple(slice(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True))] += 1
+    replicas = prod(parts for parts, placement in zip(mesh, placements, strict=True) if placement.is_replicate())
+    assert (count == replicas).all()
