@@ -108,7 +108,7 @@ class _Flattener:
         convert = values.ATOMS.get(kind)
         if convert is not None:
             return convert(value), None
-        if kind in KINDS and not self._is_replicated(value, path):
+        if kind in KINDS and (self._tally is None or not self._is_replicated(value, path)):
             self.leaves.paths.append(path)
             self.leaves.values.append(value)
             node = cached.array_node(len(self.leaves) - 1)
@@ -240,7 +240,7 @@ class _Flattener:
         nodes: list[Node] = []
         below: list[Outline | None] = []
         walked = False
-        atoms, arrays, known = values.ATOMS, self.leaves.values, self.leaves.paths
+        atoms, arrays, known, tally = values.ATOMS, self.leaves.values, self.leaves.paths, self._tally
         first = len(arrays)
         for name, item, then in zip(names, items, repeat(None) if last is None else last.below, strict=False):
             kind = type(item)
@@ -248,7 +248,7 @@ class _Flattener:
             outline: Outline | None = None
             if convert is not None:
                 node = convert(item)
-            elif kind in KINDS and not self._is_replicated(item, prefix + name):
+            elif kind in KINDS and (tally is None or not self._is_replicated(item, prefix + name)):
                 node = outline = cached.array_node(len(arrays))
                 arrays.append(item)
                 known.append(prefix + name)
