@@ -4,8 +4,8 @@ Ranks (gloo, loopback, one torch thread each) hold the same module and AdamW sta
 DDP, and save it by three methods: this engine with ``group=dist.group.WORLD`` and else its defaults; ``dcp.save``; and
 ``dcp.async_save`` by a thread, with a stager that blocks and keeps its memory, as ``pccheck bench`` has it. DCP writes
 by ``FileSystemWriter`` with its defaults: ``sync_files=True``, one writer thread per rank. Each method saves in two
-arrangements. "replicated": every rank has the same names; DCP writes each tensor once, shared out among the ranks, and
-the engine all tensors of every rank. "private": names begin with the rank, so both write all tensors of every rank.
+arrangements. "replicated": every rank has the same names, and each tensor is written once, shared out among the ranks;
+the engine is told so (``replicated=["*"]``). "private": names begin with the rank, and every rank writes all of its own.
 
 Methods and arrangements take turns, in an order drawn anew each round. Before each turn, and not timed, the last
 checkpoint of DCP is removed, the page cache is written back, an optimizer step changes every tensor, and the ranks meet
@@ -96,7 +96,8 @@ def serve(folder: Path, world: int, nbytes: int, rank: int) -> Iterator[Callable
     with ExitStack() as stack:
         engines, stagers = {}, {}
         for arrangement in ARRANGEMENTS:
-            engine = SyncCheckpointEngine(folder / arrangement, group=dist.group.WORLD)
+            alike = ["*"] if arrangement == "replicated" else []
+            engine = SyncCheckpointEngine(folder / arrangement, group=dist.group.WORLD, replicated=alike)
             engines[arrangement] = stack.enter_context(engine)
             stagers[arrangement] = stack.enter_context(closing(DefaultStager(blocking)))
 
