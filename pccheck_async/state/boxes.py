@@ -124,6 +124,7 @@ def _with_places(runs: list[Run]) -> Iterator[tuple[int, int, int]]:
 
 # -- live DTensors
 
+_PLAIN: Final = frozenset((torch.Tensor, torch.nn.Parameter))
 _KNOWN: Final = ("Shard", "Replicate", "_StridedShard")
 
 
@@ -182,7 +183,7 @@ def box_views(value: Any, path: str) -> list[tuple[Box, torch.Tensor]]:
 
 def local_tensors(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return tensors, local ones in place of DTensors: these have no memory of their own."""
-    if "torch.distributed.tensor" not in sys.modules:
+    if _PLAIN.issuperset(map(type, tensors)):
         return tensors
     with torch.no_grad():
         return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]

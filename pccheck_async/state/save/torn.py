@@ -81,8 +81,9 @@ class Versions:
             counts = [*map(_version, self._tensors)]
         except RuntimeError:  # tensors made in inference mode have no counter
             counts = [0 if tensor.is_inference() else tensor._version for tensor in self._tensors]
-        for number, wrapper in self._wrappers.items():
-            counts[number] += 0 if wrapper.is_inference() else wrapper._version
+        if self._wrappers:
+            for number, wrapper in self._wrappers.items():
+                counts[number] += 0 if wrapper.is_inference() else wrapper._version
         return counts
 
 
