@@ -5,7 +5,7 @@ DDP, and save it by three methods: this engine with ``group=dist.group.WORLD`` a
 ``dcp.async_save`` by a thread, with a stager that blocks and keeps its memory, as ``pccheck bench`` has it. DCP writes
 by ``FileSystemWriter`` with its defaults: ``sync_files=True``, one writer thread per rank. Each method saves in two
 arrangements. "replicated": every rank has the same names, and each tensor is written once, shared out among the ranks;
-the engine is told so (``replicated=["*"]``). "private": names begin with the rank, and every rank writes all of its own.
+the engine is told so (``replicated=["*"]``). "private": names begin with the rank; every rank writes all of its own.
 
 Methods and arrangements take turns, in an order drawn anew each round. Before each turn, and not timed, the last
 checkpoint of DCP is removed, the page cache is written back, an optimizer step changes every tensor, and the ranks meet
