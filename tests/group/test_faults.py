@@ -21,7 +21,10 @@ from pccheck_async.testing import WrappingWriter
 from pccheck_async.testing.doubles import Access
 from tests.support.ranks import run_ranks, wait_for
 
-pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded", "ignore:checkpoint of step")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded", "ignore:checkpoint of step"),
+]
 
 
 class FailsWhenTold(WrappingWriter):

@@ -34,7 +34,10 @@ from tests.support.group_folders import spoil
 from tests.support.processes import forked
 from tests.support.ranks import run_ranks, wait_for
 
-pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded", "ignore:checkpoint of step")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded", "ignore:checkpoint of step"),
+]
 
 
 def state_of(rank: int, step: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pccheck_async import Adaptive, Group, SyncCheckpointEngine
 from pccheck_async.engine import Decision, SaveReport, StepReport
 from tests.support.ranks import run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")]
 
 
 def train(folder: Path, group: Group, interval: Any, steps: int, **settings: Any) -> list[int]:
