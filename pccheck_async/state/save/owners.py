@@ -65,7 +65,8 @@ class Tally:
         self._owners = owners
         self._is_replica = is_replica
         self._nbytes: dict[tuple[int, ...], list[int]] = {}  # by those who have the same boxes
-        self._decided: dict[tuple[int, int], bool] = {}  # by the memory of the box: what is tied goes together
+        # By the memory of the box, which is kept, or another one would come to lie there: what is tied goes together.
+        self._decided: dict[tuple[int, int], tuple[bool, torch.Tensor]] = {}
 
     def is_replicated(self, path: str) -> bool:
         """Whether all ranks have a plain tensor alike."""
@@ -78,11 +79,12 @@ class Tally:
             return True
         memory = local.data_ptr(), local.nbytes
         if memory in self._decided:
-            return self._decided[memory]
+            return self._decided[memory][0]
         nbytes = self._nbytes.setdefault(beside, [0] * len(beside))
         number = nbytes.index(min(nbytes))
         nbytes[number] += local.nbytes
-        owns = self._decided[memory] = beside[number] == self._owners.rank
+        owns = beside[number] == self._owners.rank
+        self._decided[memory] = owns, local
         return owns
 
 
