@@ -194,7 +194,8 @@ class Captures:
             elif inline is not None and (captured := inline.capture(layout)) is not None:
                 sources.release()
             admission = backend.mark_queued_work(sources.devices)
-            return Capture(flat.skeleton, layout, backend, admission, lazy, captured, sharded=flat.has_sharded)
+            sums = tally.sums if flat.has_sharded and tally is not None else None
+            return Capture(flat.skeleton, layout, backend, admission, lazy, captured, sums)
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise UnsupportedStateError where a state cannot be saved."""
@@ -213,7 +214,7 @@ class Capture:
 
     Attributes:
         skeleton: The tree with every plain value in it.
-        sharded: There are boxes of tensors in it that lie on several ranks.
+        sums: Of the tensors in it that lie on several ranks (see :class:`Tally`); None where none does.
         layout: Where the tensors' bytes lie; holds their storages alive.
         lazy: What of it is captured while training goes on; None where the caller waits for all of it.
         inline: All of it, where it was captured inline: nothing of the live state is read any more.
@@ -235,11 +236,10 @@ class Capture:
         admission: Any,
         lazy: LazyPart | None = None,
         inline: InlineCapture | None = None,
-        *,
-        sharded: bool = False,
+        sums: Mapping[str, int] | None = None,
     ) -> None:
         self.skeleton = skeleton
-        self.sharded = sharded
+        self.sums = sums
         self.layout = layout
         self.lazy = lazy
         self.inline = inline

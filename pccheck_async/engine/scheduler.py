@@ -93,7 +93,7 @@ class Scheduler:
     def start(self, job: Job) -> None:
         """Admit a checkpoint. Called in the order of counters, which is the order in which they are served."""
         pending = job.pending
-        self.store.request(pending.counter, pending.step, job.metadata)
+        self.store.request(pending.counter, pending.step, job.metadata, job.capture.sums or {})
         job.task = asyncio.get_running_loop().create_task(self._run(job), name=f"checkpoint {pending.counter}")
         self._jobs[pending] = job
         job.task.add_done_callback(lambda _: self._jobs.pop(pending))
@@ -386,7 +386,7 @@ class Scheduler:
         capture = job.capture
         return self._manifests.encode(
             Manifest(
-                version=SHARDED_VERSION if capture.sharded else VERSION,
+                version=VERSION if capture.sums is None else SHARDED_VERSION,
                 counter=job.pending.counter,
                 step=job.pending.step,
                 time=capture.time,

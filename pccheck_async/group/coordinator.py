@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -45,6 +46,13 @@ from pccheck_async.store import Retention
 __all__ = ["Coordinator"]
 
 
+_UNEVEN = (
+    "the ranks' states do not make whole tensors, those under {}: of a tensor that lies on several ranks, or that all "
+    "have alike, one of them has another shape or dtype, has it at another place in its state, or lacks it; or the "
+    "ranges of FlatShards leave a gap or overlap. Compare the names, shapes and order of the ranks' states"
+)
+
+
 @dataclass(slots=True, eq=False)
 class _Ballot:
     """What rank 0 knows of a checkpoint that is not decided."""
@@ -56,6 +64,7 @@ class _Ballot:
     """None until rank 0 admitted it."""
     entry: Entry | None = None
     prepared: set[int] = field(default_factory=set)
+    sums: Counter[str] = field(default_factory=Counter)
 
 
 class Coordinator:
@@ -209,7 +218,10 @@ class Coordinator:
             return broken
         ballot.prepared.add(message.rank)
         ballot.entry = message.entry or ballot.entry
+        ballot.sums.update(message.sums)
         if self._is_complete(ballot):
+            if names := [name for name, total in ballot.sums.items() if total % (1 << 64)]:
+                return [self._abort(message.counter, _UNEVEN.format(", ".join(names)), -1)]
             return self._commit(message.counter, ballot)
         return self._abort_what_lacks_ranks()
 

@@ -107,6 +107,7 @@ class _Job:
     """A checkpoint from its request until nothing of it is left but its part."""
 
     step: int
+    sums: dict[str, int]
     phase: _Phase = _Phase.WAITING
     entry: Entry | None = None
     decided: int | None = None
@@ -201,15 +202,20 @@ class Member:
         """Whether everything that was requested has ended, and every record that was due is durable."""
         return not self._jobs and self._writing is None and not self._unanswered
 
-    def request(self, step: int, metadata: Metadata | None = None) -> list[Action]:
-        """Request a checkpoint: :attr:`counter` is then its number, whatever becomes of it."""
+    def request(
+        self, step: int, metadata: Metadata | None = None, sums: Mapping[str, int] | None = None
+    ) -> list[Action]:
+        """Request a checkpoint: :attr:`counter` is then its number, whatever becomes of it.
+
+        ``sums`` are those of :class:`Ok`.
+        """
         self.counter += 1
         counter = self.counter
         if self.stopped is not None:
             return [Resolve(counter, "failed", self.stopped.why, self.stopped.rank)]
         if (early := self._early.pop(counter, None)) is not None:
             return [early]
-        self._jobs[counter] = _Job(step)
+        self._jobs[counter] = _Job(step, dict(sums or {}))
         actions = self._join()
         if self.rank == 0:
             actions.append(Post(Admitted(self.rank, counter, step, metadata or {})))
@@ -320,7 +326,8 @@ class Member:
         if job.decided is not None:
             return []
         assert self.run is not None
-        return [Post(Ok(self.rank, self.run, counter, job.step, job.entry if self.rank == 0 else None))]
+        entry = job.entry if self.rank == 0 else None
+        return [Post(Ok(self.rank, self.run, counter, job.step, entry, job.sums))]
 
     def _advance(self) -> list[Action]:
         """Admit what may be, and write the record that is due."""

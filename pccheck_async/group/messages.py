@@ -21,7 +21,7 @@ __all__ = [
     "Restored", "Roster", "Start", "Verified", "Verify", "Withdraw", "decode_decision", "decode_message", "encode",
 ]  # fmt: skip
 
-VERSION = 1
+VERSION = 2
 """Of this protocol. Ranks with different ones refuse to open."""
 
 Metadata = dict[str, str | int | float | bool | None]
@@ -118,6 +118,9 @@ class Ok(Message, frozen=True):
     step: int
     entry: Entry | None
     """Rank 0's."""
+    sums: Mapping[str, int] = {}
+    """By outermost names in the state, numbers that make 0 over all ranks, modulo 2**64, but where a tensor that
+    several ranks have is saved by none or by several of them, or one of them lacks it."""
 
 
 class Failed(Message, frozen=True):

@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -237,17 +237,17 @@ class GroupRun:
                 path = self._folder / rank_name(source)
                 self._start(send_part(self._client.another(), self._prefix(rank), path, key))
 
-    def request(self, counter: int, step: int, metadata: Metadata) -> None:
+    def request(self, counter: int, step: int, metadata: Metadata, sums: Mapping[str, int]) -> None:
         """Request a checkpoint, in the order of counters."""
         self._admissions[counter] = self._loop.create_future()
         self._outcomes[counter] = self._loop.create_future()
-        actions = self.member.request(step, dict(metadata))
+        actions = self.member.request(step, dict(metadata), sums)
         assert self.member.counter == counter, (self.member.counter, counter)
         self._do(actions)
 
     def request_failed(self, counter: int, step: int, why: str) -> None:
         """Request a checkpoint that failed already, so that ranks keep counting alike."""
-        self.request(counter, step, {})
+        self.request(counter, step, {}, {})
         self._do(self.member.failed(counter, why))
         del self._admissions[counter], self._outcomes[counter]
 

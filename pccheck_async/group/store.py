@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -43,8 +43,8 @@ class GroupStore(Store):
     def newest(self) -> Entry:
         return self._run.complete()[0]
 
-    def request(self, counter: int, step: int, metadata: Metadata) -> None:
-        self._run.request(counter, step, metadata)
+    def request(self, counter: int, step: int, metadata: Metadata, sums: Mapping[str, int]) -> None:
+        self._run.request(counter, step, metadata, sums)
 
     async def admit(self, counter: int) -> None:
         await self._run.admitted(counter)

@@ -138,20 +138,29 @@ class FlatShard:
     """A rank's range of a flattened tensor, as ZeRO, Megatron's distributed optimizer and FSDP1 have it.
 
     Put it into the state in place of the local tensor: it is saved as the boxes that the range consists of, at most
-    ``2 * ndim - 1``, and restored from any other split.
+    ``2 * ndim - 1``, and restored from any other split. All ranks that share the tensor put one in, without elements
+    where they have none.
 
     Args:
         local: The elements, shape (n,); filled in place by a restore.
         global_shape: Shape of the whole tensor.
         start: Number of the first element in the flattened tensor, in C order.
+        group: The process group of the ranks that share the tensor; by default all of the engine's group.
 
     Raises:
         ValueError: The range is not inside the tensor, or ``local`` has not one dimension.
     """
 
-    __slots__ = ("local", "shape", "start")
+    __slots__ = ("group", "local", "shape", "start")
 
-    def __init__(self, local: torch.Tensor, global_shape: Sequence[int], start: int) -> None:
+    def __init__(
+        self,
+        local: torch.Tensor,
+        global_shape: Sequence[int],
+        start: int,
+        group: torch.distributed.ProcessGroup | None = None,
+    ) -> None:
+        self.group = group
         self.local = local
         self.shape = tuple(global_shape)
         self.start = start
@@ -211,18 +220,38 @@ def local_boxes(tensor: Any, path: str) -> tuple[torch.Tensor, tuple[Box, ...]]:
     return local, boxes
 
 
-def holders_of(tensor: Any) -> tuple[int, tuple[int, ...]]:
-    """Return a hash of the ranks that a DTensor lies on, and those of them that have the same boxes as this one.
+class Holders(NamedTuple):
+    """The ranks that a tensor lies on, as the world of torch.distributed calls them."""
 
-    Ranks are those of the world of torch.distributed.
-    """
+    mesh: int
+    """A hash of all of them."""
+    alike: tuple[int, ...]
+    """Those that have the same boxes as this one."""
+    by_boxes: tuple[tuple[int, ...], ...]
+    """All of them; those that have the same boxes together."""
+
+
+def holders_of(tensor: Any, everyone: Holders) -> Holders:
+    """Return the ranks that a DTensor or a flat shard lies on; the latter on everyone by default."""
+    if isinstance(tensor, FlatShard):
+        return everyone if tensor.group is None else _holders_in(tensor.group)
     return _holders_on(tensor.device_mesh, tuple(placement.is_replicate() for placement in tensor.placements))
 
 
 @lru_cache(1 << 10)
-def _holders_on(mesh: Any, replicated: tuple[bool, ...]) -> tuple[int, tuple[int, ...]]:
+def _holders_on(mesh: Any, replicated: tuple[bool, ...]) -> Holders:
     alike = tuple(slice(None) if free else at for free, at in zip(replicated, mesh.get_coordinate(), strict=True))
-    return hash_of(mesh.mesh.flatten().tolist()), tuple(mesh.mesh[alike].flatten().tolist())
+    sharded_first = sorted(range(mesh.mesh.ndim), key=replicated.__getitem__)
+    copies = prod(size for free, size in zip(replicated, mesh.mesh.shape, strict=True) if free)
+    by_boxes = mesh.mesh.permute(sharded_first).reshape(-1, copies).tolist()
+    ranks = hash_of(mesh.mesh.flatten().tolist())
+    return Holders(ranks, tuple(mesh.mesh[alike].flatten().tolist()), tuple(map(tuple, by_boxes)))
+
+
+@lru_cache(1 << 10)
+def _holders_in(group: Any) -> Holders:
+    ranks = tuple(torch.distributed.get_process_group_ranks(group))
+    return Holders(hash_of(ranks), (), (ranks,))
 
 
 def hash_of(ranks: Sequence[int]) -> int:

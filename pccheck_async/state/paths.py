@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Sequence
 import numpy as np
 
 _SPECIAL = re.compile(r"[.\\]")
+_FIRST = re.compile(r"(?:[^.\\]|\\.)*", re.DOTALL)
 _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 
 
@@ -43,6 +44,11 @@ def components(keys: Sequence[Hashable]) -> list[str]:
 def child(path: str, component: str) -> str:
     """Return the path of a child; the root's path is empty."""
     return f"{path}.{component}" if path else component
+
+
+def first(path: str) -> str:
+    """Return the outermost component of a path."""
+    return _FIRST.match(path)[0]  # type: ignore[index]
 
 
 def plain(path: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -173,8 +173,8 @@ class Store:
         """The unit of every offset and length in the store."""
         return self.file.identity.block_bytes
 
-    def request(self, counter: int, step: int, metadata: Metadata) -> None:
-        """Hear of a checkpoint, in the order of counters."""
+    def request(self, counter: int, step: int, metadata: Metadata, sums: Mapping[str, int]) -> None:
+        """Hear of a checkpoint, in the order of counters; ``sums`` are those of :class:`Tally`."""
 
     async def admit(self, counter: int) -> None:
         """Wait until a checkpoint may be written."""

@@ -29,7 +29,7 @@ from pccheck_async.group.actions import (
     Unopened,
     WriteRecord,
 )
-from pccheck_async.group.messages import AnyDecision, AnyMessage, Commit, Found, Hello, Ok, Pin, Start
+from pccheck_async.group.messages import Abort, AnyDecision, AnyMessage, Commit, Found, Hello, Ok, Pin, Start
 from pccheck_async.group.restore import Restore
 from pccheck_async.store import Retention
 
@@ -359,6 +359,26 @@ def test_votes_of_another_run_do_not_count() -> None:
     start = next(one for one in group.decisions() if isinstance(one, Start))
     assert not group.coordinator.receive(Ok(1, start.run._replace(nonce=8), 0, 1, None))
     assert group.coordinator.receive(Ok(1, start.run, 0, 1, None))
+
+
+@pytest.mark.parametrize(
+    ("sums", "whole"), [((5, 2**64 - 5), True), ((5, 6), False), ((0, 0), True), ((None, 3), False)]
+)
+def test_what_does_not_make_whole_tensors_is_aborted(sums: tuple[int | None, int], whole: bool) -> None:
+    group = Group()
+    for rank, each in enumerate(sums):
+        told = {} if each is None else {"model": each}
+        group.carry_out(rank, group.members[rank].request(1, sums={**told, "optimizer": 0}))
+    group.deliver()
+    for rank in (0, 1):
+        group.write(rank, 0, 1)
+        group.flush(rank)
+    ended = [one for one in group.decisions() if isinstance(one, Commit | Abort)]
+    assert [isinstance(one, Commit) for one in ended] == [whole]
+    if not whole:
+        (outcome,) = (one for one in group.done[1] if isinstance(one, Resolve))
+        assert outcome.outcome == "failed"
+        assert "those under model: " in outcome.why
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from pccheck_async import (
     DamagedError,
     FlatShard,
     Group,
+    GroupError,
     RNGState,
     StateMismatchError,
     SyncCheckpointEngine,
@@ -461,6 +462,36 @@ def test_flat_ranges_have_another_split(tmp_path: Path) -> None:
     assert torch.equal(load_sync(tmp_path / "run")["master"], WHOLE)
     with SyncCheckpointEngine(tmp_path / "single") as engine, pytest.raises(UnsupportedStateError, match="group="):
         engine.checkpoint({"master": FlatShard(torch.zeros(3), (3,), 0)}, step=0)
+
+
+def torn(kind: str, folder: Path, group: Group) -> None:
+    mesh = mesh_of(folder, group)
+    sharded = {str(n): distribute_tensor(torch.zeros(2**n, 3), mesh, [Replicate()]) for n in range(4)}
+    low, high = (0, 6) if group.rank == 0 else (6, 12)
+    whole = {"model": sharded, "master": FlatShard(torch.zeros(high - low), (3, 4), low)}
+    other = dict(whole)
+    match kind:
+        case "another order":
+            other["model"] = dict(reversed(sharded.items()))
+        case "lacks one":
+            other["model"] = {name: value for name, value in sharded.items() if name != "2"}
+        case "gap":
+            other["master"] = FlatShard(torch.zeros(high - low - 1), (3, 4), low + 1)
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        engine.checkpoint(whole, step=1).result()
+        with pytest.raises(GroupError, match=f"under {'master' if kind == 'gap' else 'model'}: "):
+            engine.checkpoint(other if group.rank else whole, step=2).result()
+        engine.checkpoint(whole, step=3).result()
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        restored = engine.restore(whole)
+        assert restored is not None
+        assert restored.step == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["another order", "lacks one", "gap"])
+def test_ranks_whose_states_do_not_fit_together_are_told_at_once(tmp_path: Path, kind: str) -> None:
+    run_ranks(2, partial(torn, kind, tmp_path))
 
 
 def two_steps(folder: Path, group: Group) -> None:

@@ -17,13 +17,13 @@ from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format import skeleton
 from pccheck_async.format.skeleton import DictNode, ListNode, Node, StatefulNode, TupleNode
 from pccheck_async.state import paths, values
-from pccheck_async.state.boxes import FlatShard, box_views, hash_of, holders_of, is_sharded, local_tensors
+from pccheck_async.state.boxes import FlatShard, box_views, holders_of, is_sharded, local_tensors
 from pccheck_async.state.cache import tree_cache as cached
 from pccheck_async.state.cache.tree_cache import Outline, Visited, same_objects
 from pccheck_async.state.leaves import KINDS, Leaves
 from pccheck_async.state.save.advice import full_name, unsupported
 from pccheck_async.state.save.detached import refuse_unstepped
-from pccheck_async.state.save.owners import Tally
+from pccheck_async.state.save.owners import Named, Tally
 from pccheck_async.state.stateful import is_stateful
 
 
@@ -127,10 +127,12 @@ class _Flattener:
         leaves, tally = self.leaves, self._tally
         assert tally is not None
         plain, flat = not is_sharded(value), isinstance(value, FlatShard)
-        mesh, holders = (hash_of(tally.everyone), tally.everyone) if plain else holders_of(value)
+        holders = holders_of(value, tally.everyone) if flat or not plain else tally.everyone
         views = box_views(value, path)
-        whole = value.local if flat else value if plain else local_tensors([value])[0]
-        if not flat and not tally.owns(holders, whole):
+        tensor = Named(path, str(value.dtype), tuple(value.shape))
+        if flat:
+            tally.note_range(tensor, holders, value.start, value.local.numel())
+        elif not tally.owns(tensor, holders, value if plain else local_tensors([value])[0]):
             views = []
         first = len(leaves)
         for _, view in views:
@@ -140,7 +142,7 @@ class _Flattener:
             leaves.values.append(view.detach() if flat else view)
         self.has_sharded = True
         offsets = tuple(box.offsets for box, _ in views)
-        return cached.sharded_node(first, mesh, value.dtype, plain and not flat, tuple(value.shape), offsets)
+        return cached.sharded_node(first, holders.mesh, value.dtype, plain and not flat, tuple(value.shape), offsets)
 
     def container(self, value: Any, path: str, depth: int, last: Outline | None) -> Visited:
         kind = type(value)

@@ -1,19 +1,36 @@
 """Which rank saves what several ranks have alike: each box once per storage domain.
 
 No rank asks another one. All that have a box walk over the same tensors in the same order, and it falls to the one of
-them that has the fewest bytes to save by then.
+them that has the fewest bytes to save by then. Whether they did is found before a checkpoint is committed: each rank
+adds numbers up, and over all ranks they make 0 where every box has one owner and no rank lacks a tensor.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from hashlib import blake2b
 from itertools import chain
-from typing import Any
+from math import prod
+from typing import Any, Final, NamedTuple
 
 import torch
 
+from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.state import paths
+from pccheck_async.state.boxes import Holders, hash_of
 from pccheck_async.state.stateful import parts
+
+_MODULUS: Final = 1 << 64
+
+
+class Named(NamedTuple):
+    """A tensor as a checkpoint names it."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
 
 
 class Owners:
@@ -30,38 +47,67 @@ class Owners:
         self.rank = rank
         self._domains = domains
         self._group_rank = {world_rank: number for number, world_rank in enumerate(members)}
+        self.everyone = Holders(hash_of(members), tuple(members), (tuple(members),))
+        self.places = lru_cache(1 << 10)(self._places)
         self._matchers = [paths.matcher(glob, unescaped=escaped) for glob in replicated for escaped in (False, True)]
-        self._replicas: tuple[list[Any], Callable[[str], bool]] = ([], lambda _: False)
+        self._replicas: tuple[list[weakref.ref[Any]], Callable[[str], bool]] = ([], lambda _: False)
 
     def begin(self, state: Mapping[str, Any]) -> Tally:
         """Return what decides about the tensors of one state, asked in the order in which it is walked."""
         objects = [(path, part) for path, part in parts(state) if isinstance(part, _REPLICATED)]
+        references = [weakref.ref(part) for _, part in objects]
         known, is_replica = self._replicas
-        if [part for _, part in objects] != known:
+        if references != known:
             is_replica = _replicas_in(objects)
-            self._replicas = [part for _, part in objects], is_replica
+            self._replicas = references, is_replica
         return Tally(self, is_replica)
 
     def is_replicated(self, path: str) -> bool:
         """Whether the user said so of a plain tensor."""
         return any(matches(path) for matches in self._matchers)
 
-    @property
-    def everyone(self) -> tuple[int, ...]:
-        """All ranks of the group, in the world of torch.distributed."""
-        return tuple(self._group_rank)
+    def _places(self, holders: Holders) -> Places:
+        """Return where a tensor is saved. Raises ValueError: nobody in the group has some of it."""
+        in_group = [[*self._in_group(alike)] for alike in holders.by_boxes]
+        if not all(in_group):
+            raise ValueError("parts of this DTensor lie on ranks that are not in the engine's group")
+        domain = self._domains[self.rank]
+        return Places(
+            tuple(rank for rank in self._in_group(holders.alike) if self._domains[rank] == domain),
+            sum(map(len, in_group)),
+            self.rank == min(chain.from_iterable(in_group)),
+            domain,
+        )
 
-    def beside(self, holders: Sequence[int]) -> tuple[int, ...]:
-        """Return which of the holders are in the group and share this rank's filesystem, as ranks of the group."""
-        here = (self._group_rank.get(holder) for holder in holders)
-        return tuple(rank for rank in here if rank is not None and self._domains[rank] == self._domains[self.rank])
+    def _in_group(self, ranks: Sequence[int]) -> Iterator[int]:
+        return (self._group_rank[rank] for rank in ranks if rank in self._group_rank)
+
+
+class Places(NamedTuple):
+    """Where a tensor is saved, in ranks of the group."""
+
+    beside: tuple[int, ...]
+    """Those that have the same boxes, and share this rank's filesystem."""
+    holders: int
+    """How many have some of it,"""
+    is_first: bool
+    """and whether this rank is the first of them."""
+    domain: int
+    """This rank's filesystem."""
 
 
 class Tally:
-    """The bytes that fall to each rank, while one state is walked."""
+    """The bytes that fall to each rank, while one state is walked.
+
+    Attributes:
+        everyone: All ranks of the group.
+        sums: By the outermost names in the state, numbers modulo 2**64: over all ranks each adds up to 0, but where a
+            tensor has no owner or several, or a rank lacks one that lies on it, too.
+    """
 
     def __init__(self, owners: Owners, is_replica: Callable[[str], bool]) -> None:
         self.everyone = owners.everyone
+        self.sums: dict[str, int] = {}
         self._owners = owners
         self._is_replica = is_replica
         self._nbytes: dict[tuple[int, ...], list[int]] = {}  # by those who have the same boxes
@@ -72,11 +118,37 @@ class Tally:
         """Whether all ranks have a plain tensor alike."""
         return self._is_replica(path) or self._owners.is_replicated(path)
 
-    def owns(self, holders: Sequence[int], local: torch.Tensor) -> bool:
-        """Return whether it falls to this rank to save a tensor that ``holders`` have alike."""
-        beside = self._owners.beside(holders)
-        if len(beside) <= 1:
+    def owns(self, tensor: Named, holders: Holders, local: torch.Tensor) -> bool:
+        """Return whether it falls to this rank to save the boxes of a tensor that it holds, all in ``local``.
+
+        Raises UnsupportedStateError: nobody in the group has some of it.
+        """
+        try:
+            places = self._owners.places(holders)
+        except ValueError as error:
+            raise UnsupportedStateError(f"{tensor.path}: {error}") from None
+        # n times the one that is meant, less one of each: 0 where all n are there. Each box of each domain by itself.
+        self._add(tensor, holders.mesh, places.holders * places.is_first - 1)
+        if len(places.beside) <= 1:
             return True
+        owns = self._falls_to_this_rank(places.beside, local)
+        self._add(tensor, (holders.mesh, places.domain, places.beside), len(places.beside) * owns - 1)
+        return owns
+
+    def note_range(self, tensor: Named, holders: Holders, start: int, count: int) -> None:
+        """Note the elements of a flattened tensor that this rank has: over all its ranks they have to be all of it."""
+        end = prod(tensor.shape)
+        is_first = count > 0 and start == 0
+        if end:
+            self._add(tensor, holders.mesh, self._owners.places(holders).holders * is_first - 1)
+        for at, times in ((start, -1), (start + count, 1), (0, is_first), (end, -is_first)):
+            self._add(tensor, (holders.mesh, "element", at), times)
+
+    def _add(self, tensor: Named, what: object, times: int) -> None:
+        name = paths.first(tensor.path)
+        self.sums[name] = (self.sums.get(name, 0) + _number(tensor, what) * times) % _MODULUS
+
+    def _falls_to_this_rank(self, beside: tuple[int, ...], local: torch.Tensor) -> bool:
         memory = local.data_ptr(), local.nbytes
         if memory in self._decided:
             return self._decided[memory][0]
@@ -86,6 +158,12 @@ class Tally:
         owns = beside[number] == self._owners.rank
         self._decided[memory] = owns, local
         return owns
+
+
+@lru_cache(1 << 16)
+def _number(tensor: Named, what: object) -> int:
+    """Return a number that nothing else has, the same in every process."""
+    return int.from_bytes(blake2b(repr((*tensor, what)).encode(errors="surrogatepass"), digest_size=8).digest())
 
 
 _REPLICATED = (torch.nn.parallel.DistributedDataParallel, torch.optim.Optimizer)
