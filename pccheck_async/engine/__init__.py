@@ -13,13 +13,42 @@ from pccheck_async.engine.metrics import openmetrics, scalars
 from pccheck_async.engine.overlap import Guard, StepHooks, hooks_of, unwrapped
 from pccheck_async.engine.pending import CheckpointProgress, PendingCheckpoint
 from pccheck_async.engine.policy import Decision, Policy, SaveReport, StepReport, TrainingHooks
-from pccheck_async.engine.restore import Lease, Reading
+from pccheck_async.engine.restore import HOLDS_PARTS, Lease, Reading, refuse_parts
 from pccheck_async.engine.scheduler import Scheduler
 from pccheck_async.engine.statistics import Distribution, EngineStatistics
 
 __all__ = [
-    "Assembly", "Auto", "CheckpointProgress", "Decision", "Decisions", "Distribution", "EngineConfig", "EngineCore",
-    "EngineLoop", "EngineStatistics", "Guard", "Handoff", "InlineCaptures", "Lease", "PendingCheckpoint", "Policy",
-    "Reading", "SaveReport", "Scheduler", "StepHooks", "StepReport", "TrainingHooks", "block_on", "check_flag",
-    "decide", "hooks_of", "note_closing_failure_on", "openmetrics", "run", "scalars", "unwrapped",
+    "HOLDS_PARTS",
+    "Assembly",
+    "Auto",
+    "CheckpointProgress",
+    "Decision",
+    "Decisions",
+    "Distribution",
+    "EngineConfig",
+    "EngineCore",
+    "EngineLoop",
+    "EngineStatistics",
+    "Guard",
+    "Handoff",
+    "InlineCaptures",
+    "Lease",
+    "PendingCheckpoint",
+    "Policy",
+    "Reading",
+    "SaveReport",
+    "Scheduler",
+    "StepHooks",
+    "StepReport",
+    "TrainingHooks",
+    "block_on",
+    "check_flag",
+    "decide",
+    "hooks_of",
+    "note_closing_failure_on",
+    "openmetrics",
+    "refuse_parts",
+    "run",
+    "scalars",
+    "unwrapped",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from pccheck_async.errors import DamagedError, StateMismatchError
 from pccheck_async.format import Entry, Restored
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.medium import File, Medium
-from pccheck_async.state import BoxTargets, Restoration, Targets, match
+from pccheck_async.state import BoxTargets, JointTargets, Restoration, Targets, match
 from pccheck_async.store import (
     Fallback,
     ReadLease,
@@ -26,8 +26,10 @@ from pccheck_async.store import (
 )
 from pccheck_async.telemetry import ReadProgress, events, reading_progress, write
 
-__all__ = ["Lease", "Reading", "restore"]
+__all__ = ["HOLDS_PARTS", "Lease", "Reading", "refuse_parts", "restore"]
 
+HOLDS_PARTS = "reading a damaged checkpoint filled arrays: the state may hold parts of it"
+"""A note on errors."""
 _NAMED = 5
 """Paths that the warning of a partial restore names."""
 
@@ -61,7 +63,7 @@ def restore(
                 raise
             except StateMismatchError as error:
                 if begun:
-                    error.add_note("reading a newer checkpoint failed before: the state may hold parts of it")
+                    error.add_note(HOLDS_PARTS)
                 raise
             break
     else:
@@ -104,6 +106,7 @@ class Reading:
     """
 
     restoration: Restoration
+    _targets: Targets | JointTargets
 
     def __init__(self, parts: Assembly, lease: Lease, progress: ReadProgress | None = None) -> None:
         self._parts = parts
@@ -121,9 +124,14 @@ class Reading:
         """Read every chunk, and fill nothing. Raises UnreadableError."""
         await self._read(Targets(), every=True)
 
-    async def read(self, targets: BoxTargets, *, fill: bool) -> None:
-        """Fill other targets than the state's, or only verify the chunks that hold them. Raises UnreadableError."""
-        await self._read(targets, self._parts.backend.mark_queued_work(targets.devices), fill=fill)
+    async def read(self, targets: BoxTargets) -> None:
+        """Fill other targets than the state's. Raises UnreadableError; some are filled then."""
+        await self._read(targets, self._parts.backend.mark_queued_work(targets.devices))
+
+    @property
+    def step(self) -> int:
+        """The step of the checkpoint; from :meth:`hold` on."""
+        return self._lease.entry.step
 
     @property
     def manifest(self) -> Manifest:
@@ -138,15 +146,16 @@ class Reading:
         backend, how = self._parts.backend, {"strict": strict, "generators": generators}
         self.restoration = match(state, self._manifest, lambda: backend.by_address, **how)
 
-    def begin(self) -> None:
-        """Mark what devices have queued by now: they are filled after that."""
-        self._admission = self._parts.backend.mark_queued_work(self.restoration.targets.devices)
+    def begin(self, boxes: BoxTargets | None = None) -> None:
+        """Mark what devices have queued by now: they are filled after that, and ``boxes`` with them."""
+        self._targets = self.restoration.targets if boxes is None else JointTargets(self.restoration.targets, boxes)
+        self._admission = self._parts.backend.mark_queued_work(self._targets.devices)
 
     async def fill(self) -> None:
         """Fill the live arrays. Raises UnreadableError; some are filled then."""
         advance = reading_progress(self._progress, sum(chunk.nbytes for chunk in self._manifest.chunks))
         with self._parts.clock.timed("restore", self._manifest.payload_nbytes):
-            await self._read(self.restoration.targets, self._admission, advance)
+            await self._read(self._targets, self._admission, advance)
 
     async def _read(self, *arguments: Any, **how: Any) -> None:
         parts = self._parts
@@ -190,7 +199,7 @@ def _restore_one(
     try:
         yield hold()
         one.match(state, strict=strict)
-        _refuse_parts(entry, one.restoration, begun)
+        refuse_parts(entry.step, one.restoration, begun)
         begun += one.restoration.filled
         one.begin()
         yield one.fill()
@@ -212,13 +221,13 @@ def _first_few(names: Sequence[str]) -> str:
     return few if len(names) <= _NAMED else f"{few}, ... ({len(names)} paths)"
 
 
-def _refuse_parts(entry: Entry, restoration: Restoration, begun: Sequence[str]) -> None:
+def refuse_parts(step: int, restoration: Restoration, begun: Sequence[str]) -> None:
     """Raise StateMismatchError where what stays as it is would be what a damaged checkpoint left."""
     kept = tuple(f"{path}." for path in restoration.missing)
     if parts := sorted({path for path in begun if f"{path}.".startswith(kept)}):
         raise StateMismatchError(
-            f"the checkpoint of step {entry.step} lacks what a damaged one had begun to fill: {', '.join(parts[:20])}"
-            f"{', ...' if len(parts) > 20 else ''}; make the state anew, then restore(state, step={entry.step}, "
+            f"the checkpoint of step {step} lacks what a damaged one had begun to fill: {', '.join(parts[:20])}"
+            f"{', ...' if len(parts) > 20 else ''}; make the state anew, then restore(state, step={step}, "
             "strict=False)",
             missing=parts,
         )

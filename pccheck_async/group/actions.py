@@ -10,8 +10,23 @@ from pccheck_async.group.messages import AnyMessage
 from pccheck_async.group.parts import Applied, Key, Part, SeenStore
 
 __all__ = [
-    "Action", "Admit", "Cancel", "ChangeState", "EndRestore", "Free", "MatchManifest", "Post", "Ready", "RemoveOrphans",
-    "Resolve", "ResolvePin", "Scan", "TakeOver", "Unopened", "VerifyChunks", "WriteRecord",
+    "Action",
+    "Admit",
+    "Cancel",
+    "ChangeState",
+    "EndRestore",
+    "FillArrays",
+    "Free",
+    "MatchManifest",
+    "Post",
+    "Ready",
+    "RemoveOrphans",
+    "Resolve",
+    "ResolvePin",
+    "Scan",
+    "TakeOver",
+    "Unopened",
+    "WriteRecord",
 ]  # fmt: skip
 
 
@@ -109,20 +124,20 @@ class MatchManifest(Action, frozen=True):
     key: Key
 
 
-class VerifyChunks(Action, frozen=True):
-    """Read all chunks of this rank's part, changing nothing, and call ``verified``."""
+class FillArrays(Action, frozen=True):
+    """Fill the live arrays, verifying the chunks that hold them, and call ``verified``."""
 
     key: Key
 
 
 class ChangeState(Action, frozen=True):
-    """Every part is whole and fits: fill the live state."""
+    """All that was read is whole and fits: give objects their state, and change plain values."""
 
     key: Key
 
 
 class EndRestore(Action, frozen=True):
-    """The restore ends, with the state as it was: with None for ``none``, else with an error, the same on all ranks."""
+    """The restore ends without :class:`ChangeState`: with None for ``none``, else with an error, alike on all ranks."""
 
     reason: Literal["none", "incomplete", "no step", "mismatch", "damaged", "disagreement", "lost"]
     why: str

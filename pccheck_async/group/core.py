@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pccheck_async.engine import Assembly, EngineConfig, EngineCore, Handoff, PendingCheckpoint, Reading
+from pccheck_async.engine import (
+    HOLDS_PARTS,
+    Assembly,
+    EngineConfig,
+    EngineCore,
+    Handoff,
+    PendingCheckpoint,
+    Reading,
+    refuse_parts,
+)  # fmt: skip
 from pccheck_async.errors import (
     CheckpointError,
     DamagedError,
@@ -19,7 +28,7 @@ from pccheck_async.errors import (
     StateMismatchError,
 )
 from pccheck_async.format import Key, Metadata
-from pccheck_async.group.actions import ChangeState, EndRestore, MatchManifest, VerifyChunks
+from pccheck_async.group.actions import ChangeState, EndRestore, FillArrays, MatchManifest
 from pccheck_async.group.control import Client, Server
 from pccheck_async.group.folder import rank_name, seen_store
 from pccheck_async.group.group import Group
@@ -148,12 +157,15 @@ class GroupCore(EngineCore):
     ) -> Handoff:
         """Restore the same checkpoint on every rank, or none and raise the same error on every rank.
 
-        Chunks are read twice: all ranks have verified theirs before any of them changes its state (G5).
+        The live arrays are filled while their chunks are verified, as :func:`pccheck_async.engine.restore.restore`
+        does; objects and plain values change only once all ranks found all of theirs whole (G5). After damage an older
+        checkpoint has to fill every array that was begun.
         """
         start, run = time.perf_counter(), self.run
         reading: Reading | None = None
         parts: Parts | None = None
         mismatch: Exception | None = None
+        begun: list[str] = []  # paths of live arrays that a damaged checkpoint may have filled
         agreed = False
         yield run.ask_restore(step)
         try:
@@ -165,19 +177,18 @@ class GroupCore(EngineCore):
                         reading = self._reading(assembly, key, progress)
                         parts = None if reading is None else self._parts(assembly, key, reading)
                         how = {"strict": strict, "generators": run.has_world_of(key)}
-                        outcome, why, mismatch = yield from _match(reading, parts, state, how)
+                        outcome, why, mismatch = yield from _match(reading, parts, state, how, begun)
                         yield run.tell_matched(outcome, why)
-                    case VerifyChunks():
+                    case FillArrays():
                         assert reading is not None
                         assert parts is not None
-                        yield run.tell_verified((yield from _verify(reading, parts)))
+                        begun += reading.restoration.filled
+                        begun += (one.path for one in reading.restoration.resharded)
+                        yield run.tell_verified((yield from _fill(reading, parts)))
                     case ChangeState(key):
                         agreed = True
                         assert reading is not None
                         assert parts is not None
-                        reading.begin()
-                        yield reading.fill()
-                        yield parts.fill()
                         parts.finish()
                         restored = reading.finish()
                         seconds = time.perf_counter() - start
@@ -188,7 +199,10 @@ class GroupCore(EngineCore):
                         agreed = True
                         if reason == "none":
                             return None
-                        raise mismatch or _error(reason, why)
+                        error = mismatch or _error(reason, why)
+                        if begun:
+                            error.add_note(HOLDS_PARTS)
+                        raise error
         except BaseException as error:
             if not agreed:  # the others wait for an answer
                 yield run.tell_matched("mismatch", f"the restore ended: {error!r}")
@@ -209,13 +223,20 @@ class GroupCore(EngineCore):
         return Parts(parts, own, by_address=assembly.backend.by_address, elsewhere=elsewhere)
 
 
-def _match(reading: Reading | None, parts: Parts | None, state: Mapping[str, Any], how: Mapping[str, bool]) -> Handoff:
+def _match(
+    reading: Reading | None,
+    parts: Parts | None,
+    state: Mapping[str, Any],
+    how: Mapping[str, bool],
+    begun: Sequence[str],
+) -> Handoff:
     """Return how this rank's part compares with its state, why, and the error that says so."""
     if reading is None or parts is None:
         return "damaged", "its part is not in its store", None
     try:
         yield reading.hold()
         reading.match(state, **how)
+        refuse_parts(reading.step, reading.restoration, begun)
         if reading.restoration.resharded:
             yield parts.match(reading.restoration.resharded)
     except UnreadableError as error:
@@ -225,10 +246,12 @@ def _match(reading: Reading | None, parts: Parts | None, state: Mapping[str, Any
     return "ok", "", None
 
 
-def _verify(reading: Reading, parts: Parts) -> Handoff:
+def _fill(reading: Reading, parts: Parts) -> Handoff:
+    """Fill the live arrays; return what was damaged, None where nothing was."""
     try:
-        yield reading.verify()
-        yield parts.verify()
+        reading.begin(parts.take_own())
+        yield reading.fill()
+        yield parts.fill()
     except UnreadableError as error:
         return str(error)
     return None

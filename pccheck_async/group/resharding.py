@@ -30,8 +30,8 @@ class ReadablePart(Protocol):
     def manifest(self) -> Manifest:
         """What it consists of; from :meth:`hold` on."""
 
-    async def read(self, targets: BoxTargets, *, fill: bool) -> None:
-        """Fill targets, or only verify the chunks that hold them."""
+    async def read(self, targets: BoxTargets) -> None:
+        """Fill targets; no other chunks than those that hold them are read."""
 
     def release(self) -> None:
         """Let it go. Idempotent."""
@@ -72,16 +72,14 @@ class Parts:
                 text += f"; the parts of ranks {', '.join(map(str, self._elsewhere))} are on filesystems not seen here"
             raise StateMismatchError(text, mismatched=troubles)
 
-    async def verify(self) -> None:
-        """Read what is needed of other parts, and fill nothing. Raises UnreadableError."""
-        for rank, targets in self._plan.targets.items():
-            if rank != self._own:  # all of that one is verified anyway
-                await self._parts[rank].read(targets, fill=False)
+    def take_own(self) -> BoxTargets | None:
+        """Return what is filled from the own part, for whoever reads it anyway: :meth:`fill` leaves it out then."""
+        return self._plan.targets.pop(self._own, None)
 
     async def fill(self) -> None:
         """Fill the tensors; :meth:`finish` follows. Raises UnreadableError; some are filled then."""
         for rank, targets in self._plan.targets.items():
-            await self._parts[rank].read(targets, fill=True)
+            await self._parts[rank].read(targets)
 
     def finish(self) -> None:
         """Copy what could not be filled in place. On the caller's thread."""
@@ -105,10 +103,10 @@ class OpenPart:
     async def hold(self) -> None:
         """Do nothing: it is held."""
 
-    async def read(self, targets: BoxTargets, *, fill: bool) -> None:
-        """Fill targets, or only verify the chunks that hold them."""
+    async def read(self, targets: BoxTargets) -> None:
+        """Fill targets; no other chunks than those that hold them are read."""
         with reading():
-            await read_payload(self._medium, self._backend, self._pool, self._file, self.manifest, targets, fill=fill)
+            await read_payload(self._medium, self._backend, self._pool, self._file, self.manifest, targets)
 
     def release(self) -> None:
         """Do nothing: whoever opened it closes it."""
@@ -135,9 +133,9 @@ class LeasedPart:
         """What it consists of."""
         return self._open.manifest
 
-    async def read(self, targets: BoxTargets, *, fill: bool) -> None:
-        """Fill targets, or only verify the chunks that hold them."""
-        await self._open.read(targets, fill=fill)
+    async def read(self, targets: BoxTargets) -> None:
+        """Fill targets; no other chunks than those that hold them are read."""
+        await self._open.read(targets)
 
     def release(self) -> None:
         """Let it go."""

@@ -1,4 +1,4 @@
-"""The ranks agree three times before any of them changes its state: on the candidate, on the match, on the chunks.
+"""The ranks agree three times: on the candidate, on the match before arrays are filled, on the chunks before the rest.
 
 All restore one checkpoint, or none does, with one error. Damage on any rank takes all to the next older one; with a
 step that was asked for it is an error. That the "newest of all" may be damaged on one rank and that "the oldest of the
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pccheck_async.group.actions import Action, ChangeState, EndRestore, MatchManifest, Post, VerifyChunks
+from pccheck_async.group.actions import Action, ChangeState, EndRestore, FillArrays, MatchManifest, Post
 from pccheck_async.group.messages import Candidate, Matched, NotRestored, Restored, RestoreRequest, Verified, Verify
 from pccheck_async.group.parts import Key
 
@@ -53,7 +53,7 @@ class Restore:
                 return [MatchManifest(decision.key)]
             case Verify():
                 assert self.key is not None
-                return [VerifyChunks(self.key)]
+                return [FillArrays(self.key)]
             case Restored():
                 self.active = False
                 return [ChangeState(decision.key)]

@@ -26,6 +26,7 @@ from pccheck_async.group.actions import (
     Cancel,
     ChangeState,
     EndRestore,
+    FillArrays,
     Free,
     MatchManifest,
     Post,
@@ -36,7 +37,6 @@ from pccheck_async.group.actions import (
     Scan,
     TakeOver,
     Unopened,
-    VerifyChunks,
     WriteRecord,
 )
 from pccheck_async.group.control import Address, Client, Server
@@ -108,7 +108,7 @@ class GroupRun:
         self._scheduled = threading.Condition()  # held around every use of the schedule
         self._published: int | None = None
         self._preempted = False
-        self.restoring: asyncio.Queue[MatchManifest | VerifyChunks | ChangeState | EndRestore] = asyncio.Queue()
+        self.restoring: asyncio.Queue[MatchManifest | FillArrays | ChangeState | EndRestore] = asyncio.Queue()
 
     # -- opening
 
@@ -410,7 +410,7 @@ class GroupRun:
                 case MatchManifest():
                     self._send_parts(action.key)
                     self.restoring.put_nowait(action)
-                case VerifyChunks() | ChangeState() | EndRestore():
+                case FillArrays() | ChangeState() | EndRestore():
                     self.restoring.put_nowait(action)
                 case Free():
                     pass  # publishing the record freed them

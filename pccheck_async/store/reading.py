@@ -22,7 +22,7 @@ from pccheck_async.format import Entry, align, crc32
 from pccheck_async.format.manifest import ChunkEntry, Manifest, decode
 from pccheck_async.medium import File, Medium
 from pccheck_async.medium.open_medium import OpenMedium
-from pccheck_async.state import BoxTargets, Targets
+from pccheck_async.state import AnyTargets, Targets
 from pccheck_async.telemetry import write
 from pccheck_async.transfer import BufferLease, BufferPool, Segments, Tasks, address_of, aligned_buffer
 from pccheck_async.transfer.copying import CopyBackend
@@ -184,16 +184,13 @@ async def read_payload(
     pool: BufferPool,
     file: File,
     manifest: Manifest,
-    targets: Targets | BoxTargets,
+    targets: AnyTargets,
     admission: Any = None,
     advance: Callable[[int], None] = lambda _: None,
     *,
     every: bool = False,
-    fill: bool = True,
 ) -> None:
     """Fill ``targets`` from the chunks that hold them; no other chunk is read, unless ``every`` one is to be verified.
-
-    Without ``fill`` chunks are read and verified alone.
 
     The pool's buffers hold at least the manifest's largest chunk. Targets on a device are filled behind what the
     backend admitted there, and are whole when this returns, for any stream. ``advance`` is called with the bytes of
@@ -220,7 +217,6 @@ async def read_payload(
             if not segments and not every:
                 advance(chunk.nbytes)
             else:
-                segments = segments if fill else Segments()
                 await turns.acquire()
                 lease = await pool.lease()
                 task = group.create_task(

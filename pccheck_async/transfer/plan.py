@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from pccheck_async.format import align
 from pccheck_async.format.manifest import ALIGNMENT, MIN_BLOCK, StorageEntry
-from pccheck_async.state import HOST, BoxTargets, Layout, PackedSource, Sources, Targets
+from pccheck_async.state import HOST, AnyTargets, Layout, PackedSource, Sources
 
 __all__ = ["Chunk", "PackedPiece", "Plan", "Planner", "Segments", "Table", "scatter_segments", "segments"]
 
@@ -154,7 +154,7 @@ def segments(chunk: Chunk, sources: Sources) -> Segments:
     return _by_device(raw, None if devices is None else devices[index], packed)
 
 
-def scatter_segments(chunk_offset: int, chunk_nbytes: int, targets: Targets | BoxTargets) -> Segments:
+def scatter_segments(chunk_offset: int, chunk_nbytes: int, targets: AnyTargets) -> Segments:
     """Return what takes the bytes of a chunk, in any order and maybe overlapping; none: it need not be read."""
     return _by_device(*targets.segments(chunk_offset, chunk_nbytes))
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from pccheck_async.group import Key, Run, decode_decision, decode_message, encode
-from pccheck_async.group.actions import Action, ChangeState, EndRestore, MatchManifest, Post, VerifyChunks
+from pccheck_async.group.actions import Action, ChangeState, EndRestore, FillArrays, MatchManifest, Post
 from pccheck_async.group.messages import Candidate, NotRestored, Restored, Verify
 from pccheck_async.group.restore import LeadRestore, Restore
 from tests.support.group_explorer import cloned, frozen
@@ -82,7 +82,7 @@ def act(state: State, rank: int, call: Callable[[Restore], list[Action]], there:
                 log += tuple(map(encode, decisions))
             case MatchManifest():
                 doing = "match"
-            case VerifyChunks():
+            case FillArrays():
                 doing = "verify"
             case ChangeState():
                 agreed = {who for who, key in state.whole if key == action.key} == set(range(len(state.ranks)))

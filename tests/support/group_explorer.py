@@ -40,6 +40,7 @@ from pccheck_async.group.actions import (
     Action,
     Admit,
     Cancel,
+    FillArrays,
     Free,
     MatchManifest,
     Post,
@@ -49,7 +50,6 @@ from pccheck_async.group.actions import (
     Scan,
     TakeOver,
     Unopened,
-    VerifyChunks,
     WriteRecord,
 )
 from pccheck_async.group.messages import AnyDecision, Commit, NotRestored, Ok, Restored, Start
@@ -453,7 +453,7 @@ class Explorer:
                         carry_out(rank, member.found(there))
                     case MatchManifest():
                         carry_out(rank, member.restore.matched("ok"))
-                    case VerifyChunks():
+                    case FillArrays():
                         carry_out(rank, member.restore.verified())
                     case Unopened():
                         refused.append(action.why)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from pccheck_async.format import dtypes
 from pccheck_async.format.manifest import Manifest, TensorEntry
 from pccheck_async.format.skeleton import ArrayNode, ShardedNode
 from pccheck_async.state.boxes import Box
+from pccheck_async.state.restore.arrays import Targets
 from pccheck_async.state.restore.tree import leaves
 from pccheck_async.state.sources import HOST
 
@@ -147,6 +148,32 @@ class BoxTargets:
         if not self.devices:
             return table, None
         return table, np.repeat(np.array([copy.device for copy in copies], np.int32), [*map(len, tables)])
+
+
+class JointTargets:
+    """Targets of two kinds, for one pass over a part."""
+
+    def __init__(self, *targets: Targets | BoxTargets) -> None:
+        self._targets = targets
+        self.devices = set[int]().union(*(each.devices for each in targets))
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The first byte of the payload that is wanted, and the byte after the last."""
+        spans = [(low, high) for low, high in (each.span for each in self._targets) if low < high]
+        return (min(low for low, _ in spans), max(high for _, high in spans)) if spans else (0, 0)
+
+    def segments(self, offset: int, nbytes: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32] | None]:
+        """Return what :meth:`Targets.segments` does."""
+        tables, devices = zip(*(each.segments(offset, nbytes) for each in self._targets), strict=True)
+        table = np.concatenate(tables)
+        if not self.devices:
+            return table, None
+        known = zip(tables, devices, strict=True)
+        return table, np.concatenate([np.full(len(t), HOST, np.int32) if d is None else d for t, d in known])
+
+
+AnyTargets: TypeAlias = Targets | BoxTargets | JointTargets
 
 
 @dataclass(slots=True, eq=False)
