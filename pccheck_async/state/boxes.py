@@ -234,7 +234,7 @@ class Holders(NamedTuple):
 def holders_of(tensor: Any, everyone: Holders) -> Holders:
     """Return the ranks that a DTensor or a flat shard lies on; the latter on everyone by default."""
     if isinstance(tensor, FlatShard):
-        return everyone if tensor.group is None else _holders_in(tensor.group)
+        return everyone if tensor.group is None else holders_in(tensor.group)
     return _holders_on(tensor.device_mesh, tuple(placement.is_replicate() for placement in tensor.placements))
 
 
@@ -249,9 +249,14 @@ def _holders_on(mesh: Any, replicated: tuple[bool, ...]) -> Holders:
 
 
 @lru_cache(1 << 10)
-def _holders_in(group: Any) -> Holders:
-    ranks = tuple(torch.distributed.get_process_group_ranks(group))
-    return Holders(hash_of(ranks), (), (ranks,))
+def holders_in(group: Any) -> Holders:
+    """Return the ranks of a process group, which have the same boxes."""
+    return alike(torch.distributed.get_process_group_ranks(group))
+
+
+def alike(ranks: Sequence[int]) -> Holders:
+    """Return ranks that have the same boxes."""
+    return Holders(hash_of(ranks), tuple(ranks), (tuple(ranks),))
 
 
 def hash_of(ranks: Sequence[int]) -> int:

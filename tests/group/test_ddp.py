@@ -161,3 +161,31 @@ def test_killed_at_random_is_uninterrupted(tmp_path: Path, world: int, steps: in
         f"\n{world} ranks, {kills} kills: {computed} losses of {world * steps} steps and {leaves} leaves are equal in"
     )
     print(f"every bit; resumed from steps {killed.restored}; {time.monotonic() - begun:.0f} s")
+
+
+def two_pipelines(folder: Path, group: Group) -> list[int]:
+    """Two stages on two ranks each, whose replicas are under DDP: return how much this rank saved."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=group.rank, world_size=4)
+    stages = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    stage = group.rank % 2
+    torch.manual_seed(stage)
+    model = DistributedDataParallel(nn.Linear(30, 40 + stage), process_group=stages[stage])
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 30)).sum().backward()
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer}
+    expected = [each.clone() for each in model.parameters()]
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        saved = engine.checkpoint(state, step=1).result()
+        with torch.no_grad():
+            for each in model.parameters():
+                each.zero_()
+        assert engine.restore(state) is not None
+        assert all(map(torch.equal, model.parameters(), expected))
+    return [saved.nbytes]
+
+
+@pytest.mark.slow
+def test_replicas_of_a_pipeline_stage_are_shared_out_among_its_ranks(tmp_path: Path) -> None:
+    saved = run_ranks(4, lambda group: two_pipelines(tmp_path, group))
+    assert sum(nbytes for (nbytes,) in saved) < 2 * 3 * 4 * 41 * 31 + 4 * 8192, "each stage once"

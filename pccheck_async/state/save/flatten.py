@@ -17,7 +17,7 @@ from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format import skeleton
 from pccheck_async.format.skeleton import DictNode, ListNode, Node, StatefulNode, TupleNode
 from pccheck_async.state import paths, values
-from pccheck_async.state.boxes import FlatShard, box_views, holders_of, is_sharded, local_tensors
+from pccheck_async.state.boxes import FlatShard, Holders, box_views, holders_of, is_sharded, local_tensors
 from pccheck_async.state.cache import tree_cache as cached
 from pccheck_async.state.cache.tree_cache import Outline, Visited, same_objects
 from pccheck_async.state.leaves import KINDS, Leaves
@@ -108,7 +108,8 @@ class _Flattener:
         convert = values.ATOMS.get(kind)
         if convert is not None:
             return convert(value), None
-        if kind in KINDS and (self._tally is None or not self._is_replicated(value, path)):
+        holders = None if self._tally is None or kind not in KINDS else self._replicas(value, path)
+        if kind in KINDS and holders is None:
             self.leaves.paths.append(path)
             self.leaves.values.append(value)
             node = cached.array_node(len(self.leaves) - 1)
@@ -116,18 +117,19 @@ class _Flattener:
         if isinstance(value, (np.generic, np.dtype)):
             return values.numpy_value(value, path), None
         if kind in KINDS or (self._tally is not None and (kind is FlatShard or is_sharded(value))):
-            return self.sharded(value, path), None
+            return self.sharded(value, path, holders), None
         return self.container(value, path, depth, last)
 
-    def _is_replicated(self, value: Any, path: str) -> bool:
-        return self._tally is not None and isinstance(value, torch.Tensor) and self._tally.is_replicated(path)
+    def _replicas(self, value: Any, path: str) -> Holders | None:
+        return self._tally.replicas(path) if self._tally is not None and isinstance(value, torch.Tensor) else None
 
-    def sharded(self, value: Any, path: str) -> Node:
+    def sharded(self, value: Any, path: str, holders: Holders | None) -> Node:
         """The boxes of a tensor on several ranks that this one saves, each a leaf."""
         leaves, tally = self.leaves, self._tally
         assert tally is not None
         plain, flat = not is_sharded(value), isinstance(value, FlatShard)
-        holders = holders_of(value, tally.everyone) if flat or not plain else tally.everyone
+        if holders is None:
+            holders = holders_of(value, tally.everyone)
         views = box_views(value, path)
         tensor = Named(path, str(value.dtype), tuple(value.shape))
         if flat:
@@ -250,7 +252,7 @@ class _Flattener:
             outline: Outline | None = None
             if convert is not None:
                 node = convert(item)
-            elif kind in KINDS and (tally is None or not self._is_replicated(item, prefix + name)):
+            elif kind in KINDS and (tally is None or self._replicas(item, prefix + name) is None):
                 node = outline = cached.array_node(len(arrays))
                 arrays.append(item)
                 known.append(prefix + name)

@@ -13,13 +13,13 @@ from functools import lru_cache
 from hashlib import blake2b
 from itertools import chain
 from math import prod
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.state import paths
-from pccheck_async.state.boxes import Holders, hash_of
+from pccheck_async.state.boxes import Holders, alike, holders_in
 from pccheck_async.state.stateful import parts
 
 _MODULUS: Final = 1 << 64
@@ -47,24 +47,24 @@ class Owners:
         self.rank = rank
         self._domains = domains
         self._group_rank = {world_rank: number for number, world_rank in enumerate(members)}
-        self.everyone = Holders(hash_of(members), tuple(members), (tuple(members),))
+        self.everyone = alike(members)
         self.places = lru_cache(1 << 10)(self._places)
         self._matchers = [paths.matcher(glob, unescaped=escaped) for glob in replicated for escaped in (False, True)]
-        self._replicas: tuple[list[weakref.ref[Any]], Callable[[str], bool]] = ([], lambda _: False)
+        self._replicas: tuple[list[weakref.ref[Any]], _Replicas] = ([], lambda _: None)
 
     def begin(self, state: Mapping[str, Any]) -> Tally:
         """Return what decides about the tensors of one state, asked in the order in which it is walked."""
         objects = [(path, part) for path, part in parts(state) if isinstance(part, _REPLICATED)]
         references = [weakref.ref(part) for _, part in objects]
-        known, is_replica = self._replicas
+        known, replicas = self._replicas
         if references != known:
-            is_replica = _replicas_in(objects)
-            self._replicas = references, is_replica
-        return Tally(self, is_replica)
+            replicas = _replicas_in(objects)
+            self._replicas = references, replicas
+        return Tally(self, replicas)
 
-    def is_replicated(self, path: str) -> bool:
-        """Whether the user said so of a plain tensor."""
-        return any(matches(path) for matches in self._matchers)
+    def named(self, path: str) -> Holders | None:
+        """Return everyone for a plain tensor of which the user said that all have it alike."""
+        return self.everyone if any(matches(path) for matches in self._matchers) else None
 
     def _places(self, holders: Holders) -> Places:
         """Return where a tensor is saved. Raises ValueError: nobody in the group has some of it."""
@@ -105,18 +105,18 @@ class Tally:
             tensor has no owner or several, or a rank lacks one that lies on it, too.
     """
 
-    def __init__(self, owners: Owners, is_replica: Callable[[str], bool]) -> None:
+    def __init__(self, owners: Owners, replicas: _Replicas) -> None:
         self.everyone = owners.everyone
         self.sums: dict[str, int] = {}
         self._owners = owners
-        self._is_replica = is_replica
+        self._replicas = replicas
         self._nbytes: dict[tuple[int, ...], list[int]] = {}  # by those who have the same boxes
         # By the memory of the box, which is kept, or another one would come to lie there: what is tied goes together.
         self._decided: dict[tuple[int, int], tuple[bool, torch.Tensor]] = {}
 
-    def is_replicated(self, path: str) -> bool:
-        """Whether all ranks have a plain tensor alike."""
-        return self._is_replica(path) or self._owners.is_replicated(path)
+    def replicas(self, path: str) -> Holders | None:
+        """Return the ranks that have a plain tensor alike; None where it is this rank's own."""
+        return self._replicas(path) or self._owners.named(path)
 
     def owns(self, tensor: Named, holders: Holders, local: torch.Tensor) -> bool:
         """Return whether it falls to this rank to save the boxes of a tensor that it holds, all in ``local``.
@@ -166,26 +166,36 @@ def _number(tensor: Named, what: object) -> int:
     return int.from_bytes(blake2b(repr((*tensor, what)).encode(errors="surrogatepass"), digest_size=8).digest())
 
 
+_Replicas: TypeAlias = Callable[[str], Holders | None]
+"""Returns the ranks that have the plain tensor of a path alike."""
+
 _REPLICATED = (torch.nn.parallel.DistributedDataParallel, torch.optim.Optimizer)
 
 
-def _replicas_in(objects: Sequence[tuple[str, Any]]) -> Callable[[str], bool]:
-    """Return what tells whether a path is of a parameter under DistributedDataParallel, or of its optimizer's state.
+def _replicas_in(objects: Sequence[tuple[str, Any]]) -> _Replicas:
+    """Return what tells of a parameter under DistributedDataParallel, or of its optimizer's state, who has it alike.
 
-    Buffers are not: each rank has its own.
+    Buffers are each rank's own.
     """
-    named: set[str] = set()
-    replicas: set[int] = set()
-    optimizers: list[str] = []
+    named: dict[str, Holders] = {}
+    replicas: dict[int, Holders] = {}
+    optimizers: list[tuple[str, Holders]] = []
     for path, model in objects:
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             parameters = dict(model.named_parameters(remove_duplicate=False))
-            named |= {paths.child(path, paths.escape(name)) for name in parameters}
-            replicas |= set(map(id, parameters.values()))
+            holders = holders_in(model.process_group)
+            named |= {paths.child(path, paths.escape(name)): holders for name in parameters}
+            replicas |= {id(parameter): holders for parameter in parameters.values()}
     for path, optimizer in objects:
-        if isinstance(optimizer, torch.optim.Optimizer) and all(map(replicas.__contains__, _ids(optimizer))):
-            optimizers.append(paths.child(path, "state."))
-    return lambda path: path in named or any(map(path.startswith, optimizers))
+        if isinstance(optimizer, torch.optim.Optimizer):
+            found = {replicas.get(number) for number in _ids(optimizer)}
+            if len(found) == 1 and (of_all := found.pop()) is not None:
+                optimizers.append((paths.child(path, "state."), of_all))
+
+    def replicas_of(path: str) -> Holders | None:
+        return named.get(path) or next((holders for start, holders in optimizers if path.startswith(start)), None)
+
+    return replicas_of
 
 
 def _ids(optimizer: torch.optim.Optimizer) -> Iterator[int]:
