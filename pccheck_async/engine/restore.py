@@ -117,12 +117,12 @@ class Reading:
             self._file: File = await lease.acquire()
             self._manifest: Manifest = await read_manifest(lease.medium, self._file, lease.entry, lease.block_bytes)
 
-    async def verify(self) -> None:
-        """Read every chunk, and fill nothing. Raises UnreadableError."""
-        await self._read(Targets(), every=True)
+    async def verify(self, *, every: bool = True) -> None:
+        """Read every chunk, or only what :meth:`fill` reads, and fill nothing. Raises UnreadableError."""
+        await self._read(Targets() if every else self.restoration.targets, every=every, fill=False)
 
     async def read(self, targets: BoxTargets, *, fill: bool) -> None:
-        """Fill other targets than the state's, or only verify the chunks that hold them. Raises UnreadableError."""
+        """Fill other targets than the state's, or only verify the bytes that hold them. Raises UnreadableError."""
         await self._read(targets, self._parts.backend.mark_queued_work(targets.devices), fill=fill)
 
     @property

@@ -31,7 +31,7 @@ class ReadablePart(Protocol):
         """What it consists of; from :meth:`hold` on."""
 
     async def read(self, targets: BoxTargets, *, fill: bool) -> None:
-        """Fill targets, or only verify the chunks that hold them."""
+        """Fill targets, or only verify the bytes that hold them."""
 
     def release(self) -> None:
         """Let it go. Idempotent."""
@@ -73,10 +73,9 @@ class Parts:
             raise StateMismatchError(text, mismatched=troubles)
 
     async def verify(self) -> None:
-        """Read what is needed of other parts, and fill nothing. Raises UnreadableError."""
+        """Read what :meth:`fill` reads, and fill nothing. Raises UnreadableError."""
         for rank, targets in self._plan.targets.items():
-            if rank != self._own:  # all of that one is verified anyway
-                await self._parts[rank].read(targets, fill=False)
+            await self._parts[rank].read(targets, fill=False)
 
     async def fill(self) -> None:
         """Fill the tensors; :meth:`finish` follows. Raises UnreadableError; some are filled then."""
@@ -106,7 +105,7 @@ class OpenPart:
         """Do nothing: it is held."""
 
     async def read(self, targets: BoxTargets, *, fill: bool) -> None:
-        """Fill targets, or only verify the chunks that hold them."""
+        """Fill targets, or only verify the bytes that hold them."""
         with reading():
             await read_payload(self._medium, self._backend, self._pool, self._file, self.manifest, targets, fill=fill)
 
@@ -118,6 +117,7 @@ class LeasedPart:
     """A part that a lease reads, without an engine."""
 
     _open: OpenPart
+    _is_held = False
 
     def __init__(self, lease: FolderLease, backend: CopyBackend, pool: BufferPool) -> None:
         self._lease, self._backend, self._pool = lease, backend, pool
@@ -129,6 +129,12 @@ class LeasedPart:
             file = await lease.acquire()
             manifest = await read_manifest(lease.medium, file, lease.entry, lease.block_bytes)
         self._open = OpenPart(lease.medium, file, manifest, self._backend, self._pool)
+        self._is_held = True
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that were read of it, its record and manifest included."""
+        return self._lease.medium.statistics().read.nbytes if self._is_held else 0
 
     @property
     def manifest(self) -> Manifest:
@@ -136,7 +142,7 @@ class LeasedPart:
         return self._open.manifest
 
     async def read(self, targets: BoxTargets, *, fill: bool) -> None:
-        """Fill targets, or only verify the chunks that hold them."""
+        """Fill targets, or only verify the bytes that hold them."""
         await self._open.read(targets, fill=fill)
 
     def release(self) -> None:
