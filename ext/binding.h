@@ -16,6 +16,7 @@ struct request {
     Py_buffer view;
     PyObject *segments;
     PyObject *keepalive;
+    PyObject *sums; /* bytes, filled by gather and checksum */
     struct request *before, *after; /* in the list of the live requests of a queue */
 };
 
@@ -28,6 +29,9 @@ int request_parse(struct request *request, PyObject *item);
 /* Let the request, its kind and size set, own `segments` and `keepalive`; check that the table stays inside the buffer:
  * 0, or -1 and a Python error. */
 int request_set_segments(struct request *request, PyObject *segments, PyObject *keepalive);
+
+/* Let the request, its size set, own a table for checksums: 0, or -1 and a Python error. */
+int request_set_sums(struct request *request);
 
 /* Return the tuple that reap() reports for an ended operation; NULL and a Python error if memory ran out. */
 PyObject *request_completion(const struct op *op);

@@ -41,33 +41,36 @@ int copy_check(const void *segments, size_t count, uint64_t size, bool ordered, 
     return 0;
 }
 
-int copy_gather(const void *segments, size_t count, void *buffer, uint64_t size, uint32_t *checksum)
+int copy_gather(const void *segments, size_t count, void *buffer, uint64_t size, uint8_t *sums)
 {
     const struct crc32_variant *crc = crc32_select();
     uint8_t *const base = buffer;
     struct copy_segment next = {0, size, 0}; /* as if a segment began where the buffer ends */
     uint32_t state = ~UINT32_C(0);
+    uint64_t piece = smaller(CRC32_PIECE, size); /* where the MiB ends that is being filled */
     size_t taken = 0;
 
     if (taken < count)
         next = segment_at(segments, taken++);
     for (uint64_t done = 0, summed = 0; done < size;) {
-        const uint64_t end = summed + smaller(BLOCK, size - summed);
+        const uint64_t end = summed + smaller(BLOCK, piece - summed);
         if (next.length == 0 && next.offset <= done) {
             next = taken < count ? segment_at(segments, taken++) : (struct copy_segment){0, size, 0};
         } else if (next.offset > done) {
             const uint64_t gap = smaller(next.offset, end) - done;
             memset(base + done, 0, gap);
             done += gap;
-        } else if (crc->copy && next.length >= LONG) {
-            state = crc->update(state, base + summed, done - summed);
-            state = crc->copy(state, base + done, (const uint8_t *)(uintptr_t)next.address, next.length);
-            done += next.length;
-            summed = done;
-            next.length = 0;
         } else {
-            const uint64_t part = smaller(next.length, end - done);
-            memcpy(base + done, (const void *)(uintptr_t)next.address, part);
+            const bool at_once = crc->copy && next.length >= LONG;
+            const uint64_t part = smaller(next.length, (at_once ? piece : end) - done);
+            const uint8_t *const from = (const uint8_t *)(uintptr_t)next.address;
+            if (at_once) {
+                state = crc->update(state, base + summed, done - summed);
+                state = crc->copy(state, base + done, from, part);
+                summed = done + part;
+            } else {
+                memcpy(base + done, from, part);
+            }
             done += part;
             next.address += part;
             next.offset += part;
@@ -77,8 +80,13 @@ int copy_gather(const void *segments, size_t count, void *buffer, uint64_t size,
             state = crc->update(state, base + summed, done - summed);
             summed = done;
         }
+        if (summed == piece) {
+            crc32_store_sum(sums, ~state);
+            sums += 4;
+            state = ~UINT32_C(0);
+            piece += smaller(CRC32_PIECE, size - piece);
+        }
     }
-    *checksum = ~state;
     return 0;
 }
 

@@ -10,6 +10,8 @@
 #define CRC32_ARM64 1
 #endif
 
+#define POLYNOMIAL 0xedb88320u
+
 /* ---- Everywhere: eight bytes per step, table k giving the register's change for a byte that k more bytes follow.
  *
  * The CRC is linear, so the entry of a byte is the xor of the entries of its bits: the eight powers of two define a
@@ -59,6 +61,18 @@ static uint32_t update_table(uint32_t state, const uint8_t *data, size_t size)
 static bool always(void)
 {
     return true;
+}
+
+/* The product of two remainders: of polynomials of degree below 32, mod P, reflected. */
+static uint32_t multiply(uint32_t a, uint32_t b)
+{
+    uint32_t product = 0;
+    for (; a != 0; a <<= 1) {
+        if (a & 0x80000000u)
+            product ^= b;
+        b = b >> 1 ^ (POLYNOMIAL & (0u - (b & 1u)));
+    }
+    return product;
 }
 
 #if defined(__x86_64__)
@@ -289,17 +303,6 @@ static bool has_crc(void)
     return (getauxval(AT_HWCAP) & HWCAP_CRC32) != 0;
 }
 
-static uint32_t multiply(uint32_t a, uint32_t b)
-{
-    uint32_t product = 0;
-    for (; a != 0; a <<= 1) {
-        if (a & 0x80000000u)
-            product ^= b;
-        b = b >> 1 ^ (0xedb88320u & (0u - (b & 1u)));
-    }
-    return product;
-}
-
 /* In assembler: what compilers call these instructions, and how a function may use them, differs and changed. */
 static inline uint32_t crc_of_8(uint32_t state, uint64_t data)
 {
@@ -358,4 +361,37 @@ const struct crc32_variant *crc32_select(void)
 uint32_t crc32_update(uint32_t value, const void *data, size_t size)
 {
     return ~crc32_select()->update(~value, data, size);
+}
+
+void crc32_pieces(const void *data, uint64_t size, uint8_t *sums)
+{
+    const struct crc32_variant *variant = crc32_select();
+    const uint8_t *from = data;
+    for (uint64_t done = 0; done < size; done += CRC32_PIECE, sums += 4) {
+        const uint64_t part = size - done < CRC32_PIECE ? size - done : CRC32_PIECE;
+        crc32_store_sum(sums, ~variant->update(~UINT32_C(0), from + done, part));
+    }
+}
+
+#define X_0 0x80000000u       /* x^0, reflected */
+#define X_8 0x00800000u       /* x^8 */
+#define X_8_PIECE 0x5fde7a4eu /* x^(8 * CRC32_PIECE) mod P */
+
+/* x^(8 * size) mod P, by squaring. */
+static uint32_t power_of_bytes(uint64_t size)
+{
+    uint32_t power = X_0;
+    for (uint32_t factor = X_8; size > 0; size >>= 1, factor = multiply(factor, factor)) {
+        if (size & 1)
+            power = multiply(power, factor);
+    }
+    return power;
+}
+
+uint32_t crc32_combine(const uint8_t *sums, uint64_t size)
+{
+    uint32_t value = 0;
+    for (; size >= CRC32_PIECE; size -= CRC32_PIECE, sums += 4)
+        value = multiply(X_8_PIECE, value) ^ crc32_load_sum(sums);
+    return size > 0 ? multiply(power_of_bytes(size), value) ^ crc32_load_sum(sums) : value;
 }

@@ -29,4 +29,32 @@ const struct crc32_variant *crc32_select(void);
 /* CRC-32 of `data`, continuing from `value` (0 to begin). */
 uint32_t crc32_update(uint32_t value, const void *data, size_t size);
 
+/* ---- Tables of the CRC-32 of each MiB of some bytes, the last one maybe shorter: four bytes each, little-endian. */
+
+#define CRC32_PIECE (UINT64_C(1) << 20)
+
+/* How many a table for `size` bytes has. */
+static inline uint64_t crc32_piece_count(uint64_t size)
+{
+    return size / CRC32_PIECE + (size % CRC32_PIECE != 0);
+}
+
+static inline void crc32_store_sum(uint8_t *sum, uint32_t value)
+{
+    for (int i = 0; i < 4; i++)
+        sum[i] = (uint8_t)(value >> 8 * i);
+}
+
+static inline uint32_t crc32_load_sum(const uint8_t *sum)
+{
+    return (uint32_t)sum[0] | (uint32_t)sum[1] << 8 | (uint32_t)sum[2] << 16 | (uint32_t)sum[3] << 24;
+}
+
+/* Fill a table. */
+void crc32_pieces(const void *data, uint64_t size, uint8_t *sums);
+
+/* The CRC-32 of all `size` bytes, from their table alone: a remainder moves over the bytes behind it by a multiplication
+ * with x^(8 * bytes) mod P, as zlib's crc32_combine() does it. */
+uint32_t crc32_combine(const uint8_t *sums, uint64_t size);
+
 #endif

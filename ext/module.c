@@ -5,6 +5,7 @@
 
 #include "copy.h"
 #include "crc32.h"
+#include "crc32.h"
 #include "dlpack_forms.h"
 #include "guard.h"
 #include "persist.h"
@@ -32,6 +33,39 @@ static PyObject *ext_crc32(PyObject *Py_UNUSED(module), PyObject *args)
     return PyLong_FromUnsignedLong(value);
 }
 
+static PyObject *ext_crc32_pieces(PyObject *Py_UNUSED(module), PyObject *argument)
+{
+    struct request request = {.op.kind = OP_CHECKSUM};
+
+    if (PyObject_GetBuffer(argument, &request.view, PyBUF_SIMPLE) < 0)
+        return NULL;
+    request.op.size = (uint64_t)request.view.len;
+    if (request_set_sums(&request) == 0) {
+        Py_BEGIN_ALLOW_THREADS
+        crc32_pieces(request.view.buf, request.op.size, request.op.sums);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&request.view);
+    return request.sums;
+}
+
+static PyObject *ext_crc32_combine(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    Py_buffer sums;
+    uint64_t size;
+    PyObject *value = NULL;
+
+    if (!PyArg_ParseTuple(args, "y*O&:crc32_combine", &sums, request_unsigned, &size))
+        return NULL;
+    if (sums.len % 4 == 0 && (uint64_t)sums.len / 4 == crc32_piece_count(size))
+        value = PyLong_FromUnsignedLong(crc32_combine(sums.buf, size));
+    else
+        PyErr_Format(PyExc_ValueError, "%zd bytes are no table of checksums for %llu", sums.len,
+                     (unsigned long long)size);
+    PyBuffer_Release(&sums);
+    return value;
+}
+
 /* Work on memory that may be part of a mapped file: 0, or -1 and an OSError. */
 static int run_guarded(void (*body)(void *), void *argument, Py_ssize_t size)
 {
@@ -53,27 +87,28 @@ static int run_guarded(void (*body)(void *), void *argument, Py_ssize_t size)
 static void gather(void *argument)
 {
     struct op *op = argument;
-    copy_gather(op->segments, op->segment_count, op->data, op->size, &op->checksum);
+    copy_gather(op->segments, op->segment_count, op->data, op->size, op->sums);
 }
 
 static PyObject *ext_gather(PyObject *Py_UNUSED(module), PyObject *args)
 {
     struct request request = {.op.kind = OP_GATHER};
     PyObject *segments;
-    PyObject *checksum = NULL;
+    PyObject *sums = NULL;
 
     if (!PyArg_ParseTuple(args, "Sw*:gather", &segments, &request.view))
         return NULL;
     request.op.size = (uint64_t)request.view.len;
-    if (request_set_segments(&request, segments, Py_None) == 0) {
+    if (request_set_segments(&request, segments, Py_None) == 0 && request_set_sums(&request) == 0) {
         request.op.data = request.view.buf;
         if (run_guarded(gather, &request.op, request.view.len) == 0)
-            checksum = PyLong_FromUnsignedLong(request.op.checksum);
+            sums = Py_NewRef(request.sums);
     }
     PyBuffer_Release(&request.view);
     Py_DECREF(request.segments);
     Py_DECREF(request.keepalive);
-    return checksum;
+    Py_XDECREF(request.sums);
+    return sums;
 }
 
 static PyObject *ext_dio_alignment(PyObject *Py_UNUSED(module), PyObject *argument)
@@ -193,6 +228,8 @@ end:
 
 static PyMethodDef ext_methods[] = {
     {"crc32", ext_crc32, METH_VARARGS, NULL},
+    {"crc32_pieces", ext_crc32_pieces, METH_O, NULL},
+    {"crc32_combine", ext_crc32_combine, METH_VARARGS, NULL},
     {"gather", ext_gather, METH_VARARGS, NULL},
     {"store", ext_store, METH_VARARGS, NULL},
     {"write_back", ext_write_back, METH_O, NULL},

@@ -20,7 +20,8 @@ struct op {
     uint64_t size;         /* of data */
     const void *segments;  /* gather, scatter: a checked table of struct copy_segment */
     size_t segment_count;
-    uint32_t checksum;     /* scatter: expected; gather, checksum: computed */
+    uint32_t checksum;     /* scatter: expected */
+    uint8_t *sums;         /* gather, checksum: where the table of the CRC-32 of each MiB of data goes (see crc32.h) */
     struct op *steps;      /* chain: the first, others by `next`; each is performed after the one before it succeeded */
     size_t steps_ended;    /* chain: how many were performed; if the chain failed, the last of these failed */
     int64_t ended_at;      /* step of a chain: nanoseconds of CLOCK_MONOTONIC */

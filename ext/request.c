@@ -3,6 +3,7 @@
 #include <stdbool.h>
 
 #include "copy.h"
+#include "crc32.h"
 
 void request_free(struct request *request)
 {
@@ -14,6 +15,7 @@ void request_free(struct request *request)
         PyBuffer_Release(&request->view);
     Py_XDECREF(request->segments);
     Py_XDECREF(request->keepalive);
+    Py_XDECREF(request->sums);
     PyMem_Free(request);
 }
 
@@ -78,6 +80,15 @@ int request_set_segments(struct request *request, PyObject *segments, PyObject *
                      op->kind == OP_GATHER ? ", or not behind the one before it" : "");
         return -1;
     }
+    return 0;
+}
+
+int request_set_sums(struct request *request)
+{
+    request->sums = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(4 * crc32_piece_count(request->op.size)));
+    if (!request->sums)
+        return -1;
+    request->op.sums = (uint8_t *)PyBytes_AS_STRING(request->sums);
     return 0;
 }
 
@@ -208,6 +219,8 @@ int request_parse(struct request *request, PyObject *item)
     op->kind = (enum op_kind)number;
     if (set_data(request, data) < 0)
         return -1;
+    if ((op->kind == OP_GATHER || op->kind == OP_CHECKSUM) && request_set_sums(request) < 0)
+        return -1;
     if (steps)
         return request_set_steps(request, steps);
     return segments ? request_set_segments(request, segments, keepalive) : 0;
@@ -232,8 +245,9 @@ PyObject *request_completion(const struct op *op)
 {
     const unsigned long long token = op->token;
     const long long result = op->result;
-    if (op->result >= 0 && (op->kind == OP_GATHER || op->kind == OP_CHECKSUM))
-        return Py_BuildValue("KLk", token, result, (unsigned long)op->checksum);
+    PyObject *const sums = ((const struct request *)op)->sums;
+    if (op->result >= 0 && sums)
+        return Py_BuildValue("KLO", token, result, sums);
     if (op->steps_ended > 0) {
         PyObject *steps = steps_of(op);
         return steps ? Py_BuildValue("KLN", token, result, steps) : NULL;

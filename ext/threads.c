@@ -25,7 +25,7 @@ static void perform(struct op *op);
 static void gather(void *argument)
 {
     struct op *op = argument;
-    copy_gather(op->segments, op->segment_count, op->data, op->size, &op->checksum);
+    copy_gather(op->segments, op->segment_count, op->data, op->size, op->sums);
 }
 
 /* One thread performs all steps of a chain: as separate operations, each would wake up a thread and then its waiter. */
@@ -60,7 +60,7 @@ static void perform(struct op *op)
         op->result = copy_scatter(op->segments, op->segment_count, op->data, op->size, op->checksum);
         return;
     case OP_CHECKSUM:
-        op->checksum = crc32_update(0, op->data, op->size);
+        crc32_pieces(op->data, op->size, op->sums);
         op->result = 0;
         return;
     case OP_CHAIN:

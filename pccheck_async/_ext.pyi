@@ -27,11 +27,11 @@ _Operation = (
     tuple[int, int, int, int, Buffer]
     # (token, FLUSH, fd): fdatasync. Result: 0.
     | tuple[int, int, int]
-    # (token, GATHER, segments, into, keepalive): copy in, zero the gaps. Checksum: of all of into.
+    # (token, GATHER, segments, into, keepalive): copy in, zero the gaps. Checksums: of each MiB of into.
     | tuple[int, int, bytes, Buffer, Any]
     # (token, SCATTER, source, checksum, segments, keepalive): verify, then copy out. Result: 0, or -EBADMSG.
     | tuple[int, int, Buffer, int, bytes, Any]
-    # (token, CHECKSUM, data). Checksum: of all of data.
+    # (token, CHECKSUM, data). Checksums: of each MiB of data.
     | tuple[int, int, Buffer]
     # (token, CHAIN, steps): tuples like these without tokens: writes, flushes, (UNLOCK, fd), which releases a flock,
     # and (LINKED, fd): -ENOENT if the open file has no name. Each is performed after the one before it succeeded.
@@ -63,11 +63,11 @@ class Queue:
     def submit(self, batch: Sequence[_Operation], /) -> None:
         """Start a batch: all of it, or nothing where one is malformed (ValueError, TypeError, BufferError)."""
 
-    def reap(self) -> list[tuple[int, int, int | list[tuple[int, float]] | None]]:
+    def reap(self) -> list[tuple[int, int, bytes | list[tuple[int, float]] | None]]:
         """Return all completions, and release their buffers. Never waits; works on a closed queue, too.
 
         Returns:
-            (token, result or -errno, checksum if the kind computes one and succeeded). A chain that was performed has
+            (token, result or -errno, checksums if the kind computes them and succeeded). A chain that was performed has
             instead, for each step up to the one that failed, its result and when it ended (as
             ``time.perf_counter()``).
         """
@@ -85,8 +85,17 @@ class Queue:
 def crc32(data: Buffer, value: int = 0, /) -> int:
     """Return the CRC-32 of ``data``, continuing from ``value``: what ``zlib.crc32`` returns."""
 
-def gather(segments: bytes, into: Buffer, /) -> int:
-    """Do what GATHER does, now and on this thread; return the checksum. Raises ValueError for an impossible table."""
+def crc32_pieces(data: Buffer, /) -> bytes:
+    """Return the CRC-32 of each MiB of ``data``, the last one maybe shorter: four bytes each, little-endian."""
+
+def crc32_combine(sums: Buffer, nbytes: int, /) -> int:
+    """Return the CRC-32 of bytes for which :func:`crc32_pieces` returns ``sums``.
+
+    Raises ValueError where so many bytes have a longer or shorter table.
+    """
+
+def gather(segments: bytes, into: Buffer, /) -> bytes:
+    """Do what GATHER does, now and on this thread; return the checksums. Raises ValueError for an impossible table."""
 
 def store(into: Buffer, data: Buffer, /) -> None:
     """Copy ``data`` over all of ``into``, past the caches where that is possible.

@@ -195,9 +195,10 @@ def _let_go(loop: EngineLoop, opened: OpenMedium, path: str, pid: int) -> None:
 class StoredTensor:
     """A tensor or array in a checkpoint that was not read yet.
 
-    ``stored[3]`` and ``stored[10:20]`` read only the chunks that hold these items of the first dimension, and
-    ``stored[10:20, :5]`` the same before the other indices are applied; :meth:`read` reads all of it. It is
-    a new tensor each time, never shared with other leaves (:meth:`StoredState.load` keeps what is tied together).
+    ``stored[3]`` and ``stored[10:20]`` read only the chunks that hold these items of the first dimension (in
+    checkpoints with tensors that lie on several ranks only the MiBs), and ``stored[10:20, :5]`` the same before the
+    other indices are applied; :meth:`read` reads all of it. It is a new tensor each time, never shared with other
+    leaves (:meth:`StoredState.load` keeps what is tied together).
 
     Attributes:
         path: Name of the leaf in the state it was taken from.
@@ -413,8 +414,10 @@ class OpenCheckpoint(StoredState):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that were read from storage so far, manifest included."""
-        return self._connection.opened.medium.statistics().read.nbytes
+        """Bytes that were read from storage so far, manifests included, of all ranks' parts."""
+        connection = self._connection
+        elsewhere = connection.chunks.bytes_read_elsewhere if isinstance(connection.chunks, MergedPayload) else 0
+        return connection.opened.medium.statistics().read.nbytes + elsewhere
 
     def close(self) -> None:
         """Let the writer have the slot again; nothing is read any more. Idempotent."""

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pccheck_async.format import align, crc32
+from pccheck_async.format import align, combine, piece_sums
 from pccheck_async.format.manifest import ChunkEntry
 from pccheck_async.state import (
     Layout,
@@ -70,6 +70,8 @@ class InlineCapture:
     buffer: memoryview
     """Begins with the chunk; room for a manifest behind it."""
     entry: ChunkEntry
+    sums: bytes
+    """Of its pieces."""
     seconds: tuple[float, float]
     """When the copy began and ended (of ``time.perf_counter()``)."""
     free: deque[memoryview]
@@ -107,13 +109,13 @@ class InlineCaptures:
             buffer = self.free.pop()
         except IndexError:
             buffer = self._allocate()
-        checksum = self._operations.gather_at_once(table, buffer[:nbytes])
+        sums = self._operations.gather_at_once(table, buffer[:nbytes])
         if packed:
             for source, low, high, offset in packed:
                 source.copy(low, high, buffer[offset : offset + high - low])
-            checksum = crc32(buffer[:nbytes])
-        entry = ChunkEntry(0, nbytes, checksum)
-        return InlineCapture(plan, buffer, entry, (start, time.perf_counter()), self.free)
+            sums = piece_sums(buffer[:nbytes])
+        entry = ChunkEntry(0, nbytes, combine(sums, nbytes))
+        return InlineCapture(plan, buffer, entry, sums, (start, time.perf_counter()), self.free)
 
     def _allocate(self) -> memoryview:
         """Return a new buffer, and keep the others that are allocated with it for later captures."""
@@ -269,6 +271,7 @@ class Capture:
         self._captured, self._eager_captured, self._fenced = captured, eager_captured, fenced
         self._fence = Fence({})
         self._entries: list[ChunkEntry | None] = [None] * len(plan.chunks)
+        self._sums = [b""] * len(plan.chunks)
         self._left = len(plan.chunks)
         self._idle = asyncio.Event()
         self.copied = asyncio.Event()
@@ -306,7 +309,7 @@ class Capture:
         return sorted(range(len(self._chunks)), key=lambda index: index not in self._eager)
 
     async def copy(self, index: int, into: memoryview) -> None:
-        """Copy one chunk into its staging buffer, of its length, and note its checksum.
+        """Copy one chunk into its staging buffer, of its length, and note its checksums.
 
         Cancellation: ends once the copy ended.
         """
@@ -319,12 +322,14 @@ class Capture:
         self._copying += 1
         self._idle.clear()
         try:
-            checksum = await self._backend.gather(segments(chunk, self._sources), into, self._sources, fenced)
+            sums = await self._backend.gather(segments(chunk, self._sources), into, self._sources, fenced)
         finally:
             self._note_copy_end()
+        checksum = combine(sums, chunk.nbytes)
         if lazy is not None:
             lazy.check_chunk(index, chunk.table, into, checksum)
         self._entries[index] = ChunkEntry(chunk.offset, chunk.nbytes, checksum)
+        self._sums[index] = sums
         self._left -= 1
         self._take_time(chunk.nbytes)
         if not self._left:
@@ -348,6 +353,10 @@ class Capture:
         if self.inline is not None:
             return (self.inline.entry,)
         return tuple(entry for entry in self._entries if entry is not None)
+
+    def pieces(self) -> tuple[bytes, ...]:
+        """Return the checksums of the pieces of every chunk; all of them were captured."""
+        return tuple(self._sums) if self.inline is None else (self.inline.sums,)
 
     async def stop(self) -> None:
         """Copy nothing more; return once nothing reads the live state."""

@@ -22,6 +22,7 @@ from pccheck_async.engine.overlap import Overlapped
 from pccheck_async.engine.pending import PendingCheckpoint
 from pccheck_async.errors import CheckpointError, write_error
 from pccheck_async.format import CheckpointInfo, Entry, align, crc32
+from pccheck_async.format.checksum import SUM_BYTES, piece_count
 from pccheck_async.format.manifest import SHARDED_VERSION, VERSION, ChunkEntry, Manifest, ManifestEncoder
 from pccheck_async.medium import Medium, Piece
 from pccheck_async.store import SlotLease, Store
@@ -265,7 +266,7 @@ class Scheduler:
 
     async def _describe(self, job: Job, buffer: memoryview) -> _Written:
         """Put the manifest behind the state that a buffer begins with, where there is room; reserve a slot for both."""
-        data, start = self._encode(job, job.capture.entries()), job.capture.plan.payload_nbytes
+        data, start = self._encode(job, job.capture.entries(), job.capture.pieces()), job.capture.plan.payload_nbytes
         padded = align(len(data), self.store.block_bytes)
         rest = [(0, buffer[: start + padded])]
         if start + padded > len(buffer):
@@ -320,8 +321,10 @@ class Scheduler:
         capture = job.capture
         if not manifest:
             await asyncio.sleep(0)  # the copies first: many tensors take a while to encode
-            largest = tuple(ChunkEntry(each.offset, each.nbytes, _LARGEST_CHECKSUM) for each in capture.plan.chunks)
-            manifest = self._encode(job, largest)
+            chunks = capture.plan.chunks
+            largest = tuple(ChunkEntry(each.offset, each.nbytes, _LARGEST_CHECKSUM) for each in chunks)
+            pieces = tuple(bytes(SUM_BYTES * piece_count(each.nbytes)) for each in chunks)
+            manifest = self._encode(job, largest, pieces)
         # One block to spare: the next checkpoint's step and plain values may take a few more bytes.
         return await self.store.reserve(capture.plan.payload_nbytes + len(manifest) + self.store.block_bytes)
 
@@ -352,7 +355,7 @@ class Scheduler:
         """Write the manifest beside the last chunks, as soon as the checksums of all are known."""
         await job.capture.copied.wait()
         slot = await asyncio.shield(reserving)
-        data = self._encode(job, job.capture.entries())
+        data = self._encode(job, job.capture.entries(), job.capture.pieces())
         entry = self._entry(job, slot, data)
         size = self.pool.buffer_bytes
         for start in range(0, len(data), size):
@@ -382,7 +385,7 @@ class Scheduler:
             metadata=job.metadata,
         )
 
-    def _encode(self, job: Job, chunks: tuple[ChunkEntry, ...]) -> bytes:
+    def _encode(self, job: Job, chunks: tuple[ChunkEntry, ...], pieces: tuple[bytes, ...]) -> bytes:
         capture = job.capture
         return self._manifests.encode(
             Manifest(
@@ -396,5 +399,6 @@ class Scheduler:
                 storages=capture.plan.storages,
                 chunks=chunks,
                 payload_nbytes=capture.plan.payload_nbytes,
+                pieces=None if capture.sums is None else pieces,
             )
         )

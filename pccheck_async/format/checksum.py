@@ -2,24 +2,105 @@
 
 Every Python has it, so a store can be verified where the extension was not compiled; the extension computes it faster
 than memory delivers. CRC-32 detects every burst error of up to 32 bits, and misses one random corruption in 2**32.
+
+It is linear: the checksum of bytes is a function of those of their parts and of the parts' lengths. So who computes one
+for each MiB has that of the whole for nothing, and who reads some MiBs in one go verifies them by one checksum.
 """
 
 from __future__ import annotations
 
 import zlib
+from typing import Final
 
 try:
     from pccheck_async import _ext
 except ImportError:
-    _crc32 = zlib.crc32
+    _ext = None  # type: ignore[assignment]
     IMPLEMENTATION = "zlib"
 else:
-    _crc32 = _ext.crc32
     IMPLEMENTATION = _ext.CRC_IMPLEMENTATION
 
 NAME = "crc32"
+PIECE_BYTES: Final = 1 << 20
+SUM_BYTES: Final = 4
+"""Of a checksum in a table: an unsigned integer, little-endian."""
+
+_POLYNOMIAL: Final = 0xEDB88320
+_X_0: Final = 1 << 31
+_X_8: Final = 1 << 23
 
 
 def crc32(data: bytes | bytearray | memoryview, value: int = 0) -> int:
     """Return the CRC-32 of ``data``, continuing from ``value``."""
     return _crc32(data, value)
+
+
+def piece_count(nbytes: int) -> int:
+    """Return how many pieces so many bytes have."""
+    return -(-nbytes // PIECE_BYTES)
+
+
+def piece_sums(data: bytes | bytearray | memoryview) -> bytes:
+    """Return the table of the CRC-32 of each MiB of ``data``, the last one maybe shorter."""
+    return _piece_sums(data)
+
+
+def combine(sums: bytes | memoryview, nbytes: int) -> int:
+    """Return the CRC-32 of ``nbytes`` bytes from the table that :func:`piece_sums` returns for them.
+
+    Raises ValueError where that has another length.
+    """
+    return _combine(sums, nbytes)
+
+
+def piece_sums_in_python(data: bytes | bytearray | memoryview) -> bytes:
+    """Do what :func:`piece_sums` does, without the extension."""
+    octets = memoryview(data).cast("B")
+    pieces = (octets[at : at + PIECE_BYTES] for at in range(0, len(octets), PIECE_BYTES))
+    return b"".join(zlib.crc32(piece).to_bytes(SUM_BYTES, "little") for piece in pieces)
+
+
+def combine_in_python(sums: bytes | memoryview, nbytes: int) -> int:
+    """Do what :func:`combine` does, without the extension.
+
+    The checksum so far moves over the bytes behind it: a multiplication with x**(8 * bytes), as zlib does it.
+    """
+    if nbytes < 0 or len(sums) != SUM_BYTES * piece_count(nbytes):
+        raise ValueError(f"{len(sums)} bytes are no table of checksums for {nbytes}")
+    value = 0
+    for number in range(piece_count(nbytes)):
+        left = nbytes - number * PIECE_BYTES
+        over = _X_8_PIECE if left >= PIECE_BYTES else _power_of_bytes(left)
+        at = number * SUM_BYTES
+        value = _multiply(over, value) ^ int.from_bytes(sums[at : at + SUM_BYTES], "little")
+    return value
+
+
+def _power_of_bytes(nbytes: int) -> int:
+    """Return x**(8 * nbytes), by squaring."""
+    power, factor = _X_0, _X_8
+    while nbytes:
+        if nbytes & 1:
+            power = _multiply(power, factor)
+        factor = _multiply(factor, factor)
+        nbytes >>= 1
+    return power
+
+
+def _multiply(a: int, b: int) -> int:
+    """Return the product of two polynomials of degree below 32, reflected, modulo that of the CRC."""
+    product, bit = 0, _X_0
+    while bit:
+        if a & bit:
+            product ^= b
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+        bit >>= 1
+    return product
+
+
+_X_8_PIECE: Final = _power_of_bytes(PIECE_BYTES)
+
+if _ext is None:
+    _crc32, _piece_sums, _combine = zlib.crc32, piece_sums_in_python, combine_in_python
+else:
+    _crc32, _piece_sums, _combine = _ext.crc32, _ext.crc32_pieces, _ext.crc32_combine

@@ -17,6 +17,7 @@ from msgspec import structs
 
 from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
 from pccheck_async.format import dtypes
+from pccheck_async.format.checksum import SUM_BYTES, combine, piece_count
 from pccheck_async.format.skeleton import (
     MAX_DEPTH,
     ArrayNode,
@@ -29,7 +30,7 @@ from pccheck_async.format.skeleton import (
 
 VERSION: Final = 1
 SHARDED_VERSION: Final = 2
-"""Of a manifest with boxes of tensors that lie on several ranks."""
+"""Of a manifest with boxes of tensors that lie on several ranks: others read parts of them."""
 ALIGNMENT: Final = 64
 """Bytes. Every storage starts at a multiple of it in the payload."""
 MIN_BLOCK: Final = 512
@@ -88,7 +89,7 @@ class ChunkEntry(_Entry, frozen=True, gc=False):
     checksum: int
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A payload described, and how to make a state of it; ``counter`` to ``metadata`` are as in the commit record."""
 
     version: int
@@ -104,6 +105,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chunks: tuple[ChunkEntry, ...]
     """The pieces of the payload, back to back from offset 0."""
     payload_nbytes: int
+    pieces: tuple[bytes, ...] | None = None
+    """For each chunk the table of the CRC-32 of each MiB of it (see :func:`pccheck_async.format.piece_sums`), so that a
+    part of it can be verified without the rest. From version 2 on; older versions of the package refuse the field."""
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
@@ -183,6 +187,10 @@ def _check_payload(manifest: Manifest) -> None:
         end += chunk.nbytes
     if end != manifest.payload_nbytes or end > _MAX_BYTES:
         raise CorruptStoreError(f"the chunks hold {end} bytes and the payload {manifest.payload_nbytes}")
+    if (manifest.pieces is None) != (manifest.version == VERSION):
+        raise CorruptStoreError(f"a manifest of version {manifest.version} with the checksums of another version")
+    if manifest.pieces is not None:
+        _check_pieces(manifest.chunks, manifest.pieces)
     end = 0
     for index, storage in enumerate(manifest.storages):
         if storage.offset < end or storage.offset % ALIGNMENT or storage.nbytes <= 0:
@@ -190,6 +198,15 @@ def _check_payload(manifest: Manifest) -> None:
         end = storage.offset + storage.nbytes
     if end > manifest.payload_nbytes:
         raise CorruptStoreError(f"the storages end at byte {end} of a payload of {manifest.payload_nbytes}")
+
+
+def _check_pieces(chunks: Sequence[ChunkEntry], pieces: Sequence[bytes]) -> None:
+    if len(pieces) != len(chunks):
+        raise CorruptStoreError(f"{len(chunks)} chunks, checksums for the pieces of {len(pieces)}")
+    for index, (chunk, sums) in enumerate(zip(chunks, pieces, strict=True)):
+        fits = len(sums) == SUM_BYTES * piece_count(chunk.nbytes)
+        if not fits or combine(sums, chunk.nbytes) != chunk.checksum:
+            raise CorruptStoreError(f"the checksum of chunk {index} of the manifest is not that of its pieces")
 
 
 def _tensor_trouble(entry: TensorEntry, storages: Sequence[StorageEntry]) -> str:

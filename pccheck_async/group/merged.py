@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing
+from itertools import groupby
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -95,18 +96,25 @@ class MergedPayload:
 
     async def pieces(self, ranges: Iterable[tuple[int, int]]) -> AsyncGenerator[memoryview, None]:
         """Yield the bytes of ranges; see :meth:`VerifiedChunks.pieces`."""
+        for is_own, group in groupby(ranges, lambda each: each[0] < self._end):
+            some = [*group]
+            async with aclosing(self._chunks.pieces(some) if is_own else self._pieces_in_full(some)) as pieces:
+                async for piece in pieces:
+                    yield piece
+
+    async def _pieces_in_full(self, ranges: Iterable[tuple[int, int]]) -> AsyncGenerator[memoryview, None]:
         for low, high in ranges:
-            if low < self._end:
-                async with aclosing(self._chunks.pieces([(low, high)])) as pieces:
-                    async for piece in pieces:
-                        yield piece
-                continue
             buffer = bytearray(min(_PIECE_BYTES, max(high - low, 1)))
             address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
             for start in range(low, high, len(buffer)):
                 view = memoryview(buffer)[: min(len(buffer), high - start)]
                 await self.fill(Targets([Target(start, len(view), address, buffer)]))
                 yield view
+
+    @property
+    def bytes_read_elsewhere(self) -> int:
+        """Bytes that were read of other parts than the open one."""
+        return sum(part.bytes_read for part in self._others.values())
 
     async def aclose(self) -> None:
         """Let the other ranks' parts go."""

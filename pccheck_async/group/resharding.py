@@ -31,7 +31,7 @@ class ReadablePart(Protocol):
         """What it consists of; from :meth:`hold` on."""
 
     async def read(self, targets: BoxTargets) -> None:
-        """Fill targets; no other chunks than those that hold them are read."""
+        """Fill targets; no other bytes than those that hold them are read."""
 
     def release(self) -> None:
         """Let it go. Idempotent."""
@@ -104,7 +104,7 @@ class OpenPart:
         """Do nothing: it is held."""
 
     async def read(self, targets: BoxTargets) -> None:
-        """Fill targets; no other chunks than those that hold them are read."""
+        """Fill targets; no other bytes than those that hold them are read."""
         with reading():
             await read_payload(self._medium, self._backend, self._pool, self._file, self.manifest, targets)
 
@@ -116,6 +116,7 @@ class LeasedPart:
     """A part that a lease reads, without an engine."""
 
     _open: OpenPart
+    _is_held = False
 
     def __init__(self, lease: FolderLease, backend: CopyBackend, pool: BufferPool) -> None:
         self._lease, self._backend, self._pool = lease, backend, pool
@@ -127,6 +128,12 @@ class LeasedPart:
             file = await lease.acquire()
             manifest = await read_manifest(lease.medium, file, lease.entry, lease.block_bytes)
         self._open = OpenPart(lease.medium, file, manifest, self._backend, self._pool)
+        self._is_held = True
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that were read of it, its record and manifest included."""
+        return self._lease.medium.statistics().read.nbytes if self._is_held else 0
 
     @property
     def manifest(self) -> Manifest:
@@ -134,7 +141,7 @@ class LeasedPart:
         return self._open.manifest
 
     async def read(self, targets: BoxTargets) -> None:
-        """Fill targets; no other chunks than those that hold them are read."""
+        """Fill targets; no other bytes than those that hold them are read."""
         await self._open.read(targets)
 
     def release(self) -> None:

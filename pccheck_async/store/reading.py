@@ -1,6 +1,7 @@
 """Reading a committed checkpoint: which one, its manifest, and its chunks, every checksum verified on the way.
 
-Memory is bounded by the pool of staging buffers; bytes reach their tensors only after their chunk's checksum held.
+Memory is bounded by the pool of staging buffers; bytes reach their tensors only after a checksum of them held. Where a
+manifest has checksums of the MiBs of each chunk, only those MiBs are read that hold wanted bytes, else whole chunks.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from pccheck_async.errors import CorruptStoreError, DamagedError, NoCheckpointError, ReadError, is_exhausted
-from pccheck_async.format import Entry, align, crc32
+from pccheck_async.format import Entry, align, combine, crc32
+from pccheck_async.format.checksum import PIECE_BYTES, SUM_BYTES
 from pccheck_async.format.manifest import ChunkEntry, Manifest, decode
 from pccheck_async.medium import File, Medium
 from pccheck_async.medium.open_medium import OpenMedium
@@ -26,7 +30,7 @@ from pccheck_async.state import AnyTargets, Targets
 from pccheck_async.telemetry import write
 from pccheck_async.transfer import BufferLease, BufferPool, Segments, Tasks, address_of, aligned_buffer
 from pccheck_async.transfer.copying import CopyBackend
-from pccheck_async.transfer.plan import scatter_segments
+from pccheck_async.transfer.plan import Table, scatter_runs, unit_runs
 
 __all__ = [
     "DroppedMeanwhileError", "Fallback", "UnreadableError", "VerifiedChunks", "choose", "pool_for", "read_manifest",
@@ -139,7 +143,7 @@ def pool_for(manifest: Manifest, pool: BufferPool) -> BufferPool:
     return pool if largest <= pool.buffer_bytes else BufferPool(max(pool.nbytes, largest), largest)
 
 
-_MOST_CHUNKS = 8
+_MOST_RUNS = 8
 """Read and verified at a time. They keep a disk busy; more would only be memory that nothing has touched yet, which a
 restart pays for at the wrong moment: on ours a cold restore took half as long again."""
 
@@ -178,6 +182,30 @@ def _chunks_between(chunks: Sequence[ChunkEntry], low: int, high: int) -> range:
     return range(max(0, first), bisect_left(chunks, high, key=lambda chunk: chunk.offset)) if low < high else range(0)
 
 
+class _Run(NamedTuple):
+    """Bytes of a chunk that are read in one go and verified by one checksum: all of it, or some of its MiBs."""
+
+    chunk: int
+    offset: int
+    """In the payload."""
+    nbytes: int
+    checksum: int
+
+
+def _unit(manifest: Manifest, index: int) -> int:
+    """Return of how many bytes of a chunk there is a checksum."""
+    return manifest.chunks[index].nbytes if manifest.pieces is None else PIECE_BYTES
+
+
+def _run(manifest: Manifest, index: int, unit: int, units: range) -> _Run:
+    chunk, checksum = manifest.chunks[index], manifest.chunks[index].checksum
+    low, high = units.start * unit, min(units.stop * unit, chunk.nbytes)
+    if high - low < chunk.nbytes:
+        assert manifest.pieces is not None
+        checksum = combine(manifest.pieces[index][units.start * SUM_BYTES : units.stop * SUM_BYTES], high - low)
+    return _Run(index, chunk.offset + low, high - low, checksum)
+
+
 async def read_payload(
     medium: Medium,
     backend: CopyBackend,
@@ -190,19 +218,20 @@ async def read_payload(
     *,
     every: bool = False,
 ) -> None:
-    """Fill ``targets`` from the chunks that hold them; no other chunk is read, unless ``every`` one is to be verified.
+    """Fill ``targets`` from the chunks that hold them, or from MiBs of these where those can be verified alone.
 
     The pool's buffers hold at least the manifest's largest chunk. Targets on a device are filled behind what the
     backend admitted there, and are whole when this returns, for any stream. ``advance`` is called with the bytes of
-    each chunk that was read, or need not be.
+    the payload that were read, or need not be.
 
     Cancellation: ends once every read and copy ended. The targets are then partly filled.
 
-    Raises DamagedError where a checksum does not hold, ReadError; earlier chunks may have been copied already.
+    Raises DamagedError where a checksum does not hold, ReadError; other bytes may have been copied already.
     """
     if admission:
         await backend.order_after(admission)
-    turns = asyncio.Semaphore(_MOST_CHUNKS)
+    near = _chunks_between(manifest.chunks, *targets.span)
+    turns = asyncio.Semaphore(_MOST_RUNS)
 
     def end(done: asyncio.Task[None], lease: BufferLease, nbytes: int) -> None:
         lease.release()
@@ -210,49 +239,59 @@ async def read_payload(
         if not done.cancelled() and done.exception() is None:
             advance(nbytes)
 
+    def runs_of(index: int, chunk: ChunkEntry) -> list[tuple[_Run, Segments]]:
+        unit = chunk.nbytes if every else _unit(manifest, index)
+        runs = scatter_runs(chunk.offset, chunk.nbytes, unit, targets) if index in near else []
+        if every and not runs:
+            runs = [(range(1), Segments())]
+        return [(_run(manifest, index, unit, units), segments) for units, segments in runs]
+
     async with Tasks() as group:
-        near = _chunks_between(manifest.chunks, *targets.span)
         for index, chunk in enumerate(manifest.chunks):
-            segments = scatter_segments(chunk.offset, chunk.nbytes, targets) if index in near else Segments()
-            if not segments and not every:
-                advance(chunk.nbytes)
-            else:
+            runs = runs_of(index, chunk)
+            if unwanted := chunk.nbytes - sum(run.nbytes for run, _ in runs):
+                advance(unwanted)
+            for run, segments in runs:
                 await turns.acquire()
                 lease = await pool.lease()
-                task = group.create_task(
-                    _read_chunk(medium, backend, file, index, chunk, segments, lease.view, targets)
-                )
+                reading = _read_run(medium, backend, file, run, segments, lease.view, targets)
                 # The lease outlives the task, also one that is cancelled before it ran at all.
-                task.add_done_callback(partial(end, lease=lease, nbytes=chunk.nbytes))
+                group.create_task(reading).add_done_callback(partial(end, lease=lease, nbytes=run.nbytes))
 
 
-async def _read_chunk(
+async def _read_run(
     medium: Medium,
     backend: CopyBackend,
     file: File,
-    index: int,
-    chunk: ChunkEntry,
+    run: _Run,
     segments: Segments,
     buffer: memoryview,
     keepalive: Any,
 ) -> None:
-    """Read a chunk into a staging buffer, verify it, and only then copy segments of it to their places."""
-    view = buffer[: chunk.nbytes]
+    """Read into a staging buffer, verify that, and only then copy segments of it to their places."""
+    view = buffer[: run.nbytes]
     try:
-        if await medium.read(file, chunk.offset, view) != chunk.nbytes:
+        if await medium.read(file, run.offset, view) != run.nbytes:
             raise OSError(errno.EBADMSG, "the file is too short")
-        await backend.scatter(view, chunk.checksum, segments, keepalive)
+        await backend.scatter(view, run.checksum, segments, keepalive)
     except OSError as error:
         if error.errno != errno.EBADMSG:
             raise
         raise DamagedError(
-            f"{file.name}: chunk {index} (bytes {chunk.offset} to {chunk.offset + chunk.nbytes}) of the checkpoint is "
+            f"{file.name}: chunk {run.chunk} (bytes {run.offset} to {run.offset + run.nbytes}) of the checkpoint is "
             f"damaged: {error.strerror}"
         ) from None
 
 
 _KEPT = 4
 """Chunks that stay in memory: tensors that lie beside each other are mostly read one after the other."""
+
+
+class _Kept(NamedTuple):
+    """A chunk in memory, and which units of it were read and verified."""
+
+    lease: BufferLease
+    there: set[int]
 
 
 class VerifiedChunks:
@@ -269,7 +308,7 @@ class VerifiedChunks:
         self._manifest = manifest
         self._pool = pool_for(manifest, pool)
         self._most = max(1, min(_KEPT, self._pool.nbytes // self._pool.buffer_bytes // 2))
-        self._kept: OrderedDict[int, BufferLease] = OrderedDict()
+        self._kept: OrderedDict[int, _Kept] = OrderedDict()
         self._turn = asyncio.Lock()
 
     async def fill(self, targets: Targets, advance: Callable[[int], None] = lambda _: None) -> None:
@@ -290,7 +329,7 @@ class VerifiedChunks:
                 await read_payload(*payload, targets, advance=advance)
                 return
             for index, rows in touched.items():
-                base = address_of(await self._get(index))
+                base = address_of(await self._get(index, rows))
                 for address, offset, length in rows.tolist():
                     ctypes.memmove(address, base + offset, length)
                 advance(chunks[index].nbytes)
@@ -299,48 +338,59 @@ class VerifiedChunks:
     async def pieces(self, ranges: Iterable[tuple[int, int]]) -> AsyncGenerator[memoryview, None]:
         """Yield the bytes of ranges (first byte, the one after the last); each piece stays as it is until the next.
 
-        The next chunk is read meanwhile. Close the iterator where it is not used up. Raises DamagedError, ReadError.
+        The next chunk is read meanwhile; what several ranges want of a chunk, in one go. Close the iterator where it is
+        not used up. Raises DamagedError, ReadError.
         """
         chunks = self._manifest.chunks
         wanted = [
-            (index, max(low, chunks[index].offset), min(high, chunks[index].offset + chunks[index].nbytes))
+            (index, max(low - chunks[index].offset, 0), min(high - chunks[index].offset, chunks[index].nbytes))
             for low, high in ranges
             for index in _chunks_between(chunks, low, high)
         ]
+        rows: dict[int, list[tuple[int, int, int]]] = {}
+        for index, low, high in wanted:
+            rows.setdefault(index, []).append((0, low, high - low))
+        tables = {index: np.array(each, np.uint64) for index, each in rows.items()}
         ahead: asyncio.Task[memoryview] | None = None
         try:
             for number, (index, low, high) in enumerate(wanted):
-                view = await (ahead or self._chunk(index))
+                view = await (ahead or self._chunk(index, tables[index]))
                 ahead = None
                 if number + 1 < len(wanted) and self._most > 1:
-                    ahead = asyncio.create_task(self._chunk(wanted[number + 1][0]))
-                start = chunks[index].offset
-                yield view[low - start : high - start]
+                    following = wanted[number + 1][0]
+                    ahead = asyncio.create_task(self._chunk(following, tables[following]))
+                yield view[low:high]
         finally:
             if ahead is not None:
                 ahead.cancel()
                 with suppress(asyncio.CancelledError, Exception):
                     await ahead
 
-    async def _chunk(self, index: int) -> memoryview:
+    async def _chunk(self, index: int, rows: Table) -> memoryview:
         async with self._turn:
-            return await self._get(index)
+            return await self._get(index, rows)
 
-    async def _get(self, index: int) -> memoryview:
-        chunk = self._manifest.chunks[index]
-        if index in self._kept:
-            self._kept.move_to_end(index)
-            return self._kept[index].view[: chunk.nbytes]
-        self._drop(self._most - 1)
-        lease = await self._pool.lease()
-        try:
-            await _read_chunk(self._medium, self._backend, self._file, index, chunk, Segments(), lease.view, None)
-        except BaseException:
-            lease.release()
-            raise
-        self._kept[index] = lease
-        return lease.view[: chunk.nbytes]
+    async def _get(self, index: int, rows: Table) -> memoryview:
+        """Return a chunk, of which the units that hold these rows are there."""
+        kept = self._kept.pop(index, None)
+        if kept is None:
+            self._drop(self._most - 1)
+            kept = _Kept(await self._pool.lease(), set())
+        self._kept[index] = kept  # as the last one that was used
+        view, unit = kept.lease.view[: self._manifest.chunks[index].nbytes], _unit(self._manifest, index)
+        async with Tasks() as group:
+            for units in unit_runs(rows, unit):
+                # What is there may be in use: it is not read again.
+                partly = not kept.there.isdisjoint(units)
+                for missing in [range(n, n + 1) for n in units if n not in kept.there] if partly else [units]:
+                    group.create_task(self._read(index, missing, view[missing.start * unit :], kept.there))
+        return view
+
+    async def _read(self, index: int, units: range, into: memoryview, there: set[int]) -> None:
+        run = _run(self._manifest, index, _unit(self._manifest, index), units)
+        await _read_run(self._medium, self._backend, self._file, run, Segments(), into, None)
+        there.update(units)
 
     def _drop(self, most: int) -> None:
         while len(self._kept) > most:
-            self._kept.popitem(last=False)[1].release()
+            self._kept.popitem(last=False)[1].lease.release()

@@ -20,7 +20,7 @@ from pccheck_async.format import align
 from pccheck_async.format.manifest import ALIGNMENT, MIN_BLOCK, StorageEntry
 from pccheck_async.state import HOST, AnyTargets, Layout, PackedSource, Sources
 
-__all__ = ["Chunk", "PackedPiece", "Plan", "Planner", "Segments", "Table", "scatter_segments", "segments"]
+__all__ = ["Chunk", "PackedPiece", "Plan", "Planner", "Segments", "Table", "scatter_runs", "segments", "unit_runs"]
 
 _LARGE: Final = 1 << 20
 """Bytes from which a storage starts at a block, so that its chunks are aligned like its pages."""
@@ -154,9 +154,38 @@ def segments(chunk: Chunk, sources: Sources) -> Segments:
     return _by_device(raw, None if devices is None else devices[index], packed)
 
 
-def scatter_segments(chunk_offset: int, chunk_nbytes: int, targets: AnyTargets) -> Segments:
-    """Return what takes the bytes of a chunk, in any order and maybe overlapping; none: it need not be read."""
-    return _by_device(*targets.segments(chunk_offset, chunk_nbytes))
+def scatter_runs(offset: int, nbytes: int, unit: int, targets: AnyTargets) -> list[tuple[range, Segments]]:
+    """Return what of a chunk has to be read: runs of its units of so many bytes, the last one maybe shorter.
+
+    With each comes what takes its bytes, in any order and maybe overlapping; offsets are from where the run begins.
+    """
+    table, devices = targets.segments(offset, nbytes)
+    runs = []
+    for run in unit_runs(table, unit):
+        rows, where = table, devices
+        if len(run) * unit < nbytes:
+            inside = (table[:, 1] >= run.start * unit) & (table[:, 1] < run.stop * unit)
+            rows, where = table[inside], None if devices is None else devices[inside]
+            rows[:, 1] -= np.uint64(run.start * unit)
+        runs.append((run, _by_device(rows, where)))
+    return runs
+
+
+def unit_runs(table: Table, unit: int) -> list[range]:
+    """Return the units that hold any bytes of a table's rows, as few runs; no row reaches from one run into another.
+
+    Where few units lie between them (at most one of eight), they are one run: one long read is faster than several.
+    """
+    if not len(table):
+        return []
+    first, last = table[:, 1].astype(np.int64) // unit, (table[:, 1] + table[:, 2] - 1).astype(np.int64) // unit
+    count = int(last.max()) + 1
+    begun, ended = (np.bincount(each, minlength=count + 1) for each in (first, last + 1))
+    units = np.flatnonzero(np.cumsum(begun - ended))
+    if 8 * len(units) >= 7 * (count - int(units[0])):
+        return [range(int(units[0]), count)]
+    runs = np.split(units, np.flatnonzero(np.diff(units) > 1) + 1)
+    return [range(int(run[0]), int(run[-1]) + 1) for run in runs]
 
 
 def _by_device(raw: Table, devices: npt.NDArray[np.int32] | None, packed: Sequence[PackedPiece] = ()) -> Segments:

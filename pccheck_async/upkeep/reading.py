@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from pccheck_async.api import open_reader
 from pccheck_async.engine import EngineLoop
 from pccheck_async.errors import ReadError
-from pccheck_async.format import CheckpointInfo, Entry, check_step, crc32
+from pccheck_async.format import CheckpointInfo, Entry, check_step, combine, piece_sums
 from pccheck_async.format.manifest import ChunkEntry, Manifest
 from pccheck_async.format.record import slot_name
 from pccheck_async.group import PartReader
@@ -219,10 +219,10 @@ async def check_chunks(
             damaged(run.first, f"it cannot be read: {error.strerror or error}")
         else:
             sums = await opened.operations.call(_checksums, run, view)
-            for index, (chunk, checksum) in enumerate(zip(run.chunks, sums, strict=True), run.first):
+            for index, (chunk, pieces) in enumerate(zip(run.chunks, sums, strict=True), run.first):
                 if chunk.offset - run.offset + chunk.nbytes > got:
                     damaged(index, f"the file ends at byte {run.offset + got}")
-                elif checksum != chunk.checksum:
+                elif combine(pieces, chunk.nbytes) != chunk.checksum or expected[index] not in (None, pieces):
                     damaged(index, "checksum mismatch")
                 else:
                     continue
@@ -231,6 +231,7 @@ async def check_chunks(
                 await checked(run, view)
         read(run.nbytes)
 
+    expected = manifest.pieces or (None,) * len(manifest.chunks)
     pool = make_pool(manifest)
     try:
         async with Tasks() as group:
@@ -242,7 +243,7 @@ async def check_chunks(
         pool.close()
 
 
-def _checksums(run: Run, view: memoryview) -> list[int]:
-    """On a helper thread; each checksum lets the GIL go."""
+def _checksums(run: Run, view: memoryview) -> list[bytes]:
+    """On a helper thread; each table of checksums lets the GIL go."""
     starts = [chunk.offset - run.offset for chunk in run.chunks]
-    return [crc32(view[start : start + chunk.nbytes]) for start, chunk in zip(starts, run.chunks, strict=True)]
+    return [piece_sums(view[start : start + chunk.nbytes]) for start, chunk in zip(starts, run.chunks, strict=True)]

@@ -201,7 +201,8 @@ def arrange(found: Sequence[FoundCheckpoint]) -> tuple[list[Entry], dict[int, st
 
 # -- manifests in bytes that no record points to: pure decisions
 
-_FIRST: Final = [encode(Manifest(each, 0, 0, 0.0, {}, None, (), (), (), 0)) for each in (VERSION, SHARDED_VERSION)]
+_PIECES: Final = {VERSION: None, SHARDED_VERSION: ()}
+_FIRST: Final = [encode(Manifest(each, 0, 0, 0.0, {}, None, (), (), (), 0, its)) for each, its in _PIECES.items()]
 SIGNATURES: Final = [first[: first.index(b"counter") + len(b"counter")] for first in _FIRST]
 """What manifests of each version begin with: a map of so many entries, its version, the name of the second."""
 

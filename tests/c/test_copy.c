@@ -32,6 +32,16 @@ static struct layout random_layout(uint64_t *seed)
     return layout;
 }
 
+/* Whether a table has the checksums of each MiB of `data`. */
+static bool are_sums_of(const uint8_t *sums, const uint8_t *data, size_t size)
+{
+    for (size_t at = 0; at < size; at += CRC32_PIECE, sums += 4) {
+        if (crc32_load_sum(sums) != crc32_update(0, data + at, size - at < CRC32_PIECE ? size - at : CRC32_PIECE))
+            return false;
+    }
+    return true;
+}
+
 static void free_layout(struct layout *layout)
 {
     for (size_t i = 0; i < layout->count; i++)
@@ -45,16 +55,18 @@ static void test_round_trips(void)
         struct layout layout = random_layout(&seed);
         uint8_t *buffer = random_bytes(&seed, layout.size), *model = calloc(1, layout.size + 1);
         uint8_t *table = malloc(sizeof layout.segments + 1); /* at an odd address: tables come from anywhere */
-        uint32_t checksum = 0;
+        uint8_t *sums = malloc(4 * crc32_piece_count(layout.size) + 1);
         size_t bad;
-        CHECK(model && table);
+        CHECK(model && table && sums);
         memcpy(table + 1, layout.segments, sizeof layout.segments);
         for (size_t i = 0; i < layout.count; i++)
             memcpy(model + layout.segments[i].offset, layout.memory[i], layout.segments[i].length);
 
         CHECK(copy_check(table + 1, layout.count, layout.size, true, &bad) == 0);
-        CHECK(copy_gather(table + 1, layout.count, buffer, layout.size, &checksum) == 0);
+        CHECK(copy_gather(table + 1, layout.count, buffer, layout.size, sums) == 0);
         CHECK(memcmp(buffer, model, layout.size) == 0);
+        CHECK(are_sums_of(sums, model, layout.size));
+        const uint32_t checksum = crc32_combine(sums, layout.size);
         CHECK(checksum == crc32_update(0, model, layout.size));
 
         for (size_t i = 0; i < layout.count; i++)
@@ -68,6 +80,7 @@ static void test_round_trips(void)
         for (size_t i = 0; i < layout.count; i++)
             CHECK(memcmp(layout.memory[i], model + layout.segments[i].offset, layout.segments[i].length) == 0);
         free(table);
+        free(sums);
         free(model);
         free(buffer);
         free_layout(&layout);
@@ -88,18 +101,51 @@ static void test_long_segments(void)
         const struct copy_segment segments[] = {{(uintptr_t)(source + from), before, length / 100},
                                                 {(uintptr_t)(source + from) + length / 100, before + length / 100,
                                                  length - length / 100}};
-        uint32_t checksum = 0;
+        uint8_t sums[4];
         memset(model, 0, size);
         memcpy(model + before, source + from, length);
         memset(buffer, 0xa5, sizeof buffer);
-        CHECK(copy_gather(segments, 2, buffer + to, size, &checksum) == 0);
+        CHECK(copy_gather(segments, 2, buffer + to, size, sums) == 0);
         CHECK(memcmp(buffer + to, model, size) == 0);
-        CHECK(checksum == crc32_update(0, model, size));
+        CHECK(crc32_load_sum(sums) == crc32_update(0, model, size));
         for (size_t i = 0; i < to; i++)
             CHECK(buffer[i] == 0xa5);
         for (size_t i = to + size; i < sizeof buffer; i++)
             CHECK(buffer[i] == 0xa5);
     }
+    free(source);
+}
+
+/* Segments and gaps over the borders of MiBs, to and from all alignments. */
+static void test_pieces(void)
+{
+    enum { MOST = (4 << 20) + 700, SEGMENTS = 5 };
+    uint8_t *const model = malloc(MOST), *const buffer = malloc(MOST + 64);
+    uint64_t seed = 9;
+    uint8_t *const source = random_bytes(&seed, MOST + 64);
+    CHECK(model && buffer);
+    for (size_t round = 0; round < 40; round++) {
+        const size_t to = random_below(&seed, 64), size = random_below(&seed, 4) ? random_below(&seed, MOST) : 3 << 20;
+        struct copy_segment segments[SEGMENTS];
+        uint8_t sums[4 * 5];
+        size_t filled = 0;
+        memset(model, 0, size);
+        for (size_t i = 0; i < SEGMENTS; i++) {
+            const size_t offset = filled + (random_below(&seed, 2) ? 0 : random_below(&seed, (size - filled) / 2 + 1));
+            const size_t length = random_below(&seed, 3) ? random_below(&seed, size - offset + 1) : size - offset;
+            const uint8_t *const from = source + random_below(&seed, 64);
+            segments[i] = (struct copy_segment){(uintptr_t)from, offset, length};
+            memcpy(model + offset, from, length);
+            filled = offset + length;
+        }
+        memset(buffer, 0xa5, MOST + 64);
+        CHECK(copy_gather(segments, SEGMENTS, buffer + to, size, sums) == 0);
+        CHECK(memcmp(buffer + to, model, size) == 0);
+        CHECK(are_sums_of(sums, model, size));
+        CHECK(crc32_combine(sums, size) == crc32_update(0, model, size));
+    }
+    free(model);
+    free(buffer);
     free(source);
 }
 
@@ -134,6 +180,7 @@ int main(void)
 {
     test_round_trips();
     test_long_segments();
+    test_pieces();
     test_refusals();
     return 0;
 }

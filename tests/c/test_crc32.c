@@ -89,9 +89,28 @@ static void test_copies(const struct crc32_variant *crc)
         check_copy(crc, &seed, random_below(&seed, 128), random_below(&seed, 128), random_below(&seed, 70000));
 }
 
+/* Lengths around those that have one piece more, in bytes and in blocks. */
+static void test_tables_of_pieces(void)
+{
+    static const size_t sizes[] = {0, 1, 511, 512, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, (3 << 20) + 512, 4 << 20, 5000001};
+    uint64_t seed = 11;
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        uint8_t *const data = random_bytes(&seed, sizes[i]), sums[4 * 5];
+        CHECK(crc32_piece_count(sizes[i]) <= 5);
+        crc32_pieces(data, sizes[i], sums);
+        for (size_t at = 0, n = 0; at < sizes[i]; at += CRC32_PIECE, n++) {
+            const size_t part = sizes[i] - at < CRC32_PIECE ? sizes[i] - at : CRC32_PIECE;
+            CHECK(crc32_load_sum(sums + 4 * n) == crc32_update(0, data + at, part));
+        }
+        CHECK(crc32_combine(sums, sizes[i]) == crc32_update(0, data, sizes[i]));
+        free(data);
+    }
+}
+
 int main(void)
 {
     test_known_value();
+    test_tables_of_pieces();
     for (size_t i = 0; i < crc32_variant_count; i++) {
         const struct crc32_variant *crc = &crc32_variants[i];
         if (!crc->supported()) {

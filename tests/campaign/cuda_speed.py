@@ -19,13 +19,14 @@ import torch
 from examples.paper.lab.medians import summary
 from pccheck_async import SyncCheckpointEngine
 from pccheck_async.engine.capture import Captures
+from pccheck_async.format import crc32
 from pccheck_async.state import Target, Targets
 from pccheck_async.transfer import BufferPool, available_cores
 from pccheck_async.transfer.copying import CopyBackend, make_backend
 from pccheck_async.transfer.copying.cuda import CudaCopy
 from pccheck_async.transfer.operations import NativeOperations, Operations
 from pccheck_async.transfer.operations.python import PythonOperations
-from pccheck_async.transfer.plan import Plan, Planner, scatter_segments
+from pccheck_async.transfer.plan import Plan, Planner, scatter_runs
 
 GIB, MIB = 1 << 30, 1 << 20
 Figures = dict[str, list[float]]
@@ -84,9 +85,7 @@ class Copies:
         leases = [await self.pool.lease() for _ in range(16)]
         for lease in leases:
             lease.view[:] = bytes(len(lease.view))
-        checksums = {
-            chunk.nbytes: await self.operations.checksum(leases[0].view[: chunk.nbytes]) for chunk in plan.chunks
-        }
+        checksums = {chunk.nbytes: crc32(leases[0].view[: chunk.nbytes]) for chunk in plan.chunks}
         free = asyncio.Queue[memoryview]()
         for lease in leases:
             free.put_nowait(lease.view)
@@ -95,7 +94,7 @@ class Copies:
 
         async def one(offset: int, nbytes: int) -> None:
             view = await free.get()
-            found = scatter_segments(offset, nbytes, targets)
+            ((_, found),) = scatter_runs(offset, nbytes, nbytes, targets)
             await self.backend.scatter(view[:nbytes], checksums[nbytes], found, targets)
             free.put_nowait(view)
 

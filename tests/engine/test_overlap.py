@@ -993,13 +993,13 @@ def test_a_capture_that_is_abandoned_in_the_middle_of_a_copy_is_waited_for(
     gather = CopyBackend.gather
     copying, go_on, ended = threading.Event(), threading.Event(), threading.Event()
 
-    async def slow(*arguments: Any) -> int:
-        async def copy() -> int:
+    async def slow(*arguments: Any) -> bytes:
+        async def copy() -> bytes:
             copying.set()
             await asyncio.to_thread(go_on.wait)
-            checksum = await gather(*arguments)
+            sums = await gather(*arguments)
             ended.set()
-            return checksum
+            return sums
 
         return await uninterrupted(copy())
 

@@ -10,7 +10,7 @@ from pccheck_async.format import crc32
 from pccheck_async.format.manifest import VERSION, ChunkEntry, Manifest, decode, encode
 from pccheck_async.state import Restoration, allocate, arrange, flatten, match
 from pccheck_async.transfer.operations.python import gather, scatter
-from pccheck_async.transfer.plan import Chunk, Planner, scatter_segments, segments
+from pccheck_async.transfer.plan import Chunk, Planner, scatter_runs, segments
 
 
 class Part(NamedTuple):
@@ -47,8 +47,7 @@ class Saved:
 
     def fill(self, restoration: Restoration) -> Any:
         for chunk in self.decoded.chunks:
-            table = scatter_segments(chunk.offset, chunk.nbytes, restoration.targets)
-            if table:
+            for _, table in scatter_runs(chunk.offset, chunk.nbytes, chunk.nbytes, restoration.targets):
                 data = memoryview(self.payload)[chunk.offset : chunk.offset + chunk.nbytes]
                 scatter(data, chunk.checksum, table.host)
         return restoration.finish()

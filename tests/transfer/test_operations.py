@@ -11,6 +11,7 @@ import itertools
 import mmap
 import os
 import platform
+import random
 import re
 import struct
 import threading
@@ -25,12 +26,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pccheck_async.format import checksum
+from pccheck_async.format import checksum, combine
 from pccheck_async.transfer.operations import ChainStep, Kind, Operations, Step, python
 from pccheck_async.transfer.operations.worker_threads import WorkerThreads
 from tests.conftest import BACKENDS
 from tests.support.processes import passes_in_a_forked_child
 from tests.transfer.conftest import CHUNK, Owner, address_of, fds_now, on_loop, table, threads_fall_to, threads_now
+
+MIB = 1 << 20
+
+
+def sums_of(data: bytes | bytearray) -> bytes:
+    """Return the checksums of each MiB, as the extension and its fallback have to compute them."""
+    return b"".join(struct.pack("<I", zlib.crc32(data[at : at + MIB])) for at in range(0, len(data), MIB))
 
 
 @pytest.fixture
@@ -235,8 +243,8 @@ async def test_gather_at_once_does_what_gather_does(runner: asyncio.Runner, oper
     source = bytearray(os.urandom(200_000))
     segments = table((address_of(source), 100, 150_000), (address_of(source) + 150_000, 150_200, 50_000))
     one, other = bytearray(b"x" * 210_000), bytearray(b"y" * 210_000)
-    checksum = operations.gather_at_once(segments, memoryview(one))
-    assert checksum == await operations.gather(segments, memoryview(other)) == zlib.crc32(one)
+    sums = operations.gather_at_once(segments, memoryview(one))
+    assert sums == await operations.gather(segments, memoryview(other)) == sums_of(one)
     assert one == other
     with pytest.raises(ValueError, match="outside"):
         operations.gather_at_once(segments, memoryview(bytearray(200_000)))
@@ -298,7 +306,7 @@ async def test_buffers_of_other_items_are_bytes(runner: asyncio.Runner, operatio
     into: Any = memoryview(bytearray(32)).cast("d")
     assert await operations.read(fd, 0, into) == 32
     assert into == numbers
-    assert await operations.checksum(numbers) == zlib.crc32(numbers)
+    assert await operations.checksums(numbers) == sums_of(bytes(numbers))
 
 
 @on_loop
@@ -334,10 +342,10 @@ async def test_batches_of_hundreds(runner: asyncio.Runner, operations: Operation
             group.create_task(operations.write(fd, n * 500, memoryview(piece)))
     buffers = [bytearray(500) for _ in pieces]
     reads = [operations.read(fd, n * 500, memoryview(buffer)) for n, buffer in enumerate(buffers)]
-    sums = [operations.checksum(memoryview(piece)) for piece in pieces]
+    sums = [operations.checksums(memoryview(piece)) for piece in pieces]
     results = await asyncio.gather(*reads, *sums)
     assert buffers == pieces
-    assert results == [500] * 600 + [zlib.crc32(piece) for piece in pieces]
+    assert results == [500] * 600 + [sums_of(piece) for piece in pieces]
 
 
 @on_loop
@@ -353,12 +361,12 @@ async def test_a_refusal_reaches_only_its_own(runner: asyncio.Runner, operations
         operations.gather(table((0, 0, 1)), memoryview(memory)),
         operations.gather(b"", memoryview(b"read-only")),
         operations.scatter(memoryview(memory), 0, table((1, 2**64 - 1, 2))),
-        operations.checksum(memoryview(b"fine")),
+        operations.checksums(memoryview(b"fine")),
         return_exceptions=True,
     )
     kinds = [type(outcome) for outcome in outcomes]
     assert kinds[0] is type(None)
-    assert outcomes[-1] == zlib.crc32(b"fine")
+    assert outcomes[-1] == sums_of(b"fine")
     assert all(issubclass(kind, (ValueError, TypeError, BufferError)) for kind in kinds[1:-1]), outcomes
     assert os.pread(fd, 10, 0) == b"fine"
 
@@ -374,10 +382,10 @@ async def test_gather_zeroes_gaps_and_sums_everything(runner: asyncio.Runner, op
     expected = bytearray(40000)
     expected[3:7], expected[20000:20004] = b"abcd", b"efgh"
     assert into == expected
-    assert result == zlib.crc32(expected)
-    assert await operations.gather(b"", memoryview(into)) == zlib.crc32(bytes(40000))
+    assert result == sums_of(expected)
+    assert await operations.gather(b"", memoryview(into)) == sums_of(bytes(40000))
     assert not any(into)
-    assert await operations.gather(b"", memoryview(bytearray())) == 0
+    assert await operations.gather(b"", memoryview(bytearray())) == b""
 
 
 @on_loop
@@ -409,11 +417,59 @@ def test_gather_and_scatter_do_what_slices_do(
     into = bytearray(b"\xa5" * len(model))
     result = runner.run(operations.gather(table(*segments), memoryview(into), sources))
     assert into == model
-    assert result == zlib.crc32(model)
+    assert result == sums_of(model)
     for source in sources:
         source[:] = bytes(len(source))
-    runner.run(operations.scatter(memoryview(bytes(into)), result, table(*segments), sources))
+    runner.run(operations.scatter(memoryview(bytes(into)), zlib.crc32(model), table(*segments), sources))
     assert [source[:-1] for source in sources] == [piece for _, piece in pieces]
+
+
+@on_loop
+async def test_gather_has_a_checksum_for_each_mebibyte(runner: asyncio.Runner, operations: Operations) -> None:
+    """Segments and gaps that reach over the borders of MiBs, from sources at any address."""
+    source = os.urandom(5 * MIB)
+    owner = memoryview(bytearray(source))
+    parts = [(0, 7), (3000, MIB - 2990), (2 * MIB + 1, MIB - 1), (3 * MIB, 100), (4 * MIB - 5, MIB // 2), (5 * MIB, 9)]
+    for shift in (0, 1, 20):
+        into, model = bytearray(b"\xa5" * (5 * MIB + 1024)), bytearray(5 * MIB + 1024)
+        for offset, length in parts:
+            model[offset : offset + length] = source[shift : shift + length]
+        rows = table(*((address_of(owner) + shift, offset, length) for offset, length in parts))
+        sums = await operations.gather(rows, memoryview(into), owner)
+        assert into == model
+        assert sums == sums_of(model) == await operations.checksums(memoryview(into))
+        assert combine(sums, len(model)) == zlib.crc32(model)
+
+
+COMBINES = {"python": checksum.combine_in_python, "chosen": combine}
+SUMS = {"python": checksum.piece_sums_in_python, "chosen": checksum.piece_sums}
+
+
+@settings(max_examples=30)
+@given(
+    count=st.integers(0, 3),
+    rest=st.one_of(st.just(0), st.integers(1, 2048).map(lambda blocks: 512 * blocks), st.integers(0, MIB)),
+    seed=st.integers(0, 2**32),
+)
+@pytest.mark.parametrize("how", COMBINES)
+def test_checksums_of_pieces_combine_to_that_of_all(how: str, count: int, rest: int, seed: int) -> None:
+    data = random.Random(seed).randbytes(count * MIB + rest)
+    sums = SUMS[how](data)
+    assert sums == sums_of(data)
+    assert COMBINES[how](sums, len(data)) == zlib.crc32(data)
+    first, last = sorted((seed % (count + 1), (seed >> 8) % (count + 1)))
+    some = data[first * MIB : last * MIB]  # of any MiBs that lie beside each other
+    assert COMBINES[how](sums[4 * first : 4 * last], len(some)) == zlib.crc32(some)
+
+
+@pytest.mark.parametrize("how", COMBINES)
+def test_tables_of_another_length_are_refused(how: str) -> None:
+    for length, nbytes in ((0, 1), (4, 0), (4, MIB + 1), (8, MIB), (3, 1), (4, 2**63)):
+        with pytest.raises(ValueError, match="no table of checksums"):
+            COMBINES[how](bytes(length), nbytes)
+    for nbytes in (-1, -MIB):
+        with pytest.raises(ValueError, match=r"no table of checksums|negative"):
+            COMBINES[how](b"", nbytes)
 
 
 @pytest.mark.parametrize("align", range(17))
@@ -468,12 +524,12 @@ async def test_cancelling_waits_for_what_runs(
 async def test_cancelling_drops_what_has_not_started(
     runner: asyncio.Runner, operations: Operations, stuck: StuckPages
 ) -> None:
-    first = asyncio.create_task(operations.checksum(stuck.view))
+    first = asyncio.create_task(operations.checksums(stuck.view))
     await stuck.touched()
     content = bytearray(100)
     view = memoryview(content)
-    second = asyncio.create_task(operations.checksum(view))
-    third = asyncio.create_task(operations.checksum(memoryview(b"third")))
+    second = asyncio.create_task(operations.checksums(view))
+    third = asyncio.create_task(operations.checksums(memoryview(b"third")))
     await let_others_run()
     second.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -482,8 +538,8 @@ async def test_cancelling_drops_what_has_not_started(
     content.append(1)  # a bytearray that is in use cannot grow
     assert not first.done()
     stuck.let_go()
-    assert await first == zlib.crc32(bytes(CHUNK))
-    assert await third == zlib.crc32(b"third")
+    assert await first == sums_of(bytes(CHUNK))
+    assert await third == sums_of(b"third")
 
 
 @on_loop
@@ -503,7 +559,7 @@ async def test_keepalives_end_with_their_operation(runner: asyncio.Runner, opera
     watches = [weakref.ref(owner) for owner in owners]
     data = bytearray(CHUNK)
     result = await operations.gather(b"", memoryview(data), owners[0])
-    await operations.scatter(memoryview(data), result, b"", owners[1])
+    await operations.scatter(memoryview(data), combine(result, CHUNK), b"", owners[1])
     del owners
     assert [watch() for watch in watches] == [None, None]
     data.append(0)
@@ -511,21 +567,21 @@ async def test_keepalives_end_with_their_operation(runner: asyncio.Runner, opera
 
 @on_loop
 async def test_close_waits_for_what_runs(runner: asyncio.Runner, operations: Operations, stuck: StuckPages) -> None:
-    running = asyncio.create_task(operations.checksum(stuck.view))
-    queued = asyncio.create_task(operations.checksum(memoryview(b"queued")))
+    running = asyncio.create_task(operations.checksums(stuck.view))
+    queued = asyncio.create_task(operations.checksums(memoryview(b"queued")))
     await stuck.touched()
     closing = asyncio.create_task(operations.close())
     await let_others_run()
     assert not closing.done()
     with pytest.raises(OSError, match="closed"):
-        await operations.checksum(memoryview(b"late"))
+        await operations.checksums(memoryview(b"late"))
     closing.cancel()  # stops the waiting only
     with pytest.raises(asyncio.CancelledError):
         await closing
     stuck.let_go()
     await operations.close()
-    assert await running == zlib.crc32(bytes(CHUNK))
-    assert await queued == zlib.crc32(b"queued")
+    assert await running == sums_of(bytes(CHUNK))
+    assert await queued == sums_of(b"queued")
     await operations.close()
 
 

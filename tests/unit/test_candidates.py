@@ -62,7 +62,9 @@ def test_garbage_has_a_length_or_none_or_is_malformed(data: bytes) -> None:
 def test_every_manifest_has_the_signature() -> None:
     for counter in (0, 200, 2**40):
         for version, signature in enumerate(SIGNATURES, VERSION):
-            assert encode(manifest(version=version, counter=counter, metadata={"a": "b" * 100})).startswith(signature)
+            for pieces in (None,) if version == VERSION else ((), (b"\1\0\0\0",)):
+                changes = {"version": version, "counter": counter, "metadata": {"a": "b" * 100}, "pieces": pieces}
+                assert encode(manifest(**changes)).startswith(signature)
 
 
 def test_signatures_are_found_at_multiples_from_the_end() -> None:

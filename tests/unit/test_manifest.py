@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import zlib
 from typing import Any
 
 import msgspec
@@ -23,6 +24,9 @@ from pccheck_async.format.manifest import (
 from pccheck_async.format.skeleton import ArrayNode, DictNode, ListNode, Node, ShardedNode
 from pccheck_async.state import allocate
 from tests.support.round_trip import save
+
+MIB = 1 << 20
+OF_PIECES: dict[str, Any] = {"version": 2, "pieces": (b"\1\0\0\0", b"\xff\xff\xff\xff")}
 
 
 def good(**changes: Any) -> Manifest:
@@ -50,13 +54,65 @@ def sharded(shape: tuple[int, ...], offsets: list[tuple[int, ...]], boxes: list[
     """Two boxes of 2 x 3."""
     node = ShardedNode(5, "float32", False, shape, tuple(offsets), tuple(map(ArrayNode, boxes)))
     tensors = (tensor(), tensor(storage=1))
-    return {"version": 2, "skeleton": DictNode(["x"], [node]), "tensors": tensors if boxes else ()}
+    return OF_PIECES | {"skeleton": DictNode(["x"], [node]), "tensors": tensors if boxes else ()}
 
 
 @pytest.mark.parametrize("manifest", [good(), good(**sharded((4, 6), [(0, 0), (2, 3)], [0, 1]))], ids=["", "sharded"])
 def test_round_trip(manifest: Manifest) -> None:
     for data in (encode(manifest), bytearray(encode(manifest)), memoryview(encode(manifest))):
         assert decode(data) == manifest
+
+
+def test_version_1_has_the_fields_that_it_had() -> None:
+    fields = list(msgspec.msgpack.decode(encode(good())))
+    assert fields == [
+        "version", "counter", "step", "time", "metadata", "skeleton", "tensors", "storages", "chunks", "payload_nbytes",
+    ]  # fmt: skip
+    assert list(msgspec.msgpack.decode(encode(good(**OF_PIECES)))) == [*fields, "pieces"]
+
+
+def of_pieces(*sizes: int) -> tuple[Manifest, bytes]:
+    """Return a manifest with chunks of these sizes and the checksums of all their pieces, and the payload."""
+    payload = random.Random(sum(sizes)).randbytes(sum(sizes))
+    chunks, pieces, at = [], [], 0
+    for size in sizes:
+        data = payload[at : at + size]
+        chunks.append(ChunkEntry(at, size, zlib.crc32(data)))
+        each = [zlib.crc32(data[low : low + MIB]).to_bytes(4, "little") for low in range(0, size, MIB)]
+        pieces.append(b"".join(each))
+        at += size
+    return good(version=2, chunks=tuple(chunks), pieces=tuple(pieces), payload_nbytes=at), payload
+
+
+def test_pieces_that_make_other_chunks_are_refused() -> None:
+    manifest, _ = of_pieces(2 * MIB + 512, MIB, 512)
+    assert decode(encode(manifest)) == manifest
+    first, second, third = manifest.pieces or ()
+    damaged: list[tuple[bytes, ...]] = []
+    for bit in range(8 * len(first)):
+        flipped = bytearray(first)
+        flipped[bit // 8] ^= 1 << bit % 8
+        damaged.append((bytes(flipped), second, third))
+    damaged += [
+        (first[4:8] + first[:4] + first[8:], second, third),
+        (first[:-4], second, third),
+        (first + bytes(4), second, third),
+        (first[:-1], second, third),
+        (b"", second, third),
+        (first, second),
+        (first, second, third, b""),
+        (first, third, second),
+    ]
+    for pieces in damaged:
+        with pytest.raises(CorruptStoreError, match=r"pieces"):
+            decode(encode(msgspec.structs.replace(manifest, pieces=pieces)))
+
+
+def test_a_chunk_without_end_asks_for_no_table_of_its_length() -> None:
+    nbytes = 1 << 61
+    forged = good(version=2, chunks=(ChunkEntry(0, nbytes, 0),), payload_nbytes=nbytes, pieces=(bytes(4),))
+    with pytest.raises(CorruptStoreError, match="pieces"):
+        decode(encode(forged))
 
 
 def test_an_encoder_that_keeps_what_stays_writes_the_same() -> None:
@@ -81,6 +137,9 @@ def test_an_encoder_that_keeps_what_stays_writes_the_same() -> None:
     "changes",
     [
         {"version": 3},
+        {"version": 2},
+        OF_PIECES | {"version": 1},
+        OF_PIECES | {"pieces": ()},
         sharded((4, 6), [(0, 0)], [0, 1]),  # an offset for each box
         sharded((4, 6), [(0, 0)], []),
         sharded((4, 6), [(0,), (0, 0)], [0, 1]),

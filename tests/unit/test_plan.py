@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pccheck_async.format.manifest import TensorEntry
 from pccheck_async.state import Layout, PackedSource, Sources, Target, Targets, arrange, flatten
 from pccheck_async.state.sources import RawSource
-from pccheck_async.transfer.plan import Planner, scatter_segments, segments
+from pccheck_async.transfer.plan import Planner, Segments, scatter_runs, segments
 from tests.support.round_trip import parts
 
 MIB = 1 << 20
@@ -122,25 +122,32 @@ def test_segments_by_device() -> None:
     assert found
 
 
+def scattered(offset: int, targets: Targets) -> Segments:
+    """Return what takes bytes of a chunk of 512 bytes that has one checksum."""
+    found = scatter_runs(offset, 512, 512, targets)
+    assert [units for units, _ in found] in ([], [range(1)])
+    return found[0][1] if found else Segments()
+
+
 def test_scatter_segments() -> None:
     known = Targets([Target(600, 100, 9000, None), Target(0, 2000, 50_000, None), Target(640, 10, 7000, None)])
-    found = [table(scatter_segments(low, 512, known).host) for low in (0, 512, 1536)]
+    found = [table(scattered(low, known).host) for low in (0, 512, 1536)]
     assert sorted(found[1]) == [[7000, 128, 10], [9000, 88, 100], [50_512, 0, 512]]
     assert (found[0], found[2]) == ([[50_000, 0, 512]], [[51_536, 0, 464]])
-    assert not scatter_segments(2048, 512, known)
-    assert not scatter_segments(0, 512, Targets())
+    assert not scattered(2048, known)
+    assert not scattered(0, Targets())
     gap = Targets([Target(0, 10, 1, None), Target(5000, 10, 1, None)])
-    assert not scatter_segments(512, 512, gap)
+    assert not scattered(512, gap)
     assert [target.payload_offset for target in gap] == [0, 5000]
 
 
 def test_scatter_segments_by_device() -> None:
     targets = Targets([Target(0, 600, 9000, None, 1), Target(100, 50, 5000, None), Target(600, 9, 8000, None, 0)])
     assert targets.devices == {0, 1}
-    found = scatter_segments(0, 512, targets)
+    found = scattered(0, targets)
     assert table(found.host) == [[5000, 100, 50]]
     assert {device: rows.tolist() for device, rows in found.devices.items()} == {1: [[9000, 0, 512]]}
-    found = scatter_segments(512, 512, targets)
+    found = scattered(512, targets)
     assert found.host == b""
     assert {device: rows.tolist() for device, rows in found.devices.items()} == {
         0: [[8000, 88, 9]],

@@ -1,6 +1,6 @@
 """Tensors that lie on other ranks, or in other boxes, than when they were saved: what is read from whose part.
 
-Of each part only the chunks that hold wanted bytes are read, once; rows (address, offset, length) are made for one
+Of each part only the MiBs that hold wanted bytes are read, once; rows (address, offset, length) are made for one
 chunk at a time, never for the whole state.
 """
 

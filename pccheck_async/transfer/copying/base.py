@@ -78,23 +78,23 @@ class CopyBackend:
 
     async def gather(
         self, segments: Segments, into: memoryview, keepalive: Any = None, fenced: Fenced | None = None
-    ) -> int:
+    ) -> bytes:
         """Fill a staging buffer: segments of memory by address, packed pieces by their own copy, zeros between.
 
         ``fenced`` is called with the fence behind the copies from devices once they are queued, if that is before they
         have ended; in the order in which copies are queued.
 
         Returns:
-            The CRC-32 of all of ``into``, computed from the buffer and not from the source (I8).
+            The CRC-32 of each MiB of ``into``, computed from the buffer and not from the source (I8).
         """
         if len(into) <= _MOST_BYTES_ON_LOOP:
-            checksum = self._operations.gather_at_once(segments.host, into)
+            sums = self._operations.gather_at_once(segments.host, into)
         else:
-            checksum = await self._operations.gather(segments.host, into, keepalive)
+            sums = await self._operations.gather(segments.host, into, keepalive)
         if not segments.packed:
-            return checksum
+            return sums
         await self._operations.call(_copy_packed, segments.packed, into)
-        return await self._operations.checksum(into)
+        return await self._operations.checksums(into)
 
     async def scatter(self, source: memoryview, checksum: int, segments: Segments, keepalive: Any = None) -> None:
         """Verify ``checksum`` over ``source`` and only then copy its segments to memory. Raises OSError (EBADMSG)."""

@@ -112,7 +112,7 @@ class CudaCopy(CopyBackend):
 
     async def gather(
         self, segments: Segments, into: memoryview, keepalive: Any = None, fenced: Fenced | None = None
-    ) -> int:
+    ) -> bytes:
         if not segments.devices:
             return await super().gather(segments, into, keepalive)
         base = address_of(into)
@@ -122,7 +122,7 @@ class CudaCopy(CopyBackend):
             return await super().gather(rest, into, keepalive)
         for low, high in gaps(filled, into.nbytes):
             into[low:high] = bytes(high - low)
-        return await self._operations.checksum(into)
+        return await self._operations.checksums(into)
 
     async def scatter(self, source: memoryview, checksum: int, segments: Segments, keepalive: Any = None) -> None:
         await super().scatter(source, checksum, segments, keepalive)

@@ -81,7 +81,7 @@ class Operations(abc.ABC):
     """
 
     name: str
-    gather_at_once: Callable[[bytes, memoryview], int]
+    gather_at_once: Callable[[bytes, memoryview], bytes]
     """Does what :meth:`gather` does, now and on the calling thread: for copies faster than waking up a thread."""
     _submit: Callable[[list[tuple[Any, ...]]], object]
     """Starts the operations of a batch; all or none."""
@@ -110,13 +110,15 @@ class Operations(abc.ABC):
         """Make what was written through ``fd`` durable (``fdatasync``). Raises OSError."""
         await self._start(Kind.FLUSH, fd)
 
-    async def gather(self, segments: bytes, into: memoryview, keepalive: Any = None) -> int:
-        """Copy segments of memory into a buffer, zero the gaps, and return the CRC-32 of all of the buffer.
+    async def gather(self, segments: bytes, into: memoryview, keepalive: Any = None) -> bytes:
+        """Copy segments of memory into a buffer, zero the gaps, and return the CRC-32 of each MiB of the buffer.
+
+        That is a table as of :func:`pccheck_async.format.piece_sums`; it combines to the checksum of all of the buffer.
 
         ``segments`` is a packed table of native-endian unsigned 64-bit triples (address, offset in ``into``, length),
         in growing order of offset, not overlapping; ``keepalive`` owns the addresses.
         """
-        result: int = await self._start(Kind.GATHER, segments, into, keepalive)
+        result: bytes = await self._start(Kind.GATHER, segments, into, keepalive)
         return result
 
     async def scatter(self, source: memoryview, checksum: int, segments: bytes, keepalive: Any = None) -> None:
@@ -127,9 +129,9 @@ class Operations(abc.ABC):
         """
         await self._start(Kind.SCATTER, source, checksum, segments, keepalive)
 
-    async def checksum(self, data: memoryview) -> int:
-        """Return the CRC-32 of ``data``."""
-        result: int = await self._start(Kind.CHECKSUM, data)
+    async def checksums(self, data: memoryview) -> bytes:
+        """Return the CRC-32 of each MiB of ``data``."""
+        result: bytes = await self._start(Kind.CHECKSUM, data)
         return result
 
     async def chain(self, steps: Sequence[ChainStep], ended: list[Step]) -> None:

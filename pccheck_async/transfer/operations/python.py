@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
-from pccheck_async.format import crc32
+from pccheck_async.format import crc32, piece_sums
 from pccheck_async.transfer.memory import address_of
 from pccheck_async.transfer.operations.base import ChainStep, Kind, Operations, Step
 from pccheck_async.transfer.operations.worker_threads import WorkerThreads
@@ -163,8 +163,8 @@ def _patiently(move: Callable[..., int], *arguments: Any) -> int:
     return move(*arguments)
 
 
-def gather(segments: bytes, into: memoryview, keepalive: object = None) -> int:
-    """Copy ``segments`` into ``into``, zero the gaps, and return the CRC-32 of all of ``into``."""
+def gather(segments: bytes, into: memoryview, keepalive: object = None) -> bytes:
+    """Copy ``segments`` into ``into``, zero the gaps, and return the CRC-32 of each MiB of ``into``."""
     checked = _checked(segments, into.nbytes, ordered=True)
     if into.readonly:
         raise BufferError("the buffer is read-only")
@@ -175,7 +175,7 @@ def gather(segments: bytes, into: memoryview, keepalive: object = None) -> int:
         ctypes.memmove(base + offset, address, length)
         filled = offset + length
     ctypes.memset(base + filled, 0, into.nbytes - filled)
-    return crc32(into)
+    return piece_sums(into)
 
 
 def scatter(source: memoryview, checksum: int, segments: bytes, keepalive: object = None) -> None:
@@ -215,7 +215,7 @@ _FUNCTIONS: dict[int, Callable[..., Any]] = {
     Kind.FLUSH: os.fdatasync,
     Kind.GATHER: gather,
     Kind.SCATTER: scatter,
-    Kind.CHECKSUM: crc32,
+    Kind.CHECKSUM: piece_sums,
     Kind.CHAIN: chain,
     Kind.UNLOCK: lambda fd: fcntl.flock(fd, fcntl.LOCK_UN),
     Kind.LINKED: _check_linked,
