@@ -104,16 +104,13 @@ class Connection:
         try:
             pool = staging_pool(reader, host_memory)
 
-            async def use(entry: Entry, file: File, manifest: Manifest) -> tuple[Entry, File, Manifest]:
-                return entry, file, manifest
+            async def use(entry: Entry, file: File, manifest: Manifest) -> tuple[Entry, Manifest, Payload]:
+                if isinstance(reader, PartReader):
+                    merged = await reader.merged(entry, file, manifest, pool)
+                    return entry, merged.manifest, merged
+                return entry, manifest, VerifiedChunks(opened, file, manifest, pool)
 
-            self.entry, file, self.manifest = await reader.read(self.path, step, use, keep=True)
-            self.chunks: Payload
-            if isinstance(reader, PartReader):
-                self.chunks = reader.merged(self.entry, file, self.manifest, pool)
-                self.manifest = self.chunks.manifest
-            else:
-                self.chunks = VerifiedChunks(opened, file, self.manifest, pool)
+            self.entry, self.manifest, self.chunks = await reader.read(self.path, step, use, keep=True)
         except BaseException:
             await opened.close()
             raise

@@ -133,7 +133,7 @@ async def _load(
         async def read(entry: Entry, file: File, manifest: Manifest) -> dict[str, Any]:
             advance = reading_progress(progress, sum(chunk.nbytes for chunk in manifest.chunks))
             if isinstance(reader, PartReader):
-                async with aclosing(reader.merged(entry, file, manifest, pool)) as payload:
+                async with aclosing(await reader.merged(entry, file, manifest, pool)) as payload:
                     loading = allocate(payload.manifest, keys, torch.device(device))
                     await payload.fill(loading.targets, advance)
             else:

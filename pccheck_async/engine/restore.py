@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from pccheck_async.engine.assembly import Assembly
@@ -138,13 +138,21 @@ class Reading:
         """What it consists of; from :meth:`hold` on."""
         return self._manifest
 
-    def match(self, state: Mapping[str, Any], *, strict: bool, generators: bool = True) -> None:
+    def match(
+        self,
+        state: Mapping[str, Any],
+        *,
+        strict: bool,
+        generators: bool = True,
+        merged: tuple[Manifest, Collection[str]] | None = None,
+    ) -> None:
         """Compare it with the live state, changing nothing. Raises StateMismatchError.
 
-        Without ``generators`` those of random numbers stay as they are.
+        Without ``generators`` those of random numbers stay as they are. ``merged`` is what :func:`merge_parts` returns.
         """
+        manifest, added = (self._manifest, ()) if merged is None else merged
         backend, how = self._parts.backend, {"strict": strict, "generators": generators}
-        self.restoration = match(state, self._manifest, lambda: backend.by_address, **how)
+        self.restoration = match(state, manifest, lambda: backend.by_address, **how, added=added)
 
     def begin(self, boxes: BoxTargets | None = None) -> None:
         """Mark what devices have queued by now: they are filled after that, and ``boxes`` with them."""

@@ -269,6 +269,8 @@ def _check_skeleton(skeleton: Node, tensors: Sequence[TensorEntry]) -> None:
 
 def _box_trouble(node: ShardedNode, boxes: Sequence[TensorEntry]) -> str:
     dtypes.torch_dtype(node.dtype)  # refuses unknown ones
+    if node.mesh < 0:
+        return "the hash of its ranks"
     if len(node.offsets) != len(boxes):
         return f"{len(boxes)} boxes, {len(node.offsets)} offsets"
     if any(box.dtype != node.dtype or box.kind == "ndarray" for box in boxes):

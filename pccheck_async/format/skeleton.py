@@ -40,7 +40,8 @@ class ShardedNode(_Struct, frozen=True, tag="sharded"):
     """
 
     mesh: int
-    """A hash of the ranks that the tensor lies on: of others it is another tensor, although it has the same path."""
+    """A hash of the ranks that the tensor lies on: of others it is another tensor, although it has the same path.
+    Negative only for plain tensors of one rank, where parts are merged (:func:`private_mesh`); never on disk."""
     dtype: str
     plain: bool
     """It was no DTensor, but a plain tensor that all ranks have alike."""
@@ -197,15 +198,15 @@ def children(node: Node) -> Iterator[Node]:
         yield from node.boxes
 
 
-def with_arrays(node: Node, place: Callable[[ShardedNode], ArrayNode]) -> Node:
-    """Return a tree with a plain array in place of each tensor that lies on several ranks."""
-    if isinstance(node, ShardedNode):
+def replace_arrays(node: Node, place: Callable[[ArrayNode | ShardedNode], ArrayNode | ShardedNode]) -> Node:
+    """Return a tree with another node in place of each tensor or array."""
+    if isinstance(node, (ArrayNode, ShardedNode)):
         return place(node)
     if isinstance(node, _Items):
-        return type(node)([with_arrays(item, place) for item in node.items])
+        return type(node)([replace_arrays(item, place) for item in node.items])
     if isinstance(node, _Mapping):
-        return structs.replace(node, values=[with_arrays(value, place) for value in node.values])
-    return StatefulNode(with_arrays(node.child, place)) if isinstance(node, StatefulNode) else node
+        return structs.replace(node, values=[replace_arrays(value, place) for value in node.values])
+    return StatefulNode(replace_arrays(node.child, place)) if isinstance(node, StatefulNode) else node
 
 
 _SPREAD: Final = frozenset((NoneType, bool, int, float, str, BytesNode, SurrogateStrNode))

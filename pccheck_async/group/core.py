@@ -37,7 +37,7 @@ from pccheck_async.group.resharding import Parts
 from pccheck_async.group.run import GroupRun, group_retention, serve
 from pccheck_async.group.store import GroupStore
 from pccheck_async.medium.open_medium import IO
-from pccheck_async.state import Owners
+from pccheck_async.state import Owners, merge_parts
 from pccheck_async.store import Store, UnreadableError
 from pccheck_async.telemetry import ReadProgress, events
 
@@ -227,7 +227,7 @@ def _match(
     reading: Reading | None,
     parts: Parts | None,
     state: Mapping[str, Any],
-    how: Mapping[str, bool],
+    how: Mapping[str, Any],
     begun: Sequence[str],
 ) -> Handoff:
     """Return how this rank's part compares with its state, why, and the error that says so."""
@@ -235,7 +235,14 @@ def _match(
         return "damaged", "its part is not in its store", None
     try:
         yield reading.hold()
-        reading.match(state, **how)
+        try:
+            reading.match(state, **how)
+            lacks = reading.restoration.missing
+        except StateMismatchError as error:
+            if not (lacks := error.missing):
+                raise
+        if lacks:  # another stage of a pipeline may have it
+            reading.match(state, **how, merged=merge_parts(parts.own, (yield parts.manifests())))
         refuse_parts(reading.step, reading.restoration, begun)
         if reading.restoration.resharded:
             yield parts.match(reading.restoration.resharded)

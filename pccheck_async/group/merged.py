@@ -19,9 +19,9 @@ from msgspec import structs
 from pccheck_async.errors import CorruptStoreError, StateMismatchError
 from pccheck_async.format import align, dtypes
 from pccheck_async.format.manifest import ALIGNMENT, Manifest, StorageEntry, TensorEntry
-from pccheck_async.format.skeleton import ArrayNode, ShardedNode, with_arrays
+from pccheck_async.format.skeleton import ArrayNode, ShardedNode, replace_arrays
 from pccheck_async.group.resharding import LeasedPart, OpenPart, Parts
-from pccheck_async.state import Target, Targets, Wanted, boxes_of_range, sharded_paths
+from pccheck_async.state import Target, Targets, Wanted, boxes_of_range, merge_parts, sharded_paths
 from pccheck_async.store import UnreadableError, VerifiedChunks
 
 __all__ = ["MergedPayload", "Payload"]
@@ -48,10 +48,11 @@ class MergedPayload:
     Args:
         chunks: Of the part that is open.
         own: The same part, and its rank.
-        others: The parts of the other ranks, which are let go by :meth:`aclose`.
+        others: The parts of the other ranks, which are let go by :meth:`aclose`. What the open part lacks and they
+            have is read from them.
 
     Attributes:
-        manifest: Of all that can be read.
+        manifest: Of all that can be read; from :meth:`open` on.
     """
 
     def __init__(self, chunks: VerifiedChunks, own: tuple[int, OpenPart], others: dict[int, LeasedPart]) -> None:
@@ -59,8 +60,14 @@ class MergedPayload:
         self._chunks = chunks
         self._others = others
         self._parts = Parts({**others, rank: part}, rank, by_address=False)
-        self.manifest, self._tensors = _in_full(part.manifest)
-        self._end = self._tensors[0].start if self._tensors else part.manifest.payload_nbytes
+        self.manifest = part.manifest
+        self._tensors: list[_Full] = []
+
+    async def open(self) -> None:
+        """Read the manifests of all parts. Raises UnreadableError; close it then, too."""
+        manifest, _ = merge_parts(self._parts.own, await self._parts.manifests())
+        self.manifest, self._tensors = _in_full(manifest)
+        self._end = self._tensors[0].start if self._tensors else manifest.payload_nbytes
 
     async def fill(self, targets: Targets, advance: Callable[[int], None] = lambda _: None) -> None:
         """Fill targets in host memory; ``advance`` hears of the open part's chunks.
@@ -128,8 +135,10 @@ def _in_full(manifest: Manifest) -> tuple[Manifest, list[_Full]]:
     known, placed = sharded_paths(manifest), dict[Any, int]()
     end = align(manifest.payload_nbytes, ALIGNMENT)
 
-    def place(node: ShardedNode) -> ArrayNode:
+    def place(node: ArrayNode | ShardedNode) -> ArrayNode:
         nonlocal end
+        if isinstance(node, ArrayNode):
+            return node
         one = _Full(end, known[id(node)], node)
         same = tuple(manifest.tensors[box.index] for box in node.boxes) or id(node)  # tied, where all boxes are
         storage = placed.setdefault((node.shape, same), len(storages)) if one.nbytes else None
@@ -141,7 +150,7 @@ def _in_full(manifest: Manifest) -> tuple[Manifest, list[_Full]]:
         tensors.append(TensorEntry(storage, node.dtype, node.shape, stride, 0, "tensor", False))
         return ArrayNode(len(tensors) - 1)
 
-    skeleton = with_arrays(manifest.skeleton, place)
+    skeleton = replace_arrays(manifest.skeleton, place)
     return structs.replace(manifest, skeleton=skeleton, tensors=tuple(tensors), storages=tuple(storages)), full
 
 

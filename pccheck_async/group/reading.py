@@ -149,8 +149,11 @@ class PartReader(StoreReader):
         entries = [structs.replace(part.entry, pinned=pinned[part.key]) for part in parts if part.key in pinned]
         return Record(0, tuple(entries))
 
-    def merged(self, entry: Entry, file: File, manifest: Manifest, pool: BufferPool) -> MergedPayload:
-        """Return what reads a checkpoint whose part is open, from the parts of all ranks; close it."""
+    async def merged(self, entry: Entry, file: File, manifest: Manifest, pool: BufferPool) -> MergedPayload:
+        """Return what reads a checkpoint whose part is open, from the parts of all ranks; close it.
+
+        Raises UnreadableError.
+        """
         medium, backend = self.opened.medium, CopyBackend(self.opened.operations)
         key = next(one.key for one in self.listing.complete if one.entry.counter == entry.counter)
         others = {
@@ -158,7 +161,13 @@ class PartReader(StoreReader):
             for rank in self.listing.parts(key).keys() - {self.rank}
         }
         chunks = VerifiedChunks(self.opened, file, manifest, pool)
-        return MergedPayload(chunks, (self.rank, OpenPart(medium, file, manifest, backend, pool)), others)
+        merged = MergedPayload(chunks, (self.rank, OpenPart(medium, file, manifest, backend, pool)), others)
+        try:
+            await merged.open()
+        except BaseException:
+            await merged.aclose()
+            raise
+        return merged
 
     def nothing(self, path: str | os.PathLike[str], step: int | None) -> NoCheckpointError:
         """Return what to raise where no checkpoint is complete, or none of ``step``."""

@@ -42,7 +42,7 @@ class Parts:
 
     Args:
         parts: By the ranks that saved them.
-        own: The one that is restored, or read where a rank's own values are asked for. Whoever made it holds it, and
+        own: The one that is restored, or read where a rank's own values are asked for. Whoever made this holds it, and
             lets it go.
         by_address: Whether the memory of CUDA devices can be written to.
         elsewhere: The ranks whose parts are on filesystems that this rank does not see.
@@ -53,19 +53,24 @@ class Parts:
     ) -> None:
         self._parts = parts
         self._elsewhere = elsewhere
-        self._own = own
+        self.own = own
         self._by_address = by_address
         self._held = {own}
         self._plan = Resharding()
 
+    async def manifests(self) -> dict[int, Manifest]:
+        """Return what all parts consist of. Raises UnreadableError."""
+        for rank in self._parts.keys() - self._held:
+            await self._parts[rank].hold()
+            self._held.add(rank)
+        return {rank: part.manifest for rank, part in self._parts.items()}
+
     async def match(self, wanted: Sequence[Wanted]) -> None:
         """Work out what is read. Raises UnreadableError; StateMismatchError: the parts do not make these tensors."""
         if any(one.mesh is not None for one in wanted):
-            for rank in self._parts.keys() - self._held:
-                await self._parts[rank].hold()
-                self._held.add(rank)
+            await self.manifests()
         stored = {rank: stored_boxes(self._parts[rank].manifest, rank) for rank in sorted(self._held)}
-        self._plan = reshard(wanted, stored, self._own, by_address=self._by_address)
+        self._plan = reshard(wanted, stored, self.own, by_address=self._by_address)
         if troubles := self._plan.troubles:
             text = f"the tensors wanted here cannot be made of those in the checkpoint: {', '.join(troubles)}"
             if self._elsewhere:
@@ -74,7 +79,7 @@ class Parts:
 
     def take_own(self) -> BoxTargets | None:
         """Return what is filled from the own part, for whoever reads it anyway: :meth:`fill` leaves it out then."""
-        return self._plan.targets.pop(self._own, None)
+        return self._plan.targets.pop(self.own, None)
 
     async def fill(self) -> None:
         """Fill the tensors; :meth:`finish` follows. Raises UnreadableError; some are filled then."""
@@ -88,7 +93,7 @@ class Parts:
     def release(self) -> None:
         """Let all parts go but the own one. Idempotent."""
         for rank, part in self._parts.items():
-            if rank != self._own:
+            if rank != self.own:
                 part.release()
 
 

@@ -12,6 +12,7 @@ from pccheck_async.state.leaves import Array
 from pccheck_async.state.restore.arrays import Allocation, Target, Targets, viewed_ranges
 from pccheck_async.state.restore.listing import Listing, StoredLeaf, list_leaves
 from pccheck_async.state.restore.match import Restoration, allocate, match
+from pccheck_async.state.restore.merge import merge_parts
 from pccheck_async.state.restore.reshard import (
     AnyTargets,
     BoxTargets,
@@ -75,6 +76,7 @@ __all__ = [
     "list_leaves",
     "mapping_keys",
     "match",
+    "merge_parts",
     "no_dispatch",
     "no_functions",
     "notify",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -96,6 +96,7 @@ def match(
     *,
     strict: bool = True,
     generators: bool = True,
+    added: Collection[str] = (),
 ) -> Restoration:
     """Prepare a restore into the live ``state``: check it first, and change nothing.
 
@@ -111,7 +112,7 @@ def match(
     Any other Stateful gets its own tensors where dtype and shape are equal, and new ones elsewhere. What ``strict``
     means, and how modules compare, is said at :meth:`CheckpointEngine.restore`. ``by_address`` is asked when there is a
     CUDA tensor: whether the copy backend can write to its address. Without ``generators`` every :class:`RNGState` stays
-    as it is: what was saved is another rank's.
+    as it is: what was saved is another rank's. Paths that :func:`merge_parts` ``added`` need not be in the state.
 
     Raises:
         UnsupportedStateError: ``state`` is not a mapping with strings for keys, or has the ``state_dict()`` of a live
@@ -122,7 +123,7 @@ def match(
     refuse_tracing("restore")
     check_outermost(state)
     refuse_filling(state)
-    return _Matching(state, manifest, by_address, strict, generators).restoration()
+    return _Matching(state, manifest, by_address, strict, generators, added).restoration()
 
 
 class _Matching:
@@ -135,6 +136,7 @@ class _Matching:
         by_address: Callable[[], bool],
         strict: bool,
         generators: bool,
+        added: Collection[str],
     ) -> None:
         assert isinstance(manifest.skeleton, DictNode)
         self._state = state
@@ -142,6 +144,7 @@ class _Matching:
         self._tensors = manifest.tensors
         self._strict = strict
         self._restores_generators = generators
+        self._added = added
         self._names = cache(lambda: objects.names_in(state))
         self._filling = Filling(manifest, by_address)
         self._missing: list[str] = []
@@ -413,10 +416,14 @@ class _Matching:
         self._matched += len(common)
         if own and not common and len(self._missing) > missing:
             self._disjoint.append(path)
-        if self._strict or len(common) == len(node.values):
-            return node, own
         keys = {key for key, *_ in common}
-        kept = [index for index, key in enumerate(mapping_keys(node)) if key in keys]
+        kept = [
+            index
+            for index, (key, name, _) in enumerate(entries(node))
+            if key in keys or (self._strict and paths.child(path, name) not in self._added)
+        ]
+        if len(kept) == len(node.values):
+            return node, own
         return structs.replace(node, keys=[node.keys[i] for i in kept], values=[node.values[i] for i in kept]), own
 
     def _decides(self, own_loading: objects.OwnLoading, key: str, value: Any, node: Node) -> bool:
@@ -492,7 +499,8 @@ class _Matching:
             elif not str(key).startswith(ignored):
                 self._missing.append(below)
         unread = [pair for key, pair in stored.items() if not str(key).startswith(ignored)]
-        self._unexpected += [paths.child(path, name) for name, _ in unread]
+        unexpected = (paths.child(path, name) for name, _ in unread)
+        self._unexpected += [each for each in unexpected if each not in self._added]
         self._unread += sum(count(child) for _, child in unread)
         return common
 

@@ -30,8 +30,8 @@ class StoredBox(NamedTuple):
     """A box of a tensor as a part has it."""
 
     part: int
-    mesh: int | None
-    """A hash of the ranks that the tensor lies on; None for a plain tensor of one rank."""
+    mesh: int
+    """A hash of the ranks that the tensor lies on; :func:`private_mesh` for a plain tensor of one rank."""
     offsets: tuple[int, ...]
     entry: TensorEntry
     start: int
@@ -60,11 +60,16 @@ class Wanted:
     wrapper: torch.Tensor
 
 
+def private_mesh(part: int) -> int:
+    """Return what no mesh of several ranks has, for plain tensors that one rank saved."""
+    return -1 - part
+
+
 def stored_boxes(manifest: Manifest, part: int) -> dict[str, list[StoredBox]]:
     """Return the boxes in a part by the paths of their tensors; a plain tensor is one box."""
     found: dict[str, list[StoredBox]] = {}
     for path, node in leaves(manifest.skeleton):
-        mesh = None
+        mesh = private_mesh(part)
         if isinstance(node, ShardedNode):
             mesh = node.mesh
             pairs = [*zip(node.offsets, node.boxes, strict=True)]
@@ -215,11 +220,12 @@ def reshard(
     copies: dict[int, list[Copy]] = {}
     owners = []
     for one in wanted:
-        parts = (own,) if one.mesh is None else (own, *(part for part in stored if part != own))
+        mesh = private_mesh(own) if one.mesh is None else one.mesh
+        parts = (own, *(part for part in stored if part != own))
         boxes: dict[tuple[Any, ...], StoredBox] = {}
         for part in parts:
             for box in stored[part].get(one.stored_path, ()):
-                if box.mesh == one.mesh:
+                if box.mesh == mesh:
                     boxes.setdefault((box.offsets, box.entry.shape), box)
         into = one.local
         if not (into.is_cpu or (into.is_cuda and by_address)) or into.is_neg() or into.is_conj():

@@ -1,0 +1,114 @@
+"""Stages of a pipeline are put together by the names of what they hold: on another number of stages, and when read."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from pccheck_async import Group, StateMismatchError, SyncCheckpointEngine, export_checkpoint, load_sync
+from pccheck_async.state.boxes import local_tensors
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded", "ignore:FSDP2-wrapped module")
+LAYERS = 5
+
+
+def layer(number: int) -> nn.Linear:
+    torch.manual_seed(number)
+    return nn.Linear(6 + number, 7 + number)
+
+
+def stage_of(folder: Path, group: Group, stages: int) -> dict[str, Any]:
+    """Return the state of the stage that a rank has: layers that follow each other; each stage on as many ranks."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=group.rank, world_size=group.world_size
+    )
+    width = group.world_size // stages
+    stage = group.rank // width
+    numbers = [number for number in range(LAYERS) if number * stages // LAYERS == stage]
+    model = nn.ModuleDict({f"layer{number}": layer(number) for number in numbers})
+    if width > 1:
+        meshes = [DeviceMesh("cpu", [*range(first, first + width)]) for first in range(0, group.world_size, width)]
+        for each in model.values():
+            fully_shard(each, mesh=meshes[stage])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    flat: dict[str, Any] = {}  # as get_optimizer_state_dict(flatten_optimizer_state_dict=True) names it
+    for name, parameter in model.named_parameters():
+        flat |= {f"state.{name}.{kind}": value for kind, value in optimizer.state[parameter].items()}
+        flat[f"param_groups.{name}.lr"] = 0.1 + int(name[5])
+    return {"model": model, "optimizer": flat, "stages": stages, "rank": group.rank}
+
+
+def tensors(state: dict[str, Any]) -> dict[str, Any]:
+    """Return what is below model and optimizer, local tensors of DTensors."""
+    found = {**state["model"].state_dict(), **state["optimizer"]}
+    names, values = [*found], [*found.values()]
+    arrays = iter(local_tensors([value for value in values if isinstance(value, Tensor)]))
+    return {n: next(arrays).clone() if isinstance(v, Tensor) else v for n, v in zip(names, values, strict=True)}
+
+
+def saved(folder: Path, stages: int, group: Group) -> None:
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        engine.checkpoint(stage_of(folder, group, stages), step=1).result()
+
+
+def restored(folder: Path, stages: int, before: int, group: Group) -> None:
+    state = stage_of(folder, group, stages)
+    expected = tensors(state)
+    for value in (*state["model"].parameters(), *state["optimizer"].values()):
+        if isinstance(value, Tensor):
+            local_tensors([value.detach()])[0].zero_()
+    state["optimizer"] = {name: v if isinstance(v, Tensor) else -1.0 for name, v in state["optimizer"].items()}
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        if stages > before and before == 1:
+            with pytest.raises(StateMismatchError, match="layer"):  # one rank has what this stage does not
+                engine.restore(state)
+        info = engine.restore(state, strict=stages <= before and stages == 1)
+    assert info is not None
+    assert not info.missing
+    found = tensors(state)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value) if isinstance(value, Tensor) else found[name] == value
+    assert state["stages"] == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"), [((2, 2), (1, 1)), ((2, 2), (3, 3)), ((1, 1), (2, 2)), ((2, 4), (1, 2)), ((2, 4), (3, 3))]
+)
+def test_a_pipeline_is_split_otherwise(tmp_path: Path, before: tuple[int, int], after: tuple[int, int]) -> None:
+    run_ranks(before[1], partial(saved, tmp_path, before[0]))
+    (tmp_path / "rendezvous").unlink(missing_ok=True)
+    run_ranks(after[1], partial(restored, tmp_path, after[0], before[0]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stages", "world"), [(2, 2), (2, 4)])
+def test_all_stages_are_read_as_one_state(tmp_path: Path, stages: int, world: int) -> None:
+    run_ranks(world, partial(saved, tmp_path, stages))
+    for rank in (None, 1):
+        found = load_sync(tmp_path / "run", rank=rank)
+        assert found["rank"] == (rank or 0)
+        assert {name[:6] for name in found["model"]} == {f"layer{number}" for number in range(LAYERS)}
+        assert len(found["optimizer"]) == LAYERS * 2 * 4
+        for name, value in found["model"].items():
+            assert value.shape == layer(int(name[5])).state_dict()[name[7:]].shape
+            assert value.count_nonzero() == value.numel()
+    export_checkpoint(tmp_path / "run", tmp_path / "file", to="safetensors", keys=["model"])
+    exported = load_file(tmp_path / "file")
+    assert len(exported) == 2 * LAYERS
+    read = load_sync(tmp_path / "run", keys=["model.layer4.weight"])["model"]["layer4.weight"]
+    assert torch.equal(exported["model.layer4.weight"], read)
