@@ -18,7 +18,16 @@ import pytest
 
 from pccheck_async.format.record import IDENTITY_NAME
 from pccheck_async.testing import Image
-from tests.support.hostile import Forger, Prey, confine, examine_image, examine_manifest, victim, with_right_checksums
+from tests.support.hostile import (
+    Forger,
+    Prey,
+    confine,
+    examine_image,
+    examine_manifest,
+    of_version_2,
+    victim,
+    with_right_checksums,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -26,12 +35,13 @@ pytestmark = pytest.mark.slow
 def manifests(rng: random.Random, count: int, log: Callable[[str], None]) -> Counter[str]:
     prey, forger, live = Prey.make(), Forger(rng), victim()
     original = msgspec.msgpack.decode(prey.manifest)
+    versions = (original, of_version_2(original))
     counts: Counter[str] = Counter()
     for number in range(count):
-        forged = forger.forged(original, partial(with_right_checksums, payload=prey.payload))
+        forged = forger.forged(versions[number % 2], partial(with_right_checksums, payload=prey.payload))
         log(f"manifest {number} {forged.hex() if len(forged) < 9000 else len(forged)}")
         counts["manifest " + examine_manifest(forged, prey.payload, live)] += 1
-        if number % 50 == 0:
+        if number % 51 == 0:
             live = victim()
             counts["store with a forged manifest " + examine_image(prey.with_manifest(forged))] += 1
     return counts

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from pccheck_async import CheckpointError, SyncCheckpointEngine, list_checkpoints, load_sync
-from pccheck_async.format import crc32
+from pccheck_async.format import crc32, piece_sums
 from pccheck_async.format.manifest import decode
 from pccheck_async.format.record import (
     COMMIT_NAME,
@@ -240,11 +240,20 @@ class Prey:
         return (header + body)[:REGION_NBYTES].ljust(COMMIT_NBYTES, b"\0")
 
 
+def of_version_2(manifest: Any) -> Any:
+    """Return a manifest with the checksums of the pieces of its chunks, which are small."""
+    sums = [chunk[2].to_bytes(4, "little") for chunk in manifest["chunks"]]
+    return {**manifest, "version": 2, "pieces": sums}
+
+
 def with_right_checksums(tree: Any, payload: bytes) -> Any:
-    """Let the checksums of a forged manifest's chunks be right, where the chunks exist."""
+    """Let the checksums of a forged manifest's chunks be right, where the chunks exist, and those of their pieces."""
     try:
-        for chunk in tree["chunks"]:
-            chunk[2] = crc32(payload[chunk[0] : chunk[0] + chunk[1]])
+        for index, chunk in enumerate(tree["chunks"]):
+            data = payload[chunk[0] : chunk[0] + chunk[1]]
+            chunk[2] = crc32(data)
+            if "pieces" in tree:
+                tree["pieces"][index] = piece_sums(data)
     except (TypeError, KeyError, IndexError, AttributeError):
         pass
     return tree

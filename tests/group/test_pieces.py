@@ -1,0 +1,233 @@
+"""Readers of parts of tensors that lie on several ranks read, and verify, the MiBs that hold what they want."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from pccheck_async import (
+    DamagedError,
+    Group,
+    SyncCheckpointEngine,
+    copy_checkpoint,
+    export_checkpoint,
+    load_sync,
+    open_checkpoint,
+    verify_checkpoints,
+)
+from pccheck_async.format.record import slot_name
+from pccheck_async.group import GroupListing, list_group, rank_name
+from pccheck_async.transfer.operations import Operations
+from tests.group.test_sharded import mesh_of
+from tests.support.ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded", "ignore:torch.distributed is disabled"),
+]
+
+MIB = 1 << 20
+ROWS = (12_289, 1024)
+"""Of 4 KiB; no world divides their number."""
+EVEN_ROWS = (12_288, 1024)
+LONG_ROWS = (16, 1 << 20)
+"""Of 4 MiB."""
+
+
+def whole(shape: tuple[int, ...]) -> Tensor:
+    return torch.arange(float(shape[0] * shape[1]), dtype=torch.float32).reshape(shape)
+
+
+def payload_of(listing: GroupListing) -> dict[str, int]:
+    """Return the bytes of the newest checkpoint's parts, by the paths of their slots."""
+    parts = listing.parts(listing.complete[0].key)
+    return {
+        str(listing.folder / rank_name(rank) / slot_name(part.entry.slot)): part.entry.nbytes
+        for rank, part in parts.items()
+    }
+
+
+@contextmanager
+def counted(folder: Path) -> Iterator[Callable[[], int]]:
+    """Count the bytes of payloads that this process reads, where the system is asked for them."""
+    payloads, read = payload_of(list_group(folder)), Operations.read
+    count = 0
+
+    async def counting(self: Operations, fd: int, offset: int, into: memoryview) -> int:
+        nonlocal count
+        got = await read(self, fd, offset, into)
+        if offset < payloads.get(os.readlink(f"/proc/self/fd/{fd}"), 0):
+            count += got
+        return got
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Operations, "read", counting)
+        yield lambda: count
+
+
+def save(folder: Path, shape: tuple[int, ...], group: Group) -> None:
+    mesh = mesh_of(folder, group)
+    with SyncCheckpointEngine(folder / "run", group=group, keep_last=2) as engine:
+        state = {"w": distribute_tensor(whole(shape), mesh, [Shard(0)]), "own": torch.full((100,), float(group.rank))}
+        engine.checkpoint(state, step=1).result()
+
+
+def saved(folder: Path, world: int, shape: tuple[int, ...]) -> Path:
+    run_ranks(world, partial(save, folder, shape))
+    (folder / "rendezvous").unlink(missing_ok=True)
+    return folder / "run"
+
+
+def restore(folder: Path, shape: tuple[int, ...], placement: Placement, group: Group) -> int:
+    """Return how many bytes of payloads this rank read."""
+    mesh = mesh_of(folder, group)
+    state = {"w": distribute_tensor(torch.zeros(shape), mesh, [placement]), "own": torch.zeros(100)}
+    with counted(folder / "run") as count, SyncCheckpointEngine(folder / "run", group=group) as engine:
+        assert engine.restore(state) is not None
+        expected = distribute_tensor(whole(shape), mesh, [placement])
+        assert torch.equal(state["w"].to_local(), expected.to_local())  # type: ignore[attr-defined]
+        return count()
+
+
+def flip(run: Path, rank: int, at: int) -> None:
+    """Damage a byte of a rank's part."""
+    path = next(path for path in payload_of(list_group(run)) if f"/{rank_name(rank)}/" in path)
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 0x10]))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_slice_of_a_mebibyte_reads_three_at_most(tmp_path: Path, world: int) -> None:
+    run, full = saved(tmp_path, world, ROWS), whole(ROWS)
+    with counted(run) as count, open_checkpoint(run) as opened:
+        stored = opened.tensor("w")
+        for low in (0, 3_000, -(-ROWS[0] // world) - 100, ROWS[0] - 256):  # the third one lies on two ranks
+            before, told = count(), opened.bytes_read
+            assert torch.equal(stored[low : low + 256], full[low : low + 256])
+            assert MIB <= count() - before <= 3 * MIB, (low, count() - before)
+            assert low == 0 or opened.bytes_read - told == count() - before  # first come all records and manifests
+        before = count()
+        assert torch.equal(stored[:], full)
+        assert count() - before < full.nbytes + world * MIB
+
+
+@pytest.mark.parametrize(
+    ("world", "shape", "most"),
+    [(1, ROWS, 1.1), (2, ROWS, 1.1), (3, ROWS, 1.1), (8, EVEN_ROWS, 1.1), (8, ROWS, 1.2)],  # the last: 1 MiB of 6
+)
+def test_rows_on_other_ranks_are_read_once_in_each_pass(
+    tmp_path: Path, world: int, shape: tuple[int, ...], most: float
+) -> None:
+    """A restore reads everything twice: all ranks verify before any of them changes its state."""
+    saved(tmp_path, 4, shape)
+    reads = run_ranks(world, partial(restore, tmp_path, shape, Shard(0)))
+    nbytes = whole(shape).nbytes
+    print(f"rows of {shape}, 4 -> {world}: {sum(reads) / 2 / nbytes:.3f} of the bytes in each pass, by rank {reads}")
+    assert 2 * nbytes <= sum(reads) <= 2 * most * nbytes
+
+
+@pytest.mark.parametrize(("world", "shape"), [(1, ROWS), (2, ROWS), (3, ROWS), (8, EVEN_ROWS)])
+def test_ranks_that_load_their_rows_read_them_once(tmp_path: Path, world: int, shape: tuple[int, ...]) -> None:
+    run, full = saved(tmp_path, 4, shape), whole(shape)
+    total = 0
+    for rank in range(world):
+        with counted(run) as count, open_checkpoint(run) as opened:
+            low, high = (shape[0] * number // world for number in (rank, rank + 1))
+            assert torch.equal(opened.tensor("w")[low:high], full[low:high])
+            total += count()
+    print(f"rows of {shape}, 4 -> {world}, loaded: {total / full.nbytes:.3f} of the bytes")
+    assert full.nbytes <= total <= 1.1 * full.nbytes
+
+
+@pytest.mark.parametrize(("world", "shape", "most"), [(4, LONG_ROWS, 1.1), (3, LONG_ROWS, 1.6), (2, ROWS, 2.1)])
+def test_columns(tmp_path: Path, world: int, shape: tuple[int, ...], most: float) -> None:
+    """Of rows shorter than a MiB every reader reads all."""
+    saved(tmp_path, 4, shape)
+    reads = run_ranks(world, partial(restore, tmp_path, shape, Shard(1)))
+    nbytes = whole(shape).nbytes
+    print(f"columns of {shape}, 4 -> {world}: {sum(reads) / 2 / nbytes:.3f} of the bytes in each pass")
+    assert 2 * nbytes <= sum(reads) <= 2 * most * nbytes
+
+
+def test_the_same_ranks_read_their_own_parts_whole(tmp_path: Path) -> None:
+    run = saved(tmp_path, 2, ROWS)
+    reads = run_ranks(2, partial(restore, tmp_path, ROWS, Shard(0)))
+    assert sum(reads) == 2 * sum(payload_of(list_group(run)).values())
+
+
+def test_damage_is_found_by_who_reads_it(tmp_path: Path) -> None:
+    run, full = saved(tmp_path, 2, ROWS), whole(ROWS)
+    half = -(-ROWS[0] // 2)
+    flip(run, 1, 5 * MIB + 7)
+    damaged = half + 5 * MIB // 4096
+    with open_checkpoint(run) as opened:
+        stored = opened.tensor("w")
+        for low, high in ((0, damaged - 200), (damaged + 300, ROWS[0])):
+            assert torch.equal(stored[low:high], full[low:high])
+        for _ in range(2):
+            with pytest.raises(
+                DamagedError, match=r"chunk 0 \(bytes 5242880 to 6291456\) of the checkpoint is damaged"
+            ):
+                stored[damaged]
+        with pytest.raises(DamagedError, match="chunk 0 "):
+            stored.read()
+        assert torch.equal(stored[0], full[0])
+    with pytest.raises(DamagedError, match="chunk 0 "):
+        load_sync(run, step=1)
+    found = verify_checkpoints(run)
+    assert not found.whole
+    (damage,) = [each for one in found.checkpoints for each in one.damage]
+    assert (damage.what, damage.offset, damage.reason) == ("chunk 0", 0, "checksum mismatch")
+    assert any(leaf.startswith("w") for leaf in damage.leaves)
+
+
+def refused(folder: Path, placement: Placement, group: Group) -> str:
+    mesh = mesh_of(folder, group)
+    state = {"w": distribute_tensor(torch.full(ROWS, -1.0), mesh, [placement]), "own": torch.zeros(100)}
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        with pytest.raises(DamagedError) as caught:
+            engine.restore(state, step=1)
+        assert bool((state["w"].to_local() == -1.0).all())  # type: ignore[attr-defined]
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_no_rank_restores_what_one_finds_damaged(tmp_path: Path, world: int) -> None:
+    run = saved(tmp_path, 2, ROWS)
+    flip(run, 1, 5 * MIB + 7)
+    told = run_ranks(world, partial(refused, tmp_path, Shard(0)))
+    assert all("chunk 0 (bytes" in each for each in told)
+
+
+def copied(folder: Path, group: Group) -> None:
+    mesh = mesh_of(folder, group)
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        tied = distribute_tensor(whole((300, 7)), mesh, [Shard(0)])
+        state = {"w": tied, "tied": tied, "same": distribute_tensor(torch.ones(5), mesh, [Replicate()]), "n": 3}
+        engine.checkpoint(state, step=1).result()
+
+
+def test_copies_of_parts_have_the_same_pieces(tmp_path: Path) -> None:
+    """Small ones, of one chunk that is captured inline."""
+    run_ranks(2, partial(copied, tmp_path))
+    run = tmp_path / "run"
+    copy_checkpoint(run, tmp_path / "copy", rank=1)
+    assert verify_checkpoints(tmp_path / "copy").whole
+    with open_checkpoint(tmp_path / "copy") as copy, open_checkpoint(run / rank_name(1)) as part:
+        assert copy.info.step == 1
+        for path, stored in part.tensors().items():
+            assert torch.equal(copy.tensor(path)[:], stored.read())
+    export_checkpoint(run, tmp_path / "w.safetensors", to="safetensors")
+    assert torch.equal(load_sync(run)["w"], whole((300, 7)))
