@@ -31,6 +31,7 @@ from pccheck_async.cli.output import (
     json_value,
     nothing_in,
     parse_path,
+    parse_size,
     path_argument,
     pick,
     printable,
@@ -508,7 +509,7 @@ def _recovered(recovery: pccheck.Recovery, path: Path) -> Iterator[str | Table]:
 @reporting
 def export(
     path: AnyFolder,
-    out: Annotated[Path, path_argument("OUT", "The new file, or folder (dcp).")],
+    out: Annotated[Path, path_argument("OUT", "The new file, or folder.")],
     to: Annotated[Literal["safetensors", "torch", "dcp"], typer.Option(help="The format.")],
     step: Step = None,
     rank: Rank = None,
@@ -516,14 +517,23 @@ def export(
         list[str] | None, typer.Option(help="Paths or globs of what to export, such as 'model.*'; may be repeated.")
     ] = None,
     root: Annotated[str | None, typer.Option(help="The part that becomes the whole, such as 'model'.")] = None,
+    max_file_size: Annotated[
+        str | None,
+        typer.Option(help="safetensors: write a folder of files of at most this size, such as 5GB, and an index."),
+    ] = None,
     json: Json = False,
 ) -> Report:
-    """Write a checkpoint, or a part of it, as a file that others read without this package.
+    """Write a checkpoint, or a part of it, as a file or folder that others read without this package.
 
     Exit status: 0 exported, 1 it failed or the format cannot express something, 2 wrong usage, 3 there is no such
     checkpoint.
     """
-    exported = pccheck.export_checkpoint(path, out, to=to, step=step, rank=rank, keys=keys or None, root=root)
+    most = None if max_file_size is None else parse_size(max_file_size)
+    if most is not None and to != "safetensors":
+        raise typer.BadParameter("--max-file-size is for --to safetensors")
+    exported = pccheck.export_checkpoint(
+        path, out, to=to, step=step, rank=rank, keys=keys or None, root=root, max_file_size=most
+    )
     document = {
         "checkpoint": as_json(exported.info),
         "path": str(exported.path),
@@ -544,7 +554,7 @@ def _exported(exported: pccheck.Exported) -> Iterator[str]:
 
 @reporting
 def import_(
-    file: Annotated[Path, path_argument("FILE", "A file of torch.save or of safetensors.")],
+    file: Annotated[Path, path_argument("FILE", "A file of torch.save or safetensors, or a folder of the latter.")],
     path: Annotated[Path, path_argument("PATH", "Folder of the store; nobody else may write to it.")],
     source: Annotated[Literal["torch", "safetensors"], typer.Option("--from", help="The format.")],
     step: Annotated[
@@ -553,7 +563,7 @@ def import_(
     root: Annotated[str | None, typer.Option(help="Put it below this name, such as 'model'.")] = None,
     json: Json = False,
 ) -> Report:
-    """Save what a file holds as the newest checkpoint of a store. Runs no code from the file.
+    """Save what a file or folder holds as the newest checkpoint of a store. Runs no code from it.
 
     Exit status: 0 imported, 1 it failed, 2 wrong usage.
     """

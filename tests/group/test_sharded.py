@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from math import prod
@@ -252,6 +253,12 @@ def test_reading_in_full(tmp_path: Path, layout: str) -> None:
         export_checkpoint(tmp_path / "run", tmp_path / to, to=to, keys=["model"])
         found = read(tmp_path / to)
         assert all(torch.equal(found[name], saved[name]) for name in ("inner.weight", "outer.bias", "out.weight"))
+    folder = tmp_path / "files"
+    export_checkpoint(tmp_path / "run", folder, to="safetensors", root="model", max_file_size=300)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 3
+    for name, title in index["weight_map"].items():
+        assert torch.equal(load_file(folder / title)[name], saved[name])
 
 
 def unsharded(mesh: DeviceMesh) -> nn.Module:

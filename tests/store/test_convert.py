@@ -385,6 +385,131 @@ def test_a_model_alone(tmp_path: Path) -> None:
             export_checkpoint(tmp_path / "s", tmp_path / "x", to="torch", root=root)
 
 
+def as_transformers_reads(folder: Path) -> dict[str, torch.Tensor]:
+    """Follow the index as ``from_pretrained`` does: all files that it names, and every tensor in them."""
+    from safetensors import safe_open
+
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    found: dict[str, torch.Tensor] = {}
+    for title in sorted(set(index["weight_map"].values())):
+        with safe_open(folder / title, framework="pt") as file:
+            assert file.metadata() == {"format": "pt"}  # else it refuses the file
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                assert index["weight_map"][name] == title
+                assert name not in found
+                found[name] = file.get_tensor(name)
+    assert found.keys() == index["weight_map"].keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+    return found
+
+
+def test_safetensors_in_several_files(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    state = training_state() | {"odd": odd_state()}
+    save(tmp_path / "s", state)
+    export_checkpoint(tmp_path / "s", tmp_path / "one", to="safetensors")
+    exported = export_checkpoint(tmp_path / "s", tmp_path / "f", to="safetensors", max_file_size=10_000)
+    titles = sorted(path.name for path in (tmp_path / "f").glob("*.safetensors"))
+    assert titles == [f"model-{number:05d}-of-{len(titles):05d}.safetensors" for number in range(1, len(titles) + 1)]
+    assert exported.nbytes == sum(path.stat().st_size for path in (tmp_path / "f").iterdir())
+    found = as_transformers_reads(tmp_path / "f")
+    assert digests({name: {"": tensor} for name, tensor in found.items()}) == digests(
+        {name: {"": tensor} for name, tensor in load_safetensors(tmp_path / "one").items()}
+    )
+    for title in titles:
+        sizes = [tensor.nbytes for tensor in load_safetensors(tmp_path / "f" / title).values()]
+        assert sum(sizes) <= 10_000 or len(sizes) == 1
+    for number, place in enumerate((tmp_path / "f", tmp_path / "f" / "model.safetensors.index.json")):
+        info = import_checkpoint(place, tmp_path / f"t{number}", source="safetensors")
+        assert (info.step, dict(info.metadata)) == (7, {"loss": 0.5})
+        back = load_sync(tmp_path / f"t{number}")
+        _assert_same_apart_from_strides(back, load_sync(tmp_path / "s"))
+        assert back["odd"]["tied"]["one"].data_ptr() == back["odd"]["tied"]["other"].data_ptr()
+
+
+def load_safetensors(file: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    found: dict[str, torch.Tensor] = load_file(file)
+    return found
+
+
+def test_what_fits_into_one_file_has_no_index(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    save(tmp_path / "s", {"x": torch.ones(3), "n": 1})
+    export_checkpoint(tmp_path / "s", tmp_path / "f", to="safetensors", max_file_size=12)
+    assert os.listdir(tmp_path / "f") == ["model.safetensors"]
+    import_checkpoint(tmp_path / "f", tmp_path / "t", source="safetensors")
+    assert not difference(load_sync(tmp_path / "t"), load_sync(tmp_path / "s"))
+    for most, to in ((0, "safetensors"), (10, "torch")):
+        with pytest.raises(ValueError, match="max_file_size"):
+            export_checkpoint(tmp_path / "s", tmp_path / "g", to=to, max_file_size=most)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A folder of two files and an index, as Hugging Face's libraries write it."""
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    (tmp_path / "f").mkdir()
+    for title, name in (("a", "x"), ("b", "y")):
+        save_file({name: torch.full((3,), float(ord(name)))}, tmp_path / "f" / f"{title}.safetensors", {"format": "pt"})
+    weight_map = {"y": "b.safetensors", "x": "a.safetensors"}
+    index = {"metadata": {"total_parameters": 6, "total_size": 24}, "weight_map": weight_map}
+    (tmp_path / "f" / "model.safetensors.index.json").write_text(json.dumps(index))
+    return tmp_path / "f"
+
+
+def test_import_of_several_files_of_others(files: Path, tmp_path: Path) -> None:
+    import_checkpoint(files, tmp_path / "t", source="safetensors", root="model", step=3)
+    found = load_sync(tmp_path / "t")["model"]
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {"y": [121.0] * 3, "x": [120.0] * 3}
+    assert list(found) == ["y", "x"]
+    (files / "model.safetensors.index.json").rename(files / "other.safetensors.index.json")
+    import_checkpoint(files, tmp_path / "u", source="safetensors")
+    assert set(load_sync(tmp_path / "u")) == {"x", "y"}
+
+
+def test_what_is_wrong_with_an_index_is_said(files: Path, tmp_path: Path) -> None:
+    index = files / "model.safetensors.index.json"
+    whole = json.loads(index.read_text())
+    for weight_map, error, says in (
+        ({"x": "a.safetensors", "z": "a.safetensors"}, CorruptStoreError, r"lack z \(in a\.safetensors\)"),
+        ({"x": "b.safetensors"}, CorruptStoreError, r"lack x \(in b\.safetensors\)"),
+        ({"x": "c.safetensors"}, FileNotFoundError, r"files that are not there: c\.safetensors"),
+        ({"x": "../f/a.safetensors"}, CorruptStoreError, "cannot be files beside it"),
+        ({"x": ".."}, FileNotFoundError, "not there"),
+        ({"x": 1}, CorruptStoreError, r"model\.safetensors\.index\.json is no index"),
+    ):
+        index.write_text(json.dumps(whole | {"weight_map": weight_map}))
+        with pytest.raises(error, match=says):
+            import_checkpoint(files, tmp_path / "t", source="safetensors")
+    index.write_text(json.dumps(whole | {"metadata": {"pccheck_async.state": 1}}))
+    with pytest.raises(CorruptStoreError, match=r"metadata pccheck_async\.state cannot be read: it is no text"):
+        import_checkpoint(files, tmp_path / "t", source="safetensors")
+    index.write_text(json.dumps(whole))
+    with pytest.raises(UnsupportedStateError, match="--from safetensors"):
+        import_checkpoint(index, tmp_path / "t", source="torch")
+    data = (files / "b.safetensors").read_bytes()
+    (files / "b.safetensors").write_bytes(data[:-1])
+    with pytest.raises(CorruptStoreError, match=r"b\.safetensors is no whole file of safetensors"):
+        import_checkpoint(files, tmp_path / "t", source="safetensors")
+    (files / "other.safetensors.index.json").write_bytes(b"")
+    with pytest.raises(UnsupportedStateError, match="several indexes"):
+        import_checkpoint(files, tmp_path / "t", source="safetensors")
+    assert not (tmp_path / "t").exists()
+
+
+def test_damage_leaves_no_folder_of_files(tmp_path: Path) -> None:
+    save(tmp_path / "s", {"a": torch.ones(5000), "b": torch.ones(5000)})
+    slot = next(path for path in (tmp_path / "s").glob("slot-*") if any(path.read_bytes()[:CHUNK]))
+    data = bytearray(slot.read_bytes())
+    data[5 * CHUNK] ^= 1
+    slot.write_bytes(data)
+    with pytest.raises(CorruptStoreError, match="chunk 5 "):
+        export_checkpoint(tmp_path / "s", tmp_path / "out", to="safetensors", max_file_size=20_000)
+    assert os.listdir(tmp_path) == ["s"]
+
+
 def test_names_that_are_alike_keep_their_escapes(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors")
     save(
@@ -877,6 +1002,12 @@ def test_the_commands(tmp_path: Path) -> None:
     assert found["nbytes"] == (tmp_path / "j.pt").stat().st_size
     command = ["import", str(tmp_path / "j.pt"), str(tmp_path / "t"), "--from=torch", "--step=11", "--json"]
     assert json.loads(runner.invoke(app, command).stdout)["step"] == 11
+    files = ["export", str(tmp_path / "s"), str(tmp_path / "f"), "--max-file-size=0.02kB"]
+    assert runner.invoke(app, [*files, "--to=torch"]).exit_code == 2
+    assert runner.invoke(app, [*files, "--to=safetensors"]).exit_code == 0
+    assert len(as_transformers_reads(tmp_path / "f")) == 2
+    result = runner.invoke(app, ["import", str(tmp_path / "f"), str(tmp_path / "u"), "--from=safetensors"])
+    assert "step 7" in result.stdout
     result = runner.invoke(app, ["export", str(tmp_path / "s"), str(tmp_path / "o.pt"), "--to=torch"])
     assert (result.exit_code, result.stdout) == (1, "")
     assert "FileExistsError" in result.stderr
