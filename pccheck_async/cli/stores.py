@@ -554,9 +554,11 @@ def _exported(exported: pccheck.Exported) -> Iterator[str]:
 
 @reporting
 def import_(
-    file: Annotated[Path, path_argument("FILE", "A file of torch.save or safetensors, or a folder of the latter.")],
+    file: Annotated[
+        Path, path_argument("FILE", "A file of torch.save or safetensors, or a folder (safetensors, dcp).")
+    ],
     path: Annotated[Path, path_argument("PATH", "Folder of the store; nobody else may write to it.")],
-    source: Annotated[Literal["torch", "safetensors"], typer.Option("--from", help="The format.")],
+    source: Annotated[Literal["torch", "safetensors", "dcp"], typer.Option("--from", help="The format.")],
     step: Annotated[
         int | None, typer.Option(help="The step of the new checkpoint (default: what the file says, or a count).")
     ] = None,

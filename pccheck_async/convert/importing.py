@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from pccheck_async.api import SyncCheckpointEngine, list_checkpoints
-from pccheck_async.convert import safetensors_reading
+from pccheck_async.convert import dcp_reading, safetensors_reading
 from pccheck_async.errors import CheckpointError, CorruptStoreError, StoreFullError, UnsupportedStateError
 from pccheck_async.format import CheckpointInfo, Metadata, check_metadata, new_step
 from pccheck_async.format.record import GROUP_NAME, IDENTITY_NAME, MOST_ENTRIES
@@ -28,7 +28,7 @@ def import_checkpoint(
     file: str | os.PathLike[str],
     path: str | os.PathLike[str],
     *,
-    source: Literal["torch", "safetensors"],
+    source: Literal["torch", "safetensors", "dcp"],
     step: int | None = None,
     root: str | None = None,
     metadata: Metadata | None = None,
@@ -37,13 +37,18 @@ def import_checkpoint(
 ) -> CheckpointInfo:
     """Save what a file or folder holds as the newest checkpoint of a store. Checkpoints that are there stay.
 
-    Files are mapped, not read as a whole, and no code in them runs.
+    No code in it runs. Files of "torch" and "safetensors" are mapped, not read as a whole.
 
     "torch"
         A file of ``torch.save``, read with ``weights_only=True``.
     "safetensors"
         A file; or a folder of several with ``model.safetensors.index.json``, or that index itself. Gives the tensors
         under their names, and the whole state where :func:`export_checkpoint` made it.
+    "dcp"
+        A folder that ``torch.distributed.checkpoint`` saved to files, from any number of ranks; tensors that lay on
+        several are put together. Keys and lists are as that package tells them: numbers as keys are strings. Takes the
+        memory of the whole state, and of its largest part once more. Pickled values are read with
+        ``weights_only=True``; arrays and scalars of numpy are made without numpy's unpickling functions.
 
     Args:
         file: The file or folder, or a symbolic link to one; pipes and devices cannot be mapped, and are refused.
@@ -63,8 +68,8 @@ def import_checkpoint(
 
     Raises:
         FileNotFoundError: there is no such file, or an index names one that is not there.
-        UnsupportedStateError: the file holds what cannot be saved, or what cannot be read without running code. Or it
-            is of another format, or a folder of ``torch.distributed.checkpoint``; says what to do.
+        UnsupportedStateError: the file holds what cannot be saved, or what cannot be read without running code; names
+            it. Or it is of another format; says of which.
         CorruptStoreError: the file is damaged, or one lacks a tensor that an index names.
         StoreLockedError: a trainer writes to the store.
         StoreFullError: there is no space, or the store holds as many checkpoints as it can.
@@ -72,10 +77,14 @@ def import_checkpoint(
         ValueError: there is no such format.
     """
     name = Path(file)
-    if source not in ("torch", "safetensors"):
-        raise ValueError(f"source is 'torch' or 'safetensors', not {source!r}")
+    if source not in ("torch", "safetensors", "dcp"):
+        raise ValueError(f"source is 'torch', 'safetensors' or 'dcp', not {source!r}")
     place = _find(name, source)
-    held, known, facts = (read_torch(place), None, None) if source == "torch" else safetensors_reading.read(place)
+    known, facts = None, None
+    if source == "safetensors":
+        held, known, facts = safetensors_reading.read(place)
+    else:
+        held = read_torch(place) if source == "torch" else dcp_reading.read(place)
     state = held if root is None else {root: held}
     if not isinstance(state, Mapping):
         raise UnsupportedStateError(
@@ -96,18 +105,23 @@ def import_checkpoint(
 
 def _find(name: Path, source: str) -> Path:
     """Return the file to read. Raise where it is of another format: what would fail to read it could not say so."""
-    if (name / ".metadata").is_file():
+    if (name / dcp_reading.METADATA).is_file():
+        if source == "dcp":
+            return name
         raise UnsupportedStateError(
-            f"{name} is a folder of torch.distributed.checkpoint, not a file. If you trust it (it is unpickled), make "
-            f"a file of it: torch.distributed.checkpoint.format_utils.dcp_to_torch_save({str(name)!r}, 'new.pt'); and "
-            "import that (--from torch, source='torch')"
+            f"{name} is a folder of torch.distributed.checkpoint: import it as such (--from dcp, source='dcp')"
         )
     if (name / IDENTITY_NAME).is_file() or (name / GROUP_NAME).is_file():
         raise UnsupportedStateError(f"{name} is a store of this package: copy its checkpoint (`pccheck copy`)")
     if name.is_dir():
         if source == "safetensors":
             return safetensors_reading.find_in_folder(name)
-        raise FileNotFoundError(f"{name} is a folder; give a file")
+        if source == "torch":
+            raise FileNotFoundError(f"{name} is a folder; give a file")
+        if any(name.glob(f"__*{dcp_reading.METADATA}")):
+            text = f"{name} was saved with use_collectives=False: nothing in it says what belongs together"
+            raise UnsupportedStateError(text)
+        raise FileNotFoundError(f"{name} is a folder without {dcp_reading.METADATA}, which such a save writes last")
     if not name.is_file():
         raise FileNotFoundError(f"there is no file {name}, or it is none that can be mapped")
     with name.open("rb") as file:
@@ -120,6 +134,8 @@ def _find(name: Path, source: str) -> Path:
             f"{name} begins like a file of {begins}, not of {source}: import it as such (--from {begins}, "
             f"source={begins!r})"
         )
+    if source == "dcp":
+        raise FileNotFoundError(f"{name} is a file; give the folder that torch.distributed.checkpoint saved to")
     return name
 
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from pccheck_async import (
     CheckpointEngine,
+    CorruptStoreError,
     DamagedError,
     FlatShard,
     Group,
@@ -31,6 +32,7 @@ from pccheck_async import (
     UnsupportedStateError,
     describe_checkpoint,
     export_checkpoint,
+    import_checkpoint,
     load_sync,
     open_checkpoint,
 )
@@ -39,6 +41,7 @@ from pccheck_async.group import GroupListing, list_group
 from pccheck_async.state.boxes import local_tensors
 from tests.support.group_folders import spoil
 from tests.support.ranks import run_ranks
+from tests.support.state_strategies import difference
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:This process .* is multi-threaded", "ignore:FSDP2-wrapped module", "ignore:torch.distributed is disabled"
@@ -259,6 +262,44 @@ def test_reading_in_full(tmp_path: Path, layout: str) -> None:
     assert len(set(index["weight_map"].values())) > 3
     for name, title in index["weight_map"].items():
         assert torch.equal(load_file(folder / title)[name], saved[name])
+
+
+def saved_by_dcp(folder: Path, group: Group) -> dict[str, Any]:
+    """Save what torch.distributed.checkpoint can shard, with its own writer; return all of it in full."""
+    mesh = mesh_of(folder, group)
+    model = fsdp(mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    train(model, optimizer, 0, range(2))
+    full = torch.arange(15.0).reshape(5, 3)
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        **{str(how): distribute_tensor(full, mesh, [how]) for how in (Shard(0), Shard(1), Replicate())},
+        "short": distribute_tensor(torch.arange(7, dtype=torch.int64), mesh, [Shard(0)]),
+        "few": distribute_tensor(torch.ones(1, 2), mesh, [Shard(0)]),  # some ranks have nothing of it
+        "plain": {"of all": full[0], "list": [1, {"x": full[1]}]},
+    }
+    dcp.save(state, checkpoint_id=folder / "dcp")  # type: ignore[attr-defined]
+
+    def in_full(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {str(key): in_full(item) for key, item in value.items()}
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+    found: dict[str, Any] = in_full(state)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+def test_import_of_what_ranks_saved_with_dcp(tmp_path: Path, world: int) -> None:
+    expected, *_ = run_ranks(world, partial(saved_by_dcp, tmp_path))
+    assert len([*(tmp_path / "dcp").glob("*.distcp")]) == world
+    import_checkpoint(tmp_path / "dcp", tmp_path / "single", source="dcp", step=9)
+    assert not difference(load_sync(tmp_path / "single"), expected)
+    (tmp_path / "dcp" / "__1_0.distcp").unlink()
+    with pytest.raises(CorruptStoreError, match=r"lacks the files __1_0\.distcp, which its metadata names"):
+        import_checkpoint(tmp_path / "dcp", tmp_path / "single", source="dcp")
 
 
 def unsharded(mesh: DeviceMesh) -> nn.Module:

@@ -8,11 +8,13 @@ import hashlib
 import io
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
@@ -29,6 +31,7 @@ from hypothesis import given, settings
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from typer.testing import CliRunner
 
 from pccheck_async import (
@@ -47,7 +50,7 @@ from pccheck_async import (
 )
 from pccheck_async.api import Connection
 from pccheck_async.cli import app
-from pccheck_async.convert import importing, target, torch_file
+from pccheck_async.convert import dcp_reading, importing, target, torch_file
 from pccheck_async.convert.safetensors_file import parts
 from pccheck_async.convert.target import new_file, new_folder
 from pccheck_async.format import dtypes
@@ -699,6 +702,179 @@ def test_dcp_needs_a_dict(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["s"]
 
 
+# -- and back
+
+
+def as_dcp_has_it(value: Any) -> Any:
+    """Return a state as that package names it: numbers as keys are strings, and no dict of the state is empty."""
+    if isinstance(value, Mapping):
+        return {str(key): as_dcp_has_it(item) for key, item in value.items() if not isinstance(item, dict) or item}
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone(memory_format=torch.contiguous_format).requires_grad_(value.requires_grad)
+    return [as_dcp_has_it(item) for item in value] if type(value) is list else value
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pccheck_async.convert.dcp_folder.PART_BYTES", 10_000)
+    monkeypatch.setattr("pccheck_async.convert.dcp_folder._FILE", 50_000)
+    save(
+        tmp_path / "s",
+        training_state()
+        | {
+            "odd": odd_state(),
+            "tuple": (torch.arange(3), np.arange(4), [{"deep": np.float64(0.5)}]),
+            "arrays": [np.arange(6, dtype=">i4").reshape(2, 3).T, np.array(["a", "bc"]), np.array(5, "M8[3s]")],
+            "scalars": {"np": np.float32(2), "time": np.datetime64(1, "us"), "dtype": np.dtype("<U3"), "bytes": b""},
+            "sets": [{1, 2}, frozenset({"x"}), Counter("aab"), 2**80, 1j],
+            "large": torch.randn(100, 100, 2),
+            "parts of bytes": torch.randn(300, 100).to(torch.float8_e5m2),
+            "nothing": {},
+            "lists": [[torch.zeros(1), {"x": [torch.ones(2)]}], []],
+        },
+    )
+    exported = export_checkpoint(tmp_path / "s", tmp_path / "d", to="dcp")
+    assert [line for line in exported.changed if "left out" not in line] == []
+    assert len([*(tmp_path / "d").glob("*.distcp")]) > 3
+    info = import_checkpoint(tmp_path / "d", tmp_path / "t", source="dcp", step=3, metadata={"from": "dcp"})
+    assert (info.step, dict(info.metadata)) == (3, {"from": "dcp"})
+    assert not difference(load_sync(tmp_path / "t"), as_dcp_has_it(load_sync(tmp_path / "s")))
+    with SyncCheckpointEngine(tmp_path / "t") as engine:
+        live = {key: part for key, part in training_state().items() if key in ("model", "optimizer", "rng")}
+        engine.restore(live, strict=False)
+        assert not difference(
+            live["optimizer"].state_dict(), load_sync(tmp_path / "s", keys=["optimizer"])["optimizer"]
+        )
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_lists_with_gaps_and_values_that_need_code(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"list": [{}, torch.ones(2), {"x": 1}], "evil": {"a": Evil(), "b": [np.array([None])]}}
+    save_dcp(state, checkpoint_id=tmp_path / "d", no_dist=True)
+    with pytest.raises(UnsupportedStateError) as caught:
+        import_checkpoint(tmp_path / "d", tmp_path / "s", source="dcp")
+    assert "without running code: evil.a (" in str(caught.value)
+    assert "mkdir); evil.b (unknown array dtype '|O8')" in str(caught.value)
+    assert not (tmp_path / "s").exists()
+    del state["evil"]
+    save_dcp(state, checkpoint_id=tmp_path / "e", no_dist=True)
+    import_checkpoint(tmp_path / "e", tmp_path / "s", source="dcp")
+    assert not difference(load_sync(tmp_path / "s"), {"list": [None, torch.ones(2), {"x": 1}]})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of that package, with a tensor in three parts."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr("pccheck_async.convert.dcp_folder.PART_BYTES", 40)
+        save(tmp_path / "store", {"x": torch.arange(30.0), "n": {"y": [1, (2,)]}})
+        export_checkpoint(tmp_path / "store", tmp_path / "d", to="dcp")
+    return tmp_path / "d"
+
+
+def test_no_code_in_the_metadata_runs(folder: Path, tmp_path: Path) -> None:
+    whole = pickle.loads((folder / ".metadata").read_bytes())
+    kind = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
+    for code, says in (
+        (pickle.dumps(Evil()), "a posix.mkdir is no metadata.Metadata"),
+        (pickle.dumps({"x": Evil()}), "a dict is no metadata"),
+        (pickle.dumps(os.mkdir), "a _Name is no metadata"),
+        (b"\x80\x02" + kind + b"N}X\x04\0\0\0evilK\x01s\x86b.", "is damaged"),  # sets attributes of the class
+        (b"\x80\x02N\x86)R.", "is damaged"),
+        (b"\x80\x02Nr\xff\xff\xff\x7f.", "a NoneType is no metadata"),  # to pickle, a table of 2 ** 31 places
+        (b"\x80\x02\x82\x01.", "the opcode EXT1"),
+        (b"", "is damaged"),
+    ):
+        (folder / ".metadata").write_bytes(code)
+        with pytest.raises(CorruptStoreError, match=says):
+            import_checkpoint(folder, tmp_path / "s", source="dcp")
+        assert not hasattr(type(whole), "evil")
+    whole.planner_data["ignored"] = whole.storage_meta.modules = Evil()
+    (folder / ".metadata").write_bytes(pickle.dumps(whole))
+    import_checkpoint(folder, tmp_path / "s", source="dcp")
+    assert not difference(load_sync(tmp_path / "s"), load_sync(tmp_path / "store"))
+
+
+def test_what_is_wrong_with_a_folder_of_dcp_is_said(folder: Path, tmp_path: Path) -> None:
+    text = (folder / ".metadata").read_bytes()
+
+    def refused(change: Callable[[Any], None], says: str, error: type[Exception] = CorruptStoreError) -> None:
+        metadata = pickle.loads(text)
+        change(metadata)
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(error, match=says):
+            import_checkpoint(folder, tmp_path / "s", source="dcp")
+
+    def every(**facts: Any) -> Callable[[Any], None]:
+        def change(metadata: Any) -> None:
+            for info in metadata.storage_data.values():
+                vars(info).update(facts)
+
+        return change
+
+    def chunk(number: int, **facts: Any) -> Callable[[Any], None]:
+        return lambda metadata: vars(metadata.state_dict_metadata["x"].chunks[number]).update(facts)
+
+    refused(lambda m: m.storage_data.clear(), "does not say where x is stored")
+    refused(lambda m: setattr(m, "storage_data", None), "where anything is stored")
+    refused(lambda m: m.state_dict_metadata["x"].chunks.pop(), "is not all there, or some of it twice")
+    refused(chunk(0, sizes=torch.Size([31])), "reaches outside")
+    refused(chunk(0, sizes=torch.Size([9])), "is not all there, or")
+    refused(chunk(1, offsets=torch.Size([9])), "is not all there, and some of it twice")
+    refused(chunk(1, offsets=torch.Size([10, 0])), "other dimensions")
+    refused(chunk(1, offsets=(10,)), "are no sizes")
+    refused(every(relative_path="../d/__0_0.distcp"), "is no name of a file in the folder")
+    refused(every(relative_path="lost"), "lacks the files lost,")
+    refused(every(offset=10**9), "is too short: it lacks some of")
+    refused(every(length=3), "is too short: it lacks some of x")
+    refused(every(offset=-1), "stored at no place")
+    refused(every(offset=1), "damaged: it does not begin as torch.save begins")
+    refused(every(transform_descriptors=["zstd"]), "an extension, .'zstd'.", UnsupportedStateError)
+    refused(lambda m: m.planner_data.update(x=("n", 0)), "lies in what is no container")
+    refused(lambda m: m.planner_data.update(x=("n", "y")), "two values have the path of")
+    refused(lambda m: m.planner_data.update(x=("l", 1 << 40)), "is no path")
+    refused(lambda m: m.planner_data.update(x=()), "is no path")
+    refused(lambda m: vars(m.state_dict_metadata["x"].properties).update(dtype=torch.int32), "it is torch.float32, ")
+    (folder / ".metadata").write_bytes(text)
+    random = Random(7)
+    for _ in range(200):
+        data = bytearray(text[: random.randrange(len(text))] if random.random() < 0.1 else text)
+        for at in random.choices(range(len(data)), k=random.choice((1, 3))) if data else ():
+            data[at] = random.randrange(256)
+        (folder / ".metadata").write_bytes(data)
+        with suppress(CorruptStoreError, UnsupportedStateError, MemoryError):
+            dcp_reading.read(folder)
+    assert not (tmp_path / "s").exists()
+
+
+_IMPORT = """
+import sys, torch
+from pccheck_async import import_checkpoint
+path, small, out = sys.argv[1:]
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
+import_checkpoint(small, out + "-first", source="dcp", host_memory=16 << 20)  # what is imported and started once
+open("/proc/self/clear_refs", "w").write("5")
+before = peak()
+import_checkpoint(path, out, source="dcp", host_memory=16 << 20)
+print(peak() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_an_import_of_dcp_takes_the_state_once(folder: Path, tmp_path: Path) -> None:
+    """Its largest tensor is stored in parts, as several ranks store it."""
+    with SyncCheckpointEngine(tmp_path / "s", host_memory=64 << 20, max_in_flight=1) as engine:
+        engine.checkpoint({"large": torch.rand(40 << 20), "other": torch.rand(8 << 20)}, step=1).result(300)
+    export_checkpoint(tmp_path / "s", tmp_path / "out", to="dcp")
+    command = [sys.executable, "-c", _IMPORT, *map(str, (tmp_path / "out", folder, tmp_path / "t"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert int(done.stdout) < (192 + 64 + 48) << 20  # all, a part twice (as bytes and as a tensor), and staging
+    assert torch.equal(load_sync(tmp_path / "t")["large"], load_sync(tmp_path / "s")["large"])
+
+
 # -- what may go wrong
 
 
@@ -947,16 +1123,18 @@ def test_an_import_of_something_else_says_what_it_is(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     save(tmp_path / "store", {"x": torch.ones(3), "step": 7})
     (tmp_path / "folder").mkdir()
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "__0.metadata").touch()
+    (tmp_path / "text").write_text("text")
     for to in ("torch", "safetensors", "dcp"):
         export_checkpoint(tmp_path / "store", tmp_path / to, to=to)
     for name, source, error, says in (
-        (
-            "dcp",
-            "torch",
-            UnsupportedStateError,
-            r"torch\.distributed\.checkpoint.*dcp_to_torch_save\('.*/dcp', 'new\.pt'\)",
-        ),
-        ("dcp", "safetensors", UnsupportedStateError, r"torch\.distributed\.checkpoint.*--from torch"),
+        ("dcp", "torch", UnsupportedStateError, r"torch\.distributed\.checkpoint.*--from dcp"),
+        ("dcp", "safetensors", UnsupportedStateError, r"torch\.distributed\.checkpoint.*--from dcp"),
+        ("torch", "dcp", UnsupportedStateError, "begins like a file of torch.*--from torch"),
+        ("text", "dcp", FileNotFoundError, "text is a file; give the folder"),
+        ("folder", "dcp", FileNotFoundError, r"folder is a folder without \.metadata"),
+        ("alone", "dcp", UnsupportedStateError, "use_collectives=False"),
         ("store", "torch", UnsupportedStateError, "is a store of this package.*pccheck copy"),
         ("folder", "torch", FileNotFoundError, "folder is a folder"),
         ("none", "torch", FileNotFoundError, "there is no file"),
@@ -966,8 +1144,7 @@ def test_an_import_of_something_else_says_what_it_is(tmp_path: Path) -> None:
         with pytest.raises(error, match=says):
             import_checkpoint(tmp_path / name, tmp_path / "s", source=source)  # type: ignore[arg-type]
     assert not (tmp_path / "s").exists()
-    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "new.pt")  # as the message says
-    import_checkpoint(tmp_path / "new.pt", tmp_path / "s", source="torch")
+    import_checkpoint(tmp_path / "dcp", tmp_path / "s", source="dcp")
     assert not difference(load_sync(tmp_path / "s"), load_sync(tmp_path / "store"))
 
 
@@ -983,6 +1160,7 @@ def test_metadata_that_is_damaged(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_commands(tmp_path: Path) -> None:
     save(tmp_path / "s", {"model": {"a.b": torch.ones(3), "c": np.arange(3)}, "step": 7})
     result = runner.invoke(
@@ -1008,6 +1186,10 @@ def test_the_commands(tmp_path: Path) -> None:
     assert len(as_transformers_reads(tmp_path / "f")) == 2
     result = runner.invoke(app, ["import", str(tmp_path / "f"), str(tmp_path / "u"), "--from=safetensors"])
     assert "step 7" in result.stdout
+    assert runner.invoke(app, ["export", str(tmp_path / "s"), str(tmp_path / "d"), "--to=dcp"]).exit_code == 0
+    result = runner.invoke(app, ["import", str(tmp_path / "d"), str(tmp_path / "v"), "--from=dcp", "--step=12"])
+    assert "step 12" in result.stdout
+    assert not difference(load_sync(tmp_path / "v"), load_sync(tmp_path / "s"))
     result = runner.invoke(app, ["export", str(tmp_path / "s"), str(tmp_path / "o.pt"), "--to=torch"])
     assert (result.exit_code, result.stdout) == (1, "")
     assert "FileExistsError" in result.stderr
