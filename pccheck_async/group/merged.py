@@ -7,6 +7,7 @@ reads bytes of them gets what the boxes in all parts hold.
 from __future__ import annotations
 
 import ctypes
+from bisect import bisect_right
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing
 from math import prod
@@ -83,7 +84,10 @@ class MergedPayload:
                 raise CorruptStoreError(str(error)) from error
 
     def _wanted(self, target: Target) -> Iterator[Wanted]:
-        for start, path, node in self._tensors:
+        first = bisect_right(self._tensors, target.payload_offset, key=lambda full: full.start) - 1
+        for start, path, node in self._tensors[max(first, 0) :]:
+            if start >= target.payload_offset + target.nbytes:
+                break
             dtype = dtypes.torch_dtype(node.dtype)
             low = max(target.payload_offset - start, 0)
             high = min(target.payload_offset + target.nbytes - start, prod(node.shape) * dtype.itemsize)
