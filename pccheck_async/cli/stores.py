@@ -275,7 +275,8 @@ def diff(
 ) -> Report:
     """Compare two checkpoints leaf by leaf: which differ, in how many elements, and by how much. NaN equals NaN.
 
-    Verifies what it reads and writes nothing. Safe while a trainer writes to the store, which may need a slot more.
+    Of groups, tensors that lie on several ranks are compared in full, however they were divided. Verifies what it reads
+    and writes nothing. Safe while a trainer writes to the store, which may need a slot more.
 
     Exit status: 0 all leaves are equal in every bit, 1 one cannot be read, 2 wrong usage, 3 there is no such
     checkpoint, 4 they differ.
