@@ -31,6 +31,7 @@ from pccheck_async.cli.output import (
     json_value,
     nothing_in,
     parse_path,
+    parse_size,
     path_argument,
     pick,
     printable,
@@ -274,7 +275,8 @@ def diff(
 ) -> Report:
     """Compare two checkpoints leaf by leaf: which differ, in how many elements, and by how much. NaN equals NaN.
 
-    Verifies what it reads and writes nothing. Safe while a trainer writes to the store, which may need a slot more.
+    Of groups, tensors that lie on several ranks are compared in full, however they were divided. Verifies what it reads
+    and writes nothing. Safe while a trainer writes to the store, which may need a slot more.
 
     Exit status: 0 all leaves are equal in every bit, 1 one cannot be read, 2 wrong usage, 3 there is no such
     checkpoint, 4 they differ.
@@ -508,7 +510,7 @@ def _recovered(recovery: pccheck.Recovery, path: Path) -> Iterator[str | Table]:
 @reporting
 def export(
     path: AnyFolder,
-    out: Annotated[Path, path_argument("OUT", "The new file, or folder (dcp).")],
+    out: Annotated[Path, path_argument("OUT", "The new file, or folder.")],
     to: Annotated[Literal["safetensors", "torch", "dcp"], typer.Option(help="The format.")],
     step: Step = None,
     rank: Rank = None,
@@ -516,14 +518,23 @@ def export(
         list[str] | None, typer.Option(help="Paths or globs of what to export, such as 'model.*'; may be repeated.")
     ] = None,
     root: Annotated[str | None, typer.Option(help="The part that becomes the whole, such as 'model'.")] = None,
+    max_file_size: Annotated[
+        str | None,
+        typer.Option(help="safetensors: write a folder of files of at most this size, such as 5GB, and an index."),
+    ] = None,
     json: Json = False,
 ) -> Report:
-    """Write a checkpoint, or a part of it, as a file that others read without this package.
+    """Write a checkpoint, or a part of it, as a file or folder that others read without this package.
 
     Exit status: 0 exported, 1 it failed or the format cannot express something, 2 wrong usage, 3 there is no such
     checkpoint.
     """
-    exported = pccheck.export_checkpoint(path, out, to=to, step=step, rank=rank, keys=keys or None, root=root)
+    most = None if max_file_size is None else parse_size(max_file_size)
+    if most is not None and to != "safetensors":
+        raise typer.BadParameter("--max-file-size is for --to safetensors")
+    exported = pccheck.export_checkpoint(
+        path, out, to=to, step=step, rank=rank, keys=keys or None, root=root, max_file_size=most
+    )
     document = {
         "checkpoint": as_json(exported.info),
         "path": str(exported.path),
@@ -544,16 +555,18 @@ def _exported(exported: pccheck.Exported) -> Iterator[str]:
 
 @reporting
 def import_(
-    file: Annotated[Path, path_argument("FILE", "A file of torch.save or of safetensors.")],
+    file: Annotated[
+        Path, path_argument("FILE", "A file of torch.save or safetensors, or a folder (safetensors, dcp).")
+    ],
     path: Annotated[Path, path_argument("PATH", "Folder of the store; nobody else may write to it.")],
-    source: Annotated[Literal["torch", "safetensors"], typer.Option("--from", help="The format.")],
+    source: Annotated[Literal["torch", "safetensors", "dcp"], typer.Option("--from", help="The format.")],
     step: Annotated[
         int | None, typer.Option(help="The step of the new checkpoint (default: what the file says, or a count).")
     ] = None,
     root: Annotated[str | None, typer.Option(help="Put it below this name, such as 'model'.")] = None,
     json: Json = False,
 ) -> Report:
-    """Save what a file holds as the newest checkpoint of a store. Runs no code from the file.
+    """Save what a file or folder holds as the newest checkpoint of a store. Runs no code from it.
 
     Exit status: 0 imported, 1 it failed, 2 wrong usage.
     """

@@ -50,6 +50,7 @@ def export_checkpoint(
     rank: int | None = None,
     keys: Sequence[str] | None = None,
     root: str | None = None,
+    max_file_size: int | None = None,
     host_memory: int = 64 << 20,
     io: IO = "auto",
 ) -> Exported:
@@ -67,7 +68,11 @@ def export_checkpoint(
         The tensors under the paths of their leaves, each in full, also where several share memory, and in C order.
         Plain values that JSON can express are in the metadata ``pccheck_async.values``, and all of them, together with
         the structure, in ``pccheck_async.state``, from which :func:`import_checkpoint` makes the state again, ties
-        between equal views included. Dtypes that the format lacks (such as complex128) are refused.
+        between equal views included. Dtypes that the format lacks (such as complex128) are refused. With
+        ``max_file_size`` it is a folder as Hugging Face's libraries write and read it:
+        ``model-00001-of-00003.safetensors`` and so on, each a whole file of the format, and
+        ``model.safetensors.index.json``, whose ``weight_map`` says which file holds which tensor and whose ``metadata``
+        has what is in that of a single file. What fits into one file is ``model.safetensors``, without an index.
     "dcp"
         A folder that ``torch.distributed.checkpoint`` loads, also resharded. Tensors of more than 32 MiB are stored in
         parts, and all of them in files of about 64 MiB, since that package's writer keeps the tensors of a file in
@@ -81,12 +86,15 @@ def export_checkpoint(
     Args:
         path: Folder of a store, or of a group: then one rank's part of a complete checkpoint is exported, and
             tensors that lie on several ranks in full.
-        out: The new file, or folder ("dcp"); there must be nothing of that name, not even a symbolic link.
+        out: The new file, or folder ("dcp", or with ``max_file_size``); there must be nothing of that name, not even a
+            symbolic link.
         to: The format.
         step: The step to export; by default the newest checkpoint, or the next older one where its manifest is damaged.
         rank: Of a group: whose part. By default that of rank 0.
         keys: Globs over leaf paths (``"model.*"``); only what matches is exported, and read.
         root: Path of a container or object (``"model"``) that becomes the whole: names then begin below it.
+        max_file_size: For "safetensors": most bytes of tensors in one file (``max_shard_size`` in transformers). A
+            larger tensor has a file of its own.
         host_memory: Most staging memory in bytes; at least a chunk of the checkpoint is taken.
         io: As for :class:`pccheck_async.CheckpointEngine`.
 
@@ -97,15 +105,19 @@ def export_checkpoint(
         CorruptStoreError: a checksum does not hold; nothing is left of the new file.
         FileExistsError: there is something at ``out``.
         ReadError, WriteError: a device failed.
-        ValueError: there is no such format.
+        ValueError: there is no such format, or ``max_file_size`` means nothing.
     """
     if to not in ("torch", "safetensors", "dcp"):
         raise ValueError(f"to is 'torch', 'safetensors' or 'dcp', not {to!r}")
+    if max_file_size is not None and (to != "safetensors" or max_file_size < 1):
+        raise ValueError(f"max_file_size is at least one byte, and for 'safetensors'; not {max_file_size} for {to!r}")
     target = Path(out)
     with closing(Connection(path, check_step(step), torch.device("cpu"), host_memory, io, rank)) as connection:
         selection = select_part(connection, keys, root)
         if to == "torch":
             connection.call(torch_file.write(selection, connection.chunks, target))
+        elif max_file_size is not None:
+            safetensors_file.write_folder(selection, connection, target, max_file_size)
         elif to == "safetensors":
             connection.call(safetensors_file.write(selection, connection, target))
         else:

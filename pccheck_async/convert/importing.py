@@ -1,9 +1,7 @@
-"""Import: a file of others as a new checkpoint of a store."""
+"""Import: a file or folder of others as a new checkpoint of a store."""
 
 from __future__ import annotations
 
-import base64
-import binascii
 import errno
 import os
 import tarfile
@@ -13,16 +11,15 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Literal
 
-import msgspec
 import torch
 
 from pccheck_async.api import SyncCheckpointEngine, list_checkpoints
-from pccheck_async.convert.safetensors_file import STATE, StoredArray, StoredStructure
+from pccheck_async.convert import dcp_reading, safetensors_reading
 from pccheck_async.errors import CheckpointError, CorruptStoreError, StoreFullError, UnsupportedStateError
 from pccheck_async.format import CheckpointInfo, Metadata, check_metadata, new_step
-from pccheck_async.format.record import IDENTITY_NAME, MOST_ENTRIES
+from pccheck_async.format.record import GROUP_NAME, IDENTITY_NAME, MOST_ENTRIES
 from pccheck_async.medium.open_medium import IO
-from pccheck_async.state import arrange, flatten, rebuild
+from pccheck_async.state import arrange, flatten
 
 __all__ = ["import_checkpoint", "read_torch"]
 
@@ -31,23 +28,32 @@ def import_checkpoint(
     file: str | os.PathLike[str],
     path: str | os.PathLike[str],
     *,
-    source: Literal["torch", "safetensors"],
+    source: Literal["torch", "safetensors", "dcp"],
     step: int | None = None,
     root: str | None = None,
     metadata: Metadata | None = None,
     host_memory: int = 128 << 20,
     io: IO = "auto",
 ) -> CheckpointInfo:
-    """Save what a file holds as the newest checkpoint of a store. Checkpoints that are there stay.
+    """Save what a file or folder holds as the newest checkpoint of a store. Checkpoints that are there stay.
 
-    The file is mapped, not read as a whole. A file of ``torch.save`` is read with ``weights_only=True``: no code in it
-    runs. A file of safetensors gives its tensors under their names, and the whole state where
-    :func:`export_checkpoint` made it.
+    No code in it runs. Files of "torch" and "safetensors" are mapped, not read as a whole.
+
+    "torch"
+        A file of ``torch.save``, read with ``weights_only=True``.
+    "safetensors"
+        A file; or a folder of several with ``model.safetensors.index.json``, or that index itself. Gives the tensors
+        under their names, and the whole state where :func:`export_checkpoint` made it.
+    "dcp"
+        A folder that ``torch.distributed.checkpoint`` saved to files, from any number of ranks; tensors that lay on
+        several are put together. Keys and lists are as that package tells them: numbers as keys are strings. Takes the
+        memory of the whole state, and of its largest part once more. Pickled values are read with
+        ``weights_only=True``; arrays and scalars of numpy are made without numpy's unpickling functions.
 
     Args:
-        file: The file, or a symbolic link to one; pipes and devices cannot be mapped, and are refused.
+        file: The file or folder, or a symbolic link to one; pipes and devices cannot be mapped, and are refused.
         path: Folder of the store; created where it does not exist. Nobody else may write to it.
-        source: The format of the file.
+        source: The format.
         step: The step of the new checkpoint; by default that which the file names, if it was exported from here, else
             the engine's counter.
         root: Put what the file holds below this name in the state (``"model"``); what is no mapping needs one.
@@ -61,20 +67,24 @@ def import_checkpoint(
     Durability: durable when this returns.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        UnsupportedStateError: the file holds what cannot be saved, or what cannot be read without running code. Or it
-            is of another format, or a folder of ``torch.distributed.checkpoint``; says what to do.
-        CorruptStoreError: the file is damaged.
+        FileNotFoundError: there is no such file, or an index names one that is not there.
+        UnsupportedStateError: the file holds what cannot be saved, or what cannot be read without running code; names
+            it. Or it is of another format; says of which.
+        CorruptStoreError: the file is damaged, or one lacks a tensor that an index names.
         StoreLockedError: a trainer writes to the store.
         StoreFullError: there is no space, or the store holds as many checkpoints as it can.
         ImportError: ``source="safetensors"``, and that package is not there.
         ValueError: there is no such format.
     """
     name = Path(file)
-    if source not in ("torch", "safetensors"):
-        raise ValueError(f"source is 'torch' or 'safetensors', not {source!r}")
-    _check_what_it_is(name, source)
-    held, known, facts = (read_torch(name), None, None) if source == "torch" else _read_safetensors(name)
+    if source not in ("torch", "safetensors", "dcp"):
+        raise ValueError(f"source is 'torch', 'safetensors' or 'dcp', not {source!r}")
+    place = _find(name, source)
+    known, facts = None, None
+    if source == "safetensors":
+        held, known, facts = safetensors_reading.read(place)
+    else:
+        held = read_torch(place) if source == "torch" else dcp_reading.read(place)
     state = held if root is None else {root: held}
     if not isinstance(state, Mapping):
         raise UnsupportedStateError(
@@ -93,28 +103,40 @@ def import_checkpoint(
                 return engine.checkpoint(state, step=step, metadata=metadata).result()
 
 
-def _check_what_it_is(name: Path, source: str) -> None:
-    """Raise where it is no file, or one of another format: what would fail to read it could not say so."""
-    if (name / ".metadata").is_file():
+def _find(name: Path, source: str) -> Path:
+    """Return the file to read. Raise where it is of another format: what would fail to read it could not say so."""
+    if (name / dcp_reading.METADATA).is_file():
+        if source == "dcp":
+            return name
         raise UnsupportedStateError(
-            f"{name} is a folder of torch.distributed.checkpoint, not a file. If you trust it (it is unpickled), make "
-            f"a file of it: torch.distributed.checkpoint.format_utils.dcp_to_torch_save({str(name)!r}, 'new.pt'); and "
-            "import that (--from torch, source='torch')"
+            f"{name} is a folder of torch.distributed.checkpoint: import it as such (--from dcp, source='dcp')"
         )
-    if (name / IDENTITY_NAME).is_file():
+    if (name / IDENTITY_NAME).is_file() or (name / GROUP_NAME).is_file():
         raise UnsupportedStateError(f"{name} is a store of this package: copy its checkpoint (`pccheck copy`)")
     if name.is_dir():
-        raise FileNotFoundError(f"{name} is a folder; give a file")
+        if source == "safetensors":
+            return safetensors_reading.find_in_folder(name)
+        if source == "torch":
+            raise FileNotFoundError(f"{name} is a folder; give a file")
+        if any(name.glob(f"__*{dcp_reading.METADATA}")):
+            text = f"{name} was saved with use_collectives=False: nothing in it says what belongs together"
+            raise UnsupportedStateError(text)
+        raise FileNotFoundError(f"{name} is a folder without {dcp_reading.METADATA}, which such a save writes last")
     if not name.is_file():
         raise FileNotFoundError(f"there is no file {name}, or it is none that can be mapped")
     with name.open("rb") as file:
         head = file.read(9)
     begins = "torch" if head.startswith(b"PK") else "safetensors" if head[5:] == b"\0\0\0{" else source
+    if safetensors_reading.is_index(name):
+        begins = "safetensors"
     if begins != source:
         raise UnsupportedStateError(
             f"{name} begins like a file of {begins}, not of {source}: import it as such (--from {begins}, "
             f"source={begins!r})"
         )
+    if source == "dcp":
+        raise FileNotFoundError(f"{name} is a file; give the folder that torch.distributed.checkpoint saved to")
+    return name
 
 
 def _keep(there: Sequence[CheckpointInfo], path: str | os.PathLike[str]) -> int:
@@ -143,66 +165,3 @@ def read_torch(file: Path) -> Any:
         raise
     except Exception as error:  # torch and zipfile let anything through that damaged bytes lead to
         raise CorruptStoreError(f"{file} is no whole file of torch.save: {type(error).__name__}: {error}") from error
-
-
-def _read_safetensors(file: Path) -> tuple[Mapping[str, Any], int | None, Metadata | None]:
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise ImportError("importing from safetensors needs that package: pip install safetensors") from error
-    try:
-        with safe_open(file, framework="pt", device="cpu") as opened:
-            structure = _structure((opened.metadata() or {}).get(STATE))
-            names = list(opened.keys())
-            if structure is None:
-                return {name: opened.get_tensor(name) for name in names}, None, None
-            lacking = {array.name for array in structure.arrays} - set(names)
-            if lacking:
-                raise CorruptStoreError(f"{file} lacks {', '.join(sorted(lacking)[:20])}, which its metadata names")
-            return _state(structure, opened), structure.step, structure.metadata
-    except SafetensorError as error:
-        raise CorruptStoreError(f"{file} is no whole file of safetensors: {error}") from error
-
-
-def _structure(text: str | None) -> StoredStructure | None:
-    if text is None:
-        return None
-    try:
-        structure = msgspec.msgpack.decode(base64.b64decode(text, validate=True), type=StoredStructure)
-    except (msgspec.MsgspecError, binascii.Error, RecursionError, ValueError) as error:
-        raise CorruptStoreError(f"the metadata {STATE} cannot be read: {error}") from error
-    if structure.version != 1:
-        raise CorruptStoreError(f"the metadata {STATE} has format {structure.version}; this package reads format 1")
-    return structure
-
-
-def _state(structure: StoredStructure, opened: Any) -> Mapping[str, Any]:
-    read: dict[int, torch.Tensor] = {}
-
-    def array(index: int) -> Any:
-        if not 0 <= index < len(structure.arrays):
-            raise CorruptStoreError(f"the state names array {index} of {len(structure.arrays)}")
-        about = structure.arrays[index]
-        if about.tied_to not in read:
-            if not 0 <= about.tied_to <= index:
-                raise CorruptStoreError(f"array {about.name!r} is tied to one that is none")
-            read[about.tied_to] = opened.get_tensor(structure.arrays[about.tied_to].name)
-        return _as_it_was(about, read[about.tied_to])
-
-    state = rebuild(structure.skeleton, array)
-    if not isinstance(state, Mapping):
-        raise CorruptStoreError("the state in the metadata is no mapping")
-    return state
-
-
-def _as_it_was(about: StoredArray, tensor: torch.Tensor) -> Any:
-    try:
-        match about.kind:
-            case "ndarray":
-                return tensor.numpy()
-            case "parameter":
-                return torch.nn.Parameter(tensor, about.requires_grad)
-            case _:
-                return tensor.detach().requires_grad_(about.requires_grad)
-    except (RuntimeError, TypeError) as error:
-        raise CorruptStoreError(f"array {about.name!r} cannot be made: {error}") from error

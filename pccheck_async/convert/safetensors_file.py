@@ -1,4 +1,7 @@
-"""The file of safetensors: a header in JSON, and the bytes of the tensors behind it."""
+"""The file of safetensors: a header in JSON, and the bytes of the tensors behind it.
+
+Or a folder of several such files with an index, laid out as Hugging Face does.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -18,13 +21,18 @@ from msgspec import structs
 
 from pccheck_async.api import Connection, rows
 from pccheck_async.convert.selection import SAFETENSORS, Selection, contiguous, torch_name
-from pccheck_async.convert.target import new_file
+from pccheck_async.convert.target import new_file, new_folder
 from pccheck_async.format import skeleton as nodes
 from pccheck_async.format.manifest import TensorEntry
 from pccheck_async.format.skeleton import ArrayNode, Node
 from pccheck_async.state import Array, as_bits, paths
 
-__all__ = ["STATE", "StoredArray", "StoredStructure", "parts", "write"]
+__all__ = ["INDEX", "STATE", "WHOLE", "StoredArray", "StoredStructure", "parts", "write", "write_folder"]
+
+WHOLE: Final = "model.safetensors"
+"""In a folder, the only file."""
+INDEX: Final = "model.safetensors.index.json"
+"""In a folder, which of several files holds which tensor."""
 
 STATE: Final = "pccheck_async.state"
 _VALUES: Final = "pccheck_async.values"
@@ -64,6 +72,42 @@ class StoredStructure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 async def write(selection: Selection, connection: Connection, path: Path) -> None:
     """Write the selection; memory is bounded by a few chunks. Raises UnsupportedStateError (lists what is refused)."""
+    names = _checked_names(selection)
+    order = _aligned(_in_payload_order(selection))
+    header = _header(selection, _metadata(selection, connection, names), names, order)
+    await _write(connection, header, order, path)
+
+
+def write_folder(selection: Selection, connection: Connection, path: Path, most: int) -> None:
+    """Write the selection as files of at most ``most`` bytes of tensors and an index; as one without, if it fits.
+
+    What describes the state as a whole is in the index. Raises what :func:`write` does.
+    """
+    names = _checked_names(selection)
+    metadata = _metadata(selection, connection, names)
+    files = [_aligned(file) for file in _divided(_in_payload_order(selection), most)]
+    if len(files) == 1:
+        headers, titles = [_header(selection, metadata, names, files[0])], [WHOLE]
+    else:
+        headers = [_header(selection, {"format": metadata["format"]}, names, file) for file in files]
+        titles = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    with new_folder(path) as folder:
+        for title, header, file in zip(titles, headers, files, strict=True):
+            connection.call(_write(connection, header, file, folder / title))
+        if len(files) > 1:
+            places = {name: title for title, file in zip(titles, files, strict=True) for name, _ in file}
+            weight_map = {names[name]: places[name] for name in selection.arrays}
+            del metadata["format"]  # of a file
+            about = {"total_size": sum(map(_nbytes, selection.arrays.values())), **metadata}
+            index = json.dumps({"metadata": about, "weight_map": weight_map}, indent=2)
+            (folder / INDEX).write_text(index + "\n")
+
+
+_Arrays: TypeAlias = list[tuple[str, TensorEntry]]
+
+
+def _checked_names(selection: Selection) -> dict[str, str]:
+    """Return the names of the arrays in a file, by their paths. Raises UnsupportedStateError."""
     arrays = selection.arrays
     selection.refuse_arrays("safetensors")
     halves = [name for name in arrays if name.encode(errors="ignore").decode() != name]
@@ -71,16 +115,40 @@ async def write(selection: Selection, connection: Connection, path: Path) -> Non
     if "__metadata__" in arrays:
         selection.refused.append("__metadata__ (a name that the format uses itself)")
     selection.check("safetensors")
+    return _names(list(arrays))
 
-    # Wide ones first, so that all are aligned; within a width in the order of the payload, which is read forwards.
-    def position(item: tuple[str, TensorEntry]) -> tuple[int, int]:
+
+def _in_payload_order(selection: Selection) -> _Arrays:
+    """The payload is read forwards."""
+    storages = selection.manifest.storages
+
+    def position(item: tuple[str, TensorEntry]) -> int:
         entry = item[1]
-        start = 0 if entry.storage is None else selection.manifest.storages[entry.storage].offset + entry.offset
-        return -entry.itemsize, start
+        return 0 if entry.storage is None else storages[entry.storage].offset + entry.offset
 
-    order = sorted(arrays.items(), key=position)
-    names = _names(list(arrays))
-    header = _header(selection, connection, names, order)
+    return sorted(selection.arrays.items(), key=position)
+
+
+def _aligned(arrays: _Arrays) -> _Arrays:
+    """Wide ones first, so that all are aligned; within a width the order stays."""
+    return sorted(arrays, key=lambda item: -item[1].itemsize)
+
+
+def _divided(arrays: _Arrays, most: int) -> list[_Arrays]:
+    """Cut where a file would hold more than ``most`` bytes of tensors; a larger tensor is alone."""
+    files: list[_Arrays] = [[]]
+    held = 0
+    for item in arrays:
+        nbytes = _nbytes(item[1])
+        if files[-1] and held + nbytes > most:
+            files.append([])
+            held = 0
+        files[-1].append(item)
+        held += nbytes
+    return files
+
+
+async def _write(connection: Connection, header: bytes, order: _Arrays, path: Path) -> None:
     async with new_file(path) as file:
         await file.write(len(header).to_bytes(8, "little") + header)
         async with aclosing(_pieces(connection, [entry for _, entry in order])) as pieces:
@@ -95,13 +163,15 @@ def _names(leaf_paths: list[str]) -> dict[str, str]:
     return names if len(set(names.values())) == len(names) else {path: path for path in leaf_paths}
 
 
-def _header(
-    selection: Selection, connection: Connection, names: dict[str, str], order: list[tuple[str, TensorEntry]]
-) -> bytes:
-    header: dict[str, Any] = {"__metadata__": _metadata(selection, connection, names)}
+def _nbytes(entry: TensorEntry) -> int:
+    return math.prod(entry.shape) * entry.itemsize
+
+
+def _header(selection: Selection, metadata: dict[str, str], names: dict[str, str], order: _Arrays) -> bytes:
+    header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for path, entry in order:
-        start, end = end, end + math.prod(entry.shape) * entry.itemsize
+        start, end = end, end + _nbytes(entry)
         dtype = SAFETENSORS[str(torch_name(entry))]
         header[names[path]] = {"dtype": dtype, "shape": list(entry.shape), "data_offsets": [start, end]}
         if not contiguous(entry):
@@ -177,7 +247,7 @@ async def _pieces(connection: Connection, entries: list[TensorEntry]) -> AsyncGe
 
 def parts(entry: TensorEntry, nbytes: int) -> Iterator[TensorEntry]:
     """Yield an array in parts of its first dimension of at most about ``nbytes`` each."""
-    whole = math.prod(entry.shape) * entry.itemsize
+    whole = _nbytes(entry)
     if not entry.shape or whole <= nbytes:
         yield entry
         return

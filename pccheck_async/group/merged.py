@@ -7,6 +7,7 @@ reads bytes of them gets what the boxes in all parts hold.
 from __future__ import annotations
 
 import ctypes
+from bisect import bisect_right
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing
 from itertools import groupby
@@ -64,8 +65,12 @@ class MergedPayload:
         self._tensors: list[_Full] = []
 
     async def open(self) -> None:
-        """Read the manifests of all parts. Raises UnreadableError; close it then, too."""
-        manifest, _ = merge_parts(self._parts.own, await self._parts.manifests())
+        """Read the manifests of all parts. Raises DamagedError, ReadError; close it then, too."""
+        try:
+            manifests = await self._parts.manifests()
+        except UnreadableError as unreadable:
+            raise unreadable.error from None
+        manifest, _ = merge_parts(self._parts.own, manifests)
         self.manifest, self._tensors = _in_full(manifest)
         self._end = self._tensors[0].start if self._tensors else manifest.payload_nbytes
 
@@ -91,7 +96,10 @@ class MergedPayload:
                 raise CorruptStoreError(str(error)) from error
 
     def _wanted(self, target: Target) -> Iterator[Wanted]:
-        for start, path, node in self._tensors:
+        first = bisect_right(self._tensors, target.payload_offset, key=lambda full: full.start) - 1
+        for start, path, node in self._tensors[max(first, 0) :]:
+            if start >= target.payload_offset + target.nbytes:
+                break
             dtype = dtypes.torch_dtype(node.dtype)
             low = max(target.payload_offset - start, 0)
             high = min(target.payload_offset + target.nbytes - start, prod(node.shape) * dtype.itemsize)

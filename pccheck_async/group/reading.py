@@ -152,7 +152,7 @@ class PartReader(StoreReader):
     async def merged(self, entry: Entry, file: File, manifest: Manifest, pool: BufferPool) -> MergedPayload:
         """Return what reads a checkpoint whose part is open, from the parts of all ranks; close it.
 
-        Raises UnreadableError.
+        Raises DamagedError, ReadError.
         """
         medium, backend = self.opened.medium, CopyBackend(self.opened.operations)
         key = next(one.key for one in self.listing.complete if one.entry.counter == entry.counter)

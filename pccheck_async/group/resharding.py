@@ -12,7 +12,7 @@ from pccheck_async.errors import StateMismatchError
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.group.elsewhere import FolderLease
 from pccheck_async.medium import File, Medium
-from pccheck_async.state import BoxTargets, Resharding, Wanted, reshard, stored_boxes
+from pccheck_async.state import BoxTargets, Resharding, StoredBox, Wanted, reshard, stored_boxes
 from pccheck_async.store import pool_for, read_manifest, read_payload, reading
 from pccheck_async.transfer import BufferPool
 from pccheck_async.transfer.copying import CopyBackend
@@ -56,6 +56,7 @@ class Parts:
         self.own = own
         self._by_address = by_address
         self._held = {own}
+        self._boxes: dict[int, dict[str, list[StoredBox]]] = {}  # by part, where they were asked for
         self._plan = Resharding()
 
     async def manifests(self) -> dict[int, Manifest]:
@@ -67,10 +68,11 @@ class Parts:
 
     async def match(self, wanted: Sequence[Wanted]) -> None:
         """Work out what is read. Raises UnreadableError; StateMismatchError: the parts do not make these tensors."""
-        if any(one.mesh is not None for one in wanted):
-            await self.manifests()
-        stored = {rank: stored_boxes(self._parts[rank].manifest, rank) for rank in sorted(self._held)}
-        self._plan = reshard(wanted, stored, self.own, by_address=self._by_address)
+        needed = await self.manifests() if any(one.mesh is not None for one in wanted) else (self.own,)
+        for rank in needed:
+            if rank not in self._boxes:
+                self._boxes[rank] = stored_boxes(self._parts[rank].manifest, rank)
+        self._plan = reshard(wanted, self._boxes, self.own, by_address=self._by_address)
         if troubles := self._plan.troubles:
             text = f"the tensors wanted here cannot be made of those in the checkpoint: {', '.join(troubles)}"
             if self._elsewhere:

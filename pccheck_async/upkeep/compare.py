@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal
@@ -16,7 +16,8 @@ import torch
 
 from pccheck_async.errors import DamagedError
 from pccheck_async.format import CheckpointInfo, check_step, dtypes
-from pccheck_async.format.manifest import TensorEntry
+from pccheck_async.format.manifest import Manifest, TensorEntry
+from pccheck_async.group import PartReader, Payload
 from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.state import StoredLeaf, list_leaves
 from pccheck_async.store import VerifiedChunks
@@ -116,9 +117,13 @@ def compare_checkpoints(
     other (transposed, with gaps) all of it. Both are held meanwhile: a trainer that writes to their store takes one
     slot more, or waits.
 
+    Of a group's checkpoint, tensors that lie on several ranks are compared in full, so that two are equal where only
+    the number of ranks, or how tensors are divided among them, differs; what ranks have of their own is that of
+    ``rank``.
+
     Args:
-        path: Store of the first.
-        other: Store of the second; by default the same.
+        path: Folder of the first's store, or of a group.
+        other: The same of the second; by default the same folder.
         step: Of the first; by default the newest one there.
         other_step: Of the second; by default the newest one there.
         rank: Whose part of the first, in the folder of a group; by default that of rank 0.
@@ -128,7 +133,7 @@ def compare_checkpoints(
 
     Raises:
         NoCheckpointError: one of them is not there.
-        CorruptStoreError: bytes that had to be compared are damaged.
+        CorruptStoreError: bytes that had to be compared are damaged, or parts of a group do not fit together.
         ReadError: the device failed.
     """
     step, other_step = check_step(step), check_step(other_step)
@@ -136,10 +141,10 @@ def compare_checkpoints(
         other, other_rank = path, rank if other_rank is None else other_rank
 
     async def compare() -> Comparison:
-        async with hold(path, step, io, rank) as one, hold(other, other_step, io, other_rank) as two:
-            comparing = _Comparing(one.reader.opened, _Side(one), _Side(two), progress)
+        async with _side(path, step, io, rank) as one, _side(other, other_step, io, other_rank) as two:
+            comparing = _Comparing(one.opened, one, two, progress)
             differences = tuple(await comparing.run())
-            return Comparison(one.entry.info, two.entry.info, comparing.leaves, comparing.done, differences)
+            return Comparison(one.info, two.info, comparing.leaves, comparing.done, differences)
 
     return run(compare())
 
@@ -147,10 +152,12 @@ def compare_checkpoints(
 class _Side:
     """One of the two checkpoints."""
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: Held, payload: Payload, manifest: Manifest) -> None:
+        self.info = held.entry.info
+        self.opened = held.reader.opened
         self._step = held.entry.step
-        self._listing = list_leaves(held.manifest)
-        self._payload = VerifiedChunks(held.reader.opened, held.file, held.manifest, make_pool(held.manifest))
+        self._listing = list_leaves(manifest)
+        self._payload = payload
         self.branches = self._listing.branches
         self.leaves = {leaf.path: leaf for leaf in self._listing.leaves}
 
@@ -170,6 +177,18 @@ class _Side:
                 f"{self._step}; `pccheck verify` names all damage"
             ) from None
         return memoryview(whole)
+
+
+@asynccontextmanager
+async def _side(path: str | os.PathLike[str], step: int | None, io: IO, rank: int | None) -> AsyncIterator[_Side]:
+    """Hold one; of a group's, tensors that lie on several ranks are in full."""
+    async with hold(path, step, io, rank) as held:
+        pool = make_pool(held.manifest)
+        if isinstance(held.reader, PartReader):
+            async with aclosing(await held.reader.merged(held.entry, held.file, held.manifest, pool)) as merged:
+                yield _Side(held, merged, merged.manifest)
+        else:
+            yield _Side(held, VerifiedChunks(held.reader.opened, held.file, held.manifest, pool), held.manifest)
 
 
 class _Comparing:

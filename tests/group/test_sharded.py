@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from functools import partial
 from math import prod
@@ -18,9 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from typer.testing import CliRunner
 
 from pccheck_async import (
     CheckpointEngine,
+    CorruptStoreError,
     DamagedError,
     FlatShard,
     Group,
@@ -29,16 +33,20 @@ from pccheck_async import (
     StateMismatchError,
     SyncCheckpointEngine,
     UnsupportedStateError,
+    compare_checkpoints,
     describe_checkpoint,
     export_checkpoint,
+    import_checkpoint,
     load_sync,
     open_checkpoint,
 )
+from pccheck_async.cli import app
 from pccheck_async.format import Entry
 from pccheck_async.group import GroupListing, list_group
 from pccheck_async.state.boxes import local_tensors
 from tests.support.group_folders import spoil
 from tests.support.ranks import run_ranks
+from tests.support.state_strategies import difference
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:This process .* is multi-threaded", "ignore:FSDP2-wrapped module", "ignore:torch.distributed is disabled"
@@ -253,11 +261,121 @@ def test_reading_in_full(tmp_path: Path, layout: str) -> None:
         export_checkpoint(tmp_path / "run", tmp_path / to, to=to, keys=["model"])
         found = read(tmp_path / to)
         assert all(torch.equal(found[name], saved[name]) for name in ("inner.weight", "outer.bias", "out.weight"))
+    folder = tmp_path / "files"
+    export_checkpoint(tmp_path / "run", folder, to="safetensors", root="model", max_file_size=300)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 3
+    for name, title in index["weight_map"].items():
+        assert torch.equal(load_file(folder / title)[name], saved[name])
+
+
+def saved_by_dcp(folder: Path, group: Group) -> dict[str, Any]:
+    """Save what torch.distributed.checkpoint can shard, with its own writer; return all of it in full."""
+    mesh = mesh_of(folder, group)
+    model = fsdp(mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    train(model, optimizer, 0, range(2))
+    full = torch.arange(15.0).reshape(5, 3)
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        **{str(how): distribute_tensor(full, mesh, [how]) for how in (Shard(0), Shard(1), Replicate())},
+        "short": distribute_tensor(torch.arange(7, dtype=torch.int64), mesh, [Shard(0)]),
+        "few": distribute_tensor(torch.ones(1, 2), mesh, [Shard(0)]),  # some ranks have nothing of it
+        "plain": {"of all": full[0], "list": [1, {"x": full[1]}]},
+    }
+    dcp.save(state, checkpoint_id=folder / "dcp")  # type: ignore[attr-defined]
+
+    def in_full(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {str(key): in_full(item) for key, item in value.items()}
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+    found: dict[str, Any] = in_full(state)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+def test_import_of_what_ranks_saved_with_dcp(tmp_path: Path, world: int) -> None:
+    expected, *_ = run_ranks(world, partial(saved_by_dcp, tmp_path))
+    assert len([*(tmp_path / "dcp").glob("*.distcp")]) == world
+    import_checkpoint(tmp_path / "dcp", tmp_path / "single", source="dcp", step=9)
+    assert not difference(load_sync(tmp_path / "single"), expected)
+    (tmp_path / "dcp" / "__1_0.distcp").unlink()
+    with pytest.raises(CorruptStoreError, match=r"lacks the files __1_0\.distcp, which its metadata names"):
+        import_checkpoint(tmp_path / "dcp", tmp_path / "single", source="dcp")
 
 
 def unsharded(mesh: DeviceMesh) -> nn.Module:
     torch.manual_seed(7)
     return Tied()
+
+
+GRIDS: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
+    "rows": ((3,), (Shard(0),)),
+    "columns": ((2,), (Shard(1),)),
+    "grid": ((2, 2), (Shard(0), Shard(1))),
+    "copies": ((2, 2), (Replicate(), Shard(0))),
+}
+
+
+def saved_on_grid(folder: Path, grid: str, group: Group) -> None:
+    """Save the same tensors in another layout, a number that each rank has for itself, and one that is different."""
+    shape, placements = GRIDS[grid]
+    mesh = mesh_of(folder, group, *shape)
+    with SyncCheckpointEngine(folder / "run", group=group, keep_last=2) as engine:
+        for step in (1, 2):
+            full = torch.arange(1001.0 * 7).reshape(1001, 7)
+            full[500, 3] += step
+            sharded = distribute_tensor(full, mesh, placements)
+            state = {"w": sharded, "tied": sharded, "t": {"own": torch.tensor([group.rank + 0.5]), "a": [1, 2]}}
+            engine.checkpoint(state, step=step).result()
+
+
+@pytest.fixture(scope="module")
+def grids(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same checkpoints of groups with other layouts, and of one process alone."""
+    folders = {}
+    for grid in GRIDS:
+        folder = tmp_path_factory.mktemp("grid")
+        run_ranks(prod(GRIDS[grid][0]), partial(saved_on_grid, folder, grid))
+        folders[grid] = folder / "run"
+    folders["alone"] = tmp_path_factory.mktemp("alone")
+    with SyncCheckpointEngine(folders["alone"], keep_last=2) as engine:
+        for step in (1, 2):
+            engine.checkpoint(load_sync(folders["rows"], step=step), step=step).result(60)
+    return folders
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("one", "other"), [("rows", "columns"), ("columns", "grid"), ("alone", "grid"), ("copies", "alone")]
+)
+def test_checkpoints_of_other_layouts_are_compared_in_full(grids: dict[str, Path], one: str, other: str) -> None:
+    found = compare_checkpoints(grids[one], grids[other])
+    assert (found.differences, found.leaves, found.nbytes) == ((), 4, 2 * 4 * 7007 + 4)
+    steps = compare_checkpoints(grids[one], grids[other], step=1)
+    assert [each.path for each in steps.differences] == ["w", "tied"]
+    for each in steps.differences:
+        assert each.difference is not None
+        assert (each.difference.bits, each.difference.total, each.difference.most_absolute) == (1, 7007, 1.0)
+    if one != "alone":
+        ranks = compare_checkpoints(grids[one], grids[other], rank=1)
+        assert [(each.path, each.change) for each in ranks.differences] == [("t.own", "elements")]
+        same = compare_checkpoints(grids[one], step=1, other_step=1, rank=0, other_rank=1)
+        assert [each.path for each in same.differences] == ["t.own"]
+    result = CliRunner().invoke(app, ["diff", f"{grids[one]}@2", f"{grids[other]}@2"])
+    assert result.exit_code == 0, result.output
+    assert "All 4 leaves are equal in every bit." in result.stdout
+
+
+@pytest.mark.slow
+def test_a_comparison_names_what_is_damaged_in_another_ranks_part(grids: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(grids["columns"], tmp_path / "run")
+    spoil(tmp_path / "run", 1)
+    with pytest.raises(DamagedError, match=r"it holds w, tied of step 2; `pccheck verify` names all damage"):
+        compare_checkpoints(tmp_path / "run", grids["alone"])
 
 
 LAYOUTS: dict[str, tuple[Callable[[DeviceMesh], nn.Module], tuple[int, ...]]] = {

@@ -8,11 +8,13 @@ import hashlib
 import io
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
@@ -29,6 +31,7 @@ from hypothesis import given, settings
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from typer.testing import CliRunner
 
 from pccheck_async import (
@@ -47,7 +50,7 @@ from pccheck_async import (
 )
 from pccheck_async.api import Connection
 from pccheck_async.cli import app
-from pccheck_async.convert import importing, target, torch_file
+from pccheck_async.convert import dcp_reading, importing, target, torch_file
 from pccheck_async.convert.safetensors_file import parts
 from pccheck_async.convert.target import new_file, new_folder
 from pccheck_async.format import dtypes
@@ -385,6 +388,131 @@ def test_a_model_alone(tmp_path: Path) -> None:
             export_checkpoint(tmp_path / "s", tmp_path / "x", to="torch", root=root)
 
 
+def as_transformers_reads(folder: Path) -> dict[str, torch.Tensor]:
+    """Follow the index as ``from_pretrained`` does: all files that it names, and every tensor in them."""
+    from safetensors import safe_open
+
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    found: dict[str, torch.Tensor] = {}
+    for title in sorted(set(index["weight_map"].values())):
+        with safe_open(folder / title, framework="pt") as file:
+            assert file.metadata() == {"format": "pt"}  # else it refuses the file
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                assert index["weight_map"][name] == title
+                assert name not in found
+                found[name] = file.get_tensor(name)
+    assert found.keys() == index["weight_map"].keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+    return found
+
+
+def test_safetensors_in_several_files(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    state = training_state() | {"odd": odd_state()}
+    save(tmp_path / "s", state)
+    export_checkpoint(tmp_path / "s", tmp_path / "one", to="safetensors")
+    exported = export_checkpoint(tmp_path / "s", tmp_path / "f", to="safetensors", max_file_size=10_000)
+    titles = sorted(path.name for path in (tmp_path / "f").glob("*.safetensors"))
+    assert titles == [f"model-{number:05d}-of-{len(titles):05d}.safetensors" for number in range(1, len(titles) + 1)]
+    assert exported.nbytes == sum(path.stat().st_size for path in (tmp_path / "f").iterdir())
+    found = as_transformers_reads(tmp_path / "f")
+    assert digests({name: {"": tensor} for name, tensor in found.items()}) == digests(
+        {name: {"": tensor} for name, tensor in load_safetensors(tmp_path / "one").items()}
+    )
+    for title in titles:
+        sizes = [tensor.nbytes for tensor in load_safetensors(tmp_path / "f" / title).values()]
+        assert sum(sizes) <= 10_000 or len(sizes) == 1
+    for number, place in enumerate((tmp_path / "f", tmp_path / "f" / "model.safetensors.index.json")):
+        info = import_checkpoint(place, tmp_path / f"t{number}", source="safetensors")
+        assert (info.step, dict(info.metadata)) == (7, {"loss": 0.5})
+        back = load_sync(tmp_path / f"t{number}")
+        _assert_same_apart_from_strides(back, load_sync(tmp_path / "s"))
+        assert back["odd"]["tied"]["one"].data_ptr() == back["odd"]["tied"]["other"].data_ptr()
+
+
+def load_safetensors(file: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    found: dict[str, torch.Tensor] = load_file(file)
+    return found
+
+
+def test_what_fits_into_one_file_has_no_index(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    save(tmp_path / "s", {"x": torch.ones(3), "n": 1})
+    export_checkpoint(tmp_path / "s", tmp_path / "f", to="safetensors", max_file_size=12)
+    assert os.listdir(tmp_path / "f") == ["model.safetensors"]
+    import_checkpoint(tmp_path / "f", tmp_path / "t", source="safetensors")
+    assert not difference(load_sync(tmp_path / "t"), load_sync(tmp_path / "s"))
+    for most, to in ((0, "safetensors"), (10, "torch")):
+        with pytest.raises(ValueError, match="max_file_size"):
+            export_checkpoint(tmp_path / "s", tmp_path / "g", to=to, max_file_size=most)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A folder of two files and an index, as Hugging Face's libraries write it."""
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    (tmp_path / "f").mkdir()
+    for title, name in (("a", "x"), ("b", "y")):
+        save_file({name: torch.full((3,), float(ord(name)))}, tmp_path / "f" / f"{title}.safetensors", {"format": "pt"})
+    weight_map = {"y": "b.safetensors", "x": "a.safetensors"}
+    index = {"metadata": {"total_parameters": 6, "total_size": 24}, "weight_map": weight_map}
+    (tmp_path / "f" / "model.safetensors.index.json").write_text(json.dumps(index))
+    return tmp_path / "f"
+
+
+def test_import_of_several_files_of_others(files: Path, tmp_path: Path) -> None:
+    import_checkpoint(files, tmp_path / "t", source="safetensors", root="model", step=3)
+    found = load_sync(tmp_path / "t")["model"]
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {"y": [121.0] * 3, "x": [120.0] * 3}
+    assert list(found) == ["y", "x"]
+    (files / "model.safetensors.index.json").rename(files / "other.safetensors.index.json")
+    import_checkpoint(files, tmp_path / "u", source="safetensors")
+    assert set(load_sync(tmp_path / "u")) == {"x", "y"}
+
+
+def test_what_is_wrong_with_an_index_is_said(files: Path, tmp_path: Path) -> None:
+    index = files / "model.safetensors.index.json"
+    whole = json.loads(index.read_text())
+    for weight_map, error, says in (
+        ({"x": "a.safetensors", "z": "a.safetensors"}, CorruptStoreError, r"lack z \(in a\.safetensors\)"),
+        ({"x": "b.safetensors"}, CorruptStoreError, r"lack x \(in b\.safetensors\)"),
+        ({"x": "c.safetensors"}, FileNotFoundError, r"files that are not there: c\.safetensors"),
+        ({"x": "../f/a.safetensors"}, CorruptStoreError, "cannot be files beside it"),
+        ({"x": ".."}, FileNotFoundError, "not there"),
+        ({"x": 1}, CorruptStoreError, r"model\.safetensors\.index\.json is no index"),
+    ):
+        index.write_text(json.dumps(whole | {"weight_map": weight_map}))
+        with pytest.raises(error, match=says):
+            import_checkpoint(files, tmp_path / "t", source="safetensors")
+    index.write_text(json.dumps(whole | {"metadata": {"pccheck_async.state": 1}}))
+    with pytest.raises(CorruptStoreError, match=r"metadata pccheck_async\.state cannot be read: it is no text"):
+        import_checkpoint(files, tmp_path / "t", source="safetensors")
+    index.write_text(json.dumps(whole))
+    with pytest.raises(UnsupportedStateError, match="--from safetensors"):
+        import_checkpoint(index, tmp_path / "t", source="torch")
+    data = (files / "b.safetensors").read_bytes()
+    (files / "b.safetensors").write_bytes(data[:-1])
+    with pytest.raises(CorruptStoreError, match=r"b\.safetensors is no whole file of safetensors"):
+        import_checkpoint(files, tmp_path / "t", source="safetensors")
+    (files / "other.safetensors.index.json").write_bytes(b"")
+    with pytest.raises(UnsupportedStateError, match="several indexes"):
+        import_checkpoint(files, tmp_path / "t", source="safetensors")
+    assert not (tmp_path / "t").exists()
+
+
+def test_damage_leaves_no_folder_of_files(tmp_path: Path) -> None:
+    save(tmp_path / "s", {"a": torch.ones(5000), "b": torch.ones(5000)})
+    slot = next(path for path in (tmp_path / "s").glob("slot-*") if any(path.read_bytes()[:CHUNK]))
+    data = bytearray(slot.read_bytes())
+    data[5 * CHUNK] ^= 1
+    slot.write_bytes(data)
+    with pytest.raises(CorruptStoreError, match="chunk 5 "):
+        export_checkpoint(tmp_path / "s", tmp_path / "out", to="safetensors", max_file_size=20_000)
+    assert os.listdir(tmp_path) == ["s"]
+
+
 def test_names_that_are_alike_keep_their_escapes(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors")
     save(
@@ -572,6 +700,179 @@ def test_dcp_needs_a_dict(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedStateError, match="dict"):
         export_checkpoint(tmp_path / "s", tmp_path / "d", to="dcp", root="list")
     assert os.listdir(tmp_path) == ["s"]
+
+
+# -- and back
+
+
+def as_dcp_has_it(value: Any) -> Any:
+    """Return a state as that package names it: numbers as keys are strings, and no dict of the state is empty."""
+    if isinstance(value, Mapping):
+        return {str(key): as_dcp_has_it(item) for key, item in value.items() if not isinstance(item, dict) or item}
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone(memory_format=torch.contiguous_format).requires_grad_(value.requires_grad)
+    return [as_dcp_has_it(item) for item in value] if type(value) is list else value
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pccheck_async.convert.dcp_folder.PART_BYTES", 10_000)
+    monkeypatch.setattr("pccheck_async.convert.dcp_folder._FILE", 50_000)
+    save(
+        tmp_path / "s",
+        training_state()
+        | {
+            "odd": odd_state(),
+            "tuple": (torch.arange(3), np.arange(4), [{"deep": np.float64(0.5)}]),
+            "arrays": [np.arange(6, dtype=">i4").reshape(2, 3).T, np.array(["a", "bc"]), np.array(5, "M8[3s]")],
+            "scalars": {"np": np.float32(2), "time": np.datetime64(1, "us"), "dtype": np.dtype("<U3"), "bytes": b""},
+            "sets": [{1, 2}, frozenset({"x"}), Counter("aab"), 2**80, 1j],
+            "large": torch.randn(100, 100, 2),
+            "parts of bytes": torch.randn(300, 100).to(torch.float8_e5m2),
+            "nothing": {},
+            "lists": [[torch.zeros(1), {"x": [torch.ones(2)]}], []],
+        },
+    )
+    exported = export_checkpoint(tmp_path / "s", tmp_path / "d", to="dcp")
+    assert [line for line in exported.changed if "left out" not in line] == []
+    assert len([*(tmp_path / "d").glob("*.distcp")]) > 3
+    info = import_checkpoint(tmp_path / "d", tmp_path / "t", source="dcp", step=3, metadata={"from": "dcp"})
+    assert (info.step, dict(info.metadata)) == (3, {"from": "dcp"})
+    assert not difference(load_sync(tmp_path / "t"), as_dcp_has_it(load_sync(tmp_path / "s")))
+    with SyncCheckpointEngine(tmp_path / "t") as engine:
+        live = {key: part for key, part in training_state().items() if key in ("model", "optimizer", "rng")}
+        engine.restore(live, strict=False)
+        assert not difference(
+            live["optimizer"].state_dict(), load_sync(tmp_path / "s", keys=["optimizer"])["optimizer"]
+        )
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_lists_with_gaps_and_values_that_need_code(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"list": [{}, torch.ones(2), {"x": 1}], "evil": {"a": Evil(), "b": [np.array([None])]}}
+    save_dcp(state, checkpoint_id=tmp_path / "d", no_dist=True)
+    with pytest.raises(UnsupportedStateError) as caught:
+        import_checkpoint(tmp_path / "d", tmp_path / "s", source="dcp")
+    assert "without running code: evil.a (" in str(caught.value)
+    assert "mkdir); evil.b (unknown array dtype '|O8')" in str(caught.value)
+    assert not (tmp_path / "s").exists()
+    del state["evil"]
+    save_dcp(state, checkpoint_id=tmp_path / "e", no_dist=True)
+    import_checkpoint(tmp_path / "e", tmp_path / "s", source="dcp")
+    assert not difference(load_sync(tmp_path / "s"), {"list": [None, torch.ones(2), {"x": 1}]})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of that package, with a tensor in three parts."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr("pccheck_async.convert.dcp_folder.PART_BYTES", 40)
+        save(tmp_path / "store", {"x": torch.arange(30.0), "n": {"y": [1, (2,)]}})
+        export_checkpoint(tmp_path / "store", tmp_path / "d", to="dcp")
+    return tmp_path / "d"
+
+
+def test_no_code_in_the_metadata_runs(folder: Path, tmp_path: Path) -> None:
+    whole = pickle.loads((folder / ".metadata").read_bytes())
+    kind = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
+    for code, says in (
+        (pickle.dumps(Evil()), "a posix.mkdir is no metadata.Metadata"),
+        (pickle.dumps({"x": Evil()}), "a dict is no metadata"),
+        (pickle.dumps(os.mkdir), "a _Name is no metadata"),
+        (b"\x80\x02" + kind + b"N}X\x04\0\0\0evilK\x01s\x86b.", "is damaged"),  # sets attributes of the class
+        (b"\x80\x02N\x86)R.", "is damaged"),
+        (b"\x80\x02Nr\xff\xff\xff\x7f.", "a NoneType is no metadata"),  # to pickle, a table of 2 ** 31 places
+        (b"\x80\x02\x82\x01.", "the opcode EXT1"),
+        (b"", "is damaged"),
+    ):
+        (folder / ".metadata").write_bytes(code)
+        with pytest.raises(CorruptStoreError, match=says):
+            import_checkpoint(folder, tmp_path / "s", source="dcp")
+        assert not hasattr(type(whole), "evil")
+    whole.planner_data["ignored"] = whole.storage_meta.modules = Evil()
+    (folder / ".metadata").write_bytes(pickle.dumps(whole))
+    import_checkpoint(folder, tmp_path / "s", source="dcp")
+    assert not difference(load_sync(tmp_path / "s"), load_sync(tmp_path / "store"))
+
+
+def test_what_is_wrong_with_a_folder_of_dcp_is_said(folder: Path, tmp_path: Path) -> None:
+    text = (folder / ".metadata").read_bytes()
+
+    def refused(change: Callable[[Any], None], says: str, error: type[Exception] = CorruptStoreError) -> None:
+        metadata = pickle.loads(text)
+        change(metadata)
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(error, match=says):
+            import_checkpoint(folder, tmp_path / "s", source="dcp")
+
+    def every(**facts: Any) -> Callable[[Any], None]:
+        def change(metadata: Any) -> None:
+            for info in metadata.storage_data.values():
+                vars(info).update(facts)
+
+        return change
+
+    def chunk(number: int, **facts: Any) -> Callable[[Any], None]:
+        return lambda metadata: vars(metadata.state_dict_metadata["x"].chunks[number]).update(facts)
+
+    refused(lambda m: m.storage_data.clear(), "does not say where x is stored")
+    refused(lambda m: setattr(m, "storage_data", None), "where anything is stored")
+    refused(lambda m: m.state_dict_metadata["x"].chunks.pop(), "is not all there, or some of it twice")
+    refused(chunk(0, sizes=torch.Size([31])), "reaches outside")
+    refused(chunk(0, sizes=torch.Size([9])), "is not all there, or")
+    refused(chunk(1, offsets=torch.Size([9])), "is not all there, and some of it twice")
+    refused(chunk(1, offsets=torch.Size([10, 0])), "other dimensions")
+    refused(chunk(1, offsets=(10,)), "are no sizes")
+    refused(every(relative_path="../d/__0_0.distcp"), "is no name of a file in the folder")
+    refused(every(relative_path="lost"), "lacks the files lost,")
+    refused(every(offset=10**9), "is too short: it lacks some of")
+    refused(every(length=3), "is too short: it lacks some of x")
+    refused(every(offset=-1), "stored at no place")
+    refused(every(offset=1), "damaged: it does not begin as torch.save begins")
+    refused(every(transform_descriptors=["zstd"]), "an extension, .'zstd'.", UnsupportedStateError)
+    refused(lambda m: m.planner_data.update(x=("n", 0)), "lies in what is no container")
+    refused(lambda m: m.planner_data.update(x=("n", "y")), "two values have the path of")
+    refused(lambda m: m.planner_data.update(x=("l", 1 << 40)), "is no path")
+    refused(lambda m: m.planner_data.update(x=()), "is no path")
+    refused(lambda m: vars(m.state_dict_metadata["x"].properties).update(dtype=torch.int32), "it is torch.float32, ")
+    (folder / ".metadata").write_bytes(text)
+    random = Random(7)
+    for _ in range(200):
+        data = bytearray(text[: random.randrange(len(text))] if random.random() < 0.1 else text)
+        for at in random.choices(range(len(data)), k=random.choice((1, 3))) if data else ():
+            data[at] = random.randrange(256)
+        (folder / ".metadata").write_bytes(data)
+        with suppress(CorruptStoreError, UnsupportedStateError, MemoryError):
+            dcp_reading.read(folder)
+    assert not (tmp_path / "s").exists()
+
+
+_IMPORT = """
+import sys, torch
+from pccheck_async import import_checkpoint
+path, small, out = sys.argv[1:]
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
+import_checkpoint(small, out + "-first", source="dcp", host_memory=16 << 20)  # what is imported and started once
+open("/proc/self/clear_refs", "w").write("5")
+before = peak()
+import_checkpoint(path, out, source="dcp", host_memory=16 << 20)
+print(peak() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_an_import_of_dcp_takes_the_state_once(folder: Path, tmp_path: Path) -> None:
+    """Its largest tensor is stored in parts, as several ranks store it."""
+    with SyncCheckpointEngine(tmp_path / "s", host_memory=64 << 20, max_in_flight=1) as engine:
+        engine.checkpoint({"large": torch.rand(40 << 20), "other": torch.rand(8 << 20)}, step=1).result(300)
+    export_checkpoint(tmp_path / "s", tmp_path / "out", to="dcp")
+    command = [sys.executable, "-c", _IMPORT, *map(str, (tmp_path / "out", folder, tmp_path / "t"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert int(done.stdout) < (192 + 64 + 48) << 20  # all, a part twice (as bytes and as a tensor), and staging
+    assert torch.equal(load_sync(tmp_path / "t")["large"], load_sync(tmp_path / "s")["large"])
 
 
 # -- what may go wrong
@@ -822,16 +1123,18 @@ def test_an_import_of_something_else_says_what_it_is(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     save(tmp_path / "store", {"x": torch.ones(3), "step": 7})
     (tmp_path / "folder").mkdir()
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "__0.metadata").touch()
+    (tmp_path / "text").write_text("text")
     for to in ("torch", "safetensors", "dcp"):
         export_checkpoint(tmp_path / "store", tmp_path / to, to=to)
     for name, source, error, says in (
-        (
-            "dcp",
-            "torch",
-            UnsupportedStateError,
-            r"torch\.distributed\.checkpoint.*dcp_to_torch_save\('.*/dcp', 'new\.pt'\)",
-        ),
-        ("dcp", "safetensors", UnsupportedStateError, r"torch\.distributed\.checkpoint.*--from torch"),
+        ("dcp", "torch", UnsupportedStateError, r"torch\.distributed\.checkpoint.*--from dcp"),
+        ("dcp", "safetensors", UnsupportedStateError, r"torch\.distributed\.checkpoint.*--from dcp"),
+        ("torch", "dcp", UnsupportedStateError, "begins like a file of torch.*--from torch"),
+        ("text", "dcp", FileNotFoundError, "text is a file; give the folder"),
+        ("folder", "dcp", FileNotFoundError, r"folder is a folder without \.metadata"),
+        ("alone", "dcp", UnsupportedStateError, "use_collectives=False"),
         ("store", "torch", UnsupportedStateError, "is a store of this package.*pccheck copy"),
         ("folder", "torch", FileNotFoundError, "folder is a folder"),
         ("none", "torch", FileNotFoundError, "there is no file"),
@@ -841,8 +1144,7 @@ def test_an_import_of_something_else_says_what_it_is(tmp_path: Path) -> None:
         with pytest.raises(error, match=says):
             import_checkpoint(tmp_path / name, tmp_path / "s", source=source)  # type: ignore[arg-type]
     assert not (tmp_path / "s").exists()
-    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "new.pt")  # as the message says
-    import_checkpoint(tmp_path / "new.pt", tmp_path / "s", source="torch")
+    import_checkpoint(tmp_path / "dcp", tmp_path / "s", source="dcp")
     assert not difference(load_sync(tmp_path / "s"), load_sync(tmp_path / "store"))
 
 
@@ -858,6 +1160,7 @@ def test_metadata_that_is_damaged(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_commands(tmp_path: Path) -> None:
     save(tmp_path / "s", {"model": {"a.b": torch.ones(3), "c": np.arange(3)}, "step": 7})
     result = runner.invoke(
@@ -877,6 +1180,16 @@ def test_the_commands(tmp_path: Path) -> None:
     assert found["nbytes"] == (tmp_path / "j.pt").stat().st_size
     command = ["import", str(tmp_path / "j.pt"), str(tmp_path / "t"), "--from=torch", "--step=11", "--json"]
     assert json.loads(runner.invoke(app, command).stdout)["step"] == 11
+    files = ["export", str(tmp_path / "s"), str(tmp_path / "f"), "--max-file-size=0.02kB"]
+    assert runner.invoke(app, [*files, "--to=torch"]).exit_code == 2
+    assert runner.invoke(app, [*files, "--to=safetensors"]).exit_code == 0
+    assert len(as_transformers_reads(tmp_path / "f")) == 2
+    result = runner.invoke(app, ["import", str(tmp_path / "f"), str(tmp_path / "u"), "--from=safetensors"])
+    assert "step 7" in result.stdout
+    assert runner.invoke(app, ["export", str(tmp_path / "s"), str(tmp_path / "d"), "--to=dcp"]).exit_code == 0
+    result = runner.invoke(app, ["import", str(tmp_path / "d"), str(tmp_path / "v"), "--from=dcp", "--step=12"])
+    assert "step 12" in result.stdout
+    assert not difference(load_sync(tmp_path / "v"), load_sync(tmp_path / "s"))
     result = runner.invoke(app, ["export", str(tmp_path / "s"), str(tmp_path / "o.pt"), "--to=torch"])
     assert (result.exit_code, result.stdout) == (1, "")
     assert "FileExistsError" in result.stderr

@@ -1,0 +1,398 @@
+"""Reading a folder of ``torch.distributed.checkpoint``: tensors in full, however many ranks saved their parts.
+
+Its ``.metadata`` is a pickle. It is not unpickled but read, as a description: no class or function that it names is
+looked up. Everything that follows checks what it found.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
+from math import prod
+from pathlib import Path
+from reprlib import repr as short
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from pccheck_async.convert.pickled_values import NotReadableError, read_value
+from pccheck_async.errors import CheckpointError, CorruptStoreError, UnsupportedStateError
+from pccheck_async.format import dtypes
+from pccheck_async.state import as_bits
+
+__all__ = ["METADATA", "read"]
+
+METADATA: Final = ".metadata"
+_MOST_ITEMS: Final = 1 << 20
+"""Of a list; a path may name any index, and what lies before it is filled with None."""
+_MOST_KEYS: Final = 100
+"""Of a path: no state is nested more deeply."""
+
+_Sizes: TypeAlias = tuple[int, ...]
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Return the state in a folder; its tensors are in memory once, and the largest part of one beside them.
+
+    Raises:
+        UnsupportedStateError: it holds what cannot be read without running code, or was saved through an extension.
+        CorruptStoreError: something in it is damaged, or a file is not there.
+    """
+    file = folder / METADATA
+    try:
+        content = _Content.of(_objects(file.read_bytes()))
+        _nested(content.entries, content.paths)  # else it would raise after all was read
+    except (CheckpointError, OSError, MemoryError):
+        raise
+    except Exception as error:  # damaged pickles lead to anything
+        what = str(error) if isinstance(error, _BadError) else f"{type(error).__name__}: {error}"
+        raise CorruptStoreError(f"{file} is damaged: {what}") from error
+    content.check_files(folder)
+    return _nested(_read(folder, content), content.paths)
+
+
+class _BadError(Exception):
+    """The metadata is impossible; says why."""
+
+
+# -- the pickle
+
+
+@dataclass(slots=True, eq=False)
+class _Object:
+    """What stands for an object: what would have made it, of which arguments, and the state that it would have got."""
+
+    kind: str
+    arguments: Any
+    state: Any = None
+
+
+class _Name(str):
+    """A class or function by its name."""
+
+    __slots__ = ()
+
+
+def _objects(data: bytes) -> Any:
+    """Return what a pickle describes, with stand-ins for all but plain values. Raises any Exception for a damaged one.
+
+    A subset of pickle's protocols 2 to 5: what is pickled of dataclasses, containers, numbers and strings.
+    """
+    stack: list[Any] = []
+    marked: list[list[Any]] = []
+    memo: dict[Any, Any] = {}
+    for code, argument, _ in pickletools.genops(data):
+        name = code.name
+        if name in _VALUES:
+            stack.append(argument)
+        elif name in _CONSTANTS:
+            stack.append(_CONSTANTS[name]())
+        elif name == "MEMOIZE":
+            memo[len(memo)] = stack[-1]
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])
+        elif name in ("BINPUT", "LONG_BINPUT"):
+            memo[argument] = stack[-1]
+        elif name == "MARK":
+            marked.append(stack)
+            stack = []
+        elif name in ("TUPLE", "APPENDS", "SETITEMS"):
+            items, stack = stack, marked.pop()
+            if name == "TUPLE":
+                stack.append(tuple(items))
+            elif name == "APPENDS":
+                stack[-1].extend(items)
+            else:
+                stack[-1].update(zip(items[::2], items[1::2], strict=True))
+        elif name in ("TUPLE1", "TUPLE2", "TUPLE3"):
+            count = int(name[-1])
+            stack[-count:] = [tuple(stack[-count:])]
+        elif name == "APPEND":
+            item = stack.pop()
+            stack[-1].append(item)
+        elif name == "SETITEM":
+            item, key = stack.pop(), stack.pop()
+            stack[-1].update({key: item})
+        elif name in ("GLOBAL", "STACK_GLOBAL"):
+            known = str(argument).replace(" ", ".") if name == "GLOBAL" else f"{stack.pop(-2)}.{stack.pop()}"
+            stack.append(dtypes.TORCH_DTYPES.get(known.removeprefix("torch."), _Name(known)))
+        elif name in ("NEWOBJ", "REDUCE"):
+            arguments, kind = stack.pop(), stack.pop()
+            stack.append(_Object(kind if isinstance(kind, _Name) else "?", arguments))
+        elif name == "BUILD":
+            state = stack.pop()
+            stack[-1].state = state
+        elif name == "STOP":
+            return stack.pop()
+        elif name not in ("PROTO", "FRAME"):
+            raise ValueError(f"the opcode {name}")
+    raise ValueError("it has no end")
+
+
+_VALUES: Final = frozenset(
+    ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8")
+)
+_CONSTANTS: Final[dict[str, Any]] = {
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    "EMPTY_TUPLE": tuple,
+    "EMPTY_LIST": list,
+    "EMPTY_DICT": dict,
+}
+_CHECKPOINT: Final = "torch.distributed.checkpoint"
+
+
+def _state(thing: Any, name: str) -> Mapping[str, Any]:
+    """Return the attributes of an object of torch. Raises _BadError where it is another thing."""
+    if not isinstance(thing, _Object) or thing.kind != f"{_CHECKPOINT}.{name}":
+        raise _BadError(f"a {thing.kind if isinstance(thing, _Object) else type(thing).__name__} is no {name}")
+    if not isinstance(thing.state, dict | None):
+        raise _BadError(f"the attributes of a {name} are none")
+    return thing.state or {}
+
+
+def _sizes(thing: Any) -> _Sizes:
+    items = (
+        thing.arguments[0] if isinstance(thing, _Object) and thing.kind == "torch.Size" and thing.arguments else None
+    )
+    if isinstance(items, tuple) and len(items) <= 64 and all(type(n) is int and 0 <= n < 1 << 62 for n in items):
+        return items
+    raise _BadError(f"{short(items)} are no sizes")
+
+
+# -- what it says
+
+
+@dataclass(slots=True)
+class _Tensor:
+    """A tensor in full, and the boxes with elements that it is stored in: offsets and sizes."""
+
+    dtype: torch.dtype
+    shape: _Sizes
+    requires_grad: bool
+    boxes: dict[_Sizes, _Sizes]
+
+    @classmethod
+    def of(cls, thing: Any) -> _Tensor:
+        state = _state(thing, "metadata.TensorStorageMetadata")
+        properties = getattr(state.get("properties"), "state", None)  # a tuple, of TensorProperties
+        chunks = state.get("chunks")
+        if not isinstance(properties, tuple) or len(properties) < 3 or not isinstance(properties[0], torch.dtype):
+            raise _BadError("the properties of a tensor are none")
+        if not isinstance(chunks, list):
+            raise _BadError("a tensor has no chunks")
+        each = [_state(chunk, "metadata.ChunkStorageMetadata") for chunk in chunks]
+        pairs = [(_sizes(box.get("offsets")), _sizes(box.get("sizes"))) for box in each]
+        pairs = [(offsets, sizes) for offsets, sizes in pairs if prod(sizes)]
+        tensor = cls(properties[0], _sizes(state.get("size")), properties[2] is True, dict(pairs))
+        if trouble := tensor._trouble(len(pairs)):
+            raise _BadError(f"a tensor of shape {tensor.shape} {trouble}")
+        return tensor
+
+    def _trouble(self, count: int) -> str:
+        """Why the boxes do not make the tensor; empty where they do."""
+        dims = len(self.shape)
+        if any(len(offsets) != dims or len(sizes) != dims for offsets, sizes in self.boxes.items()):
+            return "has chunks of other dimensions"
+        low = np.array([*self.boxes], np.int64).reshape(len(self.boxes), dims)
+        high = low + np.array([*self.boxes.values()], np.int64).reshape(len(self.boxes), dims)
+        if (high > np.array(self.shape, np.int64)).any():
+            return "has a chunk that reaches outside"
+        if count != len(self.boxes) or sum(map(prod, self.boxes.values())) != prod(self.shape):
+            return "is not all there, or some of it twice"
+        for at in range(count - 1):
+            if ((low[at] < high[at + 1 :]) & (low[at + 1 :] < high[at])).all(axis=1).any():
+                return "is not all there, and some of it twice"
+        return ""
+
+
+class _Place(NamedTuple):
+    """Where a box of a tensor, or a value, is stored; ``offsets`` of the box, None for a value."""
+
+    file: str
+    start: int
+    nbytes: int
+    name: str
+    offsets: _Sizes | None
+
+
+@dataclass(slots=True)
+class _Content:
+    """What a folder holds, by flat names.
+
+    Attributes:
+        entries: The tensors, and None for other values, in the order of the state.
+        paths: The keys of each from the root; names that are not in it are keys of the root.
+        places: In the order of the files.
+    """
+
+    entries: dict[str, _Tensor | None]
+    paths: dict[str, tuple[str | int, ...]]
+    places: list[_Place] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, metadata: Any) -> _Content:
+        state = _state(metadata, "metadata.Metadata")
+        about, paths = _mapping(state.get("state_dict_metadata")), _mapping(state.get("planner_data"))
+        entries: dict[str, _Tensor | None] = {}
+        for name in (*(name for name in paths if name in about), *(name for name in about if name not in paths)):
+            kind = getattr(about[name], "kind", "")
+            entries[name] = None if kind == f"{_CHECKPOINT}.metadata.BytesStorageMetadata" else _Tensor.of(about[name])
+        content = cls(entries, {name: _path(paths[name]) for name in entries if name in paths})
+        stored: dict[tuple[str, _Sizes | None], Mapping[str, Any]] = {}
+        if not isinstance(state.get("storage_data"), dict):
+            raise _BadError("it does not say where anything is stored")
+        for key, info in state["storage_data"].items():
+            index = _state(key, "metadata.MetadataIndex")
+            offsets = None if index.get("offset") is None else _sizes(index["offset"])
+            if type(fqn := index.get("fqn")) is str:
+                stored[fqn, offsets] = _state(info, "filesystem._StorageInfo")
+        for name, entry in entries.items():
+            for offsets in (None,) if entry is None else entry.boxes:
+                if (name, offsets) not in stored:
+                    raise _BadError(f"it does not say where {name} is stored")
+                content.places.append(_place(stored[name, offsets], name, offsets))
+        content.places.sort(key=lambda place: place[:3])
+        return content
+
+    def check_files(self, folder: Path) -> None:
+        """Raise CorruptStoreError where a file is not there, or too short."""
+        titles = sorted({place.file for place in self.places})
+        if lost := [title for title in titles if not (folder / title).is_file()]:
+            more = f" and {len(lost) - 20} more" if len(lost) > 20 else ""
+            raise CorruptStoreError(f"{folder} lacks the files {', '.join(lost[:20])}{more}, which its metadata names")
+        sizes = {title: (folder / title).stat().st_size for title in titles}
+        for place in self.places:
+            entry, least = self.entries[place.name], 0
+            if entry is not None and place.offsets is not None:
+                least = prod(entry.boxes[place.offsets]) * entry.dtype.itemsize
+            if place.start + place.nbytes > sizes[place.file] or place.nbytes < least:
+                raise CorruptStoreError(f"{folder / place.file} is too short: it lacks some of {place.name}")
+
+
+def _mapping(thing: Any) -> dict[str, Any]:
+    thing = {} if thing is None else thing
+    if not isinstance(thing, dict) or not all(type(name) is str for name in thing):
+        raise _BadError(f"a {type(thing).__name__} is no mapping from names")
+    return thing
+
+
+def _path(keys: Any) -> tuple[str | int, ...]:
+    if (
+        isinstance(keys, tuple)
+        and 0 < len(keys) <= _MOST_KEYS
+        and all(type(key) is str or (type(key) is int and 0 <= key < _MOST_ITEMS) for key in keys)
+        and type(keys[0]) is str
+    ):
+        return keys
+    raise _BadError(f"{short(keys)} is no path")
+
+
+def _place(info: Mapping[str, Any], name: str, offsets: _Sizes | None) -> _Place:
+    file, start, nbytes = info.get("relative_path"), info.get("offset"), info.get("length")
+    if info.get("transform_descriptors"):
+        raise UnsupportedStateError(
+            f"{name} was saved through an extension, {short(info['transform_descriptors'])}; load it with that"
+        )
+    if type(file) is not str or Path(file).name != file or "\0" in file:
+        raise _BadError(f"{short(file)} is no name of a file in the folder")
+    if type(start) is not int or type(nbytes) is not int or start < 0 or nbytes < 0:
+        raise _BadError(f"{name} is stored at no place")
+    return _Place(file, start, nbytes, name, offsets)
+
+
+# -- the files
+
+
+def _read(folder: Path, content: _Content) -> dict[str, Any]:
+    """Read every part once, forwards."""
+    values: dict[str, Any] = dict.fromkeys(content.entries)
+    refused: list[str] = []
+    for title, places in groupby(content.places, key=lambda place: place.file):
+        with (folder / title).open("rb") as file:
+            for place in places:
+                try:
+                    file.seek(place.start)
+                    part = read_value(file.read(place.nbytes))
+                    entry = content.entries[place.name]
+                    values[place.name] = part if entry is None else _put(part, entry, place, values[place.name])
+                except NotReadableError as error:
+                    refused.append(f"{place.name} ({error})")
+                except CorruptStoreError as error:
+                    raise CorruptStoreError(f"{folder / title}: {place.name} is damaged: {error}") from error
+    if refused:
+        listed = "; ".join(refused[:50]) + ("; ..." if len(refused) > 50 else "")
+        raise UnsupportedStateError(
+            f"{folder} holds values that cannot be read without running code: {listed}. If you trust what is named, "
+            "allow it (torch.serialization.add_safe_globals)"
+        )
+    for name, entry in content.entries.items():
+        if entry is not None:
+            values[name] = _finished(values[name], entry)
+    return values
+
+
+def _put(part: Any, entry: _Tensor, place: _Place, whole: torch.Tensor | None) -> torch.Tensor:
+    """Return the tensor with one box more in it; a box that is all of it is the tensor."""
+    assert place.offsets is not None
+    sizes = entry.boxes[place.offsets]
+    if not isinstance(part, torch.Tensor) or part.dtype != entry.dtype or tuple(part.shape) != sizes:
+        what = f"{part.dtype}, {tuple(part.shape)}" if isinstance(part, torch.Tensor) else type(part).__name__
+        raise CorruptStoreError(f"it is {what}, not {entry.dtype}, {sizes}, as the metadata says")
+    if sizes == entry.shape:
+        return part.detach()
+    if part.layout is not torch.strided or part.is_quantized or part.is_meta:
+        raise NotReadableError(f"a part of a tensor of layout {part.layout}, on {part.device}")
+    whole = _empty(entry) if whole is None else whole
+    box = tuple(slice(low, low + size) for low, size in zip(place.offsets, sizes, strict=True))
+    as_bits(whole)[box] = as_bits(part.resolve_conj().resolve_neg())
+    return whole
+
+
+def _empty(entry: _Tensor) -> torch.Tensor:
+    return torch.empty(entry.shape, dtype=dtypes.carrier(entry.dtype)).view(entry.dtype)
+
+
+def _finished(tensor: torch.Tensor | None, entry: _Tensor) -> torch.Tensor:
+    tensor = _empty(entry) if tensor is None else tensor  # of no elements
+    grad = entry.requires_grad and (entry.dtype.is_floating_point or entry.dtype.is_complex)
+    return tensor.requires_grad_() if grad else tensor
+
+
+# -- the state
+
+
+class _List(dict[int, Any]):
+    """A list of which some items may be missing."""
+
+
+class _Dict(dict[str, Any]):
+    """A dict of the state, and not a value in it."""
+
+
+def _nested(values: Mapping[str, Any], paths: Mapping[str, Sequence[str | int]]) -> dict[str, Any]:
+    """Put flat names at their paths, as that package does: a list's missing items are None."""
+    root = _Dict()
+    for name, value in values.items():
+        path = paths.get(name, (name,))
+        container: dict[Any, Any] = root
+        for key, following in pairwise(path):
+            kind = _List if isinstance(following, int) else _Dict
+            container = container.setdefault(key, kind())
+            if type(container) is not kind:
+                raise _BadError(f"{name} lies in what is no container of it")
+        if path[-1] in container:
+            raise _BadError(f"two values have the path of {name}")
+        container[path[-1]] = value
+    nested: dict[str, Any] = _plain(root)
+    return nested
+
+
+def _plain(value: Any) -> Any:
+    if type(value) is _List:
+        return [_plain(value.get(index)) for index in range(max(value) + 1)]
+    return {key: _plain(item) for key, item in value.items()} if type(value) is _Dict else value

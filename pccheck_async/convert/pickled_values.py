@@ -1,0 +1,125 @@
+"""Reading what ``torch.save`` pickled, one value in memory, without running code.
+
+torch's restricted unpickler knows no numpy. Its arrays, scalars and dtypes are made here, by what this package knows of
+their formats: numpy's own functions would trust what the pickle says.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import Counter, OrderedDict
+from pickle import UnpicklingError
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from pccheck_async.errors import CheckpointError, CorruptStoreError
+from pccheck_async.format import dtypes
+
+__all__ = ["NotReadableError", "read_value"]
+
+_WITH_NAMES: Final = (2, 6)
+"""torch's version from which the unpickler can be told what stands for a name."""
+
+
+class NotReadableError(Exception):
+    """A pickle that cannot be read without running code; says of what."""
+
+
+def read_value(data: bytes) -> Any:
+    """Return what was saved. Raises NotReadableError; CorruptStoreError where the bytes are no whole file."""
+    if not data.startswith(b"PK"):  # older formats: up to torch 2.5 they let a tar archive run code (CVE-2025-32434)
+        raise CorruptStoreError("it does not begin as torch.save begins")
+    try:
+        if tuple(map(int, torch.__version__.split(".")[:2])) < _WITH_NAMES:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals(_STAND_INS):
+            return _plain(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+    except UnpicklingError as error:
+        reason = str(error.__context__ or error)  # torch puts advice around it
+        unknown = re.search(r"GLOBAL (\S+)", reason)
+        raise NotReadableError(unknown[1] if unknown else reason[:200]) from error
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:  # damaged pickles lead to anything
+        raise CorruptStoreError(f"{type(error).__name__}: {error}") from error
+
+
+class _Dtype:
+    """A dtype of numpy: at first without its byte order, and a time without its unit."""
+
+    def __init__(self, name: Any, *_: Any) -> None:
+        self._name = name
+
+    def __setstate__(self, state: Any) -> None:
+        order, fields = state[1], state[2:5]
+        if type(self._name) is not str or fields != (None, None, None):
+            raise UnpicklingError(f"a dtype of numpy that is {str(self._name)[:50]}, with fields")
+        unit = ""
+        if len(state) > 8:
+            letters, count, _, _ = state[8][1]
+            unit = f"[{'' if count == 1 else int(count)}{letters.decode()}]"
+        self._name = f"{order}{self._name}{unit}"
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Raises UnpicklingError where this package knows no such dtype."""
+        try:
+            return dtypes.numpy_dtype(str(self._name))
+        except CorruptStoreError as error:
+            raise UnpicklingError(str(error)) from None
+
+
+class _Array:
+    """An array of numpy."""
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, fortran, data = state
+        if not isinstance(dtype, _Dtype):
+            raise UnpicklingError("an array of numpy of no dtype")
+        order: Any = "F" if fortran is True else "C"
+        self.array = np.ndarray(shape, dtype.dtype, bytes(data), order=order).copy(order="K")
+
+
+def _reconstruct(*_: Any) -> _Array:
+    return _Array()
+
+
+def _scalar(dtype: _Dtype, data: bytes) -> Any:
+    return np.ndarray((), dtype.dtype, bytes(data))[()]
+
+
+def _no_bytes() -> bytes:
+    return b""
+
+
+_MULTIARRAY: Final = ("numpy.core.multiarray", "numpy._core.multiarray")  # before and from numpy 2
+_STAND_INS: Final[list[Any]] = [
+    (_Dtype, "numpy.dtype"),
+    (_Array, "numpy.ndarray"),
+    *((_reconstruct, f"{module}._reconstruct") for module in _MULTIARRAY),
+    *((_scalar, f"{module}.scalar") for module in _MULTIARRAY),
+    (_no_bytes, "builtins.bytes"),  # without arguments
+    (frozenset, "builtins.frozenset"),
+]
+
+
+def _plain(value: Any) -> Any:
+    """Return the value with numpy's objects in place of what stands for them."""
+    match value:
+        case _Array():
+            return value.array
+        case _Dtype():
+            return value.dtype
+        case OrderedDict():
+            for key, item in value.items():
+                value[key] = _plain(item)
+            return value
+        case dict() if type(value) in (dict, Counter):
+            return type(value)({_plain(key): _plain(item) for key, item in value.items()})
+        case list() | tuple() | set() | frozenset() if type(value) in (list, tuple, set, frozenset):
+            return type(value)(map(_plain, value))
+        case _:
+            return value

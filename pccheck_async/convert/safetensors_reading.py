@@ -1,0 +1,162 @@
+"""Reading the files of safetensors: the state that was exported from here, or the tensors by their names."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from pccheck_async.convert.safetensors_file import INDEX, STATE, WHOLE, StoredArray, StoredStructure
+from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
+from pccheck_async.format import Metadata
+from pccheck_async.state import rebuild
+
+__all__ = ["find_in_folder", "is_index", "read"]
+
+
+class _Index(msgspec.Struct, frozen=True):
+    """Which of several files holds which tensor; other facts in it are not needed."""
+
+    weight_map: dict[str, str]
+    metadata: dict[str, Any] = {}  # msgspec copies it
+
+
+def is_index(file: Path) -> bool:
+    """Whether a file is called like an index of files of safetensors, with any word before."""
+    return file.name.endswith(INDEX.removeprefix("model"))
+
+
+def find_in_folder(folder: Path) -> Path:
+    """Return the only file of safetensors in a folder, or the index of several, as transformers looks for them.
+
+    Raises FileNotFoundError; UnsupportedStateError where there are several indexes.
+    """
+    if (folder / WHOLE).is_file():
+        return folder / WHOLE
+    found = sorted(file for file in folder.iterdir() if is_index(file))
+    if not found:
+        raise FileNotFoundError(f"{folder} is a folder without {WHOLE} and {INDEX}; give a file")
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise UnsupportedStateError(f"{folder} has several indexes of safetensors, {names}; give one of them")
+    return found[0]
+
+
+def _read_index(place: Path) -> _Index | None:
+    if not is_index(place):
+        return None
+    try:
+        index = msgspec.json.decode(place.read_bytes(), type=_Index)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptStoreError(f"{place} is no index of files of safetensors: {error}") from error
+    titles = sorted(set(index.weight_map.values()))
+    if outside := [title for title in titles if Path(title).name != title or "\0" in title]:
+        raise CorruptStoreError(f"{place} names {_listed(outside)}, which cannot be files beside it")
+    if lost := [title for title in titles if not (place.parent / title).is_file()]:
+        raise FileNotFoundError(f"{place} names files that are not there: {_listed(lost)}")
+    return index
+
+
+def read(place: Path) -> tuple[Mapping[str, Any], int | None, Metadata | None]:
+    """Map a file, or the files that an index names, and return the state, its step and its metadata.
+
+    What is in one of the files, and not in the index, is taken as well, as transformers does.
+
+    Raises:
+        FileNotFoundError: a file that the index names is not there.
+        CorruptStoreError: something is damaged, or a file lacks a tensor that the index or the metadata names.
+        ImportError: there is no safetensors.
+    """
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ImportError("importing from safetensors needs that package: pip install safetensors") from error
+    index = _read_index(place)
+    files = [place.parent / name for name in sorted(set(index.weight_map.values()))] if index else [place]
+    opened: dict[str, Any] = {}
+    try:
+        with ExitStack() as stack:
+            for file in files:
+                opened[file.name] = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+            return _read(place, index, opened)
+    except SafetensorError as error:
+        file = files[min(len(opened), len(files) - 1)]  # the one after those that could be opened
+        raise CorruptStoreError(f"{file} is no whole file of safetensors: {error}") from error
+
+
+def _read(
+    place: Path, index: _Index | None, opened: dict[str, Any]
+) -> tuple[Mapping[str, Any], int | None, Metadata | None]:
+    found: dict[str, Any] = {}
+    if index is None:
+        text = (opened[place.name].metadata() or {}).get(STATE)
+    else:
+        text = index.metadata.get(STATE)
+        names = {title: set(file.keys()) for title, file in opened.items()}
+        if lost := [f"{name} (in {title})" for name, title in index.weight_map.items() if name not in names[title]]:
+            raise CorruptStoreError(f"the files beside {place} lack {_listed(lost)}, which it names")
+        found = {name: opened[title] for name, title in index.weight_map.items()}
+    for file in opened.values():
+        found = {**dict.fromkeys(file.keys(), file), **found}
+    structure = _structure(text)
+    if structure is None:
+        return {name: file.get_tensor(name) for name, file in found.items()}, None, None
+    if lacking := sorted({array.name for array in structure.arrays} - found.keys()):
+        raise CorruptStoreError(f"{place} lacks {_listed(lacking)}, which its metadata names")
+    return _state(structure, lambda name: found[name].get_tensor(name)), structure.step, structure.metadata
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+
+
+def _structure(text: object) -> StoredStructure | None:
+    if text is None:
+        return None
+    try:
+        if not isinstance(text, str):
+            raise ValueError("it is no text")
+        structure = msgspec.msgpack.decode(base64.b64decode(text, validate=True), type=StoredStructure)
+    except (msgspec.MsgspecError, binascii.Error, RecursionError, ValueError) as error:
+        raise CorruptStoreError(f"the metadata {STATE} cannot be read: {error}") from error
+    if structure.version != 1:
+        raise CorruptStoreError(f"the metadata {STATE} has format {structure.version}; this package reads format 1")
+    return structure
+
+
+def _state(structure: StoredStructure, read: Callable[[str], torch.Tensor]) -> Mapping[str, Any]:
+    tensors: dict[int, torch.Tensor] = {}
+
+    def array(index: int) -> Any:
+        if not 0 <= index < len(structure.arrays):
+            raise CorruptStoreError(f"the state names array {index} of {len(structure.arrays)}")
+        about = structure.arrays[index]
+        if about.tied_to not in tensors:
+            if not 0 <= about.tied_to <= index:
+                raise CorruptStoreError(f"array {about.name!r} is tied to one that is none")
+            tensors[about.tied_to] = read(structure.arrays[about.tied_to].name)
+        return _as_it_was(about, tensors[about.tied_to])
+
+    state = rebuild(structure.skeleton, array)
+    if not isinstance(state, Mapping):
+        raise CorruptStoreError("the state in the metadata is no mapping")
+    return state
+
+
+def _as_it_was(about: StoredArray, tensor: torch.Tensor) -> Any:
+    try:
+        match about.kind:
+            case "ndarray":
+                return tensor.numpy()
+            case "parameter":
+                return torch.nn.Parameter(tensor, about.requires_grad)
+            case _:
+                return tensor.detach().requires_grad_(about.requires_grad)
+    except (RuntimeError, TypeError) as error:
+        raise CorruptStoreError(f"array {about.name!r} cannot be made: {error}") from error
