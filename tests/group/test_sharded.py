@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -54,11 +54,12 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 class Tied(nn.Module):
-    """A small model with sizes that no world divides, and an embedding that is also its output."""
+    """A small GPT with sizes that no world divides, and an embedding that is also its output."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(13, 7)
+        self.attention = nn.Linear(7, 21)
         self.inner = nn.Linear(7, 10)
         self.outer = nn.Linear(10, 7)
         self.out = nn.Linear(7, 13, bias=False)
@@ -66,7 +67,10 @@ class Tied(nn.Module):
         self.register_buffer("scale", torch.ones(3))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        hidden: Tensor = self.outer(nn.functional.relu(self.inner(self.embedding(tokens))))
+        hidden: Tensor = self.embedding(tokens)
+        query, key, value = self.attention(hidden).chunk(3, -1)
+        hidden = hidden + nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.outer(nn.functional.relu(self.inner(hidden)))
         logits: Tensor = self.out(hidden) * self.get_buffer("scale").mean()
         return logits
 
@@ -238,7 +242,7 @@ EXPORTS: dict[Any, Callable[[Path], dict[str, Tensor]]] = {
 @pytest.mark.parametrize("layout", ["3", "2 x 2"])
 def test_reading_in_full(tmp_path: Path, layout: str) -> None:
     """All ranks' parts are one state for whoever reads it, whichever rank's values are asked for beside."""
-    saved, *_ = run_ranks(prod(LAYOUTS[layout][1]), partial(saved_as, tmp_path, layout))
+    (saved, _), *_ = run_ranks(prod(LAYOUTS[layout][1]), partial(saved_as, tmp_path, layout))
     for rank in (None, 1):
         found = load_sync(tmp_path / "run", rank=rank)
         assert all(torch.equal(found["model"][name], saved[name]) for name in found["model"])
@@ -390,17 +394,30 @@ LAYOUTS: dict[str, tuple[Callable[[DeviceMesh], nn.Module], tuple[int, ...]]] = 
 }
 
 
-def saved_as(folder: Path, layout: str, group: Group) -> dict[str, Tensor]:
+class Outcome(NamedTuple):
+    """What one rank has."""
+
+    state: dict[str, Tensor]
+    losses: list[float]
+    """Of the next five steps."""
+
+
+def outcome(model: nn.Module, optimizer: torch.optim.Optimizer) -> Outcome:
+    state = {name: value.clone() for name, value in full_state(model, optimizer).items()}
+    return Outcome(state, [*map(float.fromhex, train(model, optimizer, 0, range(3, 8)))])
+
+
+def saved_as(folder: Path, layout: str, group: Group) -> Outcome:
     make, shape = LAYOUTS[layout]
     model = make(mesh_of(folder, group, *shape))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     with SyncCheckpointEngine(folder / "run", group=group) as engine:
         train(model, optimizer, 0, range(3))
         engine.checkpoint({"model": model, "optimizer": optimizer, "rng": RNGState()}, step=2).result()
-    return full_state(model, optimizer)
+    return outcome(model, optimizer)
 
 
-def restored_as(folder: Path, saved_on: str, layout: str, fresh: bool, group: Group) -> dict[str, Tensor]:
+def restored_as(folder: Path, saved_on: str, layout: str, fresh: bool, group: Group) -> Outcome:
     make, shape = LAYOUTS[layout]
     model = make(mesh_of(folder, group, *shape))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -412,7 +429,7 @@ def restored_as(folder: Path, saved_on: str, layout: str, fresh: bool, group: Gr
         assert engine.restore({"model": model, "optimizer": optimizer, "rng": RNGState()}) is not None
         same_world = prod(LAYOUTS[saved_on][1]) == group.world_size
         assert torch.equal(torch.get_rng_state(), drawn) != same_world  # else what was saved is of other ranks
-    return full_state(model, optimizer)
+    return outcome(model, optimizer)
 
 
 def same_bits(tmp_path: Path, before: str, after: str, fresh: bool) -> None:
@@ -422,9 +439,11 @@ def same_bits(tmp_path: Path, before: str, after: str, fresh: bool) -> None:
     saved = run_ranks(world(before), partial(saved_as, tmp_path, before))
     (tmp_path / "rendezvous").unlink(missing_ok=True)
     restored = run_ranks(world(after), partial(restored_as, tmp_path, before, after, fresh))
-    for found in (*saved, *restored):
-        assert found.keys() == saved[0].keys()
-        assert all(torch.equal(found[name], saved[0][name]) for name in found)
+    expected = saved[0]
+    for state, losses in (*saved, *restored):
+        assert state.keys() == expected.state.keys()
+        assert all(torch.equal(state[name], expected.state[name]) for name in state)
+        assert losses == (expected.losses if before == after else pytest.approx(expected.losses, rel=1e-6))
 
 
 @pytest.mark.slow
