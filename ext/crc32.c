@@ -393,5 +393,9 @@ uint32_t crc32_combine(const uint8_t *sums, uint64_t size)
     uint32_t value = 0;
     for (; size >= CRC32_PIECE; size -= CRC32_PIECE, sums += 4)
         value = multiply(X_8_PIECE, value) ^ crc32_load_sum(sums);
-    return size > 0 ? multiply(power_of_bytes(size), value) ^ crc32_load_sum(sums) : value;
+    if (size == 0)
+        return value;
+    if (value != 0) /* else it may be the only one, and the power takes longer than all the rest */
+        value = multiply(power_of_bytes(size), value);
+    return value ^ crc32_load_sum(sums);
 }

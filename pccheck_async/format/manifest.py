@@ -2,8 +2,9 @@
 
 The entries in it are arrays of the fields of :class:`TensorEntry`, :class:`StorageEntry` and :class:`ChunkEntry` in
 their order. Only :func:`decode` makes a manifest of bytes, and it raises unless every range lies inside the payload, no
-view reaches outside its storage, and every array is named once: who allocates and copies by a manifest needs no checks
-of its own. Reading one takes time in proportion to its length at most: nesting and keys of equal hash are bounded.
+view reaches outside its storage, every array is named once, and the checksums of pieces make those of their chunks: who
+allocates and copies by a manifest needs no checks of its own. Reading one takes time in proportion to its length at
+most: nesting and keys of equal hash are bounded.
 """
 
 from __future__ import annotations

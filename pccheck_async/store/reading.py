@@ -254,9 +254,9 @@ async def read_payload(
             for run, segments in runs:
                 await turns.acquire()
                 lease = await pool.lease()
-                reading = _read_run(medium, backend, file, run, segments, lease.view, targets)
+                work = _read_run(medium, backend, file, run, segments, lease.view, targets)
                 # The lease outlives the task, also one that is cancelled before it ran at all.
-                group.create_task(reading).add_done_callback(partial(end, lease=lease, nbytes=run.nbytes))
+                group.create_task(work).add_done_callback(partial(end, lease=lease, nbytes=run.nbytes))
 
 
 async def _read_run(

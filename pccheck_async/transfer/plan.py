@@ -160,6 +160,8 @@ def scatter_runs(offset: int, nbytes: int, unit: int, targets: AnyTargets) -> li
     With each comes what takes its bytes, in any order and maybe overlapping; offsets are from where the run begins.
     """
     table, devices = targets.segments(offset, nbytes)
+    if unit >= nbytes and len(table):  # quickly, where only whole chunks can be verified
+        return [(range(1), _by_device(table, devices))]
     runs = []
     for run in unit_runs(table, unit):
         rows, where = table, devices

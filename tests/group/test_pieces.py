@@ -22,6 +22,7 @@ from pccheck_async import (
     export_checkpoint,
     load_sync,
     open_checkpoint,
+    recover_store,
     verify_checkpoints,
 )
 from pccheck_async.format.record import slot_name
@@ -214,11 +215,14 @@ def copied(folder: Path, group: Group) -> None:
         engine.checkpoint(state, step=1).result()
 
 
-def test_copies_of_parts_have_the_same_pieces(tmp_path: Path) -> None:
+def test_copies_of_parts_have_the_same_pieces_and_are_found_without_a_record(tmp_path: Path) -> None:
     """Small ones, of one chunk that is captured inline."""
     run_ranks(2, partial(copied, tmp_path))
     run = tmp_path / "run"
     copy_checkpoint(run, tmp_path / "copy", rank=1)
+    assert verify_checkpoints(tmp_path / "copy").whole
+    (tmp_path / "copy" / "commit").unlink()
+    assert [one.whole for one in recover_store(tmp_path / "copy", write=True).found] == [True]
     assert verify_checkpoints(tmp_path / "copy").whole
     with open_checkpoint(tmp_path / "copy") as copy, open_checkpoint(run / rank_name(1)) as part:
         assert copy.info.step == 1
