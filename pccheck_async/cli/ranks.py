@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from itertools import groupby
+from math import prod
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -15,11 +17,13 @@ from pccheck_async.cli.output import Report, as_json, duration, size, table
 if TYPE_CHECKING:
     from pccheck_async.group import GroupListing
     from pccheck_async.medium.status_file import Status
+    from pccheck_async.state import ShardBox, ShardedLeaf
 
 STAGES = ("capture", "write", "flush")
 """Those that a rank does by itself. In ``commit`` all wait for the slowest one."""
 _SHADES = "░▒▓█"
 _LACKING = "x"
+_MOST_BOXES = 8
 
 
 def of_group(path: Path) -> GroupListing | None:
@@ -61,6 +65,47 @@ def describe_incomplete(listing: GroupListing) -> Iterator[str]:
         elif one.proven:
             fate += ": the next run of the group drops it"
         yield f"Incomplete: step {one.step} (counter {one.key.counter}) lacks the parts of {ranks(one.ranks)}; {fate}."
+
+
+# -- which rank has which box
+
+
+def placement(leaf: ShardedLeaf) -> str:
+    """Say which ranks saved which boxes of a tensor: in a few words where they are cut regularly."""
+    boxes = [(box, rank) for rank, each in leaf.boxes.items() for box in each]
+    if not boxes:
+        return "of no elements"
+    if len(boxes) == 1:
+        return f"{'one of the replicas' if leaf.is_replica else 'whole'}, of rank {boxes[0][1]}"
+    cuts = [sorted({(box.offsets[dim], box.sizes[dim]) for box, _ in boxes}) for dim in range(len(leaf.shape))]
+    if max(map(len, leaf.boxes.values())) > 1 or prod(map(len, cuts)) != len(boxes):
+        few = "; ".join(f"rank {rank} {_indices(box)}" for box, rank in boxes[:_MOST_BOXES])
+        return few + (f"; {len(boxes) - _MOST_BOXES} boxes more (--json names all)" if len(boxes) > _MOST_BOXES else "")
+    over = f"over ranks {_numbers([rank for _, rank in sorted(boxes)])}"
+    dims = [dim for dim, cut in enumerate(cuts) if len(cut) > 1]
+    if len(dims) > 1:
+        return f"dims {', '.join(map(str, dims))} {over} ({' x '.join(str(len(cuts[dim])) for dim in dims)})"
+    sizes = [size for _, size in cuts[dims[0]]]
+    counted = [(len(list(alike)), length) for length, alike in groupby(sizes)]
+    runs = [f"{count} x {length}" if count > 1 else str(length) for count, length in counted]
+    return f"dim {dims[0]} {over} ({', '.join(runs[:_MOST_BOXES])}{', ...' if len(runs) > _MOST_BOXES else ''})"
+
+
+def _indices(box: ShardBox) -> str:
+    """Write a box as one would index it."""
+    return f"[{', '.join(f'{low}:{low + size}' for low, size in zip(*box, strict=True))}]"
+
+
+def _numbers(numbers: list[int]) -> str:
+    """Write numbers in their order, what counts up as one range."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] + 1 == number:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    few = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:_MOST_BOXES])
+    return few + (f" and {sum(map(len, runs[_MOST_BOXES:]))} more" if len(runs) > _MOST_BOXES else "")
 
 
 # -- ranks x checkpoints

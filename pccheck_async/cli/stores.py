@@ -40,11 +40,11 @@ from pccheck_async.cli.output import (
     size,
     table,
 )
-from pccheck_async.cli.ranks import describe_incomplete, group_as_json, heat_map, of_group, rank_of_store
+from pccheck_async.cli.ranks import describe_incomplete, group_as_json, heat_map, of_group, placement, rank_of_store
 from pccheck_async.errors import NoCheckpointError
 
 if TYPE_CHECKING:
-    from pccheck_async.state import StoredLeaf
+    from pccheck_async.state import ShardedLeaf, StoredLeaf
 
 _MOST_LEAVES = 8
 _MOST_CHANGES = 20
@@ -101,6 +101,8 @@ def show(
 ) -> Report:
     """Show the tree of a checkpoint: leaves with dtype, shape and size, aliases, plain values, chunks, the manifest.
 
+    Of a group's, tensors that lie on several ranks with what they are in full, and which rank saved which boxes.
+
     Reads no tensor and writes nothing. Safe while a trainer writes to the store.
 
     Exit status: 0 shown, 1 it cannot be read, 2 wrong usage, 3 there is no such checkpoint.
@@ -119,6 +121,7 @@ def show(
         ],
         **pick(description, "array_nbytes", "aliases", containers="branches"),
         "leaves": [_leaf_as_json(leaf) for leaf in description.leaves] if json else [],
+        "sharded": [_sharded_as_json(leaf) for leaf in description.sharded] if json else [],
     }
     return Report(document, _described(description))
 
@@ -133,6 +136,11 @@ def _leaf_as_json(leaf: StoredLeaf) -> dict[str, Any]:
     return facts | {"payload": leaf.extent or None, "alias_of": leaf.alias_of}
 
 
+def _sharded_as_json(leaf: ShardedLeaf) -> dict[str, Any]:
+    boxes = [{"rank": rank, **box._asdict()} for rank, each in leaf.boxes.items() for box in each]
+    return pick(leaf, "path", "dtype", "shape", "nbytes", replica="is_replica") | {"boxes": boxes}
+
+
 def _described(description: pccheck.Description) -> Iterator[str | Tree]:
     whose = "" if description.rank is None else f", part of rank {description.rank}"
     branches: dict[tuple[str, ...], Tree] = {(): Tree(f"step {description.info.step}{whose}")}
@@ -144,17 +152,25 @@ def _described(description: pccheck.Description) -> Iterator[str | Tree]:
             branches[names] = branch(names[:-1]).add(label)
         return branches[names]
 
-    for leaf in description.leaves:
-        if not leaf.is_metadata:
-            branch(leaf.names[:-1]).add(_leaf(leaf))
+    end = 0
+    for sharded in (*description.sharded, None):
+        for leaf in description.leaves[end : None if sharded is None else sharded.leaves.start]:
+            if not leaf.is_metadata:
+                branch(leaf.names[:-1]).add(_leaf(leaf))
+        if sharded is not None:
+            end = sharded.leaves.stop
+            branch(sharded.names[:-1]).add(_sharded(sharded, description.leaves[sharded.leaves.start : end]))
     yield branches[()]
     info, chunks = description.info, description.chunks
     arrays = sum(leaf.entry is not None for leaf in description.leaves)
     values = sum(leaf.entry is None and not leaf.is_metadata for leaf in description.leaves)
     yield (
-        f"{arrays} tensors and arrays of {size(description.array_nbytes)}, {description.aliases} of them aliases; "
-        f"{values} plain values."
+        f"{'This part: ' if description.sharded else ''}{arrays} tensors and arrays of "
+        f"{size(description.array_nbytes)}, {description.aliases} of them aliases; {values} plain values."
     )
+    if description.sharded:
+        whole = size(sum(leaf.nbytes for leaf in description.sharded))
+        yield f"{len(description.sharded)} tensors lie on several ranks: {whole} in full."
     yield (
         f"Stored: {size(info.nbytes)} in {len(chunks)} chunks of at most "
         f"{size(max((chunk.nbytes for chunk in chunks), default=0))}, at the beginning of {description.slot} "
@@ -175,6 +191,13 @@ def _leaf(leaf: StoredLeaf) -> str:
     grad = " requires grad" if leaf.entry.requires_grad else ""
     alias = f"  = {printable(leaf.alias_of)}, stored once" if leaf.alias_of is not None else ""
     return f"{name}  {leaf.entry.dtype} {list(leaf.entry.shape)}{kind}{grad}  {size(leaf.nbytes)}{alias}"
+
+
+def _sharded(leaf: ShardedLeaf, boxes: tuple[StoredLeaf, ...]) -> str:
+    where = boxes[0].alias_of if boxes else None
+    alias = "" if where is None else f"  = {printable(where.rpartition('[')[0])}, stored once"
+    facts = f"{leaf.dtype} {list(leaf.shape)}  {size(leaf.nbytes)} in full"
+    return f"{printable(leaf.names[-1])}  {facts}: {placement(leaf)}{alias}"
 
 
 # -- verify

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from pccheck_async.errors import IncompleteCheckpointError, NoCheckpointError, ReadError, StoreError
+from pccheck_async.errors import DamagedError, IncompleteCheckpointError, NoCheckpointError, ReadError, StoreError
 from pccheck_async.format import CheckpointInfo, Entry, Key, Record
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.format.record import GROUP_NAME
@@ -24,7 +24,7 @@ from pccheck_async.group.parts import Part, SeenStore
 from pccheck_async.group.resharding import LeasedPart, OpenPart
 from pccheck_async.group.view import Complete, Incomplete, view_of
 from pccheck_async.medium import File
-from pccheck_async.store import LOCK_SECONDS, StoreReader, VerifiedChunks
+from pccheck_async.store import LOCK_SECONDS, StoreReader, VerifiedChunks, read_manifest
 from pccheck_async.transfer import BufferPool
 from pccheck_async.transfer.copying import CopyBackend
 
@@ -155,7 +155,7 @@ class PartReader(StoreReader):
         Raises DamagedError, ReadError.
         """
         medium, backend = self.opened.medium, CopyBackend(self.opened.operations)
-        key = next(one.key for one in self.listing.complete if one.entry.counter == entry.counter)
+        key = self._key(entry)
         others = {
             rank: LeasedPart(FolderLease(self.listing.folder / rank_name(rank), key), backend, pool)
             for rank in self.listing.parts(key).keys() - {self.rank}
@@ -168,6 +168,26 @@ class PartReader(StoreReader):
             await merged.aclose()
             raise
         return merged
+
+    async def manifests(self, entry: Entry, manifest: Manifest) -> dict[int, Manifest]:
+        """Return what the parts of all ranks consist of, of a checkpoint whose part is open.
+
+        Raises DamagedError, CorruptStoreError, ReadError.
+        """
+        found = {self.rank: manifest}
+        for rank in sorted(self.listing.parts(self._key(entry)).keys() - {self.rank}):
+            lease = FolderLease(self.listing.folder / rank_name(rank), self._key(entry))
+            try:
+                file = await lease.acquire()
+                found[rank] = await read_manifest(lease.medium, file, lease.entry, lease.block_bytes)
+            except DamagedError as error:
+                raise DamagedError(f"the part of rank {rank}: {error}") from error
+            finally:
+                await lease.close()
+        return found
+
+    def _key(self, entry: Entry) -> Key:
+        return next(one.key for one in self.listing.complete if one.entry.counter == entry.counter)
 
     def nothing(self, path: str | os.PathLike[str], step: int | None) -> NoCheckpointError:
         """Return what to raise where no checkpoint is complete, or none of ``step``."""

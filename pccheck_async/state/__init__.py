@@ -10,7 +10,7 @@ from pccheck_async.state.cache.layout_cache import LayoutCache, cached_layout
 from pccheck_async.state.cache.tree_cache import Outline
 from pccheck_async.state.leaves import Array
 from pccheck_async.state.restore.arrays import Allocation, Target, Targets, viewed_ranges
-from pccheck_async.state.restore.listing import Listing, StoredLeaf, list_leaves
+from pccheck_async.state.restore.listing import Listing, ShardBox, ShardedLeaf, StoredLeaf, list_leaves
 from pccheck_async.state.restore.match import Restoration, allocate, match
 from pccheck_async.state.restore.merge import merge_parts
 from pccheck_async.state.restore.reshard import (
@@ -54,6 +54,8 @@ __all__ = [
     "RNGState",
     "Resharding",
     "Restoration",
+    "ShardBox",
+    "ShardedLeaf",
     "Sources",
     "Splitter",
     "Stateful",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from pccheck_async.api import open_reader
@@ -20,7 +20,7 @@ from pccheck_async.format.record import slot_name
 from pccheck_async.group import PartReader
 from pccheck_async.medium import File
 from pccheck_async.medium.open_medium import IO, OpenMedium
-from pccheck_async.state import StoredLeaf, list_leaves
+from pccheck_async.state import Listing, ShardBox, ShardedLeaf, StoredLeaf, list_leaves, stored_boxes
 from pccheck_async.store import StoreReader, choose, read_manifest
 from pccheck_async.transfer import BufferPool, Tasks, available_memory
 
@@ -84,6 +84,8 @@ class Description:
         store_id: Of the store.
         block_bytes: Of the store: what offsets and lengths are multiples of.
         rank: Whose part of a group's checkpoint it is, else None.
+        sharded: The tensors of that part that lie on several ranks, in the order of the state, with all their boxes;
+            those that the part has itself are among ``leaves``, too.
     """
 
     info: CheckpointInfo
@@ -97,6 +99,7 @@ class Description:
     store_id: str
     block_bytes: int
     rank: int | None = None
+    sharded: tuple[ShardedLeaf, ...] = ()
 
     @property
     def array_nbytes(self) -> int:
@@ -114,11 +117,12 @@ def describe_checkpoint(
 ) -> Description:
     """Describe the newest checkpoint, or the newest of ``step``. Reads its manifest and no tensor.
 
-    In a group's folder it is one rank's part of a complete checkpoint, by default that of rank 0.
+    In a group's folder it is one rank's part of a complete checkpoint, by default that of rank 0. Where tensors of it
+    lie on several ranks, the manifests of all ranks are read.
 
     Raises:
         NoCheckpointError: there is none.
-        CorruptStoreError: no record is valid, or the manifest is damaged.
+        CorruptStoreError: no record is valid, or a manifest is damaged.
         ReadError: the device failed.
     """
     step = check_step(step)
@@ -126,6 +130,7 @@ def describe_checkpoint(
     async def describe() -> Description:
         async with hold(path, step, io, rank) as held:
             listing = list_leaves(held.manifest)
+            sharded = tuple([leaf async for leaf in _with_boxes(held, listing)])
             return Description(
                 info=held.entry.info,
                 leaves=tuple(listing.leaves),
@@ -138,9 +143,25 @@ def describe_checkpoint(
                 store_id=held.reader.identity.store_id,
                 block_bytes=held.reader.identity.block_bytes,
                 rank=held.reader.rank if isinstance(held.reader, PartReader) else None,
+                sharded=sharded,
             )
 
     return run(describe())
+
+
+async def _with_boxes(held: Held, listing: Listing) -> AsyncIterator[ShardedLeaf]:
+    """Yield the tensors that lie on several ranks; none where only one rank's store is known."""
+    if not listing.sharded or not isinstance(held.reader, PartReader):
+        return
+    manifests = await held.reader.manifests(held.entry, held.manifest)
+    stored = {rank: stored_boxes(manifest, rank) for rank, manifest in sorted(manifests.items())}
+    for leaf in listing.sharded:
+        boxes = {}
+        for rank, there in stored.items():
+            found = [box for box in there.get(leaf.path, ()) if box.mesh == leaf.mesh and 0 not in box.entry.shape]
+            if found:
+                boxes[rank] = tuple(ShardBox(box.offsets, box.entry.shape) for box in found)
+        yield replace(leaf, boxes=boxes)
 
 
 # -- chunks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -41,8 +42,10 @@ from pccheck_async import (
     open_checkpoint,
 )
 from pccheck_async.cli import app
+from pccheck_async.cli.ranks import placement
 from pccheck_async.format import Entry
 from pccheck_async.group import GroupListing, list_group
+from pccheck_async.state import ShardBox, ShardedLeaf
 from pccheck_async.state.boxes import local_tensors
 from tests.support.group_folders import spoil
 from tests.support.ranks import run_ranks
@@ -380,6 +383,102 @@ def test_a_comparison_names_what_is_damaged_in_another_ranks_part(grids: dict[st
     spoil(tmp_path / "run", 1)
     with pytest.raises(DamagedError, match=r"it holds w, tied of step 2; `pccheck verify` names all damage"):
         compare_checkpoints(tmp_path / "run", grids["alone"])
+
+
+def shown(*arguments: object) -> str:
+    result = CliRunner().invoke(app, ["show", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.mark.slow
+def test_show_says_which_rank_has_which_box(grids: dict[str, Path], tmp_path: Path) -> None:
+    for grid, says in (
+        ("rows", "dim 0 over ranks 0-2 (2 x 334, 333)"),
+        ("columns", "dim 1 over ranks 0-1 (4, 3)"),
+        ("grid", "dims 0, 1 over ranks 0-3 (2 x 2)"),
+    ):
+        for rank in (0, 1):
+            text = shown(grids[grid], f"--rank={rank}")
+            assert f"── w  float32 [1001, 7]  28.0 kB in full: {says}\n" in text
+            assert f"── tied  float32 [1001, 7]  28.0 kB in full: {says}  = w, stored once\n" in text
+            assert "own  float32 [1]  4 B\n" in text
+            assert text.index("── w ") < text.index("── tied ") < text.index("own ")
+            assert "w[0:" not in text
+            assert "2 tensors lie on several ranks: 56.1 kB in full." in text
+        w, tied = json.loads(shown(grids[grid], "--json"))["sharded"]
+        assert (w["path"], w["dtype"], w["shape"], w["replica"]) == ("w", "float32", [1001, 7], False)
+        assert w["boxes"] == tied["boxes"]
+        count = torch.zeros(1001, 7)
+        for box in w["boxes"]:
+            rows, columns = (slice(low, low + n) for low, n in zip(box["offsets"], box["sizes"], strict=True))
+            count[rows, columns] += 1
+        assert bool((count == 1).all())
+        assert {box["rank"] for box in w["boxes"]} == set(range(prod(GRIDS[grid][0])))
+    # Of two copies of each half, one was saved, by whoever had less to save.
+    assert re.search(r"w .*: dim 0 over ranks [02](-|, )[13] \(501, 500\)", shown(grids["copies"]))
+    assert describe_checkpoint(grids["alone"]).sharded == ()
+    alone = describe_checkpoint(grids["rows"] / "rank-00001")  # what others have is not looked for
+    assert (alone.sharded, alone.leaves[0].path) == ((), "w[334:668, 0:7]")
+    assert "w[334:668, 0:7]" in shown(grids["rows"] / "rank-00001")
+    shutil.copytree(grids["rows"], tmp_path / "run")
+    description = describe_checkpoint(tmp_path / "run", rank=2)
+    slot = tmp_path / "run" / "rank-00002" / description.slot
+    data = bytearray(slot.read_bytes())
+    data[description.manifest_offset] ^= 1
+    slot.write_bytes(data)
+    with pytest.raises(
+        DamagedError, match=r"the part of rank 2: .*: the manifest of checkpoint 1 \(step 2\) is damaged"
+    ):
+        describe_checkpoint(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_show_of_interleaved_shards_and_replicas(tmp_path: Path) -> None:
+    run_ranks(4, partial(saved_as, tmp_path, "2 x 2"))
+    text = shown(tmp_path / "run")
+    assert re.search(r"inner\\.weight .* in full: dim 0 over ranks 0, 2, 1, 3 \(3, 2, 3, 2\)\n", text), text
+    assert re.search(r"outer\\.weight .* in full: dims 0, 1 over ranks 0-3 \(2 x 2\)\n", text), text
+    (tmp_path / "ddp").mkdir()
+    run_ranks(2, partial(replicas, tmp_path / "ddp"))
+    leaves = {leaf.path: leaf for leaf in describe_checkpoint(tmp_path / "ddp" / "run").sharded}
+    assert leaves["alike"].is_replica
+    assert len(leaves["alike"].boxes) == 1
+    assert re.search(
+        r"alike  float32 \[5000\]  20\.0 kB in full: one of the replicas, of rank [01]\n", shown(tmp_path / "ddp/run")
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "boxes", "says"),
+    [
+        ((8, 3), {rank: [((rank, 0), (1, 3))] for rank in range(8)}, "dim 0 over ranks 0-7 (8 x 1)"),
+        ((4,), {5: [((0,), (2,))], 3: [((2,), (2,))]}, "dim 0 over ranks 5, 3 (2 x 2)"),
+        ((4,), {2: [((0,), (4,))]}, "whole, of rank 2"),
+        ((), {2: [((), ())]}, "whole, of rank 2"),
+        ((0, 3), {}, "of no elements"),
+        ((4,), {0: [((0,), (1,)), ((2,), (1,))], 1: [((1,), (1,)), ((3,), (1,))]},
+         "rank 0 [0:1]; rank 0 [2:3]; rank 1 [1:2]; rank 1 [3:4]"),
+    ],
+)  # fmt: skip
+def test_placements_in_words(shape: tuple[int, ...], boxes: dict[int, Any], says: str) -> None:
+    assert placement(sharded_leaf(shape, boxes)) == says
+
+
+def sharded_leaf(shape: tuple[int, ...], boxes: dict[int, Any]) -> ShardedLeaf:
+    each = {rank: tuple(ShardBox(*box) for box in there) for rank, there in boxes.items()}
+    return ShardedLeaf(("w",), "float32", shape, 0, False, range(0), each)
+
+
+def test_placements_on_many_ranks_are_one_line() -> None:
+    ranks = range(1024)
+    regular = sharded_leaf((1024,), {1023 - rank: [((rank,), (1,))] for rank in ranks})
+    uneven = sharded_leaf((1024 * 1025 // 2,), {rank: [((rank * (rank + 1) // 2,), (rank + 1,))] for rank in ranks})
+    scattered = sharded_leaf((2048,), {rank: [((rank,), (1,)), ((rank + 1024,), (1,))] for rank in ranks})
+    assert placement(regular).endswith("1016 and 1016 more (1024 x 1)")
+    assert placement(uneven).endswith("over ranks 0-1023 (1, 2, 3, 4, 5, 6, 7, 8, ...)")
+    assert placement(scattered).endswith("2040 boxes more (--json names all)")
+    assert max(len(placement(leaf)) for leaf in (regular, uneven, scattered)) < 300
 
 
 LAYOUTS: dict[str, tuple[Callable[[DeviceMesh], nn.Module], tuple[int, ...]]] = {

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from pccheck_async.errors import CorruptStoreError
+from pccheck_async.format import dtypes
 from pccheck_async.format import skeleton as nodes
 from pccheck_async.format.manifest import Manifest, TensorEntry
 from pccheck_async.format.skeleton import (
@@ -84,12 +86,44 @@ class StoredLeaf:
         return msgspec.msgpack.encode(self.node) == msgspec.msgpack.encode(other.node)
 
 
+class ShardBox(NamedTuple):
+    """A box of a tensor: its first index and its size along each dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardedLeaf:
+    """A tensor that lies on several ranks."""
+
+    names: tuple[str, ...]  # the components of its path
+    dtype: str
+    shape: tuple[int, ...]  # of all of it
+    mesh: int  # a hash of the ranks that it lies on
+    is_replica: bool  # whether it was a plain tensor that all ranks have alike
+    leaves: range  # where the boxes of it in the listed part are among the leaves
+    boxes: Mapping[int, tuple[ShardBox, ...]] = field(default_factory=dict)  # those with elements, by who saved them
+
+    @property
+    def path(self) -> str:
+        """The path, as for ``load(keys=...)``."""
+        return ".".join(self.names)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return prod(self.shape) * dtypes.torch_dtype(self.dtype).itemsize
+
+
 @dataclass(slots=True)
 class Listing:
     """The content of a checkpoint: leaves in the order of the state, and types of the containers by their paths."""
 
     leaves: list[StoredLeaf] = field(default_factory=list)
     branches: dict[str, str] = field(default_factory=dict)
+    sharded: list[ShardedLeaf] = field(default_factory=list)
+    """The tensors that lie on several ranks, without their boxes: those in other parts are not known here."""
 
     def within(self, low: int, high: int) -> list[str]:
         """Return the paths of the leaves that have bytes at the payload's offsets from ``low`` to before ``high``."""
@@ -117,6 +151,8 @@ class _Walk:
         elif isinstance(node, ArrayNode):
             leaves.append(self._array(node.index, names))
         elif isinstance(node, ShardedNode):
+            place = range(len(leaves), len(leaves) + len(node.boxes))
+            self.listing.sharded.append(ShardedLeaf(names, node.dtype, node.shape, node.mesh, node.plain, place))
             for offsets, box in zip(node.offsets, node.boxes, strict=True):
                 leaf = self._array(box.index, (*names[:-1], names[-1] + _place(offsets, self._manifest, box)))
                 leaves.append(leaf)
