@@ -5,7 +5,7 @@
 """
 
 from pccheck_async.state.ambient import no_dispatch, no_functions, refuse_tracing
-from pccheck_async.state.boxes import FlatShard, boxes_of_range
+from pccheck_async.state.boxes import Box, FlatShard, PlannedBoxes, boxes_of_range
 from pccheck_async.state.cache.layout_cache import LayoutCache, cached_layout
 from pccheck_async.state.cache.tree_cache import Outline
 from pccheck_async.state.leaves import Array
@@ -29,6 +29,7 @@ __all__ = [
     "HOST",
     "Allocation",
     "Array",
+    "Box",
     "BoxTargets",
     "FlatShard",
     "Layout",
@@ -38,6 +39,7 @@ __all__ = [
     "Outline",
     "Owners",
     "PackedSource",
+    "PlannedBoxes",
     "RNGState",
     "Resharding",
     "Restoration",
