@@ -44,7 +44,7 @@ from pccheck_async.group.coordinator import Coordinator
 from pccheck_async.group.elsewhere import FetchedLease, FolderLease, send_part
 from pccheck_async.group.folder import domain_of, rank_name, remove_store, seen_stores
 from pccheck_async.group.member import Member
-from pccheck_async.group.messages import AnyDecision, AnyMessage, Preempted
+from pccheck_async.group.messages import AnyDecision, AnyMessage, Ok, Preempted
 from pccheck_async.group.parts import Part, SeenStore
 from pccheck_async.group.schedule import Verdict
 from pccheck_async.group.view import Complete
@@ -100,6 +100,7 @@ class GroupRun:
         self._opened: asyncio.Future[None] = self._loop.create_future()
         self._admissions: dict[int, asyncio.Future[None]] = {}
         self._outcomes: dict[int, asyncio.Future[Resolve]] = {}
+        self._prepared: dict[int, asyncio.Future[bool]] = {}
         self._cancelled: set[int] = set()
         self._pins: dict[int, asyncio.Future[None]] = {}
         self._pins_asked = 0
@@ -241,6 +242,7 @@ class GroupRun:
         """Request a checkpoint, in the order of counters."""
         self._admissions[counter] = self._loop.create_future()
         self._outcomes[counter] = self._loop.create_future()
+        self._prepared[counter] = self._loop.create_future()
         actions = self.member.request(step, dict(metadata))
         assert self.member.counter == counter, (self.member.counter, counter)
         self._do(actions)
@@ -249,7 +251,7 @@ class GroupRun:
         """Request a checkpoint that failed already, so that ranks keep counting alike."""
         self.request(counter, step, {})
         self._do(self.member.failed(counter, why))
-        del self._admissions[counter], self._outcomes[counter]
+        del self._admissions[counter], self._outcomes[counter], self._prepared[counter]
 
     async def admitted(self, counter: int) -> None:
         """Wait until a checkpoint may be written. Raises GroupError: it ended before."""
@@ -266,6 +268,11 @@ class GroupRun:
             raise error
         return outcome.outcome == "durable"
 
+    async def prepared(self, counter: int) -> bool:
+        """Wait until this rank's durable record names its part of a checkpoint; False where it ended before that."""
+        prepared = self._prepared.get(counter)
+        return prepared is not None and await asyncio.shield(prepared)
+
     def is_cancelled(self, counter: int) -> bool:
         """Whether the group decided about a checkpoint before a record of this rank could name it."""
         return counter in self._cancelled
@@ -274,6 +281,7 @@ class GroupRun:
         """Note that nothing of a checkpoint is being written any more."""
         self._admissions.pop(counter, None)
         outcome = self._outcomes.pop(counter, None)
+        _set(self._prepared.pop(counter, None), False)
         if counter in self._cancelled:
             self._cancelled.discard(counter)
             self._do(self.member.released(counter))
@@ -378,6 +386,8 @@ class GroupRun:
                 case Post():
                     if self._client is not None:  # else this rank has left
                         self._client.post(action.message)
+                    if isinstance(action.message, Ok):
+                        _set(self._prepared.get(action.message.counter), True)
                 case Admit():
                     _set(self._admissions.get(action.counter), None)
                 case Resolve():
