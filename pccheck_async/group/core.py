@@ -93,7 +93,7 @@ class GroupCore(EngineCore):
             own = seen_store(self.group.rank, store.file.identity, store.committed.record)
             run = store.run = GroupRun(
                 Path(self.path), self.group.rank, self.group.world_size, self.config, store, store.write_parts, own,
-                assembly.scheduler.end_with,
+                assembly.scheduler.end_with, assembly.opened.operations.call,
             )  # fmt: skip
             run.server = self._server
             self._met = True

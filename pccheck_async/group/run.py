@@ -70,6 +70,7 @@ class GroupRun:
         store: This rank's; ``write_parts`` writes its records.
         own: What its newest record says.
         cancel: Ends a checkpoint that is being written with an error.
+        call: Calls a blocking function on a thread, also when the interpreter exits and loops have none any more.
 
     Attributes:
         server: On rank 0: the control plane.
@@ -85,11 +86,13 @@ class GroupRun:
         write_parts: Callable[[tuple[Part, ...], Applied], Coroutine[Any, Any, None]],
         own: SeenStore,
         cancel: Callable[[int, CheckpointError], None],
+        call: Callable[..., Coroutine[Any, Any, Any]],
     ) -> None:
         self._folder = folder
         self._config = config
         self._store = store
         self._cancel = cancel
+        self._call = call
         self._loop = asyncio.get_running_loop()
         self._write_parts = write_parts
         self.member = Member(
@@ -371,10 +374,10 @@ class GroupRun:
                 while self._tasks:
                     await asyncio.wait(set(self._tasks))
         client, server, self._client = self._client, self.server, None
-        await uninterrupted(asyncio.to_thread(client.close))
+        await uninterrupted(self._call(client.close))
         if server is not None:
             wait = limit if self.member.view is not None and self.member.stopped is None else 0.0
-            if not await uninterrupted(asyncio.to_thread(server.close, wait)) and wait:
+            if not await uninterrupted(self._call(server.close, wait)) and wait:
                 text = "rank 0 of the group of %s goes although other ranks have not left"
                 write(logging.WARNING, "group_left", text, self._folder)
 
