@@ -16,7 +16,7 @@ from pccheck_async.group.merged import MergedPayload, Payload
 from pccheck_async.group.messages import decode_decision, decode_message, encode
 from pccheck_async.group.parts import Applied, Key, Part, Run, SeenStore
 from pccheck_async.group.reading import GroupListing, PartReader, is_group_folder, list_group, ranks
-from pccheck_async.group.resharding import LeasedPart, Parts
+from pccheck_async.group.resharding import LeasedPart
 from pccheck_async.group.schedule import LeadSchedule, Schedule, Verdict
 from pccheck_async.group.training import GroupTraining
 from pccheck_async.group.view import Complete, Incomplete, View, view_of
@@ -24,7 +24,7 @@ from pccheck_async.group.view import Complete, Incomplete, View, view_of
 __all__ = [
     "Address", "Applied", "Complete", "Coordinator", "FolderLease", "Group", "GroupCore", "GroupListing",
     "GroupTraining", "Incomplete", "Key", "LeadSchedule", "LeasedPart", "Meeting", "Member", "MergedPayload", "Part",
-    "PartReader", "Parts", "Payload", "Run", "Schedule", "SeenStore", "Verdict", "View", "decode_decision",
+    "PartReader", "Payload", "Run", "Schedule", "SeenStore", "Verdict", "View", "decode_decision",
     "decode_message", "encode", "is_group_folder", "list_group", "parts_of", "rank_folders", "rank_name", "ranks",
     "reach", "view_of",
 ]  # fmt: skip

@@ -12,7 +12,15 @@ from pccheck_async.state.leaves import Array
 from pccheck_async.state.restore.arrays import Allocation, Target, Targets, viewed_ranges
 from pccheck_async.state.restore.listing import Listing, StoredLeaf, list_leaves
 from pccheck_async.state.restore.match import Restoration, allocate, match
-from pccheck_async.state.restore.reshard import BoxTargets, Resharding, Wanted, reshard, sharded_paths, stored_boxes
+from pccheck_async.state.restore.reshard import (
+    BoxTargets,
+    Resharding,
+    StoredBox,
+    Wanted,
+    reshard,
+    sharded_paths,
+    stored_boxes,
+)
 from pccheck_async.state.restore.tree import below, mapping_keys, opened, rebuild, select
 from pccheck_async.state.rng import RNGState
 from pccheck_async.state.save.flatten import check_outermost, flatten, flatten_unchecked
@@ -46,6 +54,7 @@ __all__ = [
     "Sources",
     "Splitter",
     "Stateful",
+    "StoredBox",
     "StoredLeaf",
     "Target",
     "Targets",

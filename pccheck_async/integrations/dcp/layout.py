@@ -27,10 +27,10 @@ from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
 from pccheck_async.format import dtypes
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.format.skeleton import ArrayNode, MappingNode, Node, ShardedNode
-from pccheck_async.state import PlannedBoxes, mapping_keys, paths, rebuild
+from pccheck_async.state import PlannedBoxes, StoredBox, mapping_keys, paths, rebuild
 from pccheck_async.state.restore.tree import leaves
 
-__all__ = ["OWN", "StoredBox", "StoredValue", "metadata_of", "state_of"]
+__all__ = ["OWN", "StoredItem", "StoredValue", "metadata_of", "state_of"]
 
 OWN: Final = "torch.distributed.checkpoint"
 """Key of the app state."""
@@ -90,26 +90,28 @@ def _box(item: WriteItem, data: object) -> tuple[tuple[int, ...], tuple[int, ...
 
 
 @dataclass(frozen=True, slots=True)
-class StoredBox:
+class StoredItem:
     """Where the elements of an item are.
 
     Attributes:
-        rank: Whose part has them.
         path: Of the tensor in the app state.
-        mesh: A hash of the ranks that the tensor lies on; None: it is a plain one.
         shape: Of the tensor.
-        offsets: First index of the box in the tensor.
-        sizes: Of the box.
-        dtype: Of the elements.
+        box: Of the tensor, and where a part has it.
     """
 
-    rank: int
     path: str
-    mesh: int | None
     shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    dtype: torch.dtype
+    box: StoredBox
+
+    @property
+    def rank(self) -> int:
+        """Whose part has it."""
+        return self.box.part
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the elements."""
+        return dtypes.torch_dtype(self.box.entry.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +124,8 @@ class StoredValue:
 def metadata_of(manifests: Mapping[int, Manifest]) -> Metadata:
     """Return DCP's metadata of a checkpoint, by the manifests of its ranks.
 
-    ``storage_data`` has a :class:`StoredBox` for each box, and for what is no tensor that or a :class:`StoredValue`. Of
-    a checkpoint of the engine, names are those that DCP would give, and what is each rank's own is the lowest rank's.
+    ``storage_data`` has a :class:`StoredItem` for each box, and that or a :class:`StoredValue` for what is no tensor.
+    Of a checkpoint of the engine, names are those that DCP would give, and what is each rank's own is the lowest rank's.
 
     Raises CorruptStoreError: they describe no state.
     """
@@ -157,8 +159,8 @@ class _Part:
                 self._add_tensor(metadata, name, paths.escape(name), node)
         for name, node in _entries(entries["bytes"]).items():
             path = paths.child(paths.child(paths.escape(OWN), "bytes"), paths.escape(name))
-            for box in self._boxes(path, node):
-                _add_value(metadata, name, box)
+            for item in self._items(path, node):
+                _add_value(metadata, name, item)
 
     def add_engine_state(self, metadata: Metadata) -> None:
         """Add what an engine saved, under the names that DCP would give."""
@@ -189,32 +191,32 @@ class _Part:
                 _add_value(metadata, name, StoredValue(value))
 
     def _add_tensor(self, metadata: Metadata, name: str, path: str, node: Node) -> None:
-        for box in self._boxes(path, node):
+        for item in self._items(path, node):
             known = metadata.state_dict_metadata.get(name)
             if known is None:
-                size = torch.Size(box.shape)
-                known = TensorStorageMetadata(TensorProperties(dtype=box.dtype), size, [])
+                known = TensorStorageMetadata(TensorProperties(dtype=item.dtype), torch.Size(item.shape), [])
                 metadata.state_dict_metadata[name] = known
-            elif box.mesh is None or not isinstance(known, TensorStorageMetadata) or known.size != box.shape:
+            elif item.box.mesh is None or not isinstance(known, TensorStorageMetadata) or known.size != item.shape:
                 return  # another rank's own
-            index = MetadataIndex(name, box.offsets)
+            index = MetadataIndex(name, item.box.offsets)
             if index not in metadata.storage_data:
-                metadata.storage_data[index] = box
-                known.chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
+                metadata.storage_data[index] = item
+                sizes = torch.Size(item.box.entry.shape)
+                known.chunks.append(ChunkStorageMetadata(torch.Size(item.box.offsets), sizes))
 
-    def _boxes(self, path: str, node: Node) -> Iterator[StoredBox]:
+    def _items(self, path: str, node: Node) -> Iterator[StoredItem]:
+        tensors, storages = self._manifest.tensors, self._manifest.storages
         if isinstance(node, ShardedNode):
-            pairs = [*zip(node.offsets, node.boxes, strict=True)]
-            mesh, shape, dtype = node.mesh, node.shape, dtypes.torch_dtype(node.dtype)
+            pairs, mesh, shape = [*zip(node.offsets, node.boxes, strict=True)], node.mesh, node.shape
         elif isinstance(node, ArrayNode):
-            entry = self._manifest.tensors[node.index]
-            mesh, shape, dtype = None, entry.shape, dtypes.torch_dtype(entry.dtype)
-            pairs = [((0,) * len(shape), node)]
+            shape = tensors[node.index].shape
+            pairs, mesh = [((0,) * len(shape), node)], None
         else:
             raise CorruptStoreError(f"{path} is no tensor")
         for offsets, box in pairs:
-            sizes = self._manifest.tensors[box.index].shape
-            yield StoredBox(self._rank, path, mesh, shape, offsets, sizes, dtype)
+            entry = tensors[box.index]
+            start = 0 if entry.storage is None else storages[entry.storage].offset
+            yield StoredItem(path, shape, StoredBox(self._rank, mesh, offsets, entry, start))
 
 
 class _Array:
@@ -236,6 +238,6 @@ def _merge_planner_data(metadata: Metadata, data: Any) -> None:
         metadata.planner_data = data
 
 
-def _add_value(metadata: Metadata, name: str, stored: StoredBox | StoredValue) -> None:
+def _add_value(metadata: Metadata, name: str, stored: StoredItem | StoredValue) -> None:
     if metadata.state_dict_metadata.setdefault(name, BytesStorageMetadata()) == BytesStorageMetadata():
         metadata.storage_data.setdefault(MetadataIndex(name), stored)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from operator import add
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.distributed.checkpoint import storage
@@ -18,13 +19,13 @@ from torch.futures import Future
 
 from pccheck_async.api import chunk_pool, open_folder
 from pccheck_async.engine import EngineLoop
-from pccheck_async.errors import GroupError, NoCheckpointError
+from pccheck_async.errors import CorruptStoreError, GroupError, NoCheckpointError, ReadError, StateMismatchError
 from pccheck_async.format import Entry, Key, Run
 from pccheck_async.format.manifest import MIN_BLOCK, Manifest
-from pccheck_async.group import FolderLease, LeasedPart, Parts, is_group_folder, list_group, rank_name
+from pccheck_async.group import FolderLease, LeasedPart, is_group_folder, list_group, rank_name
 from pccheck_async.integrations.dcp.ids import ID_KEY, CheckpointID, is_id, name_of, step_of
-from pccheck_async.integrations.dcp.layout import StoredBox, StoredValue, metadata_of
-from pccheck_async.state import Box, Wanted
+from pccheck_async.integrations.dcp.layout import StoredItem, StoredValue, metadata_of
+from pccheck_async.state import Box, Resharding, StoredBox, Wanted, reshard
 from pccheck_async.store import UnreadableError, read_at_once, why_no_store
 from pccheck_async.transfer.copying import CopyBackend
 
@@ -60,7 +61,7 @@ class StorageReader(storage.StorageReader):
         self._root = os.path.abspath(root)
         self._name: str | None = None
         self._chosen: _Chosen | None = None
-        self._stored: dict[Any, StoredBox | StoredValue] = {}
+        self._stored: dict[Any, StoredItem | StoredValue] = {}
 
     @property
     def checkpoint_id(self) -> str:
@@ -155,40 +156,51 @@ def _named(entries: Sequence[Entry], root: str, name: str | None) -> Entry:
 async def _manifests(chosen: _Chosen) -> dict[int, Manifest]:
     """Return the manifests of all parts. Raises CorruptStoreError, ReadError."""
     found = {}
-    for rank, folder in chosen.folders.items():
-        async with _open_parts(chosen.key, {rank: folder}) as (parts, _):
-            found[rank] = parts[rank].manifest
+    async with _Reading(chosen) as reading:
+        for rank in chosen.folders:
+            async with reading.part(rank) as part:
+                found[rank] = part.manifest
     return found
 
 
-@asynccontextmanager
-async def _open_parts(key: Key, folders: dict[int, Path]) -> AsyncGenerator[tuple[dict[int, LeasedPart], bool]]:
-    """Lock parts of a checkpoint against reuse; yield them, and whether the memory of CUDA devices can be written to.
+class _Reading:
+    """Opens the parts of a checkpoint, one after the other."""
 
-    Raises CorruptStoreError, ReadError.
-    """
-    async with AsyncExitStack() as stack:
-        opened = await stack.enter_async_context(await open_folder(next(iter(folders.values())), "auto"))
-        backend, pool = CopyBackend(opened.operations), chunk_pool(MIN_BLOCK)
-        parts = {rank: LeasedPart(FolderLease(folder, key), backend, pool) for rank, folder in folders.items()}
+    def __init__(self, chosen: _Chosen) -> None:
+        self._chosen = chosen
+
+    async def __aenter__(self) -> Self:
+        self._opened = await open_folder(next(iter(self._chosen.folders.values())), "auto")
+        self.backend = CopyBackend(self._opened.operations)
+        self._pool = chunk_pool(MIN_BLOCK)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._opened.close()
+
+    @asynccontextmanager
+    async def part(self, rank: int) -> AsyncGenerator[LeasedPart]:
+        """Lock the part of a rank against reuse while it is read. Raises CorruptStoreError, ReadError."""
+        lease = FolderLease(self._chosen.folders[rank], self._chosen.key)
+        part = LeasedPart(lease, self.backend, self._pool)
         try:
-            for part in parts.values():
-                stack.push_async_callback(part.close)
-                await part.hold()
-            yield parts, backend.by_address
+            await part.hold()
+            yield part
         except UnreadableError as unreadable:
             raise unreadable.error from None
+        finally:
+            await part.close()
 
 
 class _Load:
     """The items of one plan on their way to the planner."""
 
     def __init__(
-        self, stored: dict[Any, StoredBox | StoredValue], items: Sequence[ReadItem], planner: LoadPlanner
+        self, stored: dict[Any, StoredItem | StoredValue], items: Sequence[ReadItem], planner: LoadPlanner
     ) -> None:
         self._planner = planner
         self._wanted: list[Wanted] = []
-        self._ranks: set[int] = set()
+        self._boxes: dict[int, dict[str, list[StoredBox]]] = {}  # by rank and name, which tells all of them apart
         self._tensors: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []  # what the planner gave, what is filled
         self._bytes: list[tuple[ReadItem, torch.Tensor]] = []
         self._values: list[tuple[ReadItem, StoredValue]] = []
@@ -199,29 +211,29 @@ class _Load:
             elif item.type is LoadItemType.BYTE_IO:
                 data = torch.empty(where.shape, dtype=torch.uint8)
                 self._bytes.append((item, data))
-                self._want(where, where.offsets, data)
+                self._want(item, where, where.box.offsets, data)
             else:
                 self._want_tensor(item, where)
 
-    def _want_tensor(self, item: ReadItem, where: StoredBox) -> None:
+    def _want_tensor(self, item: ReadItem, where: StoredItem) -> None:
         target = self._planner.resolve_tensor(item).detach()
         if target.shape != item.lengths:
             name = item.storage_index.fqn
             raise ValueError(f"{name}: the planner gives the shape {tuple(target.shape)}, not {tuple(item.lengths)}")
         filled = target if target.dtype == where.dtype else torch.empty(target.shape, dtype=where.dtype)
         self._tensors.append((item, target, filled))
-        self._want(where, [a + b for a, b in zip(where.offsets, item.storage_offsets, strict=True)], filled)
+        self._want(item, where, [*map(add, where.box.offsets, item.storage_offsets)], filled)
 
-    def _want(self, where: StoredBox, offsets: Sequence[int], local: torch.Tensor) -> None:
-        box = Box(tuple(offsets), tuple(local.shape), (0,) * local.ndim)
-        self._wanted.append(Wanted(where.path, where.path, where.mesh, where.shape, box, local, local))
-        self._ranks.add(where.rank)
+    def _want(self, item: ReadItem, where: StoredItem, offsets: Sequence[int], local: torch.Tensor) -> None:
+        name, box = f"{where.rank}/{where.path}/{where.box.offsets}", where.box
+        self._boxes.setdefault(box.part, {})[name] = [box._replace(mesh=0)]
+        live = Box(tuple(offsets), tuple(local.shape), (0,) * local.ndim)
+        self._wanted.append(Wanted(item.dest_index.fqn, name, 0, where.shape, live, local, local))
 
     def run(self, loop: EngineLoop, chosen: _Chosen) -> None:
         """Read, and hand over."""
         if self._wanted:
-            parts: Parts = loop.call(self._fill(chosen))
-            parts.finish()
+            loop.call(self._fill(chosen)).finish()
         for item, target, filled in self._tensors:
             if filled is not target:
                 target.copy_(filled)
@@ -234,14 +246,19 @@ class _Load:
             buffer.seek(0)
             self._planner.load_bytes(item, buffer)
 
-    async def _fill(self, chosen: _Chosen) -> Parts:
-        folders = {rank: chosen.folders[rank] for rank in sorted(self._ranks)}
-        async with _open_parts(chosen.key, folders) as (open_parts, by_address):
-            parts = Parts(open_parts, min(folders), by_address=by_address)
-            await parts.match(self._wanted)
-            try:
-                await parts.fill()
-            except UnreadableError as unreadable:
-                unreadable.error.add_note("tensors to be loaded may hold parts of this checkpoint: load another one")
-                raise
-            return parts
+    async def _fill(self, chosen: _Chosen) -> Resharding:
+        async with _Reading(chosen) as reading:
+            plan = reshard(self._wanted, self._boxes, min(self._boxes), by_address=reading.backend.by_address)
+            if plan.troubles:
+                raise StateMismatchError(f"what is to be loaded does not fit: {', '.join(plan.troubles)}")
+            begun = False
+            for rank, targets in plan.targets.items():
+                try:
+                    async with reading.part(rank) as part:
+                        begun = True
+                        await part.read(targets, fill=True)
+                except (CorruptStoreError, ReadError) as error:
+                    if begun:
+                        error.add_note("the tensors to be loaded may hold parts of this checkpoint")
+                    raise
+            return plan
