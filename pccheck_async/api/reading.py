@@ -11,7 +11,7 @@ from pccheck_async.medium.open_medium import IO, OpenMedium, open_medium
 from pccheck_async.store import StoreReader, no_store
 from pccheck_async.transfer import BufferPool, share_of_machine
 
-__all__ = ["open_folder", "open_reader", "staging_pool"]
+__all__ = ["chunk_pool", "open_folder", "open_reader", "staging_pool"]
 
 
 def _decide(host_memory: int | Auto, block_bytes: int) -> Decisions:
@@ -72,5 +72,10 @@ async def open_reader(
 
 def staging_pool(reader: StoreReader, host_memory: int | Auto) -> BufferPool:
     """Return buffers for the chunks of a store. Raises ValueError where ``host_memory`` holds no chunk."""
-    decided = _decide(host_memory, reader.identity.block_bytes)
+    return chunk_pool(reader.identity.block_bytes, host_memory)
+
+
+def chunk_pool(block_bytes: int, host_memory: int | Auto = "auto") -> BufferPool:
+    """Return buffers for chunks. Raises ValueError where ``host_memory`` holds no chunk."""
+    decided = _decide(host_memory, block_bytes)
     return BufferPool(decided.host_memory, decided.chunk_bytes)

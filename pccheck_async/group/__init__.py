@@ -5,8 +5,10 @@ messages in, actions out. Whoever runs it, an engine, a simulator or the explore
 It may import: tuning and what is below.
 """
 
+from pccheck_async.group.control import Address, Meeting, reach
 from pccheck_async.group.coordinator import Coordinator
 from pccheck_async.group.core import GroupCore
+from pccheck_async.group.elsewhere import FolderLease
 from pccheck_async.group.folder import parts_of, rank_folders, rank_name
 from pccheck_async.group.group import Group
 from pccheck_async.group.member import Member
@@ -14,13 +16,15 @@ from pccheck_async.group.merged import MergedPayload, Payload
 from pccheck_async.group.messages import decode_decision, decode_message, encode
 from pccheck_async.group.parts import Applied, Key, Part, Run, SeenStore
 from pccheck_async.group.reading import GroupListing, PartReader, is_group_folder, list_group, ranks
+from pccheck_async.group.resharding import LeasedPart
 from pccheck_async.group.schedule import LeadSchedule, Schedule, Verdict
 from pccheck_async.group.training import GroupTraining
 from pccheck_async.group.view import Complete, Incomplete, View, view_of
 
 __all__ = [
-    "Applied", "Complete", "Coordinator", "Group", "GroupCore", "GroupListing", "GroupTraining", "Incomplete",
-    "Key", "LeadSchedule", "Member", "MergedPayload", "Part", "PartReader", "Payload", "Run", "Schedule",
-    "SeenStore", "Verdict", "View", "decode_decision", "decode_message", "encode", "is_group_folder", "list_group",
-    "parts_of", "rank_folders", "rank_name", "ranks", "view_of",
+    "Address", "Applied", "Complete", "Coordinator", "FolderLease", "Group", "GroupCore", "GroupListing",
+    "GroupTraining", "Incomplete", "Key", "LeadSchedule", "LeasedPart", "Meeting", "Member", "MergedPayload", "Part",
+    "PartReader", "Payload", "Run", "Schedule", "SeenStore", "Verdict", "View", "decode_decision",
+    "decode_message", "encode", "is_group_folder", "list_group", "parts_of", "rank_folders", "rank_name", "ranks",
+    "reach", "view_of",
 ]  # fmt: skip

@@ -35,7 +35,7 @@ from pccheck_async.group.coordinator import Coordinator
 from pccheck_async.group.messages import AnyDecision, AnyMessage, Refused, decode_decision, decode_message, encode
 from pccheck_async.transfer import abandoned_in_child
 
-__all__ = ["Address", "Client", "Server"]
+__all__ = ["Address", "Client", "Meeting", "Server", "reach"]
 
 Address: TypeAlias = tuple[tuple[str, ...], int]
 """Names under which the host of rank 0 may be reached, and the port."""
@@ -47,7 +47,28 @@ _SMALL_BYTES: Final = 4096
 _LOST: Final = (RuntimeError, OSError)  # torch's errors of a store are RuntimeErrors
 
 
-class Server:
+class Meeting:
+    """A store that this process serves."""
+
+    def __init__(self) -> None:
+        self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=_FOREVER)
+        abandoned_in_child.add(self)
+
+    def abandon(self) -> None:
+        """Keep the store for ever, in a forked child: its destructor joins a thread that does not exist there.
+
+        What the child finds in that thread's place may be a thread of its own: it would abort, or never end.
+        """
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._store))
+
+    @property
+    def address(self) -> Address:
+        """Where others find it."""
+        names = [os.environ.get("MASTER_ADDR", ""), socket.gethostname(), "localhost"]
+        return tuple(dict.fromkeys(filter(None, names))), self._store.port
+
+
+class Server(Meeting):
     """Rank 0's side: serves the store, and publishes what the coordinator decides.
 
     Args:
@@ -57,8 +78,7 @@ class Server:
     """
 
     def __init__(self, coordinator: Coordinator, world: int, seconds: float) -> None:
-        self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=_FOREVER)
-        abandoned_in_child.add(self)
+        super().__init__()
         self._inbox = self._connect()
         self._log = self._connect()
         self._coordinator = coordinator
@@ -72,13 +92,6 @@ class Server:
         self._timer = threading.Timer(seconds, self._refuse_late, (seconds,))
         self._timer.daemon = True
         self._timer.start()
-
-    def abandon(self) -> None:
-        """Keep the store for ever, in a forked child: its destructor joins a thread that does not exist there.
-
-        What the child finds in that thread's place may be a thread of its own: it would abort, or never end.
-        """
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._store))
 
     def _refuse_late(self, seconds: float) -> None:
         """Refuse the opening where ranks are missing; a rank that never comes must not hang the others."""
@@ -98,12 +111,6 @@ class Server:
     @step.setter
     def step(self, step: int) -> None:
         self._coordinator.schedule.step = step
-
-    @property
-    def address(self) -> Address:
-        """Where the others find it."""
-        names = [os.environ.get("MASTER_ADDR", ""), socket.gethostname(), "localhost"]
-        return tuple(dict.fromkeys(filter(None, names))), self._store.port
 
     def decide(self, ask: Callable[[Coordinator], Sequence[AnyDecision]]) -> None:
         """Publish what the coordinator answers to a question of rank 0 itself. May be called from any thread."""
@@ -164,7 +171,7 @@ class Client:
         self._learned = 0
         self._outgoing: queue.SimpleQueue[AnyMessage | None] = queue.SimpleQueue()
         self._address = address
-        self._inbox = _reach(address)
+        self._inbox = reach(address)
         self._log = self.another()
         self._waker = self.another()
         self._closing = False
@@ -178,7 +185,7 @@ class Client:
 
     def another(self) -> TCPStore:
         """Return one more client of the store, for whoever waits for something else."""
-        return _reach(self._address, only=self._inbox.host)
+        return reach(self._address, only=self._inbox.host)
 
     def post(self, message: AnyMessage) -> None:
         """Put a message into the inbox, after those before it. Returns at once."""
@@ -217,7 +224,8 @@ class Client:
             self._learn(decode_decision(data))
 
 
-def _reach(address: Address, only: str | None = None) -> TCPStore:
+def reach(address: Address, only: str | None = None) -> TCPStore:
+    """Return a client of the store at an address, or of the one name there. Raises GroupError: nothing is reached."""
     names, port = address
     errors = []
     for name in names if only is None else (only,):

@@ -102,7 +102,7 @@ class GroupCore(EngineCore):
             own = seen_store(self.group.rank, store.file.identity, store.committed.record)
             run = store.run = GroupRun(
                 Path(self.path), self.group.rank, self.group.world_size, self.config, store, store.write_parts, own,
-                assembly.scheduler.end_with,
+                assembly.scheduler.end_with, assembly.opened.operations.call,
             )  # fmt: skip
             run.server = self._server
             self._met = True
@@ -139,10 +139,32 @@ class GroupCore(EngineCore):
         except BaseException as error:
             with self.in_flight.lock:
                 if self.state == "open" and self.in_flight.counter == counter:
-                    self.in_flight.counter += 1
-                    number = self.in_flight.counter
-                    self.loop.post(self.run.request_failed, number, number if step is None else step, repr(error))
+                    self._use_up_counter(step, repr(error))
             raise
+
+    def fail_checkpoint(self, step: int | None, why: str) -> None:
+        """Take part in a checkpoint that cannot be made here: it fails on all ranks, and they go on counting alike."""
+        with self.in_flight.lock:
+            if self.state == "open":
+                self._use_up_counter(step, why)
+
+    def _use_up_counter(self, step: int | None, why: str) -> None:
+        self.in_flight.counter += 1
+        number = self.in_flight.counter
+        self.loop.post(self.run.request_failed, number, number if step is None else step, why)
+
+    def wait_prepared(self, pending: PendingCheckpoint) -> None:
+        """Block until this rank's durable record names its part of a checkpoint, which the group then decides about.
+
+        Raises what makes it fail before that.
+        """
+        if not self.loop.call(self.run.prepared(pending.counter)):
+            pending.result()
+
+    @property
+    def stopped(self) -> str | None:
+        """Why no checkpoint of this opening can succeed any more; None while they can."""
+        return None if (broken := self.run.member.stopped) is None else broken.why
 
     # -- restoring
 

@@ -44,7 +44,7 @@ from pccheck_async.group.coordinator import Coordinator
 from pccheck_async.group.elsewhere import FetchedLease, FolderLease, send_part
 from pccheck_async.group.folder import domain_of, rank_name, remove_store, seen_stores
 from pccheck_async.group.member import Member
-from pccheck_async.group.messages import AnyDecision, AnyMessage, Preempted
+from pccheck_async.group.messages import AnyDecision, AnyMessage, Ok, Preempted
 from pccheck_async.group.parts import Part, SeenStore
 from pccheck_async.group.schedule import Verdict
 from pccheck_async.group.view import Complete
@@ -70,6 +70,7 @@ class GroupRun:
         store: This rank's; ``write_parts`` writes its records.
         own: What its newest record says.
         cancel: Ends a checkpoint that is being written with an error.
+        call: Calls a blocking function on a thread, also when the interpreter exits and loops have none any more.
 
     Attributes:
         server: On rank 0: the control plane.
@@ -85,11 +86,13 @@ class GroupRun:
         write_parts: Callable[[tuple[Part, ...], Applied], Coroutine[Any, Any, None]],
         own: SeenStore,
         cancel: Callable[[int, CheckpointError], None],
+        call: Callable[..., Coroutine[Any, Any, Any]],
     ) -> None:
         self._folder = folder
         self._config = config
         self._store = store
         self._cancel = cancel
+        self._call = call
         self._loop = asyncio.get_running_loop()
         self._write_parts = write_parts
         self.member = Member(
@@ -100,6 +103,7 @@ class GroupRun:
         self._opened: asyncio.Future[None] = self._loop.create_future()
         self._admissions: dict[int, asyncio.Future[None]] = {}
         self._outcomes: dict[int, asyncio.Future[Resolve]] = {}
+        self._prepared: dict[int, asyncio.Future[bool]] = {}
         self._cancelled: set[int] = set()
         self._pins: dict[int, asyncio.Future[None]] = {}
         self._pins_asked = 0
@@ -241,6 +245,7 @@ class GroupRun:
         """Request a checkpoint, in the order of counters."""
         self._admissions[counter] = self._loop.create_future()
         self._outcomes[counter] = self._loop.create_future()
+        self._prepared[counter] = self._loop.create_future()
         actions = self.member.request(step, dict(metadata), sums)
         assert self.member.counter == counter, (self.member.counter, counter)
         self._do(actions)
@@ -249,7 +254,7 @@ class GroupRun:
         """Request a checkpoint that failed already, so that ranks keep counting alike."""
         self.request(counter, step, {}, {})
         self._do(self.member.failed(counter, why))
-        del self._admissions[counter], self._outcomes[counter]
+        del self._admissions[counter], self._outcomes[counter], self._prepared[counter]
 
     async def admitted(self, counter: int) -> None:
         """Wait until a checkpoint may be written. Raises GroupError: it ended before."""
@@ -266,6 +271,11 @@ class GroupRun:
             raise error
         return outcome.outcome == "durable"
 
+    async def prepared(self, counter: int) -> bool:
+        """Wait until this rank's durable record names its part of a checkpoint; False where it ended before that."""
+        prepared = self._prepared.get(counter)
+        return prepared is not None and await asyncio.shield(prepared)
+
     def is_cancelled(self, counter: int) -> bool:
         """Whether the group decided about a checkpoint before a record of this rank could name it."""
         return counter in self._cancelled
@@ -274,6 +284,7 @@ class GroupRun:
         """Note that nothing of a checkpoint is being written any more."""
         self._admissions.pop(counter, None)
         outcome = self._outcomes.pop(counter, None)
+        _set(self._prepared.pop(counter, None), False)
         if counter in self._cancelled:
             self._cancelled.discard(counter)
             self._do(self.member.released(counter))
@@ -363,10 +374,10 @@ class GroupRun:
                 while self._tasks:
                     await asyncio.wait(set(self._tasks))
         client, server, self._client = self._client, self.server, None
-        await uninterrupted(asyncio.to_thread(client.close))
+        await uninterrupted(self._call(client.close))
         if server is not None:
             wait = limit if self.member.view is not None and self.member.stopped is None else 0.0
-            if not await uninterrupted(asyncio.to_thread(server.close, wait)) and wait:
+            if not await uninterrupted(self._call(server.close, wait)) and wait:
                 text = "rank 0 of the group of %s goes although other ranks have not left"
                 write(logging.WARNING, "group_left", text, self._folder)
 
@@ -378,6 +389,8 @@ class GroupRun:
                 case Post():
                     if self._client is not None:  # else this rank has left
                         self._client.post(action.message)
+                    if isinstance(action.message, Ok):
+                        _set(self._prepared.get(action.message.counter), True)
                 case Admit():
                     _set(self._admissions.get(action.counter), None)
                 case Resolve():

@@ -5,7 +5,7 @@
 """
 
 from pccheck_async.state.ambient import no_dispatch, no_functions, refuse_tracing
-from pccheck_async.state.boxes import FlatShard, boxes_of_range
+from pccheck_async.state.boxes import Box, FlatShard, PlannedBoxes, boxes_of_range
 from pccheck_async.state.cache.layout_cache import LayoutCache, cached_layout
 from pccheck_async.state.cache.tree_cache import Outline
 from pccheck_async.state.leaves import Array
@@ -20,6 +20,7 @@ from pccheck_async.state.restore.reshard import (
     Resharding,
     StoredBox,
     Wanted,
+    private_mesh,
     reshard,
     sharded_paths,
     stored_boxes,
@@ -41,6 +42,7 @@ __all__ = [
     "Allocation",
     "AnyTargets",
     "Array",
+    "Box",
     "BoxTargets",
     "FlatShard",
     "JointTargets",
@@ -51,6 +53,7 @@ __all__ = [
     "Outline",
     "Owners",
     "PackedSource",
+    "PlannedBoxes",
     "RNGState",
     "Resharding",
     "Restoration",
@@ -85,6 +88,7 @@ __all__ = [
     "no_functions",
     "notify",
     "opened",
+    "private_mesh",
     "rebuild",
     "refuse_tracing",
     "reshard",

@@ -179,11 +179,29 @@ class FlatShard:
         return f"FlatShard({self.local.numel()} elements from {self.start} on, of shape {self.shape})"
 
 
+class PlannedBoxes:
+    """Boxes of a tensor that somebody else planned for this rank to save: exactly these, whoever has others.
+
+    Args:
+        shape: Of the whole tensor.
+        boxes: At least one: its first index in the whole tensor, and its elements.
+    """
+
+    __slots__ = ("dtype", "shape", "views")
+
+    def __init__(self, shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], torch.Tensor]]) -> None:
+        self.shape = tuple(shape)
+        self.dtype = boxes[0][1].dtype
+        self.views = [(Box(tuple(offsets), tuple(view.shape), (0,) * view.ndim), view) for offsets, view in boxes]
+
+
 def box_views(value: Any, path: str) -> list[tuple[Box, torch.Tensor]]:
     """Return the boxes of a DTensor or a flat shard that lie here, each with a view of its memory; of a tensor, itself.
 
     Raises UnsupportedStateError where they cannot be told for sure; names the path.
     """
+    if isinstance(value, PlannedBoxes):
+        return value.views
     if isinstance(value, FlatShard):
         return [*boxes_of_range(value.shape, value.start, value.local)]
     local, boxes = local_boxes(value, path) if is_sharded(value) else (value, (whole(value),))
@@ -232,7 +250,9 @@ class Holders(NamedTuple):
 
 
 def holders_of(tensor: Any, everyone: Holders) -> Holders:
-    """Return the ranks that a DTensor or a flat shard lies on; the latter on everyone by default."""
+    """Return the ranks that a tensor lies on; planned boxes, and flat shards by default, on everyone."""
+    if isinstance(tensor, PlannedBoxes):
+        return everyone
     if isinstance(tensor, FlatShard):
         return everyone if tensor.group is None else holders_in(tensor.group)
     return _holders_on(tensor.device_mesh, tuple(placement.is_replicate() for placement in tensor.placements))

@@ -6,6 +6,8 @@ import asyncio
 import gc
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +31,7 @@ from pccheck_async import (
     StoreLockedError,
     SyncCheckpointEngine,
     UnsupportedStateError,
+    list_checkpoints,
 )
 from tests.support.group_folders import spoil
 from tests.support.processes import forked
@@ -309,3 +312,28 @@ def test_what_was_complete_and_lacks_a_part_is_told(tmp_path: Path, caplog: pyte
     assert "step 1" in first[1]
     assert "ranks 1" in first[1]
     assert first[2]
+
+
+LEFT_OPEN = """
+import sys
+import torch
+from torch.distributed import HashStore
+from pccheck_async import Group, SyncCheckpointEngine
+engine = SyncCheckpointEngine(sys.argv[1], group=Group(0, 1, HashStore())).open()
+engine.checkpoint({"w": torch.ones(3)}, step=4)
+"""
+
+
+def test_an_engine_left_open_is_closed_at_the_exit(tmp_path: Path) -> None:
+    """The interpreter has shut the loops' own threads down by then, and threads inside a TCPStore would abort it."""
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT_OPEN, str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "was not closed before the interpreter exited; " in done.stderr
+    assert "in flight" in done.stderr
+    assert [info.step for info in list_checkpoints(tmp_path / "run")] == [4]

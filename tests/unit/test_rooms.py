@@ -24,7 +24,7 @@ FLOORS = (
     ("tuning",),
     ("group",),
     ("api",),
-    ("upkeep", "convert"),
+    ("upkeep", "convert", "integrations"),
     ("",),
     ("testing",),
     ("bench",),

@@ -17,7 +17,7 @@ from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format import skeleton
 from pccheck_async.format.skeleton import DictNode, ListNode, Node, StatefulNode, TupleNode
 from pccheck_async.state import paths, values
-from pccheck_async.state.boxes import FlatShard, Holders, box_views, holders_of, is_sharded, local_tensors
+from pccheck_async.state.boxes import FlatShard, Holders, PlannedBoxes, box_views, holders_of, is_sharded, local_tensors
 from pccheck_async.state.cache import tree_cache as cached
 from pccheck_async.state.cache.tree_cache import Outline, Visited, same_objects
 from pccheck_async.state.leaves import KINDS, Leaves
@@ -25,6 +25,9 @@ from pccheck_async.state.save.advice import full_name, unsupported
 from pccheck_async.state.save.detached import refuse_unstepped
 from pccheck_async.state.save.owners import Named, Tally
 from pccheck_async.state.stateful import is_stateful
+
+_EXPLICIT = (FlatShard, PlannedBoxes)
+"""What says by itself which boxes this rank saves."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,7 +119,7 @@ class _Flattener:
             return node, node
         if isinstance(value, (np.generic, np.dtype)):
             return values.numpy_value(value, path), None
-        if kind in KINDS or (self._tally is not None and (kind is FlatShard or is_sharded(value))):
+        if kind in KINDS or (self._tally is not None and (kind in _EXPLICIT or is_sharded(value))):
             return self.sharded(value, path, holders), None
         return self.container(value, path, depth, last)
 
@@ -127,24 +130,25 @@ class _Flattener:
         """The boxes of a tensor on several ranks that this one saves, each a leaf."""
         leaves, tally = self.leaves, self._tally
         assert tally is not None
-        plain, flat = not is_sharded(value), isinstance(value, FlatShard)
+        plain, explicit = not is_sharded(value), isinstance(value, _EXPLICIT)
         if holders is None:
             holders = holders_of(value, tally.everyone)
         views = box_views(value, path)
         tensor = Named(path, str(value.dtype), tuple(value.shape))
-        if flat:
+        if isinstance(value, FlatShard):
             tally.note_range(tensor, holders, value.start, value.local.numel())
-        elif not tally.owns(tensor, holders, value if plain else local_tensors([value])[0]):
+        elif not explicit and not tally.owns(tensor, holders, value if plain else local_tensors([value])[0]):
             views = []
         first = len(leaves)
         for _, view in views:
             if not plain:
                 leaves.wrappers[len(leaves)] = value
             leaves.paths.append(path)
-            leaves.values.append(view.detach() if flat else view)
+            leaves.values.append(view.detach() if explicit else view)
         self.has_sharded = True
         offsets = tuple(box.offsets for box, _ in views)
-        return cached.sharded_node(first, holders.mesh, value.dtype, plain and not flat, tuple(value.shape), offsets)
+        replicated = plain and not explicit
+        return cached.sharded_node(first, holders.mesh, value.dtype, replicated, tuple(value.shape), offsets)
 
     def container(self, value: Any, path: str, depth: int, last: Outline | None) -> Visited:
         kind = type(value)

@@ -1,0 +1,264 @@
+"""The side that loads."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from operator import add
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch.distributed.checkpoint import storage
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from pccheck_async.api import chunk_pool, open_folder
+from pccheck_async.engine import EngineLoop
+from pccheck_async.errors import CorruptStoreError, GroupError, NoCheckpointError, ReadError, StateMismatchError
+from pccheck_async.format import Entry, Key, Run
+from pccheck_async.format.manifest import MIN_BLOCK, Manifest
+from pccheck_async.group import FolderLease, LeasedPart, is_group_folder, list_group, rank_name
+from pccheck_async.integrations.dcp.ids import ID_KEY, CheckpointID, is_id, name_of, step_of
+from pccheck_async.integrations.dcp.layout import StoredItem, StoredValue, metadata_of
+from pccheck_async.state import Box, Resharding, StoredBox, Wanted, reshard
+from pccheck_async.store import UnreadableError, read_at_once, why_no_store
+from pccheck_async.transfer.copying import CopyBackend
+
+__all__ = ["StorageReader"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """A checkpoint, and the stores that have its parts, by rank."""
+
+    key: Key
+    step: int
+    folders: dict[int, Path]
+
+
+class StorageReader(storage.StorageReader):
+    """Loads checkpoints with ``dcp.load``, also beside a running writer, into any sharding and number of ranks.
+
+    ``checkpoint_id`` is as for :class:`StorageWriter`: the newest checkpoint that was saved under this name is loaded,
+    or else the newest of the step that the name ends with. Without an id (or with the root) it is the newest one.
+    Every rank reads the manifests of all ranks' parts, so the root lies on a filesystem that all see, and then each
+    chunk that holds something of its own once, whose checksum is verified.
+
+    Checkpoints of an engine are read, too: tensors and values have the names that DCP would give them; of what is each
+    rank's own there is rank 0's.
+
+    Args:
+        root: Folder of the checkpoints.
+    """
+
+    def __init__(self, root: CheckpointID) -> None:
+        super().__init__()
+        self._root = os.path.abspath(root)
+        self._name: str | None = None
+        self._chosen: _Chosen | None = None
+        self._stored: dict[Any, StoredItem | StoredValue] = {}
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The path that names the checkpoint; the root where it has no name."""
+        return self._root if self._name is None else os.path.join(self._root, self._name)
+
+    def reset(self, checkpoint_id: CheckpointID | None = None) -> None:
+        """Name the next checkpoint to load. Raises ValueError: the id is outside the root."""
+        self._name = name_of(checkpoint_id, self._root)
+        self._chosen = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Choose the checkpoint, and return DCP's metadata of it.
+
+        Raises:
+            NoCheckpointError: there is none, or not the one that is named.
+            IncompleteCheckpointError: the parts of some ranks are not in this folder.
+            CorruptStoreError, ReadError: a record or a manifest cannot be read.
+        """
+        if "rank" in kwargs:  # where this raised before, DCP asks for one of this rank alone
+            raise NoCheckpointError("there is no metadata of single ranks")
+        chosen = self._chosen = _choose(self._root, self._name)
+        with EngineLoop("pccheck-dcp") as loop:
+            metadata = metadata_of(loop.call(_manifests(chosen)))
+        metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id)
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Take over where things are."""
+        self._stored = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Say which checkpoint this rank chose."""
+        assert self._chosen is not None
+        return replace(plan, storage_data=(self._chosen.key, self._chosen.step))
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Compare what the ranks chose. Raises GroupError: a checkpoint was committed meanwhile."""
+        if len({plan.storage_data for plan in plans}) > 1:
+            steps = ", ".join(str(plan.storage_data[1]) for plan in plans)
+            raise GroupError(f"the ranks chose checkpoints of steps {steps}: one was committed meanwhile; load again")
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what the plan asks for, in place; values that are no tensors come last.
+
+        Raises:
+            DamagedError: a chunk is damaged, or the checkpoint is gone by now. Tensors may have parts of it then.
+            ReadError: the device failed.
+        """
+        assert self._chosen is not None
+        with EngineLoop("pccheck-dcp") as loop:
+            _Load(self._stored, plan.items, planner).run(loop, self._chosen)
+        read: Future[None] = Future()
+        read.set_result(None)
+        return read
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: CheckpointID) -> bool:
+        """Return whether it can be an id: a path, and no URL."""
+        return is_id(checkpoint_id)
+
+
+def _choose(root: str, name: str | None) -> _Chosen:
+    if is_group_folder(root):
+        listing = list_group(root)
+        complete = {one.entry.counter: one for one in listing.complete}
+        if not complete:
+            raise listing.nothing(None)
+        entry = _named([one.entry for one in listing.complete], root, name)
+        one = complete[entry.counter]
+        folders = {rank: Path(root) / rank_name(rank) for rank in range(one.world)}
+        return _Chosen(one.key, entry.step, folders)
+    found = read_at_once(root)
+    if found is None:
+        raise NoCheckpointError(why_no_store(root))
+    entry = _named(found[1].entries, root, name)
+    return _Chosen(Key(entry.counter, Run(0, 0, 0)), entry.step, {0: Path(root)})
+
+
+def _named(entries: Sequence[Entry], root: str, name: str | None) -> Entry:
+    """Return the newest one of a name, or else of its step."""
+    step = step_of(name)
+    found = [one for one in entries if name is None or one.metadata.get(ID_KEY) == name]
+    found += [one for one in entries if step is not None and one.step == step]
+    if found:
+        return found[0]
+    there = ", ".join(str(one.metadata.get(ID_KEY, f"step {one.step}")) for one in entries)
+    raise NoCheckpointError(f"{root} holds no checkpoint {'' if name is None else repr(name)}; there are: {there}")
+
+
+async def _manifests(chosen: _Chosen) -> dict[int, Manifest]:
+    """Return the manifests of all parts. Raises CorruptStoreError, ReadError."""
+    found = {}
+    async with _Reading(chosen) as reading:
+        for rank in chosen.folders:
+            async with reading.part(rank) as part:
+                found[rank] = part.manifest
+    return found
+
+
+class _Reading:
+    """Opens the parts of a checkpoint, one after the other."""
+
+    def __init__(self, chosen: _Chosen) -> None:
+        self._chosen = chosen
+
+    async def __aenter__(self) -> Self:
+        self._opened = await open_folder(next(iter(self._chosen.folders.values())), "auto")
+        self.backend = CopyBackend(self._opened.operations)
+        self._pool = chunk_pool(MIN_BLOCK)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._opened.close()
+
+    @asynccontextmanager
+    async def part(self, rank: int) -> AsyncGenerator[LeasedPart]:
+        """Lock the part of a rank against reuse while it is read. Raises CorruptStoreError, ReadError."""
+        lease = FolderLease(self._chosen.folders[rank], self._chosen.key)
+        part = LeasedPart(lease, self.backend, self._pool)
+        try:
+            await part.hold()
+            yield part
+        except UnreadableError as unreadable:
+            raise unreadable.error from None
+        finally:
+            await part.close()
+
+
+class _Load:
+    """The items of one plan on their way to the planner."""
+
+    def __init__(
+        self, stored: dict[Any, StoredItem | StoredValue], items: Sequence[ReadItem], planner: LoadPlanner
+    ) -> None:
+        self._planner = planner
+        self._wanted: list[Wanted] = []
+        self._boxes: dict[int, dict[str, list[StoredBox]]] = {}  # by rank and name, which tells all of them apart
+        self._tensors: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []  # what the planner gave, what is filled
+        self._bytes: list[tuple[ReadItem, torch.Tensor]] = []
+        self._values: list[tuple[ReadItem, StoredValue]] = []
+        for item in items:
+            where = stored[item.storage_index]
+            if isinstance(where, StoredValue):
+                self._values.append((item, where))
+            elif item.type is LoadItemType.BYTE_IO:
+                data = torch.empty(where.shape, dtype=torch.uint8)
+                self._bytes.append((item, data))
+                self._want(item, where, where.box.offsets, data)
+            else:
+                self._want_tensor(item, where)
+
+    def _want_tensor(self, item: ReadItem, where: StoredItem) -> None:
+        target = self._planner.resolve_tensor(item).detach()
+        if target.shape != item.lengths:
+            name = item.storage_index.fqn
+            raise ValueError(f"{name}: the planner gives the shape {tuple(target.shape)}, not {tuple(item.lengths)}")
+        filled = target if target.dtype == where.dtype else torch.empty(target.shape, dtype=where.dtype)
+        self._tensors.append((item, target, filled))
+        self._want(item, where, [*map(add, where.box.offsets, item.storage_offsets)], filled)
+
+    def _want(self, item: ReadItem, where: StoredItem, offsets: Sequence[int], local: torch.Tensor) -> None:
+        name, box = f"{where.rank}/{where.path}/{where.box.offsets}", where.box
+        self._boxes.setdefault(box.part, {})[name] = [box._replace(mesh=0)]
+        live = Box(tuple(offsets), tuple(local.shape), (0,) * local.ndim)
+        self._wanted.append(Wanted(item.dest_index.fqn, name, 0, where.shape, live, local, local))
+
+    def run(self, loop: EngineLoop, chosen: _Chosen) -> None:
+        """Read, and hand over."""
+        if self._wanted:
+            loop.call(self._fill(chosen)).finish()
+        for item, target, filled in self._tensors:
+            if filled is not target:
+                target.copy_(filled)
+            self._planner.commit_tensor(item, target)
+        for item, data in self._bytes:
+            self._planner.load_bytes(item, io.BytesIO(data.numpy().tobytes()))
+        for item, stored in self._values:
+            buffer = io.BytesIO()
+            torch.save(stored.value, buffer)
+            buffer.seek(0)
+            self._planner.load_bytes(item, buffer)
+
+    async def _fill(self, chosen: _Chosen) -> Resharding:
+        async with _Reading(chosen) as reading:
+            plan = reshard(self._wanted, self._boxes, min(self._boxes), by_address=reading.backend.by_address)
+            if plan.troubles:
+                raise StateMismatchError(f"what is to be loaded does not fit: {', '.join(plan.troubles)}")
+            begun = False
+            for rank, targets in plan.targets.items():
+                try:
+                    async with reading.part(rank) as part:
+                        begun = True
+                        await part.read(targets)
+                except (CorruptStoreError, ReadError) as error:
+                    if begun:
+                        error.add_note("the tensors to be loaded may hold parts of this checkpoint")
+                    raise
+            return plan

@@ -1,0 +1,223 @@
+"""What this process saves under one root: an engine that is opened at the first save and stays open."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from pccheck_async.engine import EngineConfig, EngineCore, PendingCheckpoint, block_on
+from pccheck_async.errors import CheckpointError, GroupError
+from pccheck_async.format import Metadata
+from pccheck_async.group import Address, Group, GroupCore, Meeting, is_group_folder, reach
+from pccheck_async.integrations.dcp.ids import ID_KEY, step_of
+
+__all__ = ["Place", "Saves", "place_for", "saves_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the ranks of a save find one another, None: there is one rank, and a store of its own; and how many."""
+
+    address: Address | None
+    world: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Of the engine, and the seconds within which all ranks have to open theirs."""
+
+    config: EngineConfig
+    timeout: float
+
+
+class Saves:
+    """The saves under one root, one after the other. DCP goes through each in *rounds*, all ranks alike.
+
+    A round that began uses up one counter of the group on every rank, also on a rank that DCP does not ask to write:
+    which one that is, none of the others can know.
+
+    Attributes:
+        step: Of the round.
+        name: Of the round's checkpoint.
+    """
+
+    def __init__(self, root: str, settings: Settings) -> None:
+        self._root = root
+        self.settings = settings
+        self._core: EngineCore | None = None
+        self._round = 0
+        self._writing = True  # the last round came to the writing
+        self._pending: PendingCheckpoint | None = None
+        self._last = -1  # step
+        self.name: str | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other rank saves; while it is open."""
+        return not isinstance(self._core, GroupCore)
+
+    @property
+    def step(self) -> int:
+        """The step that the round saves: that of its name, or the one after the last."""
+        return self._step
+
+    def begin(self, name: str | None) -> None:
+        """Begin a round."""
+        self._round += 1
+        self._give_up_round()
+        self._writing = False
+        self.name = name
+        self._count()
+
+    def _give_up_round(self) -> None:
+        if not self._writing and isinstance(self._core, GroupCore):
+            self.fail("torch.distributed.checkpoint did not come to the writing on this rank")
+        self._writing = True
+
+    def fail(self, why: str) -> None:
+        """Fail the round's checkpoint on all ranks, where nothing of it was written here."""
+        if isinstance(self._core, GroupCore):
+            self._core.fail_checkpoint(self._step, why)
+
+    def _count(self) -> None:
+        named = step_of(self.name)
+        self._last = self._step = self._last + 1 if named is None else named
+
+    def open(self, place: object, rank: int) -> None:
+        """Open the engine, where it is not open and well. Raises GroupError, and what opening an engine raises."""
+        self._writing = True
+        if (core := self._core) is not None and not _ended(core):
+            return
+        self._core = None
+        if core is not None:
+            _close(core)
+        if not isinstance(place, Place):
+            raise GroupError(
+                "the plan of this save was made for another StorageWriter, and enable_plan_caching reuses it: "
+                "use planners of different classes for different writers, or none that cache"
+            )
+        config = self.settings.config
+        if place.address is None:
+            core = EngineCore(self._root, "auto", config)
+        else:
+            store = PrefixStore(f"{self._root}/{self._round}", reach(place.address))
+            core = GroupCore(self._root, "auto", config, Group(rank, place.world, store, timeout=self.settings.timeout))
+        block_on(core, core.open())
+        self._core = core
+        newest = core.newest_step
+        self._last = -1 if newest is None else newest
+        self._count()
+
+    def save(self, make: Callable[[], Mapping[str, Any]]) -> None:
+        """Save what ``make`` returns; return when this rank's part of it is durable.
+
+        Raises what makes it fail.
+        """
+        core = self._core
+        metadata: Metadata = {} if self.name is None else {ID_KEY: self.name}
+        assert core is not None
+        self._settle()
+        try:
+            state = make()
+        except BaseException as error:
+            self.fail(repr(error))
+            raise
+        pending, start = core.start_checkpoint(state, self._step, metadata)
+        try:
+            pending.wait_eager_captured()
+            core.stalls.note_call(pending, start)
+            if isinstance(core, GroupCore):
+                core.wait_prepared(pending)
+            else:
+                pending.result()
+        except Exception:
+            raise
+        except BaseException:  # KeyboardInterrupt
+            block_on(core, core.abort(pending))
+            raise
+        self._pending = pending
+
+    def finish(self) -> None:
+        """Wait until the round's checkpoint is durable on all ranks. Raises what makes it fail."""
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        pending.result()
+
+    def _settle(self, deadline: float | None = None) -> None:
+        """Wait until the last round's checkpoint ended, where DCP did not ask for that; it told of a failure."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            with suppress(CheckpointError, TimeoutError):
+                pending.result(deadline)
+
+    def close(self, deadline: float | None = None) -> None:
+        """Close the engine, once all checkpoints ended, or after so many seconds."""
+        if (core := self._core) is not None:
+            self._give_up_round()
+            self._core = None
+            self._settle(deadline)
+            block_on(core, core.close(deadline))
+
+
+def _ended(core: EngineCore) -> bool:
+    if not core.is_open:
+        return True
+    if isinstance(core, GroupCore):
+        return core.stopped is not None
+    return core.assembly.store.latch.failure is not None
+
+
+def _close(core: EngineCore) -> None:
+    with suppress(CheckpointError):  # it was told
+        block_on(core, core.close())
+
+
+_lock: Final = threading.Lock()
+_saves: dict[tuple[int, str], Saves] = {}  # by process, which a fork changes, and root
+_meetings: dict[int, Meeting] = {}
+
+
+def saves_of(root: str, config: EngineConfig, timeout: float) -> Saves:
+    """Return the saves of this process under a root. Raises ValueError: they have other settings."""
+    settings = Settings(config, timeout)
+    with _lock:
+        saves = _saves.setdefault((os.getpid(), root), Saves(root, settings))
+    if saves.settings != settings:
+        raise ValueError(f"another StorageWriter of this process saves under {root} with other settings; close() it")
+    return saves
+
+
+def forget(root: str) -> Saves | None:
+    """Return the saves under a root, which the next writer opens anew."""
+    with _lock:
+        return _saves.pop((os.getpid(), root), None)
+
+
+def place_for(root: str, world: int) -> Place:
+    """Return where the ranks of a save find one another: at a store that this process, the coordinator, serves."""
+    alone = world == 1 and not is_group_folder(root) and not (dist.is_initialized() and dist.get_world_size() == 1)
+    if alone:
+        return Place(None, 1)
+    with _lock:
+        meeting = _meetings.get(os.getpid())
+        if meeting is None:
+            meeting = _meetings[os.getpid()] = Meeting()
+    return Place(meeting.address, world)
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    """Nobody is told to close what DCP opened; engines are closed at the exit anyway, and say that nobody did."""
+    for pid, root in list(_saves):
+        saves = forget(root) if pid == os.getpid() else None
+        if saves is not None:
+            with suppress(Exception):
+                saves.close(saves.settings.config.exit_timeout)

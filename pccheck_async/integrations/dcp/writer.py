@@ -1,0 +1,135 @@
+"""The side that saves."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed.checkpoint import storage
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from pccheck_async.engine import EngineConfig
+from pccheck_async.integrations.dcp.ids import CheckpointID, is_id, name_of
+from pccheck_async.integrations.dcp.layout import state_of
+from pccheck_async.integrations.dcp.saves import Saves, forget, place_for, saves_of
+
+__all__ = ["StorageWriter"]
+
+
+class StorageWriter(storage.StorageWriter):
+    """Saves what ``dcp.save`` and ``dcp.async_save`` plan, crash-consistently on all ranks.
+
+    ``checkpoint_id`` names a checkpoint under the root: the root joined with a name, or the name alone. A number at the
+    end of the name is the step (``"run/step-10"``, ``"10"``); other names, and saves without an id, count on from the
+    last step. A root has no folders of single checkpoints: old ones go as ``keep_last`` and ``keep_every`` say.
+
+    Several ranks make a group, whose folder the root is then. One rank without ``torch.distributed``, or with
+    ``no_dist=True``, makes a store of one process. The engine is opened at the first save and stays open until
+    :meth:`close`, or the end of the process; all writers of a process with this root share it.
+
+    Args:
+        root: Folder of the checkpoints; created if it does not exist.
+        keep_last: How many of the newest checkpoints are kept.
+        keep_every: Also keep the first checkpoint at or after each multiple of this many steps.
+        timeout: Seconds within which all ranks have to come to their first save.
+        options: Further arguments of :class:`pccheck_async.CheckpointEngine` that concern saving, such as
+            ``host_memory`` and ``writers``.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep_last: int = 1,
+        keep_every: int | None = None,
+        timeout: float = 300.0,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self._root = os.path.abspath(root)
+        self._settings = EngineConfig(keep_last=keep_last, keep_every=keep_every, **options), timeout
+        self._name: str | None = None
+        self._rank = 0
+        self._begun: Saves | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what another process needs: it opens an engine of its own."""
+        return self.__dict__ | {"_begun": None}
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The path that names the checkpoint; the root where it has no name."""
+        return self._root if self._name is None else os.path.join(self._root, self._name)
+
+    def reset(self, checkpoint_id: CheckpointID | None = None) -> None:
+        """Name the next checkpoint, and only that. Raises ValueError: the id is outside the root."""
+        self._name = name_of(checkpoint_id, self._root)
+
+    def storage_meta(self) -> StorageMeta:
+        """Begin a save: this is what DCP calls first, on every rank."""
+        self._begun = saves_of(self._root, *self._settings)
+        self._begun.begin(self._name)
+        meta = StorageMeta(checkpoint_id=self.checkpoint_id)
+        self._name = None
+        return meta
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Note which rank this is. Raises ValueError for ``use_collectives=False``."""
+        if not kwargs.get("use_collectives", True):
+            raise ValueError(
+                "use_collectives=False is not supported: ranks that do not plan together write no common checkpoint; "
+                "leave it out, or save with no_dist=True and a root for each rank"
+            )
+        self._rank = kwargs.get("rank", 0)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Tell all ranks where they find one another; only the first plan that a rank gets is asked for it."""
+        place = place_for(self._root, len(plans))
+        return [replace(plan, storage_data=place) for plan in plans]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Capture, write, and make this rank's part durable; what becomes of the checkpoint, all parts decide.
+
+        Raises what makes the checkpoint fail on this rank; it fails on all of them then.
+        """
+        saves = self._begun
+        assert saves is not None
+        saves.open(plan.storage_data, self._rank)
+        saves.save(lambda: state_of(plan, planner, alone=saves.alone))
+        written: Future[list[WriteResult]] = Future()
+        written.set_result([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Wait until the checkpoint is durable on all ranks; writes nothing.
+
+        Durability: when this returns, it survives power loss.
+
+        Raises GroupError: it failed on a rank.
+        """
+        assert self._begun is not None
+        self._begun.finish()
+
+    def close(self) -> None:
+        """Close the engine that saves under this root in this process, as all ranks do; the next save opens it anew.
+
+        Not needed at the end of a process.
+        """
+        if (saves := forget(self._root)) is not None:
+            saves.close()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: CheckpointID) -> bool:
+        """Return whether it can be an id: a path, and no URL."""
+        return is_id(checkpoint_id)
