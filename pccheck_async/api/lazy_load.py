@@ -25,7 +25,7 @@ from pccheck_async.format.skeleton import ArrayNode, Node, arrays
 from pccheck_async.group import MergedPayload, PartReader, Payload
 from pccheck_async.medium import File
 from pccheck_async.medium.open_medium import IO, OpenMedium
-from pccheck_async.state import Allocation, Array, Targets, below, opened, paths, rebuild
+from pccheck_async.state import Allocation, Array, Targets, below, opened, paths, rebuild, refuse_boxes
 from pccheck_async.state.restore.tree import leaves
 from pccheck_async.store import VerifiedChunks
 
@@ -165,6 +165,7 @@ class Connection:
         return self.call(self._rebuild(node))
 
     async def _rebuild(self, node: Node) -> Any:
+        refuse_boxes(node)
         allocation = Allocation(self.manifest, sorted(arrays(node)))
         await self.chunks.fill(Targets(allocation.targets()))
         return rebuild(node, lambda index: allocation.array(index, self.device))

@@ -59,7 +59,8 @@ async def load(
 
     Raises:
         NoCheckpointError: there is none, or none of ``step``, or it has no such ``rank``.
-        IncompleteCheckpointError: no checkpoint of the group has the parts of all ranks.
+        IncompleteCheckpointError: no checkpoint of the group has the parts of all ranks; or ``path`` is the folder of
+            one rank, and a tensor lies on several.
         DamagedError: it is damaged, and there is no older one (or ``step`` was given).
         CorruptStoreError: this version, or this torch, does not understand it.
         StateMismatchError: one of ``keys`` names nothing, or without its escapes several leaves.

@@ -102,6 +102,7 @@ def export_checkpoint(
         UnsupportedStateError: the format cannot express something; lists all of that, and nothing was written.
         StateMismatchError: ``keys`` or ``root`` name nothing.
         NoCheckpointError: there is none, or none of ``step``.
+        IncompleteCheckpointError: ``path`` is the folder of one rank, and a tensor lies on several.
         CorruptStoreError: a checksum does not hold; nothing is left of the new file.
         FileExistsError: there is something at ``out``.
         ReadError, WriteError: a device failed.

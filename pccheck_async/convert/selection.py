@@ -17,7 +17,7 @@ from pccheck_async.format import dtypes
 from pccheck_async.format import skeleton as nodes
 from pccheck_async.format.manifest import Manifest, TensorEntry
 from pccheck_async.format.skeleton import ArrayNode, Node, NumpyDtypeNode, NumpyScalarNode, TupleNode, arrays
-from pccheck_async.state import atom, below, from_node, opened, paths, select
+from pccheck_async.state import atom, below, from_node, opened, paths, refuse_boxes, select
 from pccheck_async.state.restore.tree import leaves
 
 __all__ = ["SAFETENSORS", "Selection", "contiguous", "native", "pickled", "refusal", "select_part", "torch_name"]
@@ -65,7 +65,8 @@ class Selection:
 def select_part(connection: Connection, keys: Sequence[str] | None, root: str | None) -> Selection:
     """Choose what to export: what globs over leaf paths select, or all, of the part ``root``.
 
-    Raises StateMismatchError where one of ``keys`` selects nothing, or there is no container ``root``.
+    Raises StateMismatchError where one of ``keys`` selects nothing, or there is no container ``root``;
+    IncompleteCheckpointError where only one rank's part of a tensor is there.
     """
     manifest = connection.manifest
     node = manifest.skeleton if keys is None else select(manifest.skeleton, keys)
@@ -77,6 +78,7 @@ def select_part(connection: Connection, keys: Sequence[str] | None, root: str | 
         if not below(node):
             raise StateMismatchError(f"{root!r} is a leaf; export its container with keys=[{root!r}]", missing=[root])
     node = opened(node)
+    refuse_boxes(node)
     chosen = Selection(manifest, node, dict(leaves(node)) if below(node) else {})
     named = {leaf.index for leaf in chosen.leaves.values() if isinstance(leaf, ArrayNode)}
     if named != set(arrays(node)):

@@ -25,7 +25,7 @@ from pccheck_async.state.restore.reshard import (
     sharded_paths,
     stored_boxes,
 )
-from pccheck_async.state.restore.tree import below, mapping_keys, opened, rebuild, select
+from pccheck_async.state.restore.tree import below, mapping_keys, opened, rebuild, refuse_boxes, select
 from pccheck_async.state.rng import RNGState
 from pccheck_async.state.save.flatten import check_outermost, flatten, flatten_unchecked
 from pccheck_async.state.save.owners import Owners
@@ -90,6 +90,7 @@ __all__ = [
     "opened",
     "private_mesh",
     "rebuild",
+    "refuse_boxes",
     "refuse_tracing",
     "reshard",
     "select",

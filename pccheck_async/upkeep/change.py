@@ -20,6 +20,7 @@ from pccheck_async.format.record import MOST_ENTRIES, slot_number
 from pccheck_async.group import is_group_folder
 from pccheck_async.medium.filesystem import slot_bytes
 from pccheck_async.medium.open_medium import IO, OpenMedium, store_path
+from pccheck_async.state import refuse_boxes
 from pccheck_async.store import KeepAll, SlotLease, Store, open_store
 from pccheck_async.transfer import aligned_buffer
 from pccheck_async.upkeep.reading import LOCK_SECONDS, Held, Progress, Run, check_chunks, hold, run
@@ -173,6 +174,7 @@ def copy_checkpoint(
     Raises:
         ValueError: both are one folder, or ``target`` is a URL or begins with ``~``.
         NoCheckpointError: there is none to copy.
+        IncompleteCheckpointError: tensors of it lie on several ranks, and a copy would have one rank's boxes of them.
         CorruptStoreError: it is damaged (DamagedError), or ``target`` is.
         StoreLockedError: a trainer has ``target`` open.
         StoreFullError: there is no space for it, or a commit record has no room for it.
@@ -185,6 +187,9 @@ def copy_checkpoint(
 
     async def copy() -> CheckpointInfo:
         async with hold(source, step, io, rank) as held, await open_folder(target, io) as opened:
+            refuse_boxes(
+                held.manifest.skeleton
+            )  # else the copy would be of one rank's boxes, which nothing can restore
             return await _copy(held, opened, target, pinned, progress)
 
     return run(copy())

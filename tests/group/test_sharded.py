@@ -30,11 +30,13 @@ from pccheck_async import (
     FlatShard,
     Group,
     GroupError,
+    IncompleteCheckpointError,
     RNGState,
     StateMismatchError,
     SyncCheckpointEngine,
     UnsupportedStateError,
     compare_checkpoints,
+    copy_checkpoint,
     describe_checkpoint,
     export_checkpoint,
     import_checkpoint,
@@ -431,6 +433,28 @@ def test_show_says_which_rank_has_which_box(grids: dict[str, Path], tmp_path: Pa
         DamagedError, match=r"the part of rank 2: .*: the manifest of checkpoint 1 \(step 2\) is damaged"
     ):
         describe_checkpoint(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_boxes_of_one_rank_are_no_tensor(grids: dict[str, Path], tmp_path: Path) -> None:
+    """They were None in what was loaded, and in copies."""
+    part, says = grids["rows"] / "rank-00001", "of which this is the part of one: w, tied; read the group's folder"
+    with pytest.raises(IncompleteCheckpointError, match=says):
+        load_sync(part)
+    with pytest.raises(IncompleteCheckpointError, match=says):
+        export_checkpoint(part, tmp_path / "out", to="torch")
+    with open_checkpoint(part) as checkpoint:
+        with pytest.raises(IncompleteCheckpointError, match=says):
+            checkpoint.load()
+        with pytest.raises(IncompleteCheckpointError, match="the part of one: it; read"):
+            _ = checkpoint["w"]
+        assert checkpoint["t.own"].tolist() == [1.5]
+    assert load_sync(part, keys=["t"])["t"]["own"].tolist() == [1.5]
+    export_checkpoint(part, tmp_path / "t.pt", to="torch", root="t")
+    for place in (grids["rows"], part):
+        with pytest.raises(IncompleteCheckpointError, match=says):
+            copy_checkpoint(place, tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
 
 
 @pytest.mark.slow

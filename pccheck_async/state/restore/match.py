@@ -36,7 +36,16 @@ from pccheck_async.state.leaves import Array
 from pccheck_async.state.restore import objects
 from pccheck_async.state.restore.arrays import Allocation, Filling, Targets, describe, difference
 from pccheck_async.state.restore.reshard import Wanted
-from pccheck_async.state.restore.tree import count, entries, has_parts, leaves, mapping_keys, rebuild, select
+from pccheck_async.state.restore.tree import (
+    count,
+    entries,
+    has_parts,
+    leaves,
+    mapping_keys,
+    rebuild,
+    refuse_boxes,
+    select,
+)
 from pccheck_async.state.rng import RNGState
 from pccheck_async.state.save.detached import refuse_filling
 from pccheck_async.state.save.flatten import check_outermost, flatten, naming_owner
@@ -77,11 +86,13 @@ def allocate(manifest: Manifest, keys: Sequence[str] | None = None, device: str 
 
     Raises:
         StateMismatchError: One of ``keys`` selects nothing.
+        IncompleteCheckpointError: A tensor lies on several ranks, of which this is one's part.
         CorruptStoreError: The skeleton describes no value.
         RuntimeError: There is no such device; raised by torch.
     """
     torch.empty(0, device=device)  # raises here, or the checkpoint would be blamed when arrays cannot be made there
     skeleton = manifest.skeleton if keys is None else select(manifest.skeleton, keys)
+    refuse_boxes(skeleton)
     allocation = Allocation(manifest, sorted(arrays(skeleton)))
     where = torch.device(device)
     return Restoration(

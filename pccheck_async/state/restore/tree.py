@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import structs
 
-from pccheck_async.errors import CorruptStoreError, StateMismatchError
+from pccheck_async.errors import CorruptStoreError, IncompleteCheckpointError, StateMismatchError
 from pccheck_async.format import skeleton as nodes
 from pccheck_async.format.skeleton import (
     ArrayNode,
@@ -158,6 +158,16 @@ def leaves(node: Node, path: str = "") -> Iterator[tuple[str, Node]]:
         yield path, opened(node)
     for name, child in inside:
         yield from leaves(child, paths.child(path, name))
+
+
+def refuse_boxes(node: Node) -> None:
+    """Raise IncompleteCheckpointError where a tensor lies on several ranks: for who reads the part of one alone."""
+    if any(isinstance(each, ShardedNode) for each in nodes.walk(node)):
+        names = [path or "it" for path, leaf in leaves(node) if isinstance(leaf, ShardedNode)]
+        raise IncompleteCheckpointError(
+            f"tensors that lie on several ranks, of which this is the part of one: {_first_20(names)}; read the "
+            "group's folder, which has the folders of all ranks in it"
+        )
 
 
 def count(node: Node) -> int:
