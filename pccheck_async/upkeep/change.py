@@ -187,9 +187,7 @@ def copy_checkpoint(
 
     async def copy() -> CheckpointInfo:
         async with hold(source, step, io, rank) as held, await open_folder(target, io) as opened:
-            refuse_boxes(
-                held.manifest.skeleton
-            )  # else the copy would be of one rank's boxes, which nothing can restore
+            refuse_boxes(held.manifest.skeleton)
             return await _copy(held, opened, target, pinned, progress)
 
     return run(copy())
