@@ -11,6 +11,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
@@ -93,6 +98,78 @@ def test_a_pipeline_is_split_otherwise(tmp_path: Path, before: tuple[int, int], 
     run_ranks(before[1], partial(saved, tmp_path, before[0]))
     (tmp_path / "rendezvous").unlink(missing_ok=True)
     run_ranks(after[1], partial(restored, tmp_path, after[0], before[0]))
+
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class Pipeline:
+    """A stage of a training: activations go to the next rank, gradients to the one before."""
+
+    def __init__(self, folder: Path, group: Group) -> None:
+        rendezvous = f"file://{folder}/rendezvous"
+        dist.init_process_group("gloo", init_method=rendezvous, rank=group.rank, world_size=group.world_size)
+        self.rank, self.last = group.rank, group.world_size - 1
+        self.numbers = [number for number in range(LAYERS) if number * group.world_size // LAYERS == group.rank]
+        self.model = nn.ModuleDict({f"layer{number}": layer(number) for number in self.numbers})
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=FLAT)}
+
+    def train(self, steps: range) -> list[float]:
+        """Return the losses: on the last stage."""
+        losses = []
+        for step in steps:
+            batch = torch.randn(8, 6 + self.numbers[0], generator=torch.Generator().manual_seed(step))
+            if self.rank > 0:
+                dist.recv(batch, self.rank - 1)
+            hidden = batch.requires_grad_()
+            for each in self.model.values():
+                hidden = torch.tanh(each(hidden))
+            if self.rank < self.last:
+                dist.send(hidden.detach(), self.rank + 1)
+                gradient = torch.empty_like(hidden)
+                dist.recv(gradient, self.rank + 1)
+                hidden.backward(gradient)  # type: ignore[no-untyped-call]
+            else:
+                loss = (hidden - 0.3).square().mean()
+                loss.backward()  # type: ignore[no-untyped-call]
+                losses.append(loss.item())
+            if self.rank > 0:
+                assert batch.grad is not None
+                dist.send(batch.grad, self.rank - 1)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return losses
+
+
+def trained(folder: Path, group: Group) -> list[float]:
+    pipeline = Pipeline(folder, group)
+    pipeline.train(range(3))
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        engine.checkpoint(pipeline.state(), step=2).result()
+    return pipeline.train(range(3, 8))
+
+
+def resumed(folder: Path, group: Group) -> list[float]:
+    pipeline = Pipeline(folder, group)
+    pipeline.train(range(20, 21))  # other weights and moments
+    state = pipeline.state()
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        assert engine.restore(state, strict=group.world_size < 3) is not None
+    set_optimizer_state_dict(pipeline.model, pipeline.optimizer, state["optimizer"], options=FLAT)
+    return pipeline.train(range(3, 8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_pipeline_goes_on_with_the_same_losses(tmp_path: Path, world: int) -> None:
+    expected = run_ranks(2, partial(trained, tmp_path))[-1]
+    assert len(expected) == 5
+    (tmp_path / "rendezvous").unlink(missing_ok=True)
+    found = run_ranks(world, partial(resumed, tmp_path))[-1]
+    assert found == (expected if world == 2 else pytest.approx(expected, rel=1e-6))
 
 
 @pytest.mark.slow

@@ -13,6 +13,8 @@ from itertools import chain
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.state import Owners
@@ -103,6 +105,38 @@ STATE = (("model.a", 7, REPLICATED), ("model.b", 5, HYBRID), ("optimizer.c", 9, 
 @pytest.mark.parametrize("domains", [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 1], [0, 1, 2, 3], [0, 0, 0, 1]])
 def test_ranks_that_agree_make_zero(domains: list[int]) -> None:
     assert not total(domains, lambda rank, tally: show(tally, rank, *STATE))
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> list[list[int]]:
+    """Ranks of up to 16, those that have the same boxes together."""
+    boxes, copies = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    ranks = draw(st.permutations(range(16)))
+    return [list(ranks[number : boxes * copies : boxes]) for number in range(boxes)]
+
+
+@given(
+    st.lists(st.tuples(meshes(), st.integers(1, 1000)), max_size=8),
+    st.lists(st.integers(0, 3), min_size=16, max_size=16),
+)
+def test_each_box_has_one_owner_in_each_domain(tensors: list[tuple[list[list[int]], int]], domains: list[int]) -> None:
+    owners: Counter[tuple[int, int, int]] = Counter()
+
+    def walk(rank: int, tally: Tally) -> None:
+        for number, (by_boxes, length) in enumerate(tensors):
+            for box, holders in enumerate(by_boxes):
+                named = Named(f"w{number}", "float32", (length,))
+                if rank in holders and tally.owns(named, on(*by_boxes, rank=rank), torch.zeros(length)):
+                    owners[number, box, domains[rank]] += 1
+
+    assert not total(domains, walk)
+    held = {
+        (number, box, domains[rank])
+        for number, (by_boxes, _) in enumerate(tensors)
+        for box, holders in enumerate(by_boxes)
+        for rank in holders
+    }
+    assert owners == Counter(held)
 
 
 @pytest.mark.parametrize("domains", [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 2, 3]])
