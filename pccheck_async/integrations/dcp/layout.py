@@ -125,7 +125,7 @@ def metadata_of(manifests: Mapping[int, Manifest]) -> Metadata:
     """Return DCP's metadata of a checkpoint, by the manifests of its ranks.
 
     ``storage_data`` has a :class:`StoredItem` for each box, and that or a :class:`StoredValue` for what is no tensor.
-    Of a checkpoint of the engine, names are those that DCP would give, and what is each rank's own is of the lowest.
+    Of a checkpoint of the engine, names are those that DCP would give; what is each rank's own is the lowest rank's.
 
     Raises CorruptStoreError: they describe no state.
     """

@@ -18,6 +18,7 @@ from pccheck_async.errors import CheckpointError, GroupError
 from pccheck_async.format import Metadata
 from pccheck_async.group import Address, Group, GroupCore, Meeting, is_group_folder, reach
 from pccheck_async.integrations.dcp.ids import ID_KEY, step_of
+from pccheck_async.state import Owners
 
 __all__ = ["Place", "Saves", "place_for", "saves_of"]
 
@@ -111,6 +112,8 @@ class Saves:
             store = PrefixStore(f"{self._root}/{self._round}", reach(place.address))
             core = GroupCore(self._root, "auto", config, Group(rank, place.world, store, timeout=self.settings.timeout))
         block_on(core, core.open())
+        if place.address is None:
+            core.captures.owners = Owners(0, (0,), (0,), ())  # a plan may have boxes of tensors here, too
         self._core = core
         newest = core.newest_step
         self._last = -1 if newest is None else newest
