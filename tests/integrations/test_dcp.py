@@ -107,6 +107,18 @@ def test_save_and_load(tmp_path: Path, world: int) -> None:
     assert steps_in(tmp_path / "run") == [21, 20]
 
 
+@pytest.mark.parametrize("world", [1, 3])
+def test_tensors_are_read_in_full_without_dcp(tmp_path: Path, world: int) -> None:
+    def save_one(group: Group) -> None:
+        save(state_of(start(tmp_path, group), 2.0), storage_writer=StorageWriter(tmp_path / "run"))
+
+    run_ranks(world, save_one)
+    found = load_sync(tmp_path / "run")
+    assert all(torch.equal(found[name], FULL * 2) for name in ("rows", "columns", "copied"))
+    assert found["plain.a"].tolist() == [2.0] * 3
+    assert found["plain.b.1"].item() == 2.0
+
+
 def resave(folder: Path, group: Group) -> None:
     mesh, root = start(folder, group), folder / "run"
     found = state_of(mesh, 0)
