@@ -804,3 +804,17 @@ def test_damage_of_a_part_that_others_read_takes_all_to_the_older_checkpoint(tmp
     (tmp_path / "rendezvous").unlink(missing_ok=True)
     spoil(tmp_path / "run", 1)
     assert run_ranks(3, partial(fallen_back, tmp_path)) == [(1, [1.0])] * 3
+
+
+def without_elements(folder: Path, group: Group) -> dict[str, Any]:
+    """Return what is read as this rank's part, of which rank 1 has no element."""
+    mesh = mesh_of(folder, group)
+    state = {name: distribute_tensor(torch.full((1, 3), float(n)), mesh, [Shard(0)]) for n, name in enumerate("abc")}
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        engine.checkpoint(state, step=1).result()
+    return {name: value.tolist() for name, value in load_sync(folder / "run", rank=group.rank).items()}
+
+
+@pytest.mark.slow
+def test_tensors_without_elements_here_are_not_taken_for_tied(tmp_path: Path) -> None:
+    assert run_ranks(2, partial(without_elements, tmp_path)) == [{n: [[float(i)] * 3] for i, n in enumerate("abc")}] * 2
