@@ -818,3 +818,51 @@ def without_elements(folder: Path, group: Group) -> dict[str, Any]:
 @pytest.mark.slow
 def test_tensors_without_elements_here_are_not_taken_for_tied(tmp_path: Path) -> None:
     assert run_ranks(2, partial(without_elements, tmp_path)) == [{n: [[float(i)] * 3] for i, n in enumerate("abc")}] * 2
+
+
+def placed_otherwise(folder: Path, group: Group) -> str:
+    """Rank 0 says that it has the first row, rank 1 that it has the second column: as many elements as there are."""
+    mesh = mesh_of(folder, group)
+    local = torch.ones(1, 2) if group.rank == 0 else torch.ones(2, 1)
+    mine = DTensor.from_local(local, mesh, [Shard(group.rank)], run_check=False, shape=torch.Size((2, 2)), stride=(2, 1))
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        engine.checkpoint({"w": mine}, step=1).result()
+        with pytest.raises(StateMismatchError) as caught:
+            engine.restore({"w": torch.zeros(2, 2)})
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_boxes_that_overlap_do_not_hide_a_hole(tmp_path: Path) -> None:
+    assert all("boxes of it overlap" in told for told in run_ranks(2, partial(placed_otherwise, tmp_path)))
+
+
+def odd_name(folder: Path, group: Group) -> None:
+    mesh = mesh_of(folder, group)
+    state = {"w\udc80": distribute_tensor(torch.full((3,), 2.0), mesh, [Replicate()])}
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        engine.checkpoint(state, step=1).result()
+        state["w\udc80"].to_local().zero_()
+        engine.restore(state)
+        assert state["w\udc80"].to_local().tolist() == [2.0] * 3
+        with pytest.raises((UnsupportedStateError, GroupError), match=r"object cannot be saved|x.udc80"):
+            engine.checkpoint({**state, "x\udc80": object()}, step=2).result()
+        engine.checkpoint(state, step=3).result()
+
+
+@pytest.mark.slow
+def test_names_with_lone_surrogates_do_not_stop_the_group(tmp_path: Path) -> None:
+    run_ranks(2, partial(odd_name, tmp_path))
+
+
+def odd_steps(folder: Path, group: Group) -> None:
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        for step in ("one", 1 << 70, -1):
+            with pytest.raises((TypeError, ValueError)):
+                engine.checkpoint({"x": 1}, step=step)  # type: ignore[arg-type]
+        assert engine.checkpoint({"x": 1}, step=1).result().step == 1
+
+
+@pytest.mark.slow
+def test_impossible_steps_do_not_stop_the_group(tmp_path: Path) -> None:
+    run_ranks(2, partial(odd_steps, tmp_path))
