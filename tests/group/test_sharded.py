@@ -866,3 +866,64 @@ def odd_steps(folder: Path, group: Group) -> None:
 @pytest.mark.slow
 def test_impossible_steps_do_not_stop_the_group(tmp_path: Path) -> None:
     run_ranks(2, partial(odd_steps, tmp_path))
+
+
+def stepped(folder: Path, group: Group, ignored: tuple[str, ...] = ()) -> tuple[nn.Module, Callable[..., Any]]:
+    """Return a DDP model, and what makes an optimizer with moments for parameters."""
+    if not dist.is_initialized():
+        mesh_of(folder, group)
+    torch.manual_seed(7)
+    inner = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    ddp = nn.parallel.DistributedDataParallel
+    ddp._set_params_and_buffers_to_ignore_for_model(inner, ignored)  # type: ignore[no-untyped-call]
+    model = ddp(inner)
+
+    def optimizer_of(*parameters: nn.Parameter) -> torch.optim.SGD:
+        optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        for number, parameter in enumerate(parameters):
+            parameter.grad = torch.full_like(parameter, number + 1.0)
+        optimizer.step()
+        return optimizer
+
+    return model, optimizer_of
+
+
+def own_parameters(folder: Path, group: Group) -> None:
+    """A parameter that DDP leaves alone, and one that an optimizer of a DDP model is given later, are each rank's."""
+    model, optimizer_of = stepped(folder, group, ("1.weight",))
+    first, second = model.parameters()
+    with torch.no_grad():
+        second.fill_(group.rank)
+    optimizer, late = optimizer_of(first), nn.Parameter(torch.zeros(3))
+    state = {"model": model, "optimizer": optimizer}
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        engine.checkpoint(state, step=1).result()
+        optimizer.add_param_group({"params": [late]})
+        late.grad = torch.full((3,), float(group.rank))
+        optimizer.step()
+        engine.checkpoint(state, step=2).result()
+        with torch.no_grad():
+            second.fill_(-1.0)
+        moment = optimizer.state[late]["momentum_buffer"].fill_(-1.0)
+        engine.restore(state)
+        assert optimizer.state[late]["momentum_buffer"].tolist() == [float(group.rank)] * 3, moment
+        assert set(second.flatten().tolist()) == {float(group.rank)}
+
+
+@pytest.mark.slow
+def test_what_ddp_does_not_keep_alike_is_not_saved_once(tmp_path: Path) -> None:
+    run_ranks(2, partial(own_parameters, tmp_path))
+
+
+def of_one_parameter_each(folder: Path, group: Group) -> None:
+    model, optimizer_of = stepped(folder, group)
+    optimizer = optimizer_of([*model.parameters()][group.rank])
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        with pytest.raises(GroupError, match="those under optimizer: "):
+            engine.checkpoint({"model": model, "optimizer": optimizer}, step=1).result()
+
+
+@pytest.mark.slow
+def test_moments_of_other_parameters_are_not_taken_for_replicas(tmp_path: Path) -> None:
+    """Each rank steps some of a DDP model's parameters: their numbers, and maybe shapes, are alike on all ranks."""
+    run_ranks(2, partial(of_one_parameter_each, tmp_path))
