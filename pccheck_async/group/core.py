@@ -27,7 +27,7 @@ from pccheck_async.errors import (
     NoCheckpointError,
     StateMismatchError,
 )
-from pccheck_async.format import Key, Metadata
+from pccheck_async.format import Key, Metadata, new_step
 from pccheck_async.group.actions import ChangeState, EndRestore, FillArrays, MatchManifest
 from pccheck_async.group.control import Client, Server
 from pccheck_async.group.folder import rank_name, seen_store
@@ -150,8 +150,10 @@ class GroupCore(EngineCore):
 
     def _use_up_counter(self, step: int | None, why: str) -> None:
         self.in_flight.counter += 1
-        number = self.in_flight.counter
-        self.loop.post(self.run.request_failed, number, number if step is None else step, why)
+        number = counted = self.in_flight.counter
+        with suppress(TypeError, ValueError):  # it may be the step that is wrong
+            counted = number if step is None else new_step(step)
+        self.loop.post(self.run.request_failed, number, counted, why)
 
     def wait_prepared(self, pending: PendingCheckpoint) -> None:
         """Block until this rank's durable record names its part of a checkpoint, which the group then decides about.

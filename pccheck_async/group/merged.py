@@ -148,7 +148,9 @@ def _in_full(manifest: Manifest) -> tuple[Manifest, list[_Full]]:
         if isinstance(node, ArrayNode):
             return node
         one = _Full(end, known[id(node)], node)
-        same = tuple(manifest.tensors[box.index] for box in node.boxes) or id(node)  # tied, where all boxes are
+        boxes = [manifest.tensors[box.index] for box in node.boxes]
+        # Tied, where all boxes are; those without elements are alike whatever they are boxes of.
+        same = id(node) if all(box.storage is None for box in boxes) else tuple(boxes)
         storage = placed.setdefault((node.shape, same), len(storages)) if one.nbytes else None
         if storage == len(storages):
             storages.append(StorageEntry(end, one.nbytes))

@@ -6,7 +6,7 @@ Both travel as MessagePack arrays that begin with their type's name. Numbers of 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -296,8 +296,22 @@ AnyDecision = (
 
 _message_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 _decision_decoder: msgspec.msgpack.Decoder[AnyDecision] = msgspec.msgpack.Decoder(AnyDecision)
-encode = msgspec.msgpack.encode
-"""Return the bytes of a message or a decision."""
+
+
+def encode(message: AnyMessage | AnyDecision) -> bytes:
+    """Return the bytes of a message or a decision; lone surrogates, as names and errors may have, go as escapes."""
+    try:
+        return msgspec.msgpack.encode(message)
+    except UnicodeEncodeError:
+        return msgspec.msgpack.encode(_escaped(msgspec.to_builtins(message, builtin_types=(bytes,))))
+
+
+def _escaped(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_escaped(key): _escaped(item) for key, item in value.items()}
+    return [*map(_escaped, value)] if isinstance(value, (list, tuple)) else value
 
 
 def decode_message(data: bytes) -> AnyMessage:

@@ -804,3 +804,126 @@ def test_damage_of_a_part_that_others_read_takes_all_to_the_older_checkpoint(tmp
     (tmp_path / "rendezvous").unlink(missing_ok=True)
     spoil(tmp_path / "run", 1)
     assert run_ranks(3, partial(fallen_back, tmp_path)) == [(1, [1.0])] * 3
+
+
+def without_elements(folder: Path, group: Group) -> dict[str, Any]:
+    """Return what is read as this rank's part, of which rank 1 has no element."""
+    mesh = mesh_of(folder, group)
+    state = {name: distribute_tensor(torch.full((1, 3), float(n)), mesh, [Shard(0)]) for n, name in enumerate("abc")}
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        engine.checkpoint(state, step=1).result()
+    return {name: value.tolist() for name, value in load_sync(folder / "run", rank=group.rank).items()}
+
+
+@pytest.mark.slow
+def test_tensors_without_elements_here_are_not_taken_for_tied(tmp_path: Path) -> None:
+    assert run_ranks(2, partial(without_elements, tmp_path)) == [{n: [[float(i)] * 3] for i, n in enumerate("abc")}] * 2
+
+
+def placed_otherwise(folder: Path, group: Group) -> str:
+    """Rank 0 says that it has the first row, rank 1 that it has the second column: as many elements as there are."""
+    mesh = mesh_of(folder, group)
+    local = torch.ones(1, 2) if group.rank == 0 else torch.ones(2, 1)
+    mine = DTensor.from_local(local, mesh, [Shard(group.rank)], run_check=False, shape=torch.Size((2, 2)), stride=(2, 1))
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        engine.checkpoint({"w": mine}, step=1).result()
+        with pytest.raises(StateMismatchError) as caught:
+            engine.restore({"w": torch.zeros(2, 2)})
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_boxes_that_overlap_do_not_hide_a_hole(tmp_path: Path) -> None:
+    assert all("boxes of it overlap" in told for told in run_ranks(2, partial(placed_otherwise, tmp_path)))
+
+
+def odd_name(folder: Path, group: Group) -> None:
+    mesh = mesh_of(folder, group)
+    state = {"w\udc80": distribute_tensor(torch.full((3,), 2.0), mesh, [Replicate()])}
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        engine.checkpoint(state, step=1).result()
+        state["w\udc80"].to_local().zero_()
+        engine.restore(state)
+        assert state["w\udc80"].to_local().tolist() == [2.0] * 3
+        with pytest.raises((UnsupportedStateError, GroupError), match=r"object cannot be saved|x.udc80"):
+            engine.checkpoint({**state, "x\udc80": object()}, step=2).result()
+        engine.checkpoint(state, step=3).result()
+
+
+@pytest.mark.slow
+def test_names_with_lone_surrogates_do_not_stop_the_group(tmp_path: Path) -> None:
+    run_ranks(2, partial(odd_name, tmp_path))
+
+
+def odd_steps(folder: Path, group: Group) -> None:
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        for step in ("one", 1 << 70, -1):
+            with pytest.raises((TypeError, ValueError)):
+                engine.checkpoint({"x": 1}, step=step)  # type: ignore[arg-type]
+        assert engine.checkpoint({"x": 1}, step=1).result().step == 1
+
+
+@pytest.mark.slow
+def test_impossible_steps_do_not_stop_the_group(tmp_path: Path) -> None:
+    run_ranks(2, partial(odd_steps, tmp_path))
+
+
+def stepped(folder: Path, group: Group, ignored: tuple[str, ...] = ()) -> tuple[nn.Module, Callable[..., Any]]:
+    """Return a DDP model, and what makes an optimizer with moments for parameters."""
+    if not dist.is_initialized():
+        mesh_of(folder, group)
+    torch.manual_seed(7)
+    inner = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    ddp = nn.parallel.DistributedDataParallel
+    ddp._set_params_and_buffers_to_ignore_for_model(inner, ignored)  # type: ignore[no-untyped-call]
+    model = ddp(inner)
+
+    def optimizer_of(*parameters: nn.Parameter) -> torch.optim.SGD:
+        optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        for number, parameter in enumerate(parameters):
+            parameter.grad = torch.full_like(parameter, number + 1.0)
+        optimizer.step()
+        return optimizer
+
+    return model, optimizer_of
+
+
+def own_parameters(folder: Path, group: Group) -> None:
+    """A parameter that DDP leaves alone, and one that an optimizer of a DDP model is given later, are each rank's."""
+    model, optimizer_of = stepped(folder, group, ("1.weight",))
+    first, second = model.parameters()
+    with torch.no_grad():
+        second.fill_(group.rank)
+    optimizer, late = optimizer_of(first), nn.Parameter(torch.zeros(3))
+    state = {"model": model, "optimizer": optimizer}
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        engine.checkpoint(state, step=1).result()
+        optimizer.add_param_group({"params": [late]})
+        late.grad = torch.full((3,), float(group.rank))
+        optimizer.step()
+        engine.checkpoint(state, step=2).result()
+        with torch.no_grad():
+            second.fill_(-1.0)
+        moment = optimizer.state[late]["momentum_buffer"].fill_(-1.0)
+        engine.restore(state)
+        assert optimizer.state[late]["momentum_buffer"].tolist() == [float(group.rank)] * 3, moment
+        assert set(second.flatten().tolist()) == {float(group.rank)}
+
+
+@pytest.mark.slow
+def test_what_ddp_does_not_keep_alike_is_not_saved_once(tmp_path: Path) -> None:
+    run_ranks(2, partial(own_parameters, tmp_path))
+
+
+def of_one_parameter_each(folder: Path, group: Group) -> None:
+    model, optimizer_of = stepped(folder, group)
+    optimizer = optimizer_of([*model.parameters()][group.rank])
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        with pytest.raises(GroupError, match="those under optimizer: "):
+            engine.checkpoint({"model": model, "optimizer": optimizer}, step=1).result()
+
+
+@pytest.mark.slow
+def test_moments_of_other_parameters_are_not_taken_for_replicas(tmp_path: Path) -> None:
+    """Each rank steps some of a DDP model's parameters: their numbers, and maybe shapes, are alike on all ranks."""
+    run_ranks(2, partial(of_one_parameter_each, tmp_path))

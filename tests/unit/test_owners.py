@@ -161,6 +161,20 @@ def test_ranks_that_walk_in_another_order_show() -> None:
     assert total([0, 0, 0, 0], walk)
 
 
+def test_what_shares_memory_on_other_ranks_is_decided_by_these() -> None:
+    """Rank 0 has two tensors in one memory, or of no elements: one with rank 1, one with rank 2, which know one each."""
+    for elements in (0, 5):
+        tied = torch.zeros(elements)
+        sums: Counter[str] = Counter()
+        for rank in range(3):
+            tally = tally_of(rank, [0, 0, 0])
+            for path, holders, tensor in (("x", [0, 2], torch.zeros(9)), ("a", [0, 1], tied), ("b", [0, 2], tied)):
+                if rank in holders:
+                    tally.owns(NAMED._replace(path=path), on(holders), tensor)
+            sums.update(tally.sums)
+        assert not [name for name, value in sums.items() if value % (1 << 64)]
+
+
 def test_ranks_with_another_shape_or_dtype_show() -> None:
     assert total([0, 0], lambda rank, tally: show(tally, rank, ("a", 5 + rank, [[0, 1]])))
     assert total([0, 1], lambda rank, tally: show(tally, rank, ("a", 5 + rank, [[0], [1]])))

@@ -246,17 +246,33 @@ def reshard(
 def _trouble(wanted: Wanted, boxes: Iterable[StoredBox]) -> str:
     """Why a tensor cannot be made of boxes; empty where it can."""
     dtype = dtypes.TORCH_NAMES.get(wanted.local.dtype, "")
-    there = 0
+    there, parts = 0, list[_Ranges]()
     for box in boxes:
         if box.entry.dtype != dtype:
             return f"{dtype} here, {box.entry.dtype} in the checkpoint"
         if len(box.offsets) != len(wanted.shape):
             return f"the shape {wanted.shape} here, another one in the checkpoint"
-        there += prod(map(len, _overlap(box, wanted.box)))
-    needed = prod(wanted.box.sizes)
-    if there < needed:
+        part = _overlap(box, wanted.box)
+        if elements := prod(map(len, part)):
+            there += elements
+            parts.append(part)
+    if there < prod(wanted.box.sizes):
         return "the checkpoint has not all of it"
-    return "boxes of it overlap in the checkpoint" if there > needed else ""
+    return "boxes of it overlap in the checkpoint" if _any_overlap(parts) else ""
+
+
+def _any_overlap(boxes: Sequence[_Ranges]) -> bool:
+    """Return whether two of several boxes have an element in common. Each is compared with its neighbours only."""
+    if len(boxes) < 2:
+        return False
+    along = max(range(len(boxes[0])), key=lambda dim: len({box[dim].start for box in boxes}))
+    near = list[_Ranges]()
+    for box in sorted(boxes, key=lambda box: box[along].start):
+        near = [other for other in near if other[along].stop > box[along].start]
+        if any(all(a.start < b.stop and b.start < a.stop for a, b in zip(box, other, strict=True)) for other in near):
+            return True
+        near.append(box)
+    return False
 
 
 def _overlap(stored: StoredBox, live: Box) -> _Ranges:

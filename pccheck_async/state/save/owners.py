@@ -50,16 +50,16 @@ class Owners:
         self.everyone = alike(members)
         self.places = lru_cache(1 << 10)(self._places)
         self._matchers = [paths.matcher(glob, unescaped=escaped) for glob in replicated for escaped in (False, True)]
-        self._replicas: tuple[list[weakref.ref[Any]], _Replicas] = ([], lambda _: None)
+        self._replicas: tuple[list[Any], _Replicas] = ([], lambda _: None)
 
     def begin(self, state: Mapping[str, Any]) -> Tally:
         """Return what decides about the tensors of one state, asked in the order in which it is walked."""
         objects = [(path, part) for path, part in parts(state) if isinstance(part, _REPLICATED)]
-        references = [weakref.ref(part) for _, part in objects]
+        key = [(path, weakref.ref(part), _ids(part)) for path, part in objects]
         known, replicas = self._replicas
-        if references != known:
+        if key != known:
             replicas = _replicas_in(objects)
-            self._replicas = references, replicas
+            self._replicas = key, replicas
         return Tally(self, replicas)
 
     def named(self, path: str) -> Holders | None:
@@ -112,7 +112,8 @@ class Tally:
         self._replicas = replicas
         self._nbytes: dict[tuple[int, ...], list[int]] = {}  # by those who have the same boxes
         # By the memory of the box, which is kept, or another one would come to lie there: what is tied goes together.
-        self._decided: dict[tuple[int, int], tuple[bool, torch.Tensor]] = {}
+        # Only among those who have the same boxes: others know nothing of what was decided before.
+        self._decided: dict[tuple[tuple[int, ...], int, int], tuple[bool, torch.Tensor]] = {}
 
     def replicas(self, path: str) -> Holders | None:
         """Return the ranks that have a plain tensor alike; None where it is this rank's own."""
@@ -149,14 +150,15 @@ class Tally:
         self.sums[name] = (self.sums.get(name, 0) + _number(tensor, what) * times) % _MODULUS
 
     def _falls_to_this_rank(self, beside: tuple[int, ...], local: torch.Tensor) -> bool:
-        memory = local.data_ptr(), local.nbytes
+        memory = beside, local.data_ptr(), local.nbytes
         if memory in self._decided:
             return self._decided[memory][0]
         nbytes = self._nbytes.setdefault(beside, [0] * len(beside))
         number = nbytes.index(min(nbytes))
         nbytes[number] += local.nbytes
         owns = beside[number] == self._owners.rank
-        self._decided[memory] = owns, local
+        if local.nbytes:  # else it may have any address, on each rank another one
+            self._decided[memory] = owns, local
         return owns
 
 
@@ -178,19 +180,25 @@ def _replicas_in(objects: Sequence[tuple[str, Any]]) -> _Replicas:
     Buffers are each rank's own.
     """
     named: dict[str, Holders] = {}
-    replicas: dict[int, Holders] = {}
+    replicas: dict[int, tuple[str, Holders]] = {}
     optimizers: list[tuple[str, Holders]] = []
     for path, model in objects:
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            parameters = dict(model.named_parameters(remove_duplicate=False))
+            own = {f"module.{name}" for name in model.parameters_to_ignore}
             holders = holders_in(model.process_group)
-            named |= {paths.child(path, paths.escape(name)): holders for name in parameters}
-            replicas |= {id(parameter): holders for parameter in parameters.values()}
+            for name, parameter in model.named_parameters(remove_duplicate=False):
+                if name not in own:
+                    at = paths.child(path, paths.escape(name))
+                    named[at] = holders
+                    replicas[id(parameter)] = at, holders
     for path, optimizer in objects:
         if isinstance(optimizer, torch.optim.Optimizer):
-            found = {replicas.get(number) for number in _ids(optimizer)}
-            if len(found) == 1 and (of_all := found.pop()) is not None:
-                optimizers.append((paths.child(path, "state."), of_all))
+            found = [replicas.get(number, ("", None)) for number in _ids(optimizer)]
+            of_all = {holders for _, holders in found}
+            if len(of_all) == 1 and (holders := of_all.pop()) is not None:
+                # Its state has numbers for names: those of other parameters are no replicas of these.
+                mesh = _number(Named(path, "", ()), (holders.mesh, tuple(name for name, _ in found))) >> 8
+                optimizers.append((paths.child(path, "state."), holders._replace(mesh=mesh)))
 
     def replicas_of(path: str) -> Holders | None:
         return named.get(path) or next((holders for start, holders in optimizers if path.startswith(start)), None)
@@ -198,5 +206,7 @@ def _replicas_in(objects: Sequence[tuple[str, Any]]) -> _Replicas:
     return replicas_of
 
 
-def _ids(optimizer: torch.optim.Optimizer) -> Iterator[int]:
-    return map(id, chain.from_iterable(group["params"] for group in optimizer.param_groups))
+def _ids(part: Any) -> list[int]:
+    """Return the identities of an optimizer's parameters: it may be given more of them; of a module, nothing."""
+    groups = part.param_groups if isinstance(part, torch.optim.Optimizer) else ()
+    return [*map(id, chain.from_iterable(group["params"] for group in groups))]
