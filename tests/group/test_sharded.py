@@ -927,3 +927,56 @@ def of_one_parameter_each(folder: Path, group: Group) -> None:
 def test_moments_of_other_parameters_are_not_taken_for_replicas(tmp_path: Path) -> None:
     """Each rank steps some of a DDP model's parameters: their numbers, and maybe shapes, are alike on all ranks."""
     run_ranks(2, partial(of_one_parameter_each, tmp_path))
+
+
+class Growing:
+    """Loads what has another length, as a replay buffer does."""
+
+    def __init__(self, elements: int) -> None:
+        self.items = torch.arange(float(elements))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"items": self.items}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.items = state["items"]
+
+
+def memories(folder: Path, group: Group) -> None:
+    """Restore into memory of all kinds what lay on other ranks."""
+    mesh = mesh_of(folder, group)
+    full = torch.arange(16.0).reshape(4, 4)
+    state = {"w": distribute_tensor(full, mesh, [Shard(0)]), "buffer": Growing(5)}
+    alike = torch.full((1, 3), 2.0)
+    freed = torch.zeros(4, 4)
+    freed.untyped_storage().resize_(0)
+    elsewhere = DTensor.from_local(torch.empty(4, 2, device="meta"), mesh, [Shard(1)], run_check=False)
+    with torch.inference_mode():
+        inference = torch.zeros(4, 4)
+    with SyncCheckpointEngine(folder / "run", group=group, replicated=["buffer.*", "alike"]) as engine:
+        engine.checkpoint({"alike": alike.expand(5, 3)}, step=0).result()
+        alike.zero_()
+        engine.restore({"alike": alike.expand(5, 3)})
+        assert alike.tolist() == [[2.0] * 3]
+        engine.checkpoint(state, step=1).result()
+        buffer = Growing(2)
+        for live, why in (
+            (freed, "freed"), (elsewhere, "meta"), (torch.zeros(1, 4).expand(4, 4), "expanded"),
+            (torch.zeros(16).as_strided((4, 4), (1, 1)), "overlap"),
+        ):  # fmt: skip
+            with pytest.raises(StateMismatchError, match=rf"w \(.*{why}"):
+                engine.restore({"w": live, "buffer": buffer})
+        columns = torch.zeros(8, 4)[::2].t()
+        for plain in (inference, columns, torch.zeros(4, 8)[:, 1::2]):
+            engine.restore({"w": plain, "buffer": buffer})
+            assert torch.equal(plain, full)
+        assert torch.equal(buffer.items, torch.arange(5.0))
+        half = DeviceMesh("cpu", [0])
+        there = DTensor.from_local(torch.zeros(3), half, [Replicate()], run_check=False)
+        with pytest.raises((UnsupportedStateError, GroupError), match="w: this rank is not on the mesh"):
+            engine.checkpoint({"w": there}, step=2).result()
+
+
+@pytest.mark.slow
+def test_memory_of_all_kinds(tmp_path: Path) -> None:
+    run_ranks(2, partial(memories, tmp_path))

@@ -354,6 +354,14 @@ def difference(entry: TensorEntry, array: Array) -> str:
     return ""
 
 
+def memory_trouble(tensor: torch.Tensor) -> str:
+    """Return why ``tensor`` cannot take elements that were stored otherwise; empty where it can."""
+    if trouble := _tensor_trouble(tensor):
+        return trouble
+    overlaps = tensor.numel() and _overlaps_itself(tuple(tensor.shape), _steps(tensor), tensor.element_size())
+    return "the elements of the tensor here overlap each other" if overlaps else ""
+
+
 def _tensor_trouble(tensor: torch.Tensor) -> str:
     if is_lazy(tensor):
         return "an uninitialized lazy parameter here; run the module once before restoring"

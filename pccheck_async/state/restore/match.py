@@ -34,7 +34,7 @@ from pccheck_async.state.ambient import apart, refuse_tracing
 from pccheck_async.state.boxes import FlatShard, box_views, is_sharded
 from pccheck_async.state.leaves import Array
 from pccheck_async.state.restore import objects
-from pccheck_async.state.restore.arrays import Allocation, Filling, Targets, describe, difference
+from pccheck_async.state.restore.arrays import Allocation, Filling, Targets, describe, difference, memory_trouble
 from pccheck_async.state.restore.reshard import Wanted
 from pccheck_async.state.restore.tree import (
     count,
@@ -278,7 +278,9 @@ class _Matching:
     def _array(self, live: Any, node: Node, path: str, *, strict: bool = True) -> None:
         self._matched += 1
         if isinstance(node, ShardedNode) or is_sharded(live) or isinstance(live, FlatShard):
-            self._sharded(live, node, path)
+            plain = isinstance(node, ShardedNode) and node.plain and type(live) in (np.ndarray, torch.Tensor)
+            if strict or not plain or self._fits(live, node):  # else it is made anew
+                self._sharded(live, node, path)
             return
         if not isinstance(node, ArrayNode):
             if strict:
@@ -317,6 +319,9 @@ class _Matching:
             with apart():
                 for child, (_, view) in zip(children, views, strict=True):
                     self._filling.add(path, child.index, view, strict=True)
+            return
+        if trouble := next(filter(None, (memory_trouble(view) for _, view in views)), ""):
+            self._mismatched.append(f"{path} ({trouble})")
             return
         self._elsewhere.update(child.index for child in children)
         if isinstance(node, ArrayNode):

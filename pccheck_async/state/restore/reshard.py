@@ -197,12 +197,13 @@ class Resharding:
 
     def finish(self) -> None:
         """Copy what could not be filled in place; of what was, raise the version counters of autograd."""
-        with torch.no_grad():
-            for filled, wanted in self._moved:
+        for filled, wanted in self._moved:
+            with torch.inference_mode() if wanted.local.is_inference() else torch.no_grad():
                 wanted.local.copy_(filled)
         for wanted in self._in_place:
             for tensor in {id(wanted.local): wanted.local, id(wanted.wrapper): wanted.wrapper}.values():
-                torch.autograd.graph.increment_version(tensor)
+                if not tensor.is_inference():
+                    torch.autograd.graph.increment_version(tensor)
 
 
 def reshard(
@@ -252,6 +253,8 @@ def _trouble(wanted: Wanted, boxes: Iterable[StoredBox]) -> str:
             return f"{dtype} here, {box.entry.dtype} in the checkpoint"
         if len(box.offsets) != len(wanted.shape):
             return f"the shape {wanted.shape} here, another one in the checkpoint"
+        if any(map(_is_expanded_here_only, box.entry.shape, box.entry.stride, wanted.box.sizes, wanted.local.stride())):
+            return "the tensor here is expanded, the one in the checkpoint is not"
         part = _overlap(box, wanted.box)
         if elements := prod(map(len, part)):
             there += elements
@@ -259,6 +262,11 @@ def _trouble(wanted: Wanted, boxes: Iterable[StoredBox]) -> str:
     if there < prod(wanted.box.sizes):
         return "the checkpoint has not all of it"
     return "boxes of it overlap in the checkpoint" if _any_overlap(parts) else ""
+
+
+def _is_expanded_here_only(stored: int, stored_step: int, size: int, step: int) -> bool:
+    """Whether the elements along a dimension have one place here, but maybe several values in a box of this size."""
+    return size > 1 and step == 0 and (stored < size or stored_step != 0)
 
 
 def _any_overlap(boxes: Sequence[_Ranges]) -> bool:

@@ -131,9 +131,9 @@ class _Flattener:
         leaves, tally = self.leaves, self._tally
         assert tally is not None
         plain, explicit = not is_sharded(value), isinstance(value, _EXPLICIT)
+        views = box_views(value, path)
         if holders is None:
             holders = holders_of(value, tally.everyone)
-        views = box_views(value, path)
         tensor = Named(path, str(value.dtype), tuple(value.shape))
         if isinstance(value, FlatShard):
             tally.note_range(tensor, holders, value.start, value.local.numel())
