@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
+import msgspec
 import pytest
 
 from pccheck_async.format import Entry
@@ -407,7 +408,7 @@ def test_opening_ends_alike_in_whatever_order(seed: int) -> None:
     stores = [SeenStore(domain, rank, bytes([domain, rank]), None, ()) for domain in range(2) for rank in range(4)]
     group = Group(world=4, domains=["a", "b", "b", "a"], stores=stores, order=choose.shuffle)
     assert {member.homes for member in group.members} == {(0, 1, 1, 0)}
-    assert len({encode(member.view) for member in group.members}) == 1
+    assert len({msgspec.msgpack.encode(member.view) for member in group.members}) == 1
     assert [rank for rank in range(4) if Scan() in group.done[rank]] == [0, 1]
     for rank in range(4):
         group.save(rank, 1)

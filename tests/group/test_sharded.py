@@ -824,7 +824,8 @@ def placed_otherwise(folder: Path, group: Group) -> str:
     """Rank 0 says that it has the first row, rank 1 that it has the second column: as many elements as there are."""
     mesh = mesh_of(folder, group)
     local = torch.ones(1, 2) if group.rank == 0 else torch.ones(2, 1)
-    mine = DTensor.from_local(local, mesh, [Shard(group.rank)], run_check=False, shape=torch.Size((2, 2)), stride=(2, 1))
+    how: dict[str, Any] = {"run_check": False, "shape": torch.Size((2, 2)), "stride": (2, 1)}
+    mine = DTensor.from_local(local, mesh, [Shard(group.rank)], **how)
     with SyncCheckpointEngine(folder / "run", group=group) as engine:
         engine.checkpoint({"w": mine}, step=1).result()
         with pytest.raises(StateMismatchError) as caught:
@@ -918,9 +919,11 @@ def test_what_ddp_does_not_keep_alike_is_not_saved_once(tmp_path: Path) -> None:
 def of_one_parameter_each(folder: Path, group: Group) -> None:
     model, optimizer_of = stepped(folder, group)
     optimizer = optimizer_of([*model.parameters()][group.rank])
-    with SyncCheckpointEngine(folder / "run", group=group) as engine:
-        with pytest.raises(GroupError, match="those under optimizer: "):
-            engine.checkpoint({"model": model, "optimizer": optimizer}, step=1).result()
+    with (
+        SyncCheckpointEngine(folder / "run", group=group) as engine,
+        pytest.raises(GroupError, match="those under optimizer: "),
+    ):
+        engine.checkpoint({"model": model, "optimizer": optimizer}, step=1).result()
 
 
 @pytest.mark.slow
