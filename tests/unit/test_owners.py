@@ -128,7 +128,7 @@ def test_ranks_that_walk_in_another_order_show() -> None:
 
 
 def test_what_shares_memory_on_other_ranks_is_decided_by_these() -> None:
-    """Rank 0 has two tensors in one memory, or of no elements: one with rank 1, one with rank 2, which know one each."""
+    """Rank 0 has two tensors in one memory, or of no elements: one with rank 1, one with rank 2."""
     for elements in (0, 5):
         tied = torch.zeros(elements)
         sums: Counter[str] = Counter()
