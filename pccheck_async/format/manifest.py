@@ -269,7 +269,7 @@ def _check_skeleton(skeleton: Node, tensors: Sequence[TensorEntry]) -> None:
 
 
 def _box_trouble(node: ShardedNode, boxes: Sequence[TensorEntry]) -> str:
-    dtypes.torch_dtype(node.dtype)  # refuses unknown ones
+    itemsize = dtypes.torch_dtype(node.dtype).itemsize  # refuses unknown ones
     if node.mesh < 0:
         return "the hash of its ranks"
     if len(node.offsets) != len(boxes):
@@ -277,6 +277,8 @@ def _box_trouble(node: ShardedNode, boxes: Sequence[TensorEntry]) -> str:
     if any(box.dtype != node.dtype or box.kind == "ndarray" for box in boxes):
         return "dtypes"
     if len(node.shape) > _MAX_DIMENSIONS or any(not 0 <= size < _MAX_BYTES for size in node.shape):
+        return "absurd sizes"
+    if math.prod(size for size in node.shape if size) * itemsize >= _MAX_BYTES:
         return "absurd sizes"
     for offsets, box in zip(node.offsets, boxes, strict=True):
         if not len(offsets) == len(box.shape) == len(node.shape):

@@ -229,7 +229,7 @@ class GroupCore(EngineCore):
                         raise error
         except BaseException as error:
             if not agreed:  # the others wait for an answer
-                yield run.tell_matched("mismatch", f"the restore ended: {error!r}")
+                yield run.tell_ended(f"the restore ended: {error!r}")
             raise
         finally:
             _release(reading, parts)

@@ -298,7 +298,7 @@ _message_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(
 _decision_decoder: msgspec.msgpack.Decoder[AnyDecision] = msgspec.msgpack.Decoder(AnyDecision)
 
 
-def encode(message: AnyMessage | AnyDecision) -> bytes:
+def encode(message: Any) -> bytes:
     """Return the bytes of a message or a decision; lone surrogates, as names and errors may have, go as escapes."""
     try:
         return msgspec.msgpack.encode(message)

@@ -31,10 +31,17 @@ class Restore:
     """A restore is under way."""
     key: Key | None = None
     """The last candidate."""
+    abandoned: str | None = None
+    """Why this rank's call ended although the restore is under way: it answers for itself, and nobody learns of it."""
+    _next: tuple[int | None, ...] = ()
+    """The step that was asked for meanwhile."""
 
     def request(self, step: int | None) -> list[Action]:
         """Ask for the newest checkpoint, or for the newest of a step."""
-        self.index, self.active = self.index + 1, True
+        if self.abandoned is not None:  # rank 0 begins no other one before that ended
+            self._next = (step,)
+            return []
+        self.index, self.attempt, self.active = self.index + 1, -1, True
         return [Post(RestoreRequest(self.rank, self.index, step))]
 
     def matched(self, outcome: Literal["ok", "mismatch", "damaged"], why: str = "") -> list[Action]:
@@ -45,8 +52,27 @@ class Restore:
         """Tell whether all chunks of the candidate are whole."""
         return [Post(Verified(self.rank, self.index, self.attempt, damage))]
 
+    def abandon(self, why: str) -> list[Action]:
+        """Tell that this rank takes no part any more; what is decided of this restore is not for the next one."""
+        if not self.active:
+            return []
+        if self.abandoned is not None:
+            self._next = ()
+            return []
+        self.abandoned = why
+        return self.matched("mismatch", why)
+
     def learn(self, decision: Candidate | Verify | Restored | NotRestored) -> list[Action]:
         """Take a decision in."""
+        if self.abandoned is not None:
+            if isinstance(decision, Candidate):
+                self.attempt = decision.attempt
+                return self.matched("mismatch", self.abandoned)
+            if isinstance(decision, Verify):
+                return []
+            self.active, self.abandoned, asked = False, None, self._next
+            self._next = ()
+            return self.request(asked[0]) if asked else []
         match decision:
             case Candidate():
                 self.attempt, self.key = decision.attempt, decision.key

@@ -308,6 +308,12 @@ class GroupRun:
         """Answer what this rank's part of the candidate is to its state."""
         self._do(self.member.restore.matched(outcome, why))
 
+    async def tell_ended(self, why: str) -> None:
+        """Tell that this rank's call ended before all agreed: none that comes later takes what is decided of it."""
+        while not self.restoring.empty():
+            self.restoring.get_nowait()
+        self._do(self.member.restore.abandon(why))
+
     async def tell_verified(self, damage: str | None) -> None:
         """Answer whether this rank's part of the candidate is whole."""
         self._do(self.member.restore.verified(damage))

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
+from pccheck_async import CheckpointEngine, Group, StateMismatchError
 from pccheck_async.group import Key, Run, decode_decision, decode_message, encode
 from pccheck_async.group.actions import Action, ChangeState, EndRestore, FillArrays, MatchManifest, Post
 from pccheck_async.group.messages import Candidate, NotRestored, Restored, Verify
 from pccheck_async.group.restore import LeadRestore, Restore
 from tests.support.group_explorer import cloned, frozen
+from tests.support.ranks import run_ranks, wait_for
 
 RUN = Run(1, 1, 1)
 THERE = [(Key(5, RUN), 50), (Key(3, RUN), 30)]
@@ -154,3 +159,33 @@ def test_known_damage_is_not_tried_again() -> None:
 def test_changing_the_state_too_early_is_found(name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LeadRestore, name, wrong)
     assert any("G5" in one for one in explore(2, [None, None], THERE[:1]))
+
+
+def cancelled(folder: Path, group: Group) -> list[str]:
+    """Rank 1 gives up before rank 0 asks, which ends alike at once; the next restore is one of both again."""
+
+    async def main() -> list[str]:
+        state, told = {"x": torch.ones(1)}, []
+        async with CheckpointEngine(folder, group=group) as engine:
+            await (await engine.checkpoint(state, step=1)).durable()
+            if group.rank:
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(engine.restore(state), 0.2)
+                (folder / "gave up").touch()
+            else:
+                await asyncio.to_thread(wait_for, folder / "gave up")
+                with pytest.raises(StateMismatchError) as caught:
+                    await asyncio.wait_for(engine.restore(state), 5)
+                told.append(str(caught.value))
+            restored = await asyncio.wait_for(engine.restore(state), 5)
+            assert restored is not None
+        return told
+
+    return asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_a_rank_that_gives_up_before_others_ask_stops_nobody(tmp_path: Path) -> None:
+    (told,), nothing = run_ranks(2, partial(cancelled, tmp_path))
+    assert "rank 1: the restore ended" in told
+    assert nothing == []

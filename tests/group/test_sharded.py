@@ -824,8 +824,9 @@ def placed_otherwise(folder: Path, group: Group) -> str:
     """Rank 0 says that it has the first row, rank 1 that it has the second column: as many elements as there are."""
     mesh = mesh_of(folder, group)
     local = torch.ones(1, 2) if group.rank == 0 else torch.ones(2, 1)
-    how: dict[str, Any] = {"run_check": False, "shape": torch.Size((2, 2)), "stride": (2, 1)}
-    mine = DTensor.from_local(local, mesh, [Shard(group.rank)], **how)
+    mine = DTensor.from_local(
+        local, mesh, [Shard(group.rank)], run_check=False, shape=torch.Size((2, 2)), stride=(2, 1)
+    )
     with SyncCheckpointEngine(folder / "run", group=group) as engine:
         engine.checkpoint({"w": mine}, step=1).result()
         with pytest.raises(StateMismatchError) as caught:
@@ -919,10 +920,8 @@ def test_what_ddp_does_not_keep_alike_is_not_saved_once(tmp_path: Path) -> None:
 def of_one_parameter_each(folder: Path, group: Group) -> None:
     model, optimizer_of = stepped(folder, group)
     optimizer = optimizer_of([*model.parameters()][group.rank])
-    with (
-        SyncCheckpointEngine(folder / "run", group=group) as engine,
-        pytest.raises(GroupError, match="those under optimizer: "),
-    ):
+    engine = SyncCheckpointEngine(folder / "run", group=group)
+    with engine, pytest.raises(GroupError, match="those under optimizer: "):
         engine.checkpoint({"model": model, "optimizer": optimizer}, step=1).result()
 
 
@@ -983,3 +982,27 @@ def memories(folder: Path, group: Group) -> None:
 @pytest.mark.slow
 def test_memory_of_all_kinds(tmp_path: Path) -> None:
     run_ranks(2, partial(memories, tmp_path))
+
+
+def tied_only_here(how: list[Any], folder: Path, group: Group) -> str:
+    mesh = mesh_of(folder, group)
+    first, second = (distribute_tensor(torch.full((4, 4), value), mesh, [Shard(0)]) for value in (1.0, 2.0))
+    if how == [Replicate()]:
+        first, second = first.redistribute(mesh, how), second.redistribute(mesh, how)
+    tied = distribute_tensor(torch.zeros(4, 4), mesh, how)
+    with SyncCheckpointEngine(folder / "run", group=group) as engine:
+        engine.checkpoint({"a": first, "b": second}, step=1).result()
+        with pytest.raises(StateMismatchError) as caught:
+            engine.restore({"a": tied, "b": tied})
+        engine.checkpoint({"a": second, "b": second}, step=2).result()
+        engine.restore({"a": tied, "b": tied})
+        assert torch.equal(tied.full_tensor(), second.full_tensor())
+    return str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [Shard(0), Shard(1), Replicate()])
+def test_tensors_tied_here_were_tied_when_saved(tmp_path: Path, how: Any) -> None:
+    """As :class:`Shard`s they are read from other ranks; of two replicas each rank saves one."""
+    for told in run_ranks(2, partial(tied_only_here, [how], tmp_path)):
+        assert "shares memory with" in told

@@ -145,6 +145,7 @@ def test_an_encoder_that_keeps_what_stays_writes_the_same() -> None:
         sharded((4, 6), [(0,), (0, 0)], [0, 1]),
         sharded((1, 1), [(0, 0), (0, 0)], [0, 1]),
         sharded((4, 6), [(-1, 0), (0, 0)], [0, 1]),
+        sharded((1 << 40, 1 << 40), [(0, 0), (2, 3)], [0, 1]),
         {"payload_nbytes": 1025},
         {"payload_nbytes": -1},
         {"chunks": ()},

@@ -172,12 +172,20 @@ class _Matching:
         self._made: dict[int, Any] = {}  # tensors that lie, or lay, on several ranks, by the identity of their node
         self._plain_made: dict[int, Any] = {}  # those of them that were saved as plain tensors, by number
         self._resharded: list[Wanted] = []  # those of which this rank's part has other boxes,
+        self._whole: dict[tuple[int, int, int], str] = {}  # paths of those of which it has the same, by mesh and memory
         self._elsewhere: set[int] = set()  # and the arrays that are not read for them as they are
         self._stored_paths = cache(lambda: {id(node): path for path, node in leaves(manifest.skeleton)})
 
     def restoration(self) -> Restoration:
         self._outermost()
         self._mismatched += self._filling.conflicts()
+        # What was tied when it was saved was all saved by one rank.
+        memories = ((one, (one.mesh, one.local.data_ptr(), one.local.nbytes)) for one in self._resharded)
+        self._mismatched += [
+            f"{one.path} (shares memory with {self._whole[memory]} here, but not in the checkpoint)"
+            for one, memory in memories
+            if one.local.nbytes and memory in self._whole
+        ]
         if self._mismatched or (self._strict and (self._missing or self._unexpected)):
             raise self._error()
         if self._disjoint or (self._missing and (not self._matched or self._wrapped())):
@@ -318,6 +326,7 @@ class _Matching:
                 return
             with apart():
                 for child, (_, view) in zip(children, views, strict=True):
+                    self._whole[node.mesh, view.data_ptr(), view.nbytes] = path
                     self._filling.add(path, child.index, view, strict=True)
             return
         if trouble := next(filter(None, (memory_trouble(view) for _, view in views)), ""):

@@ -218,6 +218,7 @@ def reshard(
         by_address: Whether the memory of CUDA devices can be written to.
     """
     plan = Resharding()
+    tied: dict[tuple[int, int, int], tuple[str, set[tuple[Any, ...]]]] = {}
     copies: dict[int, list[Copy]] = {}
     owners = []
     for one in wanted:
@@ -237,6 +238,11 @@ def reshard(
         if trouble := _trouble(one, boxes.values()):
             plan.troubles.append(f"{one.path} ({trouble})")
             continue
+        if one.local.nbytes:  # what was tied when it was saved lies in one place there
+            places = {(box.part, box.offsets, box.start + box.entry.offset, box.entry.stride) for box in boxes.values()}
+            other, same = tied.setdefault((mesh, one.local.data_ptr(), one.local.nbytes), (one.path, places))
+            if same != places:
+                plan.troubles.append(f"{one.path} (shares memory with {other} here, but not in the checkpoint)")
         owners.append(into)
         for part, copy in _copies(one, boxes.values(), into):
             copies.setdefault(part, []).append(copy)

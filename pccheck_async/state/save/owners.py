@@ -194,11 +194,11 @@ def _replicas_in(objects: Sequence[tuple[str, Any]]) -> _Replicas:
     for path, optimizer in objects:
         if isinstance(optimizer, torch.optim.Optimizer):
             found = [replicas.get(number, ("", None)) for number in _ids(optimizer)]
-            of_all = {holders for _, holders in found}
-            if len(of_all) == 1 and (one := of_all.pop()) is not None:
+            of_all = {alike for _, alike in found}
+            if len(of_all) == 1 and (of_each := of_all.pop()) is not None:
                 # Its state has numbers for names: those of other parameters are no replicas of these.
-                mesh = _number(Named(path, "", ()), (one.mesh, tuple(name for name, _ in found))) >> 8
-                optimizers.append((paths.child(path, "state."), one._replace(mesh=mesh)))
+                mesh = _number(Named(path, "", ()), (of_each.mesh, tuple(name for name, _ in found))) >> 8
+                optimizers.append((paths.child(path, "state."), of_each._replace(mesh=mesh)))
 
     def replicas_of(path: str) -> Holders | None:
         return named.get(path) or next((holders for start, holders in optimizers if path.startswith(start)), None)
