@@ -190,27 +190,28 @@ def tear(change: Change, sector: int, rng: random.Random) -> list[Change]:
     """Return what remains of a torn change: a prefix, all but a hole, or scattered sectors; a size in between."""
     if isinstance(change, Resized):
         return [Resized(rng.randrange(0, change.nbytes + 1, min(sector, change.nbytes) or 1), change.completed)]
-    sectors = list(change.sectors(sector))
-    first, last = sorted((rng.randint(0, len(sectors)), rng.randint(0, len(sectors))))
+    length = len(change.data)
+    edges = [0, *range(sector - change.offset % sector, length, sector), length] if length else [0]
+    count = len(edges) - 1
+    first, last = sorted((rng.randint(0, count), rng.randint(0, count)))
     match rng.randrange(3):
         case 0:
-            landed = sectors[:last]
+            landed = [range(last)]
         case 1:
-            landed = sectors[:first] + sectors[last:]
+            landed = [range(first), range(last, count)] if first < last else [range(count)]
         case _:
-            landed = [part for part in sectors if rng.random() < 0.5]
-    return list(_joined(landed))
-
-
-def _joined(parts: Iterable[Written]) -> list[Written]:
-    """Join what is adjacent, so that few changes remain to choose subsets of."""
-    joined: list[Written] = []
-    end = -1
-    for part in parts:
-        last = joined.pop() if part.offset == end else None
-        joined.append(dataclasses.replace(last, data=last.data + part.data) if last else part)
-        end = part.offset + len(part.data)
-    return joined
+            # What is adjacent is one change, so that few remain to choose subsets of.
+            chosen = [rng.random() < 0.5 for _ in range(count)]
+            starts = [i for i in range(count) if chosen[i] and not (i and chosen[i - 1])]
+            ends = [i + 1 for i in range(count) if chosen[i] and chosen[i + 1 : i + 2] != [True]]
+            landed = list(map(range, starts, ends))
+    return [
+        dataclasses.replace(
+            change, offset=change.offset + edges[run.start], data=change.data[edges[run.start] : edges[run.stop]]
+        )
+        for run in landed
+        if run
+    ]
 
 
 def closed(pending: Sequence[FolderChange], chosen: Iterable[int]) -> list[FolderChange]:

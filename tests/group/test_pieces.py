@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from pccheck_async import (
@@ -80,20 +81,40 @@ def save(folder: Path, shape: tuple[int, ...], group: Group) -> None:
         engine.checkpoint(state, step=1).result()
 
 
-def saved(folder: Path, world: int, shape: tuple[int, ...]) -> Path:
-    run_ranks(world, partial(save, folder, shape))
-    (folder / "rendezvous").unlink(missing_ok=True)
-    return folder / "run"
+Saved = Callable[[int, tuple[int, ...]], Path]
 
 
-def restore(folder: Path, shape: tuple[int, ...], placement: Placement, group: Group) -> int:
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Stores by the world that saved them and their shape, each saved once."""
+
+    @cache
+    def original(world: int, shape: tuple[int, ...]) -> Path:
+        folder = tmp_path_factory.mktemp("saved")
+        run_ranks(world, partial(save, folder, shape))
+        return folder / "run"
+
+    return original
+
+
+@pytest.fixture
+def saved(originals: Saved, tmp_path: Path) -> Saved:
+    """Gives a test a store of its own, which it may write to and damage."""
+    return lambda world, shape: shutil.copytree(originals(world, shape), tmp_path / "run")
+
+
+def restore(folder: Path, shape: tuple[int, ...], placement: Shard, group: Group) -> int:
     """Return how many bytes of payloads this rank read."""
     mesh = mesh_of(folder, group)
-    state = {"w": distribute_tensor(torch.zeros(shape), mesh, [placement]), "own": torch.zeros(100)}
+    expected = whole(shape).chunk(group.world_size, placement.dim)[group.rank]
+    local = torch.zeros(expected.shape)
+    sharded = DTensor.from_local(
+        local, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
+    )
+    state = {"w": sharded, "own": torch.zeros(100)}
     with counted(folder / "run") as count, SyncCheckpointEngine(folder / "run", group=group) as engine:
         assert engine.restore(state) is not None
-        expected = distribute_tensor(whole(shape), mesh, [placement])
-        assert torch.equal(state["w"].to_local(), expected.to_local())  # type: ignore[attr-defined]
+        assert torch.equal(local, expected)
         return count()
 
 
@@ -108,8 +129,8 @@ def flip(run: Path, rank: int, at: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_slice_of_a_mebibyte_reads_three_at_most(tmp_path: Path, world: int) -> None:
-    run, full = saved(tmp_path, world, ROWS), whole(ROWS)
+def test_a_slice_of_a_mebibyte_reads_three_at_most(saved: Saved, world: int) -> None:
+    run, full = saved(world, ROWS), whole(ROWS)
     with counted(run) as count, open_checkpoint(run) as opened:
         stored = opened.tensor("w")
         for low in (0, 3_000, -(-ROWS[0] // world) - 100, ROWS[0] - 256):  # the third one lies on two ranks
@@ -126,8 +147,10 @@ def test_a_slice_of_a_mebibyte_reads_three_at_most(tmp_path: Path, world: int) -
     ("world", "shape", "most"),
     [(1, ROWS, 1.1), (2, ROWS, 1.1), (3, ROWS, 1.1), (8, EVEN_ROWS, 1.1), (8, ROWS, 1.2)],  # the last: 1 MiB of 6
 )
-def test_rows_on_other_ranks_are_read_once(tmp_path: Path, world: int, shape: tuple[int, ...], most: float) -> None:
-    saved(tmp_path, 4, shape)
+def test_rows_on_other_ranks_are_read_once(
+    saved: Saved, tmp_path: Path, world: int, shape: tuple[int, ...], most: float
+) -> None:
+    saved(4, shape)
     reads = run_ranks(world, partial(restore, tmp_path, shape, Shard(0)))
     nbytes = whole(shape).nbytes
     print(f"rows of {shape}, 4 -> {world}: {sum(reads) / nbytes:.3f} of the bytes, by rank {reads}")
@@ -135,8 +158,8 @@ def test_rows_on_other_ranks_are_read_once(tmp_path: Path, world: int, shape: tu
 
 
 @pytest.mark.parametrize(("world", "shape"), [(1, ROWS), (2, ROWS), (3, ROWS), (8, EVEN_ROWS)])
-def test_ranks_that_load_their_rows_read_them_once(tmp_path: Path, world: int, shape: tuple[int, ...]) -> None:
-    run, full = saved(tmp_path, 4, shape), whole(shape)
+def test_ranks_that_load_their_rows_read_them_once(saved: Saved, world: int, shape: tuple[int, ...]) -> None:
+    run, full = saved(4, shape), whole(shape)
     total = 0
     for rank in range(world):
         with counted(run) as count, open_checkpoint(run) as opened:
@@ -148,23 +171,23 @@ def test_ranks_that_load_their_rows_read_them_once(tmp_path: Path, world: int, s
 
 
 @pytest.mark.parametrize(("world", "shape", "most"), [(4, LONG_ROWS, 1.1), (3, LONG_ROWS, 1.6), (2, ROWS, 2.1)])
-def test_columns(tmp_path: Path, world: int, shape: tuple[int, ...], most: float) -> None:
+def test_columns(saved: Saved, tmp_path: Path, world: int, shape: tuple[int, ...], most: float) -> None:
     """Of rows shorter than a MiB every reader reads all."""
-    saved(tmp_path, 4, shape)
+    saved(4, shape)
     reads = run_ranks(world, partial(restore, tmp_path, shape, Shard(1)))
     nbytes = whole(shape).nbytes
     print(f"columns of {shape}, 4 -> {world}: {sum(reads) / nbytes:.3f} of the bytes")
     assert nbytes <= sum(reads) <= most * nbytes
 
 
-def test_the_same_ranks_read_their_own_parts_whole(tmp_path: Path) -> None:
-    run = saved(tmp_path, 2, ROWS)
+def test_the_same_ranks_read_their_own_parts_whole(saved: Saved, tmp_path: Path) -> None:
+    run = saved(2, ROWS)
     reads = run_ranks(2, partial(restore, tmp_path, ROWS, Shard(0)))
     assert sum(reads) == sum(payload_of(list_group(run)).values())
 
 
-def test_damage_is_found_by_who_reads_it(tmp_path: Path) -> None:
-    run, full = saved(tmp_path, 2, ROWS), whole(ROWS)
+def test_damage_is_found_by_who_reads_it(saved: Saved) -> None:
+    run, full = saved(2, ROWS), whole(ROWS)
     half = -(-ROWS[0] // 2)
     flip(run, 1, 5 * MIB + 7)
     damaged = half + 5 * MIB // 4096
@@ -198,8 +221,8 @@ def refused(folder: Path, placement: Placement, group: Group) -> str:
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_no_rank_restores_what_one_finds_damaged(tmp_path: Path, world: int) -> None:
-    run = saved(tmp_path, 2, ROWS)
+def test_no_rank_restores_what_one_finds_damaged(saved: Saved, tmp_path: Path, world: int) -> None:
+    run = saved(2, ROWS)
     flip(run, 1, 5 * MIB + 7)
     told = run_ranks(world, partial(refused, tmp_path, Shard(0)))
     assert all("chunk 0 (bytes" in each for each in told)

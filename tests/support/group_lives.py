@@ -142,10 +142,12 @@ class Lives:
                     _kill(pids[rank])
                 self.kills["all ranks" if kill.rank is None else "some time"] += 1
                 break
-            if self._lost and kill.point is not None:  # else its victim just died
-                time.sleep(2)  # until all who are alive said why
+            if self._lost and kill.point is not None:  # its victim just died, and the others say that it did
+                victim, deadline = pids[kill.rank or 0], now + 2
+                while not (dead := _is_dead(victim)) and time.monotonic() < deadline:
+                    time.sleep(0.01)
                 why = "".join(path.read_text() for path in self.root.glob("failed-*"))
-                assert _is_dead(pids[kill.rank or 0]), f"a rank failed although none was killed: {why}"
+                assert dead, f"a rank failed although none was killed: {why}"
                 self.kills[f"{'after' if kill.after else 'before'} {kill.point}"] += 1
                 break
             if kill.point is not None and _is_dead(pids[kill.rank or 0]):

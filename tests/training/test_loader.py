@@ -234,7 +234,7 @@ def test_arguments_that_the_loader_refuses(arguments: dict[str, Any], error: typ
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("crashes", [15, pytest.param(50, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("crashes", [6, pytest.param(50, marks=pytest.mark.campaign)])
 def test_crashes_with_workers(crashes: int) -> None:
     draw = random.Random(crashes)
     for _ in range(crashes):

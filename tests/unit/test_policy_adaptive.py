@@ -186,11 +186,13 @@ class EveryFourteen(Adaptive):
         ("saturated", slower_disk),
     ],
 )
-@pytest.mark.parametrize("noise", [0.0, 0.02])
+@pytest.mark.parametrize(
+    ("noise", "seeds"), [(0.0, 1), (0.02, 5), pytest.param(0.02, len(SEEDS), marks=pytest.mark.campaign)]
+)
 def test_it_is_back_in_the_budget_within_five_intervals_and_back_down_after(
-    name: str, change: Change, noise: float
+    name: str, change: Change, noise: float, seeds: int
 ) -> None:
-    for seed in SEEDS if noise else [0]:
+    for seed in range(seeds):
         machine, budget, places = machine_of(name, noise)
         sim = disturbed(Adaptive(budget, max_in_flight=places), machine, change, places, seed)
         before, after = sim.intervals[BEGIN - 1] or 0, sim.intervals[-1] or 0
@@ -366,18 +368,25 @@ def test_checkpoints_of_others_do_not_keep_it_from_beginning() -> None:
     assert policy.measured().step_seconds == 1.0
 
 
-@pytest.mark.parametrize("noise", [0.0, *(pytest.param(noise, marks=pytest.mark.slow) for noise in (0.02, 0.1))])
+@pytest.mark.parametrize(
+    ("noise", "seeds"),
+    [
+        (0.0, 1),
+        *(pytest.param(noise, 2, marks=pytest.mark.slow) for noise in (0.02, 0.1)),
+        *(pytest.param(noise, 6, marks=pytest.mark.campaign) for noise in (0.02, 0.1)),
+    ],
+)
 @pytest.mark.parametrize("factor", [1.5, 6.5])
 @pytest.mark.parametrize(("save", "cost"), [(0.015, 0.003), (0.4, 0.02)])
 def test_steps_that_become_slower_are_not_taken_for_the_cost_of_checkpoints(
-    noise: float, factor: float, save: float, cost: float
+    noise: float, seeds: int, factor: float, save: float, cost: float
 ) -> None:
     """A job beside takes the cores: with a checkpoint in flight at every step there is nothing near to compare with."""
 
     def slower(machine: Machine) -> None:
         machine.step_seconds *= factor
 
-    for seed in range(6 if noise else 1):
+    for seed in range(seeds):
         machine = Machine(0.2, save, capture_seconds=cost, noise=noise, save_noise=noise)
         policy = Adaptive(max_in_flight=2)
         sim = disturbed(policy, machine, slower, places=2, seed=seed)
