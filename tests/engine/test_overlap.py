@@ -838,7 +838,7 @@ def test_a_parameter_made_in_inference_mode_is_captured(tmp_path: Path) -> None:
 # -- contexts around steps
 
 
-FLAVOURS = ["for-loop", "foreach", "fused", "accumulation", "amp", "compile"]
+FLAVOURS = ["for-loop", "foreach", "fused", "accumulation", "amp", pytest.param("compile", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)

@@ -263,6 +263,7 @@ def test_a_folder_that_does_not_exist(path: Path) -> None:
         Shelf(path, readonly=True)
 
 
+@pytest.mark.slow
 def test_two_openers(filled: Path) -> None:
     with Shelf(filled) as shelf:
         for readonly in (False, True):
