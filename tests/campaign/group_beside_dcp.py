@@ -160,13 +160,14 @@ def rows(world: int, found: dict[tuple[str, str], list[Sample]]) -> Iterator[dic
         for figure in Sample._fields:
             values = [getattr(sample, figure) for sample in samples]
             engine = [getattr(sample, figure) for sample in found[arrangement, "engine"]]
-            row[figure] = _summary(values) | {"samples": values}
+            row[figure] = summary(values) | {"samples": values}
             if figure != "written":
-                row[figure]["ratio"] = _summary([one / other for one, other in zip(values, engine, strict=True)])
+                row[figure]["ratio"] = summary([one / other for one, other in zip(values, engine, strict=True)])
         yield row
 
 
-def _summary(values: Sequence[float]) -> dict[str, Any]:
+def summary(values: Sequence[float]) -> dict[str, Any]:
+    """Return the median and the quartiles."""
     low, middle, high = quartiles(values)
     return {"median": middle, "quartiles": [low, high]}
 
@@ -175,13 +176,14 @@ def line(row: dict[str, Any]) -> str:
     """Return a row of the table."""
     cells = [f"{row['ranks']:>5}  {row['state']:10}  {row['method']:14}"]
     for figure in ("stall", "ended", "durable"):
-        cells.append(f"{_spread(row[figure], 1e3, 1):>22}")
+        cells.append(f"{spread(row[figure], 1e3, 1):>22}")
         if figure != "ended":
-            cells.append(f"{_spread(row[figure]['ratio'], 1, 2):>19}")
+            cells.append(f"{spread(row[figure]['ratio'], 1, 2):>19}")
     return "  ".join([*cells, f"{row['written']['median'] / (1 << 20):>7.1f}"])
 
 
-def _spread(of: dict[str, Any], unit: float, digits: int) -> str:
+def spread(of: dict[str, Any], unit: float, digits: int) -> str:
+    """Return a cell of a table."""
     middle, low, high = (f"{value * unit:.{digits}f}" for value in (of["median"], *of["quartiles"]))
     return f"{middle} [{low}, {high}]"
 

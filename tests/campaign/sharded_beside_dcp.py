@@ -39,8 +39,8 @@ from torch.distributed.fsdp import fully_shard
 from pccheck_async import SyncCheckpointEngine
 from pccheck_async.bench.machine import survey
 from pccheck_async.bench.methods import flush_dcp
-from pccheck_async.bench.report import quartiles
 from pccheck_async.cli.output import parse_size
+from tests.campaign.group_beside_dcp import spread, summary
 from tests.campaign.stall import Trainer
 from tests.support.commanded_ranks import commanded_ranks
 
@@ -175,27 +175,17 @@ def rows(what: str, found: dict[str, list[Sample]]) -> Iterator[dict[str, Any]]:
         for figure in Sample._fields:
             values = [getattr(sample, figure) for sample in samples]
             engine = [getattr(sample, figure) for sample in beside]
-            row[figure] = _summary(values) | {"samples": values}
-            row[figure]["ratio"] = _summary([one / other for one, other in zip(values, engine, strict=True)])
+            row[figure] = summary(values) | {"samples": values}
+            row[figure]["ratio"] = summary([one / other for one, other in zip(values, engine, strict=True)])
         yield row
-
-
-def _summary(values: Sequence[float]) -> dict[str, Any]:
-    low, middle, high = quartiles(values)
-    return {"median": middle, "quartiles": [low, high]}
 
 
 def line(row: dict[str, Any]) -> str:
     """Return a row of the table."""
     cells = [f"{row['what']:22} {row['method']:15}"]
     for figure in Sample._fields:
-        cells += [f"{_spread(row[figure], 1e3, 1):>26}", f"{_spread(row[figure]['ratio'], 1, 2):>20}"]
+        cells += [f"{spread(row[figure], 1e3, 1):>26}", f"{spread(row[figure]['ratio'], 1, 2):>20}"]
     return "  ".join(cells)
-
-
-def _spread(of: dict[str, Any], unit: float, digits: int) -> str:
-    middle, low, high = (f"{value * unit:.{digits}f}" for value in (of["median"], *of["quartiles"]))
-    return f"{middle} [{low}, {high}]"
 
 
 def main() -> int:
