@@ -48,8 +48,9 @@ __all__ = ["Coordinator"]
 
 _UNEVEN = (
     "the ranks' states do not make whole tensors, those under {}: of a tensor that lies on several ranks, or that all "
-    "have alike, one of them has another shape, dtype or placement, has it at another place in its state, or lacks it; or the "
-    "ranges of FlatShards leave a gap or overlap. Compare the names, shapes, placements and order of the ranks' states"
+    "have alike, one of them has another shape, dtype or placement, has it at another place in its state, or lacks it; "
+    "or the ranges of FlatShards leave a gap or overlap. Compare the names, shapes, placements and order of the ranks' "
+    "states"
 )
 
 
