@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from pccheck_async.api import SyncCheckpointEngine, list_checkpoints
 from pccheck_async.convert import dcp_reading, lightning_file, mapped_memory, safetensors_reading, transformers_folder

@@ -37,7 +37,7 @@ def to_state(held: Any, file: Path) -> tuple[dict[str, Any], int, tuple[str, ...
     """Return the state that a file held, its step, and what is missing in it."""
     if not is_checkpoint(held):
         raise UnsupportedStateError(f"{file} is no checkpoint of Lightning: it has no state_dict and {_VERSION}")
-    if type(step := held.get("global_step")) is not int or step < 0:
+    if type(step := held.get("global_step")) is not int or not 0 <= step < 1 << 63:
         raise CorruptStoreError(f"{file} has no global_step")
     state = {part: held[name] for part, name in _NAMES.items() if name in held}
     others = {name: value for name, value in held.items() if name not in _NAMES.values()}

@@ -43,7 +43,7 @@ def read(folder: Path) -> tuple[dict[str, Any], int, tuple[str, ...]]:
     if outside := [file for file in folder.iterdir() if file.resolve().parent != folder.resolve() and file.is_file()]:
         raise UnsupportedStateError(f"{outside[0]} is a link to {outside[0].resolve()}, outside the checkpoint")
     missing: list[str] = []
-    trainer = _read_json(folder / TRAINER_STATE)
+    text, step = _read_json(folder / TRAINER_STATE)
     state: dict[str, Any] = {"model": _read_model(folder)}
     for part, title in _FILES.items():
         if (folder / title).is_file():
@@ -55,17 +55,19 @@ def read(folder: Path) -> tuple[dict[str, Any], int, tuple[str, ...]]:
     else:
         others = len([*folder.glob("rng_state_*.pth")])
         missing.append(f"rng ({f'of {others} ranks, each its own' if others else f'there is no {_RNG}'})")
-    return state | {"trainer": trainer}, trainer["global_step"], tuple(missing)
+    return state | {"trainer": {"state": text}}, step, tuple(missing)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _read_json(file: Path) -> tuple[str, int]:
     try:
-        found = json.loads(file.read_bytes())
+        text = file.read_text()
+        found = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CorruptStoreError(f"{file} is no JSON: {error}") from error
-    if not isinstance(found, dict) or type(found.get("global_step")) is not int:
+    step = found.get("global_step") if isinstance(found, dict) else None
+    if type(step) is not int or not 0 <= step < 1 << 63:
         raise CorruptStoreError(f"{file} is no state of a Trainer: it has no global_step")
-    return found
+    return text, step
 
 
 def _read_model(folder: Path) -> Mapping[str, Any]:
@@ -127,7 +129,8 @@ def write(selection: Selection, connection: Connection, path: Path) -> None:
             selection.changed += [f"{part}.{line}" for line in chosen.changed]
         if "rng" in there:
             torch.save(_rng_file(connection.rebuild(there["rng"])), folder / _RNG)
-        (folder / TRAINER_STATE).write_text(json.dumps(connection.rebuild(there["trainer"]), indent=2) + "\n")
+        state = json.loads(connection.rebuild(there["trainer"])["state"])
+        (folder / TRAINER_STATE).write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
 
 
 def _rng_file(state: Mapping[str, Any]) -> dict[str, Any]:

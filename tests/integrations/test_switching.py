@@ -160,3 +160,37 @@ def test_what_a_folder_of_transformers_lacks_is_said(folder: Path, tmp_path: Pat
     state = load_sync(tmp_path / "s")
     assert {*state} == {"model", "scheduler", "trainer"}
     assert bits(state["model"]) == bits({"a": torch.ones(3)})
+
+
+# -- the file of Lightning
+
+
+def module() -> Any:
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self, width: int = 8) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.net = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.BatchNorm1d(width))
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    return Module
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    lightning = pytest.importorskip("lightning")
+    folder = tmp_path_factory.mktemp("lightning")
+    torch.manual_seed(0)
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(20, 4)), 4)
+    saver = lightning.pytest.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    lightning.Trainer(max_epochs=2, callbacks=[saver], **options).fit(module()(), data)
+    return folder
