@@ -84,6 +84,8 @@ def read_file(file: Path) -> Any:
     try:
         with _damage_named(f"{file} is no whole file of torch.save: "):
             mapped = zipfile.is_zipfile(file)  # files from before torch 1.6 are not, and cannot be mapped
+            if not mapped and _begins_as_zip(file):
+                raise CorruptStoreError(f"{file} is no whole file of torch.save: its end is missing")
             if not mapped and tarfile.is_tarfile(file):
                 raise UnsupportedStateError(  # up to torch 2.5 weights_only lets such a file run code (CVE-2025-32434)
                     f"{file} is a tar archive, as very old versions of torch saved; reading one may run code in it"
@@ -92,6 +94,11 @@ def read_file(file: Path) -> Any:
     except NotReadableError as error:
         what = ", ".join(_unknown_names(file)) or error
         raise UnsupportedStateError(f"{file} cannot be read without running code in it: {what}") from error
+
+
+def _begins_as_zip(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(2) == b"PK"
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from pccheck_async.convert.pickled_values import read_file
 from pccheck_async.convert.selection import Selection, select_part
 from pccheck_async.convert.target import new_folder
 from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
+from pccheck_async.state import below
 
 __all__ = ["TRAINER_STATE", "read", "write"]
 
@@ -26,6 +27,7 @@ TRAINER_STATE: Final = "trainer_state.json"
 _RNG: Final = "rng_state.pth"
 _FILES: Final = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scaler": "scaler.pt"}
 """Parts of the state, and the files of ``torch.save`` that hold them."""
+_KNOWN: Final = ("model", *_FILES, "rng", "trainer", "state")
 _BIN: Final = "pytorch_model.bin"
 
 
@@ -117,6 +119,9 @@ def write(selection: Selection, connection: Connection, path: Path) -> None:
     Raises UnsupportedStateError where it is no state of that adapter, or a file cannot hold some of it.
     """
     there = selection.saved_by("transformers", "model", "trainer")
+    for part, names in (("", there), ("trainer.", dict(below(there["trainer"])))):
+        others = [f"{part}{name} (left out: the Trainer has no place for it)" for name in names if name not in _KNOWN]
+        selection.changed += others
     with new_folder(path) as folder:
         for part, title in {"model": safetensors_file.WHOLE, **_FILES}.items():
             if part not in there:

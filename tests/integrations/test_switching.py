@@ -16,6 +16,7 @@ import torch
 from pccheck_async import (
     CorruptStoreError,
     RNGState,
+    SyncCheckpointEngine,
     UnsupportedStateError,
     export_checkpoint,
     import_checkpoint,
@@ -23,7 +24,15 @@ from pccheck_async import (
 )
 from tests.support.killed_training import bits
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_left_behind")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("nothing_left_behind"),
+    # Lightning's own:
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+]
 
 
 class Evil:
@@ -47,17 +56,24 @@ def trainer(folder: Path, **options: Any) -> Any:
     return transformers.Trainer(transformers.GPT2LMHeadModel(config), arguments, train_dataset=samples)
 
 
+def final(trained: Any) -> str:
+    """All that a run ends with, its losses included."""
+    losses = [(line["step"], line["loss"]) for line in trained.state.log_history if "loss" in line]
+    return bits([losses, trained.model.state_dict(), trained.optimizer.state_dict(), trained.lr_scheduler.state_dict()])
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 12 steps with its own checkpoints at 3, 6, 9 and 12."""
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a run of 12 steps with checkpoints at 3, 6, 9 and 12, and what it ended with."""
     folder = tmp_path_factory.mktemp("transformers")
-    trainer(folder, save_steps=3).train()
-    return folder
+    whole = trainer(folder, save_steps=3)
+    whole.train()
+    return folder, final(whole)
 
 
 @pytest.fixture
-def folder(run: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(run / "checkpoint-3", tmp_path / "checkpoint-3"))
+def folder(run: tuple[Path, str], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(run[0] / "checkpoint-3", tmp_path / "checkpoint-3"))
 
 
 def test_a_folder_of_transformers_and_back(folder: Path, tmp_path: Path) -> None:
@@ -82,6 +98,23 @@ def test_a_folder_of_transformers_and_back(folder: Path, tmp_path: Path) -> None
     assert repr(mine) == repr(other)
     assert bits([*mine["numpy"][1], mine["cpu"]]) == bits([*other["numpy"][1], other["cpu"]])
     assert (tmp_path / "out" / "trainer_state.json").read_text() == (folder / "trainer_state.json").read_text()
+
+
+@pytest.mark.parametrize("step", [3, 6])  # inside an epoch, and at its end
+def test_a_run_of_transformers_changes_over_and_back(run: tuple[Path, str], tmp_path: Path, step: int) -> None:
+    adapter = pytest.importorskip("pccheck_async.integrations.transformers", exc_type=ImportError)
+    folder, whole = run
+    import_checkpoint(folder / f"checkpoint-{step}", tmp_path / "s")
+    ours = trainer(tmp_path / "ours", save_strategy="no")
+    callback = adapter.PCcheckCallback(tmp_path / "s", interval=1, keep_last=20).attach(ours)
+    ours.train()
+    assert callback.restored is not None
+    assert callback.restored.step == step
+    assert final(ours) == whole
+    export_checkpoint(tmp_path / "s", tmp_path / "checkpoint-8", to="transformers", step=8)
+    theirs = trainer(tmp_path / "theirs", save_strategy="no")
+    theirs.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    assert final(theirs) == whole
 
 
 def damage(*titles: str, keep: int) -> Callable[[Path], None]:
@@ -166,7 +199,7 @@ def test_what_a_folder_of_transformers_lacks_is_said(folder: Path, tmp_path: Pat
 
 
 def module() -> Any:
-    lightning = pytest.importorskip("lightning")
+    lightning = pytest.importorskip("lightning.pytorch")
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self, width: int = 8) -> None:
@@ -186,11 +219,64 @@ def module() -> Any:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    lightning = pytest.importorskip("lightning")
+    lightning = pytest.importorskip("lightning.pytorch")
     folder = tmp_path_factory.mktemp("lightning")
     torch.manual_seed(0)
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(20, 4)), 4)
-    saver = lightning.pytest.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    saver = lightning.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
     options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     lightning.Trainer(max_epochs=2, callbacks=[saver], **options).fit(module()(), data)
     return folder
+
+
+def test_a_file_of_lightning_and_back(checkpoints: Path, tmp_path: Path) -> None:
+    file = checkpoints / "step=3.ckpt"
+    info = import_checkpoint(file, tmp_path / "s")
+    assert (info.source, info.step) == ("lightning", 3)
+    assert info.missing == ("rng (a file of Lightning holds none)",)
+    held, state = torch.load(file, weights_only=True), load_sync(tmp_path / "s")
+    assert bits(state["model"]) == bits(held["state_dict"])
+    assert bits(state["optimizers"]) == bits(held["optimizer_states"])
+    assert type(state["optimizers"][0]["param_groups"][0]["betas"]) is tuple
+    exported = export_checkpoint(tmp_path / "s", tmp_path / "out.ckpt", to="lightning")
+    assert exported.changed == ()
+    assert bits(torch.load(tmp_path / "out.ckpt", weights_only=True)) == bits(held)
+    loaded = module().load_from_checkpoint(tmp_path / "out.ckpt")
+    assert bits(loaded.state_dict()) == bits(held["state_dict"])
+
+
+def test_what_is_wrong_with_a_file_of_lightning_is_said(checkpoints: Path, tmp_path: Path) -> None:
+    file = checkpoints / "step=3.ckpt"
+    data, held = file.read_bytes(), torch.load(file, weights_only=True)
+    wrong: list[tuple[bytes | dict[str, Any], type[Exception], str]] = [
+        (data[:-900], CorruptStoreError, "wrong.ckpt is no whole file of torch.save"),
+        (held | {"hyper_parameters": {"a": Evil(), "b": np.ones}}, UnsupportedStateError, "numpy.ones, posix.mkdir"),
+        (held | {"global_step": "3"}, CorruptStoreError, "wrong.ckpt has no global_step"),
+        ({"state_dict": {}}, UnsupportedStateError, "wrong.ckpt is no checkpoint of Lightning"),
+    ]
+    for content, error, says in wrong:
+        if isinstance(content, bytes):
+            (tmp_path / "wrong.ckpt").write_bytes(content)
+        else:
+            torch.save(content, tmp_path / "wrong.ckpt")
+        with pytest.raises(error, match=says):
+            import_checkpoint(tmp_path / "wrong.ckpt", tmp_path / "s", source="lightning")
+    assert os.listdir(tmp_path) == ["wrong.ckpt"]
+    torch.save(
+        {key: held[key] for key in ("state_dict", "pytorch-lightning_version", "global_step")}, tmp_path / "w.ckpt"
+    )
+    info = import_checkpoint(tmp_path / "w.ckpt", tmp_path / "s")
+    assert [line.split()[0] for line in info.missing] == ["optimizers", "lr_schedulers", "callbacks", "loops", "rng"]
+
+
+def test_what_no_framework_saved_is_not_exported_for_one(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path / "s") as engine:
+        engine.checkpoint({"model": torch.nn.Linear(2, 2)}, step=1).result(60)
+    for to, lacks in (("lightning", "loops, no others"), ("transformers", "trainer")):
+        with pytest.raises(
+            UnsupportedStateError, match=f"integrations.{to} saved no such checkpoint: it has no {lacks}"
+        ):
+            export_checkpoint(tmp_path / "s", tmp_path / "out", to=to)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="the whole checkpoint"):
+            export_checkpoint(tmp_path / "s", tmp_path / "out", to=to, root="model")  # type: ignore[arg-type]
+    assert os.listdir(tmp_path) == ["s"]
