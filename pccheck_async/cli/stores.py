@@ -550,7 +550,9 @@ def _recovered(recovery: pccheck.Recovery, path: Path) -> Iterator[str | Table]:
 def export(
     path: AnyFolder,
     out: Annotated[Path, path_argument("OUT", "The new file, or folder.")],
-    to: Annotated[Literal["safetensors", "torch", "dcp"], typer.Option(help="The format.")],
+    to: Annotated[
+        Literal["safetensors", "torch", "dcp", "lightning", "transformers"], typer.Option(help="The format.")
+    ],
     step: Step = None,
     name: Name = None,
     rank: Rank = None,
@@ -596,10 +598,18 @@ def _exported(exported: pccheck.Exported) -> Iterator[str]:
 @reporting
 def import_(
     file: Annotated[
-        Path, path_argument("FILE", "A file of torch.save or safetensors, or a folder (safetensors, dcp).")
+        Path,
+        path_argument(
+            "FILE",
+            "A .ckpt of Lightning, a file of torch.save or safetensors; or a folder (transformers: "
+            "checkpoint-N; safetensors, dcp).",
+        ),
     ],
     path: Annotated[Path, path_argument("PATH", "Folder of the store; nobody else may write to it.")],
-    source: Annotated[Literal["torch", "safetensors", "dcp"], typer.Option("--from", help="The format.")],
+    source: Annotated[
+        Literal["lightning", "transformers", "torch", "safetensors", "dcp"] | None,
+        typer.Option("--from", help="The format (default: what it looks like)."),
+    ] = None,
     step: Annotated[
         int | None, typer.Option(help="The step of the new checkpoint (default: what the file says, or a count).")
     ] = None,
@@ -608,7 +618,16 @@ def import_(
 ) -> Report:
     """Save what a file or folder holds as the newest checkpoint of a store. Runs no code from it.
 
+    Says what it took it for, and what a run that goes on from it will not find in it.
+
     Exit status: 0 imported, 1 it failed, 2 wrong usage.
     """
     info = pccheck.import_checkpoint(file, path, source=source, step=step, root=root)
-    return Report(as_json(info), [f"{file}: step {info.step}, {size(info.nbytes)}, the newest checkpoint in {path}"])
+    document = as_json(info) | {"source": info.source, "missing": [printable(line) for line in info.missing]}
+    return Report(document, _imported(info, file, path))
+
+
+def _imported(info: pccheck.Imported, file: Path, path: Path) -> Iterator[str]:
+    yield f"{file} ({info.source}): step {info.step}, {size(info.nbytes)}, the newest checkpoint in {path}"
+    for line in info.missing:
+        complain(f"missing: {line}")

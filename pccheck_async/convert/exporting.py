@@ -7,17 +7,20 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 
 from pccheck_async.api import Connection
-from pccheck_async.convert import safetensors_file, torch_file
+from pccheck_async.convert import lightning_file, safetensors_file, torch_file, transformers_folder
 from pccheck_async.convert.selection import select_part
 from pccheck_async.format import CheckpointInfo, which_one
 from pccheck_async.medium.open_medium import IO
 
 __all__ = ["Exported", "export_checkpoint"]
+
+
+_WHOLE: Final = ("lightning", "transformers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ def export_checkpoint(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
-    to: Literal["torch", "safetensors", "dcp"],
+    to: Literal["torch", "safetensors", "dcp", "lightning", "transformers"],
     step: int | None = None,
     name: str | None = None,
     rank: int | None = None,
@@ -110,8 +113,11 @@ def export_checkpoint(
         ReadError, WriteError: a device failed.
         ValueError: there is no such format, or ``max_file_size`` means nothing.
     """
-    if to not in ("torch", "safetensors", "dcp"):
-        raise ValueError(f"to is 'torch', 'safetensors' or 'dcp', not {to!r}")
+    formats = ("torch", "safetensors", "dcp", "lightning", "transformers")
+    if to not in formats:
+        raise ValueError(f"to is {', '.join(map(repr, formats))}, not {to!r}")
+    if to in _WHOLE and (keys is not None or root is not None):
+        raise ValueError(f"what a trainer resumes from is the whole checkpoint: no keys and no root for {to!r}")
     if max_file_size is not None and (to != "safetensors" or max_file_size < 1):
         raise ValueError(f"max_file_size is at least one byte, and for 'safetensors'; not {max_file_size} for {to!r}")
     target = Path(out)
@@ -119,6 +125,11 @@ def export_checkpoint(
         selection = select_part(connection, keys, root)
         if to == "torch":
             connection.call(torch_file.write(selection, connection.chunks, target))
+        elif to == "lightning":
+            selection = lightning_file.to_file(selection)
+            connection.call(torch_file.write(selection, connection.chunks, target))
+        elif to == "transformers":
+            transformers_folder.write(selection, connection, target)
         elif max_file_size is not None:
             safetensors_file.write_folder(selection, connection, target, max_file_size)
         elif to == "safetensors":

@@ -736,8 +736,10 @@ def torn(kind: str, folder: Path, group: Group) -> None:
         case "lacks one":
             other["model"] = {name: value for name, value in sharded.items() if name != "2"}
         case "other placements":
-            across = DTensor.from_local(torch.zeros(4, 3), mesh, [Shard(1)], shape=(4, 6), stride=(6, 1))
-            whole["model"] = {"0": DTensor.from_local(torch.zeros(2, 6), mesh, [Shard(0)], shape=(4, 6), stride=(6, 1))}
+            across = DTensor.from_local(torch.zeros(4, 3), mesh, [Shard(1)], shape=torch.Size((4, 6)), stride=(6, 1))
+            whole["model"] = {
+                "0": DTensor.from_local(torch.zeros(2, 6), mesh, [Shard(0)], shape=torch.Size((4, 6)), stride=(6, 1))
+            }
             other["model"] = {"0": across}
         case "gap":
             other["master"] = FlatShard(torch.zeros(high - low - 1), (3, 4), low + 1)

@@ -429,6 +429,7 @@ class _Matching:
             return node, {}
         with naming_owner("state_dict", path, live):
             own = objects.live_state(live)
+        node = _with_tied(own, node)
         own_loading, missing = objects.own_loading(live), len(self._missing)
         common = self._common(own, node, path, own_loading.all if self._strict else ())
         for key, value, child, below in common:
@@ -552,6 +553,22 @@ class _Matching:
         else:
             stored = f"a {type(node).__name__.removesuffix('Node')}"
         self._mismatched.append(f"{path} (a {type(live).__qualname__} here, {stored} in the checkpoint)")
+
+
+def _with_tied(own: Mapping[Any, Any], node: MappingNode) -> MappingNode:
+    """Return the stored state with the names that it lacks and that are the same tensors here as others that it has.
+
+    Hugging Face's files hold a tied parameter under one of its names.
+    """
+    stored = dict(zip(mapping_keys(node), node.values, strict=True))
+    plain = (torch.Tensor, torch.nn.Parameter)
+    tensors = {key: value for key, value in own.items() if type(value) in plain and not is_lazy(value)}
+    if tensors.keys() <= stored.keys():
+        return node
+    views = {key: (t.device, t.data_ptr(), t.dtype, t.shape, t.stride()) for key, t in tensors.items() if t.data_ptr()}
+    names = {view: key for key, view in views.items() if key in stored}
+    tied = {key: stored[names[view]] for key, view in views.items() if key not in stored and view in names}
+    return structs.replace(node, keys=[*node.keys, *tied], values=[*node.values, *tied.values()])
 
 
 def _load_into(live: torch.nn.Module, own: Mapping[Any, Any], stored: Mapping[Any, Any]) -> None:
