@@ -17,7 +17,9 @@ from tests.support.datasets import Numbers
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:.*(torch.jit|LeafSpec|num_workers|pin_memory|_register_pytree|swig).*"),
+    pytest.mark.filterwarnings(
+        "ignore:.*(torch.jit|LeafSpec|num_workers|pin_memory|_register_pytree|swig|The dirpath has changed).*"
+    ),
 ]
 
 
