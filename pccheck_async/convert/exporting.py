@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
@@ -138,10 +139,9 @@ def export_checkpoint(
         replaced: AbstractContextManager[Path] = replacing(target, parts)
     else:
         replaced = nullcontext(target)
-    with (
-        replaced as fresh,
-        closing(Connection(path, which_one(step, name), torch.device("cpu"), host_memory, io, rank)) as connection,
-    ):
+    which = which_one(step, name)
+    connecting = partial(Connection, path, which, torch.device("cpu"), host_memory, io, rank)
+    with replaced as fresh, closing(connecting()) as connection:
         selection = select_part(connection, keys, root)
         if to == "torch":
             connection.call(torch_file.write(selection, connection.chunks, fresh))
