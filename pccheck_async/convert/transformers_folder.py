@@ -21,7 +21,7 @@ from pccheck_async.convert.target import new_folder
 from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
 from pccheck_async.state import below
 
-__all__ = ["TRAINER_STATE", "read", "write"]
+__all__ = ["TRAINER_STATE", "WRITTEN", "read", "write"]
 
 TRAINER_STATE: Final = "trainer_state.json"
 _RNG: Final = "rng_state.pth"
@@ -29,6 +29,8 @@ _FILES: Final = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scal
 """Parts of the state, and the files of ``torch.save`` that hold them."""
 _KNOWN: Final = ("model", *_FILES, "rng", "trainer", "state")
 _BIN: Final = "pytorch_model.bin"
+WRITTEN: Final = (safetensors_file.WHOLE, *_FILES.values(), _RNG, TRAINER_STATE)
+"""What :func:`write` makes."""
 
 
 # -- reading
