@@ -130,7 +130,7 @@ def write(selection: Selection, connection: Connection, path: Path) -> None:
                 continue
             chosen = select_part(connection, None, part)
             if part == "model":
-                connection.call(safetensors_file.write(chosen, connection, folder / title))
+                connection.call(safetensors_file.write(chosen, connection, folder / title, {}))
             else:
                 connection.call(torch_file.write(chosen, connection.chunks, folder / title))
             selection.changed += [f"{part}.{line}" for line in chosen.changed]
