@@ -11,7 +11,7 @@ import torch
 
 from pccheck_async.api.reading import open_folder, open_reader, staging_pool
 from pccheck_async.engine import Auto, EngineLoop
-from pccheck_async.format import CheckpointInfo, Entry, check_step
+from pccheck_async.format import CheckpointInfo, Entry, Which, which_one
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.group import PartReader, is_group_folder, list_group
 from pccheck_async.medium import File
@@ -28,6 +28,7 @@ async def load(
     path: str | os.PathLike[str],
     *,
     step: int | None = None,
+    name: str | None = None,
     rank: int | None = None,
     keys: Sequence[str] | None = None,
     device: str | torch.device = "cpu",
@@ -42,6 +43,7 @@ async def load(
             and tensors that lie on several ranks in full.
         step: The step to load; by default the newest checkpoint, or the next older one if that is damaged (with a
             warning).
+        name: The name of the checkpoint, as given to ``checkpoint(name=...)``, instead of its step.
         rank: Of a group: whose part. By default that of rank 0.
         keys: Paths of leaves, or of what contains them, as ``pccheck show`` and errors write them, or globs
             (``"model.*"``); only what matches is read. A path may be written without the escapes of dots inside keys
@@ -58,24 +60,25 @@ async def load(
     Cancellation: ends once every read ended.
 
     Raises:
-        NoCheckpointError: there is none, or none of ``step``, or it has no such ``rank``.
+        NoCheckpointError: there is none, or not the one asked for, or it has no such ``rank``.
         IncompleteCheckpointError: no checkpoint of the group has the parts of all ranks; or ``path`` is the folder of
             one rank, and a tensor lies on several.
-        DamagedError: it is damaged, and there is no older one (or ``step`` was given).
+        DamagedError: it is damaged, and there is no older one (or ``step`` or ``name`` was given).
         CorruptStoreError: this version, or this torch, does not understand it.
         StateMismatchError: one of ``keys`` names nothing, or without its escapes several leaves.
         ReadError: the device failed.
         RuntimeError: torch has no such ``device``.
-        ValueError: ``rank`` for what is no group's folder.
+        ValueError: ``rank`` for what is no group's folder, or both ``step`` and ``name``.
     """
     async with EngineLoop("pccheck-read") as loop:
-        return await loop.run(_load(path, step, rank, keys, device, host_memory, io, progress))
+        return await loop.run(_load(path, which_one(step, name), rank, keys, device, host_memory, io, progress))
 
 
 def load_sync(
     path: str | os.PathLike[str],
     *,
     step: int | None = None,
+    name: str | None = None,
     rank: int | None = None,
     keys: Sequence[str] | None = None,
     device: str | torch.device = "cpu",
@@ -85,7 +88,7 @@ def load_sync(
 ) -> dict[str, Any]:
     """Load a checkpoint, blocking (see :func:`load`)."""
     with EngineLoop("pccheck-read") as loop:
-        return loop.call(_load(path, step, rank, keys, device, host_memory, io, progress))
+        return loop.call(_load(path, which_one(step, name), rank, keys, device, host_memory, io, progress))
 
 
 def list_checkpoints(path: str | os.PathLike[str], *, io: IO = "python") -> list[CheckpointInfo]:
@@ -118,7 +121,7 @@ async def _list_of_medium(path: str | os.PathLike[str], io: IO) -> list[Checkpoi
 
 async def _load(
     path: str | os.PathLike[str],
-    step: int | None,
+    which: Which,
     rank: int | None,
     keys: Sequence[str] | None,
     device: str | torch.device,
@@ -126,8 +129,7 @@ async def _load(
     io: IO,
     progress: ReadProgress | None,
 ) -> dict[str, Any]:
-    step = check_step(step)
-    reader = await open_reader(path, io, host_memory, step=step, rank=rank)
+    reader = await open_reader(path, io, host_memory, which=which, rank=rank)
     async with reader.opened as opened:
         pool, backend = staging_pool(reader, host_memory), CopyBackend(opened.operations)
 
@@ -144,4 +146,4 @@ async def _load(
             state: dict[str, Any] = loading.finish()
             return state
 
-        return await reader.read(path, step, read)
+        return await reader.read(path, which, read)

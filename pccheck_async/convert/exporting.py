@@ -14,7 +14,7 @@ import torch
 from pccheck_async.api import Connection
 from pccheck_async.convert import lightning_file, safetensors_file, torch_file, transformers_folder
 from pccheck_async.convert.selection import select_part
-from pccheck_async.format import CheckpointInfo, check_step
+from pccheck_async.format import CheckpointInfo, which_one
 from pccheck_async.medium.open_medium import IO
 
 __all__ = ["Exported", "export_checkpoint"]
@@ -50,6 +50,7 @@ def export_checkpoint(
     *,
     to: Literal["torch", "safetensors", "dcp", "lightning", "transformers"],
     step: int | None = None,
+    name: str | None = None,
     rank: int | None = None,
     keys: Sequence[str] | None = None,
     root: str | None = None,
@@ -93,6 +94,7 @@ def export_checkpoint(
             symbolic link.
         to: The format.
         step: The step to export; by default the newest checkpoint, or the next older one where its manifest is damaged.
+        name: The name of the checkpoint, as given to ``checkpoint(name=...)``, instead of its step.
         rank: Of a group: whose part. By default that of rank 0.
         keys: Globs over leaf paths (``"model.*"``); only what matches is exported, and read.
         root: Path of a container or object (``"model"``) that becomes the whole: names then begin below it.
@@ -104,7 +106,7 @@ def export_checkpoint(
     Raises:
         UnsupportedStateError: the format cannot express something; lists all of that, and nothing was written.
         StateMismatchError: ``keys`` or ``root`` name nothing.
-        NoCheckpointError: there is none, or none of ``step``.
+        NoCheckpointError: there is none, or not the one asked for.
         IncompleteCheckpointError: ``path`` is the folder of one rank, and a tensor lies on several.
         CorruptStoreError: a checksum does not hold; nothing is left of the new file.
         FileExistsError: there is something at ``out``.
@@ -119,7 +121,7 @@ def export_checkpoint(
     if max_file_size is not None and (to != "safetensors" or max_file_size < 1):
         raise ValueError(f"max_file_size is at least one byte, and for 'safetensors'; not {max_file_size} for {to!r}")
     target = Path(out)
-    with closing(Connection(path, check_step(step), torch.device("cpu"), host_memory, io, rank)) as connection:
+    with closing(Connection(path, which_one(step, name), torch.device("cpu"), host_memory, io, rank)) as connection:
         selection = select_part(connection, keys, root)
         if to == "torch":
             connection.call(torch_file.write(selection, connection.chunks, target))

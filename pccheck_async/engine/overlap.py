@@ -47,30 +47,59 @@ class StepHooks:
 
     def __init__(self) -> None:
         self.before: tuple[Callback, ...] = ()
+        self.before_change: tuple[Callback, ...] = ()
         self.after: tuple[Callback, ...] = ()
         self._lock = threading.RLock()
 
-    def add(self, *, before: Callback | None = None, after: Callback | None = None) -> None:
-        """Call ``before`` and ``after`` from now on."""
+    def add(
+        self, *, before: Callback | None = None, before_change: Callback | None = None, after: Callback | None = None
+    ) -> None:
+        """Call ``before`` and ``after`` from now on, and ``before_change`` before a step changes parameters.
+
+        That is where the step begins, but behind the closure where the optimizer is known to call that first: trainers
+        put the forward and backward pass into it.
+        """
         with self._lock:
             self.before += () if before is None else (before,)
+            self.before_change += () if before_change is None else (before_change,)
             self.after += () if after is None else (after,)
 
     def remove(self, callback: Callback) -> None:
         """Do not call it any more."""
         with self._lock:
             self.before = tuple(each for each in self.before if each != callback)
+            self.before_change = tuple(each for each in self.before_change if each != callback)
             self.after = tuple(each for each in self.after if each != callback)
 
-    def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """What torch calls first."""
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """What torch calls first, with the arguments of ``step``; return others where it shall take these."""
         for callback in self.before:
             callback(optimizer)
+        closure = kwargs.get("closure") or next(iter(args[1:]), None)  # the first of ``args`` is the optimizer
+        if self.before_change and callable(closure) and _calls_closure_first(type(optimizer)):
+
+            def closure_and_callbacks() -> Any:
+                loss = closure()
+                for callback in self.before_change:
+                    callback(optimizer)
+                return loss
+
+            return (optimizer,), {**kwargs, "closure": closure_and_callbacks}
+        for callback in self.before_change:
+            callback(optimizer)
+        return None
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """What torch calls last."""
         for callback in self.after:
             callback(optimizer)
+
+
+def _calls_closure_first(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether its step calls the closure before it changes anything: torch's own do; others may not (SAM)."""
+    return str(kind.step.__module__).startswith("torch.optim.")
 
 
 _hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepHooks] = weakref.WeakKeyDictionary()
@@ -238,7 +267,7 @@ class Guard:
         if optimizer in self._hooks:
             return
         hooks = hooks_of(optimizer)
-        hooks.add(before=self.before_step)
+        hooks.add(before_change=self.before_change)
         self._attached = [each for each in self._attached if each() is not None] + [weakref.ref(optimizer)]
         self.attached = True
         self._hooks[optimizer] = hooks  # last, for it is how the next call knows whether this one was interrupted
@@ -249,7 +278,7 @@ class Guard:
         pending.compare = capture.compare
         if self._others is None:
             self._others = hooks_of_all()
-            self._others.add(before=self.before_any_step)
+            self._others.add(before_change=self.before_any_change)
             notify(self.before_access)
         with self._lock:
             self._captures = [each for each in self._captures if not each.pending.done()] + [capture]
@@ -301,9 +330,9 @@ class Guard:
     def close(self) -> None:
         """Let go of all optimizers."""
         for hooks in self._hooks.values():
-            hooks.remove(self.before_step)
+            hooks.remove(self.before_change)
         if self._others is not None:
-            self._others.remove(self.before_any_step)
+            self._others.remove(self.before_any_change)
             stop_notifying(self.before_access)
         self._hooks.clear()
         self._captures = []
@@ -318,13 +347,13 @@ class Guard:
             return
         self.hold_up([capture for capture in running if address in capture.storages])
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_change(self, optimizer: torch.optim.Optimizer) -> None:
         """Hold up a step of an attached optimizer."""
         if os.getpid() == self._pid:
             self.hold_up()
             self._detect(optimizer)
 
-    def before_any_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_any_change(self, optimizer: torch.optim.Optimizer) -> None:
         """Look for captures that a step of an optimizer which is not attached tears."""
         if os.getpid() == self._pid and optimizer not in self._hooks:
             for capture in self._captures:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from pccheck_async.engine.assembly import Assembly
 from pccheck_async.engine.loop import Handoff
 from pccheck_async.errors import DamagedError, StateMismatchError
-from pccheck_async.format import Entry, Restored
+from pccheck_async.format import Entry, Restored, Which
 from pccheck_async.format.manifest import Manifest
 from pccheck_async.medium import File, Medium
 from pccheck_async.state import BoxTargets, JointTargets, Restoration, Targets, match
@@ -35,19 +35,19 @@ _NAMED = 5
 
 
 def restore(
-    parts: Assembly, state: Mapping[str, Any], step: int | None, progress: ReadProgress | None, *, strict: bool
+    parts: Assembly, state: Mapping[str, Any], which: Which, progress: ReadProgress | None, *, strict: bool
 ) -> Handoff:
-    """Restore the newest checkpoint (or that of ``step``), falling back where one is damaged; None: there is none."""
+    """Restore the newest checkpoint (or the one asked for), falling back where one is damaged; None: there is none."""
     start = time.perf_counter()
     begun: list[str] = []  # paths of live arrays that a damaged checkpoint may have filled
-    fallback, committed = Fallback(step), parts.store.committed
+    fallback, committed = Fallback(which), parts.store.committed
 
     def find() -> tuple[Entry, bool] | None:
         """Return what to read, and whether it was superseded; what is known to be damaged comes last, for its error."""
         entries, record = committed.entries, committed.record
-        if (entry := choose(entries, step, fallback.unreadable, record.superseded)) is not None:
+        if (entry := choose(entries, which, fallback.unreadable, record.superseded)) is not None:
             return entry, entry not in entries
-        damaged = choose(record.entries, step, fallback.unreadable)
+        damaged = choose(record.entries, which, fallback.unreadable)
         return None if damaged is None else (damaged, False)
 
     while (found := find()) is not None:

@@ -200,6 +200,92 @@ def test_a_step_of_an_optimizer_that_is_not_attached_is_found_out(tmp_path: Path
     assert list_checkpoints(tmp_path) == []
 
 
+class StepsBeforeItsClosure(torch.optim.SGD):
+    """Changes parameters before it calls the closure, as SAM does."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.add_(1)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("as_keyword", [True, False])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS, StepsBeforeItsClosure])
+def test_a_closure_runs_beside_the_capture_where_parameters_change_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[torch.optim.Optimizer], as_keyword: bool
+) -> None:
+    with held(tmp_path) as it:
+        optimizer = kind(it.model.parameters(), lr=0.1)  # type: ignore[call-arg]
+        it.engine.attach(optimizer)
+        it.release_when_waited_for(monkeypatch)
+        captured: list[bool] = []
+
+        def closure() -> float:
+            captured.append(it.pending.is_captured)
+            it.compute()
+            return 0.0
+
+        optimizer.step(closure=closure) if as_keyword else optimizer.step(closure)
+        assert captured[0] == (kind is StepsBeforeItsClosure)
+        assert it.pending.is_captured
+        assert not equal(it.want, snapshot(it.state))
+        it.pending.result()
+    assert equal(saved(tmp_path), it.want)
+
+
+def test_a_closure_that_fails_steps_nothing_and_waits_for_nothing(tmp_path: Path) -> None:
+    def closure() -> float:
+        raise ArithmeticError
+
+    with held(tmp_path) as it:
+        with pytest.raises(ArithmeticError):
+            it.optimizer.step(closure)
+        assert not it.pending.is_captured
+        it.io.medium.release()
+        it.pending.result()
+    assert equal(saved(tmp_path), it.want)
+
+
+def test_a_closure_that_changes_parameters_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def closure() -> float:
+        with torch.no_grad():
+            it.model.first.weight.add_(1)
+        return 0.0
+
+    with held(tmp_path) as it:
+        it.release_when_waited_for(monkeypatch)
+        it.optimizer.step(closure)
+        with pytest.raises(TornCaptureError, match=r"model\.first\\\.weight"):
+            it.pending.result()
+
+
+OPTIMIZERS = [
+    kind
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_optimizers_of_torch_call_the_closure_before_they_change_parameters(kind: type[torch.optim.Optimizer]) -> None:
+    parameter = nn.Parameter(torch.ones(4, 4))
+    optimizer = kind([parameter], lr=0.1)  # type: ignore[call-arg]
+    seen: list[int] = []
+
+    def closure() -> torch.Tensor:
+        seen.append(parameter._version)
+        optimizer.zero_grad()
+        gradient = torch.ones(4, 4)
+        parameter.grad = gradient.to_sparse() if kind is torch.optim.SparseAdam else gradient
+        return torch.tensor(1.0)
+
+    before = parameter._version
+    optimizer.step(closure)  # type: ignore[arg-type]
+    assert seen[0] == before
+    assert parameter._version > before
+
+
 def test_an_optimizer_of_other_parameters_may_step_meanwhile(tmp_path: Path) -> None:
     critic = nn.Linear(900, 900)  # its parameters are in the state, and captured before the call returns
     with held_beside(tmp_path, critic) as (it, pending, want):
