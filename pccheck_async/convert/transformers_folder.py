@@ -40,8 +40,9 @@ def read(folder: Path) -> tuple[dict[str, Any], int, tuple[str, ...]]:
     """Return the state, its step, and what is missing in it. Tensors are mapped.
 
     Raises:
-        FileNotFoundError: no model is there, or not all of it.
-        UnsupportedStateError: something cannot be read without running code, or a link leads out of the folder.
+        FileNotFoundError: not all files of the model are there.
+        UnsupportedStateError: something cannot be read without running code, a link leads out of the folder, or the
+            model is saved in a way that only the Trainer reads.
         CorruptStoreError: a file is damaged.
     """
     if outside := [file for file in folder.iterdir() if file.resolve().parent != folder.resolve() and file.is_file()]:
@@ -81,6 +82,11 @@ def _read_model(folder: Path) -> Mapping[str, Any]:
     if index.is_file():
         titles = safetensors_reading.files_of(index)
         return {name: value for title in titles for name, value in _mapping(read_file(title), title).items()}
+    if not safetensors_reading.lies_in(folder):
+        raise UnsupportedStateError(
+            f"{folder} has no {safetensors_file.WHOLE}, {_BIN} or index of several (PEFT, FSDP and DeepSpeed save "
+            "otherwise): attach PCcheckCallback and let the Trainer read it, train(resume_from_checkpoint=...)"
+        )
     return safetensors_reading.read(safetensors_reading.find_in_folder(folder))[0]
 
 

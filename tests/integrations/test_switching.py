@@ -170,7 +170,7 @@ def huge(folder: Path) -> None:
         (sharded({"x": "model-2.safetensors"}), FileNotFoundError, "not there: model-2.safetensors"),
         (sharded({"x": "model-1.safetensors"}), CorruptStoreError, "index.json lack x"),
         (huge, CorruptStoreError, "checkpoint-3/model.safetensors is no whole file"),
-        (lambda folder: (folder / "model.safetensors").unlink(), FileNotFoundError, "without model.safetensors"),
+        (lambda folder: (folder / "model.safetensors").unlink(), UnsupportedStateError, "has no model.safetensors"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_folder_of_transformers_is_said(
