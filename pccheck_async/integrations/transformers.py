@@ -73,7 +73,7 @@ _STORE: Final = "the store of PCcheckCallback"
 """Given to the Trainer's methods as what they resume from."""
 
 
-class PCcheckCallback(TrainerCallback):  # type: ignore[misc]
+class PCcheckCallback(TrainerCallback):
     """Saves all that a Trainer's run consists of while it trains; the same command again resumes it.
 
     :meth:`attach` it, instead of passing it in ``callbacks=``. Then ``trainer.train()`` goes on from the newest
@@ -209,7 +209,8 @@ class PCcheckCallback(TrainerCallback):  # type: ignore[misc]
             trainer = self._trainer
             self._prepared = original(max_steps, train_dataloader, None if resume is _STORE else resume)
             ranks = torch.distributed.is_available() and torch.distributed.is_initialized() and not self._grouped
-            engine = self._make_engine(**{"group": torch.distributed.group.WORLD} if ranks else {})
+            settings: dict[str, Any] = {"group": torch.distributed.group.WORLD} if ranks else {}
+            engine = self._make_engine(**settings)
             self.engine = self._open.enter_context(engine)
             self.engine.attach(trainer.optimizer)
             self._state = _state_of(trainer) | {"rng": self._generators, "trainer": self._progress}
@@ -354,7 +355,7 @@ class _Progress:
 
     def position(self, per_epoch: int) -> tuple[int, int]:
         """Return the epochs that are done, and the updates of the one underway."""
-        step = self._trainer.state.global_step
+        step: int = self._trainer.state.global_step
         if self._saved is None or "began" not in self._saved:  # imported from a folder of the Trainer's
             return divmod(step, per_epoch)
         return int(self._saved["epoch"]), int(step - self._saved["began"])

@@ -12,14 +12,11 @@ import pytest
 
 pytest.importorskip("transformers")
 
-import torch
-import transformers
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
-from pccheck_async import StateMismatchError, list_checkpoints
-from pccheck_async.integrations.transformers import ATTRIBUTES, METHODS, PROGRESS, PCcheckCallback
-from tests.support.hf_training import MODELS, Training, without_times
-from tests.support.killed_training import Journal, Life, agree, bits, live
+from pccheck_async.integrations.transformers import ATTRIBUTES, METHODS, PROGRESS
+from tests.support.hf_training import MODELS, Training
+from tests.support.killed_training import Journal, Life, agree, live
 
 MOMENTS = (
     "loss 0.2",  # before anything was saved
@@ -73,9 +70,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Life]:
         ("llama-bf16", (MOMENTS[8],)),
     ],
 )
-def test_killed_and_resumed(
-    name: str, moments: tuple[str, ...], whole: Callable[[str], Life], tmp_path: Path
-) -> None:
+def test_killed_and_resumed(name: str, moments: tuple[str, ...], whole: Callable[[str], Life], tmp_path: Path) -> None:
     lives = killed(lambda folder: Training(folder, **CONFIGURATIONS[name]), tmp_path, *moments)
     agree(whole(name), lives)
 

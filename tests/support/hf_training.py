@@ -52,14 +52,24 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     ),
     "bert": lambda: BertForMaskedLM(
         BertConfig(
-            vocab_size=WORDS, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+            vocab_size=WORDS,
+            hidden_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=16,
             max_position_embeddings=TOKENS,
         )
     ),
     "llama": lambda: LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=WORDS, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-            max_position_embeddings=TOKENS, attention_dropout=0.2, **_IDS,
+            vocab_size=WORDS,
+            hidden_size=8,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=TOKENS,
+            attention_dropout=0.2,
+            **_IDS,
         )
     ),
     "normed": Normed,
@@ -77,7 +87,7 @@ def without_times(metrics: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in metrics.items() if not any(each in name for each in timed)}
 
 
-class Told(TrainerCallback):  # type: ignore[misc]
+class Told(TrainerCallback):
     """Writes losses, evaluations and moments into the journal."""
 
     def __init__(self, journal: Journal) -> None:
@@ -100,7 +110,7 @@ class Told(TrainerCallback):  # type: ignore[misc]
         self.journal.note(f"evaluation {state.global_step}", without_times(metrics))
 
 
-class Noting(Trainer):  # type: ignore[misc]
+class Noting(Trainer):
     """Writes the loss of each micro-batch into the journal."""
 
     journal: Journal
@@ -170,7 +180,7 @@ class Training:
         )
 
 
-class _Moments(TrainerCallback):  # type: ignore[misc]
+class _Moments(TrainerCallback):
     """Lets a process die inside a save."""
 
     def __init__(self, callback: PCcheckCallback, journal: Journal) -> None:
@@ -184,7 +194,8 @@ def _printer(trainer: Any) -> type:
     from transformers import PrinterCallback
 
     assert any(isinstance(each, PrinterCallback) for each in trainer.callback_handler.callbacks)
-    return PrinterCallback
+    kind: type = PrinterCallback
+    return kind
 
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -22,7 +22,7 @@ __all__ = ["PCcheckIO"]
 _MOST = 2
 
 
-class PCcheckIO(TorchCheckpointIO):  # type: ignore[misc]
+class PCcheckIO(TorchCheckpointIO):
     """Saves what ``trainer.save_checkpoint`` and ``ModelCheckpoint`` save, as folders; reads these, and files of torch.
 
     A save returns when the checkpoint is captured. Its path appears when it is durable, whole; a path that was there
