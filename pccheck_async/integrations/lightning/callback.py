@@ -37,7 +37,8 @@ PRIVATE: Final = {
 """What is used of Lightning beyond its documentation, and of ``call`` and ``fabric`` what is imported above.
 
 No hook is called where a batch has ended: after a callback's ``on_train_batch_end`` and ``on_validation_end`` follow
-the module's own hooks and the schedulers that go by a metric. ``on_advance_end`` of the two loops is the last that happens.
+the module's own hooks and the schedulers that go by a metric. ``on_advance_end`` of the two loops is the last that
+happens.
 """
 
 
