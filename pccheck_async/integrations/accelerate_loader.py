@@ -11,11 +11,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.data_loader import DataLoaderStateMixin
-from accelerate.state import GradientState
-from accelerate.utils import send_to_device
 from torch.utils.data import Dataset
+
+try:
+    from accelerate import Accelerator
+    from accelerate.data_loader import DataLoaderStateMixin
+    from accelerate.state import GradientState
+    from accelerate.utils import send_to_device
+except ImportError as error:
+    raise ImportError('AcceleratedLoader needs Accelerate: pip install "pccheck-async[accelerate]"') from error
 
 from pccheck_async.training.data import ResumableLoader
 

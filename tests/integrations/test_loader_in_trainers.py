@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
+import sys
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -161,6 +163,13 @@ def test_skipping_elsewhere_than_the_restored_position_is_refused(accelerator: A
     with pytest.raises(ValueError, match="continue at batch 3 of epoch 0"):
         next(iter(accelerator.skip_first_batches(loader, 3)))
     assert len(values(loader)) == 4
+
+
+def test_without_accelerate_the_import_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    monkeypatch.delitem(sys.modules, "pccheck_async.integrations.accelerate_loader", raising=False)
+    with pytest.raises(ImportError, match=r'pip install "pccheck-async\[accelerate\]"'):
+        importlib.import_module("pccheck_async.integrations.accelerate_loader")
 
 
 # Hugging Face

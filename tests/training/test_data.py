@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 from collections import Counter
+from collections.abc import Callable, Iterator
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -266,6 +267,75 @@ def test_a_position_that_moved_ends_the_iterator_loudly(how: str) -> None:
     with pytest.raises(RuntimeError, match="start a new for loop"):
         next(batches)
     assert next(iter(sampler)) == ([6, 7, 8] if how == "another" else [0, 1, 2])
+
+
+@pytest.mark.parametrize("how", ["load", "set_epoch", "another", "the epoch ends"])
+def test_an_iterator_that_was_not_started_follows(how: str) -> None:
+    sampler = ResumableSampler(10, batch_size=3, shuffle=False)
+    batches = iter(sampler)
+    if how == "load":
+        sampler.load_state_dict(sampler.state_dict() | {"epoch": 2, "position": 6})
+    elif how == "set_epoch":
+        sampler.set_epoch(2)
+    elif how == "another":
+        assert next(iter(sampler)) == [0, 1, 2]
+    else:
+        list(sampler)
+    expected = {"load": [[6, 7, 8], [9]], "another": [[3, 4, 5], [6, 7, 8], [9]]}
+    assert list(batches) == expected.get(how, [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]])
+    assert sampler.epoch == {"another": 1, "the epoch ends": 2}.get(how, 3)
+
+
+def test_the_last_batch_is_known_while_it_is_used() -> None:
+    for drop_last, ends in ((False, [False, False, False, True]), (True, [False, False, True])):
+        sampler = ResumableSampler(10, batch_size=3, drop_last=drop_last)
+        assert [sampler.at_end for _ in sampler] == ends
+        assert not sampler.at_end
+
+
+@pytest.fixture
+def process_group() -> Iterator[Callable[[int, int], None]]:
+    """Be that rank of so many, as far as torch.distributed says."""
+
+    def initialise(rank: int, world_size: int) -> None:
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("fake", store=store, rank=rank, world_size=world_size)
+
+    yield initialise
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", [ResumableSampler, ResumableLoader])
+def test_ranks_are_those_at_the_first_use(process_group: Callable[[int, int], None], kind: Any) -> None:
+    pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    made = kind(Numbers(12), batch_size=2, shuffle=False)
+    named = kind(Numbers(12), batch_size=2, shuffle=False, rank=0, world_size=1)
+    used = kind(Numbers(12), batch_size=2, shuffle=False)
+    assert len(used) == len(named) == 6
+    underway = iter(kind(Numbers(12), batch_size=2, shuffle=False))
+    next(underway)
+    process_group(1, 3)
+    assert [list(map(int, batch)) for batch in made] == [[2, 3], [8, 9]]
+    assert (made.state_dict()["world_size"], len(made), len(named)) == (3, 2, 6)
+    for use in (len, list, lambda it: it.state_dict(), lambda it: it.load_state_dict(made.state_dict())):
+        with pytest.raises(RuntimeError, match=r"rank 0 of 1 at its first use.* now says rank 1 of 3"):
+            use(used)
+    with pytest.raises(RuntimeError, match="rank 1 of 3"):
+        next(underway)
+    with pytest.raises(ValueError, match="2 samples are no step for 3 ranks"):
+        kind(Numbers(2), batch_size=2)
+    torch.distributed.destroy_process_group()
+    assert len(made) == 2
+
+
+def test_too_many_ranks_are_refused_at_the_first_use(process_group: Callable[[int, int], None]) -> None:
+    pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    sampler = ResumableSampler(2, batch_size=1)
+    process_group(0, 3)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="2 samples are no step for 3 ranks"):
+            next(iter(sampler))
 
 
 def test_the_state_is_plain_and_small() -> None:
