@@ -126,12 +126,13 @@ def test_without_being_asked_nothing_is_pickled_or_unpickled(run: Path, tmp_path
     told = pytest.raises(UnsupportedStateError, match=r"^scaler: a .*Scaler cannot be saved.*allow_pickle=True")
     with SyncCheckpointEngine(tmp_path / "plain") as engine, told:
         engine.checkpoint(state_of(1.0))
-    before = {"w": torch.zeros(4), "scaler": None, "parameters": None, "call": None, "scheduler": None, "plain": None}
-    state = dict(before)
+    state: dict[str, Any] = dict.fromkeys(("scaler", "parameters", "call", "scheduler", "plain"))
+    state["w"] = torch.zeros(4)
     with SyncCheckpointEngine(run, keep_last=2) as engine:
         with pytest.raises(UnsupportedStateError, match=r"^scaler: a pickled .*Scaler.*allow_pickle=True.*trust"):
             engine.restore(state)
-        assert state == before or torch.equal(state["w"], torch.zeros(4))
+        assert torch.equal(state.pop("w"), torch.zeros(4))
+        assert not any(state.values())
         partly = {"w": torch.zeros(4), "plain": None}
         engine.restore(partly, strict=False)  # what is pickled is not restored
         assert partly["plain"] == 2.0
@@ -140,6 +141,7 @@ def test_without_being_asked_nothing_is_pickled_or_unpickled(run: Path, tmp_path
     assert load_sync(run, keys=["w", "plain"])["plain"] == 2.0
     with open_checkpoint(run) as opened:
         assert opened["plain"] == 2.0
+        read: Callable[[], Any]
         for read in (lambda: opened["scaler"], opened.load):
             with pytest.raises(UnsupportedStateError, match="a pickled"):
                 read()
@@ -172,16 +174,14 @@ def test_what_looks_after_stores_unpickles_nothing(run: Path, tmp_path: Path) ->
 
 def test_what_pickle_cannot_do_is_told_before_anything_changes(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path, allow_pickle=True) as engine:
-        for value in (Unpicklable(), lambda: 1):
+        for value in (Unpicklable(), [lambda: 1][0]):
             with pytest.raises(UnsupportedStateError, match=r"^deep\.0: .*cannot be pickled either"):
                 engine.checkpoint({"deep": [value]})
         engine.checkpoint({"w": torch.ones(4), "gone": Gone()}).result()
-        state = {"w": torch.zeros(4), "gone": None}
-        with pytest.raises(
-            UnsupportedStateError, match=r"gone: a pickled .*Gone cannot be unpickled here: ImportError"
-        ):
+        state: dict[str, Any] = {"w": torch.zeros(4), "gone": None}
+        with pytest.raises(UnsupportedStateError, match=r"gone: a pickled .*Gone cannot be .* here: ImportError"):
             engine.restore(state)
-        assert torch.equal(state["w"], torch.zeros(4))  # type: ignore[call-overload]
+        assert torch.equal(state["w"], torch.zeros(4))
     with pytest.raises(ValueError, match="allow_pickle"):
         SyncCheckpointEngine(tmp_path, allow_pickle="yes")  # type: ignore[arg-type]
 

@@ -100,7 +100,7 @@ def place_of(device: object) -> Place:
         device = device.get("cpu", "cpu")
     if callable(device):
         return cast("Place", device)
-    place = torch.device(device)  # type: ignore[call-overload]
+    place: torch.device = torch.device(device)  # type: ignore[call-overload]
     torch.empty(0, device=place)  # raises here, or the checkpoint would be blamed when arrays cannot be made there
     return place
 
