@@ -25,8 +25,18 @@ from pccheck_async.format.skeleton import ArrayNode, Node, arrays
 from pccheck_async.group import MergedPayload, PartReader, Payload
 from pccheck_async.medium import File
 from pccheck_async.medium.open_medium import IO, OpenMedium
-from pccheck_async.state import Allocation, Array, Targets, below, opened, paths, rebuild, refuse_boxes
-from pccheck_async.state.pickles import refuse, unpickle
+from pccheck_async.state import (
+    Allocation,
+    Array,
+    Targets,
+    below,
+    opened,
+    paths,
+    rebuild,
+    refuse_boxes,
+    refuse_pickled,
+    unpickle,
+)
 from pccheck_async.state.restore.tree import leaves
 from pccheck_async.store import VerifiedChunks
 
@@ -178,7 +188,7 @@ class Connection:
         refuse_boxes(node)
         allocation = Allocation(self.manifest, sorted(arrays(node)))
         await self.chunks.fill(Targets(allocation.targets()))
-        pickled = partial(unpickle, device=self.device) if self.allow_pickle else refuse
+        pickled = partial(unpickle, device=self.device) if self.allow_pickle else refuse_pickled
         return rebuild(node, lambda index: allocation.array(index, self.device), pickled=pickled)
 
     def read(self, entry: TensorEntry) -> Array:

@@ -14,7 +14,7 @@ import torch
 from pccheck_async.errors import UnsupportedStateError
 from pccheck_async.format.skeleton import PickledNode
 
-__all__ = ["Pickled", "pickle", "refuse", "unpickle"]
+__all__ = ["Pickled", "pickle", "refuse_pickled", "unpickle"]
 
 
 class Pickled:
@@ -37,7 +37,7 @@ def pickle(value: Any, kind: str, path: str) -> PickledNode:
     return PickledNode(kind, buffer.getvalue())
 
 
-def refuse(node: PickledNode, path: str = "") -> Any:
+def refuse_pickled(node: PickledNode, path: str = "") -> Any:
     """Raise UnsupportedStateError: nobody asked for what is pickled to be unpickled."""
     raise UnsupportedStateError(
         f"{path or 'the checkpoint'}: a pickled {node.kind[:200]}, which is unpickled only with allow_pickle=True; "

@@ -35,7 +35,7 @@ from pccheck_async.state import paths
 from pccheck_async.state.ambient import apart, refuse_tracing
 from pccheck_async.state.boxes import FlatShard, box_views, is_sharded
 from pccheck_async.state.leaves import Array
-from pccheck_async.state.pickles import refuse, unpickle
+from pccheck_async.state.pickles import refuse_pickled, unpickle
 from pccheck_async.state.restore import objects
 from pccheck_async.state.restore.arrays import (
     Allocation,
@@ -113,7 +113,9 @@ def allocate(
         id(each): path for path, leaf in leaves(skeleton) for each in nodes.walk(leaf) if isinstance(each, PickledNode)
     }
     if pickled and not allow_pickle:
-        refuse(*next((each, pickled[id(each)]) for each in nodes.walk(skeleton) if isinstance(each, PickledNode)))
+        refuse_pickled(
+            *next((each, pickled[id(each)]) for each in nodes.walk(skeleton) if isinstance(each, PickledNode))
+        )
     allocation = Allocation(manifest, sorted(arrays(skeleton)))
 
     def finish() -> Any:
@@ -412,7 +414,7 @@ class _Matching:
         """Unpickle before anything changes: what fails, fails here. Raises UnsupportedStateError."""
         if id(node) not in self._unpickled:
             path = self._stored_paths().get(id(node), "")
-            value = unpickle(node, path) if self._allow_pickle else refuse(node, path)
+            value = unpickle(node, path) if self._allow_pickle else refuse_pickled(node, path)
             self._unpickled[id(node)] = path, value
         return self._unpickled[id(node)][1]
 

@@ -32,7 +32,7 @@ def rebuild(
     array: Callable[[int], Any],
     stateful: Callable[[StatefulNode], Any] | None = None,
     sharded: Callable[[ShardedNode], Any] | None = None,
-    pickled: Callable[[PickledNode], Any] = pickles.refuse,
+    pickled: Callable[[PickledNode], Any] = pickles.refuse_pickled,
 ) -> Any:
     """Return the value that ``node`` describes, every part of it with the type that was saved.
 
