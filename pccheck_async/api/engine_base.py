@@ -45,7 +45,7 @@ class EngineBase:
         path: str | os.PathLike[str],
         *,
         max_in_flight: int = 2,
-        keep_last: int = 1,
+        keep_last: int | Literal["all"] = 1,
         keep_every: int | None = None,
         keep_best: tuple[str, int, Literal["min", "max"]] | None = None,
         save_last: bool = True,

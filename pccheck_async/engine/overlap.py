@@ -22,20 +22,21 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pccheck_async.engine.pending import PendingCheckpoint, Promise
 from pccheck_async.errors import TornCaptureError
-from pccheck_async.state import LazyPart, Versions, notify, stop_notifying, storage_address
+from pccheck_async.state import LazyPart, Versions, no_functions, notify, stop_notifying, storage_address
 from pccheck_async.transfer.copying import Fence
 
 __all__ = ["Guard", "Overlapped", "StepHooks", "hooks_of", "unwrapped"]
 
 
 Callback = Callable[[torch.optim.Optimizer], None]
+_Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class StepHooks:
@@ -43,6 +44,10 @@ class StepHooks:
 
     The hooks that call it are never removed: torch goes through its table of hooks meanwhile, and what is taken out of
     that as an engine closes is an error in the step of another thread. Without callbacks they do nothing.
+
+    ``step(closure)`` computes the gradients inside the step. Where the closure comes before any change, so do the calls
+    come after it: forward and backward do not wait for captures. That is so for the optimizers of torch, except for
+    L-BFGS, as long as their closures leave the parameters alone, which the first one shows.
     """
 
     def __init__(self) -> None:
@@ -62,15 +67,53 @@ class StepHooks:
             self.before = tuple(each for each in self.before if each != callback)
             self.after = tuple(each for each in self.after if each != callback)
 
-    def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """What torch calls first."""
-        for callback in self.before:
-            callback(optimizer)
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Arguments | None:
+        """What torch calls first; returns the arguments that it goes on with, if they are others."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first one is the optimizer
+        if closure is None or not self.before or not _calls_closure_first(optimizer):
+            self._call_before(optimizer)
+            return None
+        if not _unchanging.get(optimizer, False):
+            self._call_before(optimizer)
+
+        def closure_and_calls() -> Any:
+            versions = _versions(optimizer)
+            result = closure()
+            _unchanging[optimizer] = versions == _versions(optimizer)
+            self._call_before(optimizer)
+            return result
+
+        if len(args) > 1:
+            return (args[0], closure_and_calls, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure_and_calls}
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """What torch calls last."""
         for callback in self.after:
             callback(optimizer)
+
+    def _call_before(self, optimizer: torch.optim.Optimizer) -> None:
+        for callback in self.before:
+            callback(optimizer)
+
+
+_unchanging: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+"""Whether the last closure in a step of an optimizer left the parameters as they were."""
+
+
+def _calls_closure_first(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step is one of torch's own that calls its closure once, before it changes anything."""
+    step = type(optimizer).step
+    return step.__module__.startswith("torch.optim.") and step.__qualname__ != "LBFGS.step"
+
+
+def _versions(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Return how often each parameter was changed, as far as torch counts it."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    with no_functions():  # lazy parameters, and classes of users, refuse what they do not know
+        return [0 if parameter.is_inference() else parameter._version for parameter in parameters]
 
 
 _hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepHooks] = weakref.WeakKeyDictionary()
