@@ -87,6 +87,11 @@ class CheckpointEngine(EngineBase):
             checkpoint is abandoned. The time that GPUs wait for copies queued on them does not count.
         check_captures: Compare each capture that runs beside training with a copy made before it. For debugging: it
             costs the time and the memory of that copy.
+        allow_pickle: Save values of types that an engine does not know (a loss scaler without ``state_dict``, a
+            namespace, an enum, a function) as ``torch.save`` pickles them, each as a whole, and :meth:`restore` them.
+            Unpickling runs code: give this only where you trust whoever wrote the store. The log says so at the first
+            such save and at each such restore. Without it such values raise UnsupportedStateError, when they are saved
+            and when they are restored. Sparse and quantized tensors, and keys of such types, raise all the same.
         on_busy: With ``max_in_flight`` checkpoints in flight, "wait" for one to end, or "skip" the new one.
         on_error: "raise" a failure that nobody awaited at the next call, or "warn" of it.
         lock_timeout: Seconds to wait for another writer of the same store that is dying.

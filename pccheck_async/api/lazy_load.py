@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -26,6 +26,7 @@ from pccheck_async.group import MergedPayload, PartReader, Payload
 from pccheck_async.medium import File
 from pccheck_async.medium.open_medium import IO, OpenMedium
 from pccheck_async.state import Allocation, Array, Targets, below, opened, paths, rebuild, refuse_boxes
+from pccheck_async.state.pickles import refuse, unpickle
 from pccheck_async.state.restore.tree import leaves
 from pccheck_async.store import VerifiedChunks
 
@@ -41,6 +42,7 @@ def open_checkpoint(
     name: str | None = None,
     rank: int | None = None,
     device: str | torch.device = "cpu",
+    allow_pickle: bool = False,
     host_memory: int | Auto = "auto",
     io: IO = "auto",
 ) -> OpenCheckpoint:
@@ -56,6 +58,8 @@ def open_checkpoint(
         name: The name of the checkpoint, as given to ``checkpoint(name=...)``, instead of its step.
         rank: Of a group: whose part. By default that of rank 0.
         device: Where tensors go.
+        allow_pickle: Unpickle what was pickled by an engine with ``allow_pickle=True``. That runs code that the
+            checkpoint names: give it only where you trust whoever wrote it. Without it reading such a value is refused.
         host_memory: Most staging memory in bytes. Up to four chunks, and half of it, stay in memory between reads.
         io: As for :class:`pccheck_async.CheckpointEngine`.
 
@@ -72,11 +76,15 @@ def open_checkpoint(
         RuntimeError: torch has no such ``device``.
         ValueError: ``rank`` for what is no group's folder, or both ``step`` and ``name``.
     """
-    return OpenCheckpoint(Connection(path, which_one(step, name), torch.device(device), host_memory, io, rank))
+    connection = Connection(path, which_one(step, name), torch.device(device), host_memory, io, rank)
+    connection.allow_pickle = allow_pickle
+    return OpenCheckpoint(connection)
 
 
 class Connection:
     """An open, locked slot and the loop that reads it."""
+
+    allow_pickle = False
 
     def __init__(
         self,
@@ -170,7 +178,8 @@ class Connection:
         refuse_boxes(node)
         allocation = Allocation(self.manifest, sorted(arrays(node)))
         await self.chunks.fill(Targets(allocation.targets()))
-        return rebuild(node, lambda index: allocation.array(index, self.device))
+        pickled = partial(unpickle, device=self.device) if self.allow_pickle else refuse
+        return rebuild(node, lambda index: allocation.array(index, self.device), pickled=pickled)
 
     def read(self, entry: TensorEntry) -> Array:
         """Read what ``entry`` views."""

@@ -34,6 +34,7 @@ async def load(
     rank: int | None = None,
     keys: Sequence[str] | None = None,
     device: Device = "cpu",
+    allow_pickle: bool = False,
     host_memory: int | Auto = "auto",
     io: IO = "auto",
     progress: ReadProgress | None = None,
@@ -54,6 +55,8 @@ async def load(
             checkpoint does not say where tensors were, so all count as tensors of the "cpu": a dict is asked for that
             key, and a function gets each storage, on the host, with "cpu", and returns the storage to use, or None for
             the same.
+        allow_pickle: Unpickle what was pickled by an engine with ``allow_pickle=True``. That runs code that the
+            checkpoint names: give it only where you trust whoever wrote it. Without it such a checkpoint is refused.
         host_memory: Most staging memory in bytes.
         io: As for :class:`pccheck_async.CheckpointEngine`.
         progress: Called from another thread with the bytes done and all bytes, after each chunk; must be quick.
@@ -71,12 +74,15 @@ async def load(
         DamagedError: it is damaged, and there is no older one (or ``step`` or ``name`` was given).
         CorruptStoreError: this version, or this torch, does not understand it.
         StateMismatchError: one of ``keys`` names nothing, or without its escapes several leaves.
+        UnsupportedStateError: something in it is pickled, and ``allow_pickle`` is not given, or that fails.
         ReadError: the device failed.
         RuntimeError: torch has no such ``device``.
         ValueError: ``rank`` for what is no group's folder, or both ``step`` and ``name``.
     """
     async with EngineLoop("pccheck-read") as loop:
-        return await loop.run(_load(path, which_one(step, name), rank, keys, device, host_memory, io, progress))
+        return await loop.run(
+            _load(path, which_one(step, name), rank, keys, device, allow_pickle, host_memory, io, progress)
+        )
 
 
 def load_sync(
@@ -87,13 +93,16 @@ def load_sync(
     rank: int | None = None,
     keys: Sequence[str] | None = None,
     device: Device = "cpu",
+    allow_pickle: bool = False,
     host_memory: int | Auto = "auto",
     io: IO = "auto",
     progress: ReadProgress | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint, blocking (see :func:`load`)."""
     with EngineLoop("pccheck-read") as loop:
-        return loop.call(_load(path, which_one(step, name), rank, keys, device, host_memory, io, progress))
+        return loop.call(
+            _load(path, which_one(step, name), rank, keys, device, allow_pickle, host_memory, io, progress)
+        )
 
 
 def list_checkpoints(path: str | os.PathLike[str], *, io: IO = "python") -> list[CheckpointInfo]:
@@ -130,6 +139,7 @@ async def _load(
     rank: int | None,
     keys: Sequence[str] | None,
     device: Device,
+    allow_pickle: bool,
     host_memory: int | Auto,
     io: IO,
     progress: ReadProgress | None,
@@ -142,10 +152,10 @@ async def _load(
             advance = reading_progress(progress, sum(chunk.nbytes for chunk in manifest.chunks))
             if isinstance(reader, PartReader):
                 async with aclosing(await reader.merged(entry, file, manifest, pool)) as payload:
-                    loading = allocate(payload.manifest, keys, device)
+                    loading = allocate(payload.manifest, keys, device, allow_pickle=allow_pickle)
                     await payload.fill(loading.targets, advance)
             else:
-                loading = allocate(manifest, keys, device)
+                loading = allocate(manifest, keys, device, allow_pickle=allow_pickle)
                 buffers = pool_for(manifest, pool)
                 await read_payload(opened.medium, backend, buffers, file, manifest, loading.targets, advance=advance)
             state: dict[str, Any] = loading.finish()

@@ -118,6 +118,8 @@ def native(node: Node, path: str, selection: Selection) -> Node:
             trouble = "a frozenset"
         case NumpyDtypeNode():
             trouble = "a dtype of numpy"
+        case nodes.PickledNode():
+            trouble = f"a pickled {node.kind}"
         case nodes.BytesNode() if not node.data:
             trouble = "bytes, but none; it takes a pickle that is not allowed"
         case nodes.BigIntNode() if len(node.data) > _MOST_INT_BYTES:

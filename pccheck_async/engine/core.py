@@ -85,7 +85,7 @@ class EngineCore:
         self.state = "new"  # then "opening", "open", "closing", "closed"
         self.pid = os.getpid()
         self._began = 0.0
-        self.captures = Captures()
+        self.captures = Captures(allow_pickle=config.allow_pickle)
         self.guard = Guard(config.max_stall, self._stop_capture, self.stalls.note_step, self.captures.note_access)
         self._opening = Assembly()
         self._assembly: Assembly | None = None  # once it is open
@@ -455,9 +455,8 @@ class EngineCore:
             for pending in reading:
                 yield pending.out_of_reach  # what is restored would tear its capture
         self.guard.wait()
-        restored: Restored | None = yield from self._restore(
-            assembly, state, which, progress, {"strict": strict, "dtype": dtype}
-        )
+        how = {"strict": strict, "dtype": dtype, "allow_pickle": self.config.allow_pickle}
+        restored: Restored | None = yield from self._restore(assembly, state, which, progress, how)
         if restored is None and which is not None:
             raise NoCheckpointError(f"{self.path} has no checkpoint{in_words(which)}")
         return restored

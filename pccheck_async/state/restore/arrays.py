@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -99,9 +99,8 @@ def place_of(device: object) -> Place:
     if isinstance(device, Mapping):
         device = device.get("cpu", "cpu")
     if callable(device):
-        function: Place = device
-        return function
-    place = torch.device(device)  # type: ignore[call-overload]
+        return cast("Place", device)
+    place: torch.device = torch.device(device)  # type: ignore[call-overload]
     torch.empty(0, device=place)  # raises here, or the checkpoint would be blamed when arrays cannot be made there
     return place
 
@@ -180,7 +179,8 @@ class Allocation:
 
     def _storage(self, entry: TensorEntry, place: Place) -> torch.UntypedStorage:
         """Return the memory of a tensor at its place; an empty one where it has no elements."""
-        flat = torch.empty(0, dtype=torch.uint8) if entry.storage is None else self._memories[entry.storage].flat
+        memory = None if entry.storage is None else self._memories[entry.storage]
+        flat = torch.empty(0, dtype=torch.uint8, device=_HOST) if memory is None else memory.flat
         assert isinstance(flat, torch.Tensor)
         if place == _HOST:
             return flat.untyped_storage()

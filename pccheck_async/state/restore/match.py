@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
@@ -25,6 +26,7 @@ from pccheck_async.format.skeleton import (
     ListNode,
     MappingNode,
     Node,
+    PickledNode,
     ShardedNode,
     StatefulNode,
     arrays,
@@ -33,6 +35,7 @@ from pccheck_async.state import paths
 from pccheck_async.state.ambient import apart, refuse_tracing
 from pccheck_async.state.boxes import FlatShard, box_views, is_sharded
 from pccheck_async.state.leaves import Array
+from pccheck_async.state.pickles import refuse, unpickle
 from pccheck_async.state.restore import objects
 from pccheck_async.state.restore.arrays import (
     Allocation,
@@ -58,6 +61,7 @@ from pccheck_async.state.rng import RNGState
 from pccheck_async.state.save.detached import refuse_filling
 from pccheck_async.state.save.flatten import check_outermost, flatten, naming_owner
 from pccheck_async.state.stateful import is_stateful
+from pccheck_async.telemetry import write
 
 _MAPPINGS: Final[Mapping[type, type]] = {dict: DictNode, OrderedDict: nodes.OrderedDictNode, Counter: nodes.CounterNode}
 _SEQUENCES: Final[Mapping[type, type]] = {list: ListNode, tuple: nodes.TupleNode}
@@ -84,15 +88,19 @@ class Restoration:
     resharded: tuple[Wanted, ...] = ()  # what ``targets`` do not fill: it has to be there before ``finish``
 
 
-def allocate(manifest: Manifest, keys: Sequence[str] | None = None, device: Any = "cpu") -> Restoration:
+def allocate(
+    manifest: Manifest, keys: Sequence[str] | None = None, device: Any = "cpu", *, allow_pickle: bool = False
+) -> Restoration:
     """Prepare a restore into new memory; its ``finish`` returns a nested dict, with a dict in place of each Stateful.
 
     Args:
         manifest: What is stored.
         keys: Paths or globs of the leaves and subtrees to load; None for all. Only their bytes are read.
         device: Where tensors are in the end (see :func:`place_of`); numpy arrays stay on the host.
+        allow_pickle: Whether pickled values are unpickled; else they are refused, before any byte is read.
 
     Raises:
+        UnsupportedStateError: There is a pickled value.
         StateMismatchError: One of ``keys`` selects nothing.
         IncompleteCheckpointError: A tensor lies on several ranks, of which this is one's part.
         CorruptStoreError: The skeleton describes no value.
@@ -101,10 +109,25 @@ def allocate(manifest: Manifest, keys: Sequence[str] | None = None, device: Any 
     place = place_of(device)
     skeleton = manifest.skeleton if keys is None else select(manifest.skeleton, keys)
     refuse_boxes(skeleton)
+    pickled = {
+        id(each): path for path, leaf in leaves(skeleton) for each in nodes.walk(leaf) if isinstance(each, PickledNode)
+    }
+    if pickled and not allow_pickle:
+        refuse(*next((each, pickled[id(each)]) for each in nodes.walk(skeleton) if isinstance(each, PickledNode)))
     allocation = Allocation(manifest, sorted(arrays(skeleton)))
-    return Restoration(
-        Targets(allocation.targets()), lambda: rebuild(skeleton, lambda index: allocation.array(index, place))
-    )
+
+    def finish() -> Any:
+        _tell_unpickled(pickled.values())
+        values = partial(rebuild, skeleton, lambda index: allocation.array(index, place))
+        return values(pickled=lambda node: unpickle(node, pickled.get(id(node), ""), device))
+
+    return Restoration(Targets(allocation.targets()), finish)
+
+
+def _tell_unpickled(where: Collection[str]) -> None:
+    if where:
+        text = "allow_pickle: %d values are unpickled, which runs code that the checkpoint names: %s"
+        write(logging.WARNING, "unpickled", text, len(where), ", ".join([*where][:5]))
 
 
 def match(
@@ -114,6 +137,7 @@ def match(
     *,
     strict: bool = True,
     dtype: torch.dtype | None = None,
+    allow_pickle: bool = False,
     generators: bool = True,
     added: Collection[str] = (),
 ) -> Restoration:
@@ -143,7 +167,7 @@ def match(
     refuse_tracing("restore")
     check_outermost(state)
     refuse_filling(state)
-    return _Matching(state, manifest, by_address, strict, dtype, generators, added).restoration()
+    return _Matching(state, manifest, by_address, strict, dtype, allow_pickle, generators, added).restoration()
 
 
 class _Matching:
@@ -156,6 +180,7 @@ class _Matching:
         by_address: Callable[[], bool],
         strict: bool,
         dtype: torch.dtype | None,
+        allow_pickle: bool,
         generators: bool,
         added: Collection[str],
     ) -> None:
@@ -165,6 +190,8 @@ class _Matching:
         self._tensors = manifest.tensors
         self._strict = strict
         self._dtype = dtype
+        self._allow_pickle = allow_pickle
+        self._unpickled: dict[int, tuple[str, Any]] = {}  # paths and values of those pickled, by identity of the node
         self._restores_generators = generators
         self._added = added
         self._names = cache(lambda: objects.names_in(state))
@@ -206,6 +233,7 @@ class _Matching:
             targets = Targets(self._filling.targets())
 
         def finish() -> Mapping[str, Any]:
+            _tell_unpickled([path for path, _ in self._unpickled.values()])
             with apart():
                 self._filling.finish()
             gradients = torch.is_grad_enabled()  # inference_mode(False) would switch them on
@@ -273,6 +301,8 @@ class _Matching:
             self._stateful(live, node, path)
         elif isinstance(node, StatefulNode) and (_has_live_parts(live) or _savable(live)):
             self._value(live, node.child, path, replace, of_object=True)  # restored into the object's state
+        elif isinstance(node, PickledNode):
+            self._plain(live, node, path, replace)
         elif not _has_live_parts(live) and (not has_parts(node) or _savable(live)):
             if not of_object:
                 what = "an object in the checkpoint: put one there, or None for its state"
@@ -373,10 +403,18 @@ class _Matching:
 
     def _rebuild_later(self, node: Node, put: _Replace) -> None:
         """Give ``put`` the stored value at the end. Raises CorruptStoreError now where ``node`` describes no value."""
-        rebuild(node, lambda index: index)
+        rebuild(node, lambda index: index, pickled=self._unpickle)
         self._make_sharded(node)
         self._wanted.update(arrays(node))
         self._actions.append(lambda: put(self._rebuild(node)))
+
+    def _unpickle(self, node: PickledNode) -> Any:
+        """Unpickle before anything changes: what fails, fails here. Raises UnsupportedStateError."""
+        if id(node) not in self._unpickled:
+            path = self._stored_paths().get(id(node), "")
+            value = unpickle(node, path) if self._allow_pickle else refuse(node, path)
+            self._unpickled[id(node)] = path, value
+        return self._unpickled[id(node)][1]
 
     def _make_sharded(self, node: Node) -> None:
         """Make the plain tensors that all ranks had alike; of what lay on several ranks, nothing says where it lies."""
@@ -417,7 +455,9 @@ class _Matching:
             with naming_owner("state_dict", path, live):
                 own = live.state_dict()
             self._pair(own, child, path)
-        rebuild(child, lambda index: index)  # raises before anything changed where it describes no value
+        rebuild(
+            child, lambda index: index, pickled=self._unpickle
+        )  # raises before anything changed where it describes no value
         self._make_sharded(child)
         self._wanted.update(arrays(child))
         if isinstance(node, StatefulNode):
@@ -542,7 +582,7 @@ class _Matching:
         return common
 
     def _rebuild(self, node: Node) -> Any:
-        return rebuild(node, self._stored_array, self._stored_object, self._stored_sharded)
+        return rebuild(node, self._stored_array, self._stored_object, self._stored_sharded, self._unpickle)
 
     def _stored_array(self, index: int) -> Array:
         if index in self._plain_made:
