@@ -18,20 +18,15 @@ window of gradient accumulation, and for ``cleanup`` when the ``DeepSpeedEngine`
 from __future__ import annotations
 
 import atexit
-import io
 import os
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial, wraps
 from pathlib import Path
-from types import NoneType
 from typing import Any, Final
 
-import numpy as np
-import torch
 import torch.distributed as dist
 
 from pccheck_async.api import SyncCheckpointEngine, load_sync
@@ -53,9 +48,6 @@ __all__ = ["CheckpointEngine"]
 COMPLETE: Final = "complete"
 """File in the folder of a tag: which of the checkpoints in its stores are those that all ranks have."""
 _STATE: Final = "state"
-_PICKLED: Final = "torch.save"
-_PLAIN: Final = (NoneType, bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device, np.ndarray)
-"""Types that a store holds, beside tensors and what contains them."""
 _MOST_WRITING: Final = 2
 """Stores that a rank writes at a time: the staging memory of each is up to a quarter of what there is."""
 _PATIENCE: Final = timedelta(minutes=30)
@@ -131,21 +123,22 @@ class CheckpointEngine(checkpoint_engine.CheckpointEngine):
             self._close_first()
         ranks, complete = self._ranks, _complete(path)
         ranks.begin_part()
-        engine = SyncCheckpointEngine(path, max_in_flight=1).open()
+        engine = SyncCheckpointEngine(path, max_in_flight=1, allow_pickle=True).open()
         try:
             _pin_alone(engine, complete)
             engine.on_event(partial(ranks.note, ranks.number))
-            pending = engine.checkpoint({_STATE: _Snapshot(_held(state_dict))}, step=ranks.number)
+            pending = engine.checkpoint({_STATE: _Snapshot(state_dict)}, step=ranks.number)
         except BaseException:
             engine.close()
             raise
         self._writing.append((path, engine, pending))
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Return what was saved, on the host, where DeepSpeed asks for it."""
+        """Return what was saved; ``map_location`` as for ``torch.load``, of tensors on the host."""
         if os.path.isfile(path):
             return self._files.load(path, map_location=map_location)
-        return _given_back(load_sync(path, step=_complete(path))[_STATE])
+        where = "cpu" if map_location is None else map_location
+        return load_sync(path, step=_complete(path), device=where, allow_pickle=True)[_STATE]
 
     def commit(self, info: Any) -> bool:
         """Do nothing: DeepSpeed calls this for exports alone, and :meth:`get_commit_info` is asked otherwise."""
@@ -337,30 +330,3 @@ def _replace(path: Path, text: str) -> None:
     sync(new)  # crash: the name of a file without its bytes
     new.replace(path)
     sync(path.parent)
-
-
-def _held(value: Any) -> Any:
-    """Return a state with the bytes that ``torch.save`` makes in place of each value that a store cannot hold.
-
-    DeepSpeed's states have objects of its own classes (loss scaler, fragment addresses, enumerations), and
-    ``client_state`` any.
-    """
-    kind = type(value)
-    if kind in (dict, OrderedDict):
-        return kind((key, _held(each)) for key, each in value.items())
-    if kind in (list, tuple):
-        return kind(map(_held, value))
-    if isinstance(value, torch.Tensor) or kind in _PLAIN:
-        return value
-    file = io.BytesIO()
-    torch.save(value, file)
-    return {_PICKLED: file.getvalue()}
-
-
-def _given_back(value: Any) -> Any:
-    kind = type(value)
-    if kind is dict and value.keys() == {_PICKLED}:
-        return torch.load(io.BytesIO(value[_PICKLED]), weights_only=False)
-    if kind in (dict, OrderedDict):
-        return kind((key, _given_back(each)) for key, each in value.items())
-    return kind(map(_given_back, value)) if kind in (list, tuple) else value
