@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pccheck_async import CheckpointError, GroupError, SyncCheckpointEngine, list_checkpoints
+from pccheck_async import CheckpointError, GroupError, SyncCheckpointEngine, list_checkpoints, load_sync
 from pccheck_async.medium import Medium
 from pccheck_async.medium.files import Files
 from pccheck_async.testing import FailingWriter
@@ -174,6 +174,11 @@ def test_goes_on_from_files_and_loads_what_was_just_saved(tmp_path: Path) -> Non
         job.train(range(4, 6))
         job.save("stores")
         saved = bits(job.everything())
+        job.engine.checkpoint_engine.wait()
+        made_files(job.folder / "stores", job.folder / "files again")
+        files = Job(tmp_path, 2, ours=False)
+        files.engine.load_checkpoint(files.folder, "files again")
+        assert bits(files.everything()["model"]) == bits(job.everything()["model"])
         job.train(range(6, 7))
         assert job.resume() == 6  # that load waits for the save
         assert bits(job.everything()) == saved
@@ -187,6 +192,17 @@ def test_goes_on_from_files_and_loads_what_was_just_saved(tmp_path: Path) -> Non
     assert len(parts) == 3
     assert all([info.nbytes for info in list_checkpoints(part)] for part in parts)
     assert all(len([*part.glob("slot-*")]) == 1 for part in parts)  # nothing is left reserved
+
+
+def made_files(tag: Path, files: Path) -> None:
+    """As the guide's page does it."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        files.mkdir()
+        for part in tag.glob("*.pt"):
+            state = load_sync(part, step=int((tag / COMPLETE).read_text()), allow_pickle=True)["state"]
+            torch.save(state, files / part.name)
+    dist.barrier()
 
 
 def test_a_rank_that_fails_to_write_keeps_the_tag_from_counting(tmp_path: Path) -> None:
