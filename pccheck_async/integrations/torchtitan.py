@@ -27,7 +27,8 @@ from pccheck_async.state import RNGState
 
 require("torchtitan", "0.3")
 
-from torchtitan.components import checkpointer  # noqa: E402
+from torchtitan.components.checkpointer import DATALOADER  # noqa: E402
+from torchtitan.components.checkpointer import CheckpointManager as Base  # noqa: E402
 
 __all__ = ["CheckpointManager"]
 
@@ -35,7 +36,7 @@ RNG: Final = "rng"
 """Name in the checkpoint of what TorchTitan does not save: each rank's random number generators."""
 
 
-class CheckpointManager(checkpointer.CheckpointManager):
+class CheckpointManager(Base):
     """Saves all ranks' state together, while training continues; see TorchTitan's own for arguments and settings.
 
     A checkpoint holds what TorchTitan's own does (model parts, optimizers, learning rate schedulers, data loader, step)
@@ -55,11 +56,11 @@ class CheckpointManager(checkpointer.CheckpointManager):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(checkpointer.CheckpointManager.Config):
+    class Config(Base.Config):
         """Settings of TorchTitan's own manager."""
 
         def __post_init__(self) -> None:
-            checkpointer.CheckpointManager.Config.__post_init__(self)
+            Base.Config.__post_init__(self)
             if self.enable and not 2 <= self.keep_latest_k <= MOST_ENTRIES:
                 raise ValueError(
                     f"checkpoint.keep_latest_k is 2 to {MOST_ENTRIES}: a store names at most {MOST_ENTRIES} "
@@ -112,7 +113,7 @@ class CheckpointManager(checkpointer.CheckpointManager):
 
         A ``StatefulDataLoader`` that is asked for its state begins, and its next ``iter()`` goes on with that.
         """
-        if (loader := self.states[checkpointer.DATALOADER]) is not None:
+        if (loader := self.states[DATALOADER]) is not None:
             rng = RNGState()
             drawn = rng.state_dict()
             loader.state_dict()
