@@ -26,7 +26,7 @@ from pccheck_async import RNGState
 from pccheck_async.integrations.transformers import PCcheckCallback
 from tests.support.killed_training import Journal
 
-__all__ = ["MODELS", "Told", "Training", "without_times"]
+__all__ = ["MODELS", "Noting", "Training"]
 
 SAMPLES, TOKENS, WORDS = 22, 8, 32
 
@@ -52,14 +52,24 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     ),
     "bert": lambda: BertForMaskedLM(
         BertConfig(
-            vocab_size=WORDS, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+            vocab_size=WORDS,
+            hidden_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=16,
             max_position_embeddings=TOKENS,
         )
     ),
     "llama": lambda: LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=WORDS, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-            max_position_embeddings=TOKENS, attention_dropout=0.2, **_IDS,
+            vocab_size=WORDS,
+            hidden_size=8,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=TOKENS,
+            attention_dropout=0.2,
+            **_IDS,
         )
     ),
     "normed": Normed,
