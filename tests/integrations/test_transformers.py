@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +22,14 @@ pytest.importorskip("transformers")
 
 import torch
 import transformers
+from accelerate.state import AcceleratorState
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from pccheck_async import ClosedError, ResumableLoader, StateMismatchError, list_checkpoints, open_checkpoint
 from pccheck_async.integrations import transformers as adapter
 from pccheck_async.integrations.accelerate_loader import AcceleratedLoader
 from pccheck_async.integrations.transformers import ATTRIBUTES, METHODS, PROGRESS, PCcheckCallback
+from tests.support.children import fork
 from tests.support.hf_training import MODELS, Noting, Training
 from tests.support.killed_training import Journal, Life, agree, bits, live
 
@@ -95,6 +101,8 @@ def test_killed_at_every_moment(name: str, workers: int, moment: str, tmp_path: 
     whole = live(Training(tmp_path / "whole", saved=False, **configuration), tmp_path / "journal")
     if name == "bert":  # it evaluates every two steps
         moment = {"predicted 3#2": "predicted 4#2", "evaluation 3": "evaluation 4"}.get(moment, moment)
+    if name == "normed" and moment == "captured 5":  # it saves every two
+        moment = "captured 6"
     agree(whole, killed(lambda folder: Training(folder, **configuration), tmp_path, moment))
 
 
@@ -347,10 +355,68 @@ def test_logs_have_what_the_engine_did_and_results_have_not(tmp_path: Path) -> N
         def on_log(self, *_: Any, **named: Any) -> None:
             logs.append(named["logs"])
 
-    trainer, _ = Training(tmp_path, options={"max_steps": 4, "logging_steps": 1, "eval_strategy": "no"}).make(Journal(tmp_path / "journal"))
+    trainer, _ = Training(tmp_path, options={"max_steps": 4, "logging_steps": 1, "eval_strategy": "no"}).make(
+        Journal(tmp_path / "journal")
+    )
     trainer.add_callback(Listening())
     result = trainer.train()
     assert [each["checkpoint/stall_seconds"] >= 0 for each in logs if "loss" in each] == [True] * 4
     assert not [name for name in result.metrics if name.startswith("checkpoint/")]
     assert not [name for each in trainer.state.log_history for name in each if name.startswith("checkpoint/")]
     assert list_checkpoints(tmp_path / "store")[0].metadata["loss"] == trainer.state.log_history[-2]["loss"]
+
+
+# -- ranks
+
+
+def live_ranks(training: Training, folder: Path, die_at: tuple[int, str] | None = None) -> list[Life]:
+    """Run the training on two ranks, as torchrun would; where one is to die, kill the other when that is dead."""
+    folder.mkdir(exist_ok=True)
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+
+    def work(rank: int) -> None:
+        with (folder / f"output-{rank}").open("ab") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+        os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "localhost"}
+        AcceleratorState._reset_state(reset_partial_state=True)
+        moment = die_at[1] if die_at is not None and die_at[0] == rank else None
+        try:
+            training(Journal(folder / f"journal-{rank}", moment))
+        except BaseException:  # noqa: BLE001 - a forked child must not return into the test runner
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+
+    for rank in range(2):
+        (folder / f"journal-{rank}").unlink(missing_ok=True)
+    children = [fork(partial(work, rank)) for rank in range(2)]
+    first = children[0 if die_at is None else die_at[0]]
+    code = os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
+    said = (folder / "output-0").read_text() + (folder / "output-1").read_text()
+    assert code == (0 if die_at is None else -signal.SIGKILL), said
+    other = next(child for child in children if child != first)
+    if die_at is not None:
+        os.kill(other, signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) in ((0,) if die_at is None else (1, -signal.SIGKILL)), (
+        said
+    )
+    lines = [[json.loads(line) for line in (folder / f"journal-{rank}").read_text().splitlines()] for rank in range(2)]
+    return [Life(die_at is not None, [(key, value) for key, value in each]) for each in lines]
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "moment", ["loss 1.1", "evaluation 2", "epoch begins 2", "durable 3", "admitted 4", "loss 5.2"]
+)
+def test_one_of_two_ranks_is_killed(rank: int, moment: str, tmp_path: Path) -> None:
+    """Each rank has 6 batches of an epoch: windows of 4 and 2."""
+    whole = live_ranks(Training(tmp_path / "whole", model=MODELS["normed"], saved=False), tmp_path / "whole")
+    training = Training(tmp_path / "cut", model=MODELS["normed"])
+    lives = [live_ranks(training, tmp_path / "cut", where) for where in ((rank, moment), None)]
+    for number in range(2):
+        agree(whole[number], [life[number] for life in lives])
