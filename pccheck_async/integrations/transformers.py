@@ -36,8 +36,10 @@ except ImportError as error:
 from pccheck_async.api import SyncCheckpointEngine
 from pccheck_async.engine import Policy, StepReport, unwrapped
 from pccheck_async.format import Restored
+from pccheck_async.integrations.accelerate_loader import AcceleratedLoader
 from pccheck_async.state import RNGState
 from pccheck_async.training import StepContext, TrainingStep
+from pccheck_async.training.data import ResumableLoader
 from pccheck_async.training.policy import EverySteps
 
 __all__ = ["ATTRIBUTES", "METHODS", "PROGRESS", "TESTED", "PCcheckCallback"]
@@ -108,6 +110,7 @@ class PCcheckCallback(TrainerCallback):
 
     engine: SyncCheckpointEngine
     restored: Restored | None = None
+    _context: StepContext | None = None
 
     def __init__(
         self,
@@ -170,9 +173,7 @@ class PCcheckCallback(TrainerCallback):
         if trial is not None:
             raise ValueError("a search for hyperparameters trains many times; attach to a trainer of one training")
         self._progress, self._generators = _Progress(self._trainer), _Generators()
-        self._context: StepContext | None = None
-        self._prepared: Any = None
-        self.restored = None
+        self._context = self._prepared = self.restored = None
         if resume_from_checkpoint is None:
             resume_from_checkpoint = _STORE
         with ExitStack() as self._open:
@@ -207,6 +208,8 @@ class PCcheckCallback(TrainerCallback):
         """Open the engine; the second call returns what the first did."""
         if self._prepared is None:
             trainer = self._trainer
+            if isinstance(train_dataloader, ResumableLoader):
+                train_dataloader = AcceleratedLoader(train_dataloader, trainer.accelerator)
             self._prepared = original(max_steps, train_dataloader, None if resume is _STORE else resume)
             ranks = torch.distributed.is_available() and torch.distributed.is_initialized() and not self._grouped
             settings: dict[str, Any] = {"group": torch.distributed.group.WORLD} if ranks else {}
@@ -268,11 +271,12 @@ class PCcheckCallback(TrainerCallback):
         self._context = self.engine.step(self._state, state.global_step + 1)
         self._this: TrainingStep = self._context.__enter__()
 
-    def on_epoch_end(self, _: Any, state: TrainerState, *__: Any, **___: Any) -> None:
-        """Note the position."""
+    def on_epoch_end(self, _: Any, state: TrainerState, control: Any, **__: Any) -> None:
+        """Note the position; training that stops inside an epoch may go on there with more steps."""
         self._epoch_ended = True
-        self._progress.epoch += 1
-        self._progress.began = state.global_step
+        if not control.should_training_stop or float(state.epoch).is_integer():
+            self._progress.epoch += 1
+            self._progress.began = state.global_step
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any], **_: Any) -> None:
         """Put losses into the checkpoint's metadata, and what the engine did into the log."""
@@ -389,7 +393,7 @@ def _state_of(trainer: Any) -> dict[str, Any]:
             if isinstance(each, torch.nn.Parameter) and not each.requires_grad
         }
         state["model"] = {name: each for name, each in named.items() if name not in frozen}
-        state["frozen"] = {_digest(frozen): len(frozen)}
+        state["frozen"] = {_digest(frozen): torch.tensor(len(frozen))}
     return state
 
 

@@ -26,7 +26,7 @@ from pccheck_async import RNGState
 from pccheck_async.integrations.transformers import PCcheckCallback
 from tests.support.killed_training import Journal
 
-__all__ = ["MODELS", "Told", "Training", "without_times"]
+__all__ = ["MODELS", "Noting", "Training"]
 
 SAMPLES, TOKENS, WORDS = 22, 8, 32
 
