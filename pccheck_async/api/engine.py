@@ -7,6 +7,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from functools import wraps
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar, cast
 
+import torch
+
 from pccheck_async.api.engine_base import EngineBase
 from pccheck_async.engine import EngineLoop, Handoff, PendingCheckpoint, note_closing_failure_on, run
 from pccheck_async.format import CheckpointInfo, Metadata, Restored, which_one
@@ -239,6 +241,7 @@ class CheckpointEngine(EngineBase):
         step: int | None = None,
         name: str | None = None,
         strict: bool = True,
+        dtype: torch.dtype | None = None,
         progress: ReadProgress | None = None,
     ) -> Restored | None:
         """Restore the newest checkpoint into ``state``, in place; every checksum is verified.
@@ -256,6 +259,9 @@ class CheckpointEngine(EngineBase):
                 another shape, dtype or type; an optimizer of other parameters (leave such an object out of ``state``);
                 a module or an entry of ``state`` of which the checkpoint has nothing below its name; a model that
                 only one of them has in a wrapper.
+            dtype: A floating-point dtype: live tensors of this dtype also take stored ones of another floating-point
+                dtype, cast as ``copy_`` does, and so does what an optimizer keeps for parameters of it. (Not where a
+                tensor lies on several ranks in another way than it was saved.) None: another dtype raises.
             progress: Called on the engine's thread with the bytes done and all bytes, after each chunk (from 0 again
                 where a damaged checkpoint is passed over). It must be quick.
 
@@ -278,7 +284,9 @@ class CheckpointEngine(EngineBase):
             CheckpointError: an earlier checkpoint failed and nobody awaited it; nothing was read.
         """
         which = which_one(step, name)
-        restored: Restored | None = await run(self._core, self._core.restore(state, which, progress, strict=strict))
+        restored: Restored | None = await run(
+            self._core, self._core.restore(state, which, progress, strict=strict, dtype=dtype)
+        )
         return restored
 
     @_counted_until_awaited

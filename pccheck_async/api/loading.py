@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -23,6 +23,8 @@ from pccheck_async.transfer.copying import CopyBackend
 
 __all__ = ["list_checkpoints", "load", "load_sync"]
 
+Device: TypeAlias = str | torch.device | Mapping[str, Any] | Callable[[torch.UntypedStorage, str], Any]
+
 
 async def load(
     path: str | os.PathLike[str],
@@ -31,7 +33,7 @@ async def load(
     name: str | None = None,
     rank: int | None = None,
     keys: Sequence[str] | None = None,
-    device: str | torch.device = "cpu",
+    device: Device = "cpu",
     host_memory: int | Auto = "auto",
     io: IO = "auto",
     progress: ReadProgress | None = None,
@@ -48,7 +50,10 @@ async def load(
         keys: Paths of leaves, or of what contains them, as ``pccheck show`` and errors write them, or globs
             (``"model.*"``); only what matches is read. A path may be written without the escapes of dots inside keys
             (:mod:`pccheck_async.state.paths`) if only one leaf is called so.
-        device: Where the tensors go.
+        device: Where the tensors go: a device, or a dict or a function as ``torch.load(map_location=)`` takes them. A
+            checkpoint does not say where tensors were, so all count as tensors of the "cpu": a dict is asked for that
+            key, and a function gets each storage, on the host, with "cpu", and returns the storage to use, or None for
+            the same.
         host_memory: Most staging memory in bytes.
         io: As for :class:`pccheck_async.CheckpointEngine`.
         progress: Called from another thread with the bytes done and all bytes, after each chunk; must be quick.
@@ -81,7 +86,7 @@ def load_sync(
     name: str | None = None,
     rank: int | None = None,
     keys: Sequence[str] | None = None,
-    device: str | torch.device = "cpu",
+    device: Device = "cpu",
     host_memory: int | Auto = "auto",
     io: IO = "auto",
     progress: ReadProgress | None = None,
@@ -124,7 +129,7 @@ async def _load(
     which: Which,
     rank: int | None,
     keys: Sequence[str] | None,
-    device: str | torch.device,
+    device: Device,
     host_memory: int | Auto,
     io: IO,
     progress: ReadProgress | None,
@@ -137,10 +142,10 @@ async def _load(
             advance = reading_progress(progress, sum(chunk.nbytes for chunk in manifest.chunks))
             if isinstance(reader, PartReader):
                 async with aclosing(await reader.merged(entry, file, manifest, pool)) as payload:
-                    loading = allocate(payload.manifest, keys, torch.device(device))
+                    loading = allocate(payload.manifest, keys, device)
                     await payload.fill(loading.targets, advance)
             else:
-                loading = allocate(manifest, keys, torch.device(device))
+                loading = allocate(manifest, keys, device)
                 buffers = pool_for(manifest, pool)
                 await read_payload(opened.medium, backend, buffers, file, manifest, loading.targets, advance=advance)
             state: dict[str, Any] = loading.finish()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn, Self
 
+import torch
+
 from pccheck_async.api.engine_base import EngineBase
 from pccheck_async.engine import EngineLoop, PendingCheckpoint, block_on, note_closing_failure_on
 from pccheck_async.format import CheckpointInfo, Metadata, Restored, which_one
@@ -82,11 +84,14 @@ class SyncCheckpointEngine(EngineBase):
         step: int | None = None,
         name: str | None = None,
         strict: bool = True,
+        dtype: torch.dtype | None = None,
         progress: ReadProgress | None = None,
     ) -> Restored | None:
         """Restore into ``state``, in place (see :meth:`pccheck_async.CheckpointEngine.restore`)."""
         which = which_one(step, name)
-        restored: Restored | None = block_on(self._core, self._core.restore(state, which, progress, strict=strict))
+        restored: Restored | None = block_on(
+            self._core, self._core.restore(state, which, progress, strict=strict, dtype=dtype)
+        )
         return restored
 
     def pin(self, step: int) -> CheckpointInfo:

@@ -564,6 +564,9 @@ def export(
         str | None,
         typer.Option(help="safetensors: write a folder of files of at most this size, such as 5GB, and an index."),
     ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace OUT in one step, where it is an earlier export.")
+    ] = False,
     json: Json = False,
 ) -> Report:
     """Write a checkpoint, or a part of it, as a file or folder that others read without this package.
@@ -575,7 +578,16 @@ def export(
     if most is not None and to != "safetensors":
         raise typer.BadParameter("--max-file-size is for --to safetensors")
     exported = pccheck.export_checkpoint(
-        path, out, to=to, step=step, name=name, rank=rank, keys=keys or None, root=root, max_file_size=most
+        path,
+        out,
+        to=to,
+        step=step,
+        name=name,
+        rank=rank,
+        keys=keys or None,
+        root=root,
+        max_file_size=most,
+        overwrite=overwrite,
     )
     document = {
         "checkpoint": as_json(exported.info),

@@ -21,7 +21,7 @@ from pccheck_async.convert.target import new_folder
 from pccheck_async.errors import CorruptStoreError, UnsupportedStateError
 from pccheck_async.state import below
 
-__all__ = ["TRAINER_STATE", "read", "write"]
+__all__ = ["TRAINER_STATE", "WRITTEN", "read", "write"]
 
 TRAINER_STATE: Final = "trainer_state.json"
 _RNG: Final = "rng_state.pth"
@@ -29,6 +29,8 @@ _FILES: Final = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scal
 """Parts of the state, and the files of ``torch.save`` that hold them."""
 _KNOWN: Final = ("model", *_FILES, "rng", "trainer", "state")
 _BIN: Final = "pytorch_model.bin"
+WRITTEN: Final = (safetensors_file.WHOLE, *_FILES.values(), _RNG, TRAINER_STATE)
+"""What :func:`write` makes."""
 
 
 # -- reading
@@ -134,7 +136,7 @@ def write(selection: Selection, connection: Connection, path: Path) -> None:
                 continue
             chosen = select_part(connection, None, part)
             if part == "model":
-                connection.call(safetensors_file.write(chosen, connection, folder / title))
+                connection.call(safetensors_file.write(chosen, connection, folder / title, {}))
             else:
                 connection.call(torch_file.write(chosen, connection.chunks, folder / title))
             selection.changed += [f"{part}.{line}" for line in chosen.changed]

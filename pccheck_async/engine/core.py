@@ -13,6 +13,8 @@ from dataclasses import asdict, replace
 from types import FrameType
 from typing import Any
 
+import torch
+
 from pccheck_async.engine.assembly import Assembly
 from pccheck_async.engine.capture import Captures
 from pccheck_async.engine.config import EngineConfig
@@ -441,16 +443,21 @@ class EngineCore:
         progress: ReadProgress | None = None,
         *,
         strict: bool = True,
+        dtype: torch.dtype | None = None,
     ) -> Handoff:
         """Restore the newest checkpoint (or the one asked for) into ``state``, falling back where one is damaged."""
         assembly = self.check_alive()
         self.in_flight.raise_untold()
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"dtype is one of torch's floating-point dtypes, such as torch.float32, not {dtype!r}")
         self.training.before_restore()
         while reading := [pending for pending in self.in_flight.checkpoints() if not pending.is_captured]:
             for pending in reading:
                 yield pending.out_of_reach  # what is restored would tear its capture
         self.guard.wait()
-        restored: Restored | None = yield from self._restore(assembly, state, which, progress, strict=strict)
+        restored: Restored | None = yield from self._restore(
+            assembly, state, which, progress, {"strict": strict, "dtype": dtype}
+        )
         if restored is None and which is not None:
             raise NoCheckpointError(f"{self.path} has no checkpoint{in_words(which)}")
         return restored
@@ -461,10 +468,9 @@ class EngineCore:
         state: Mapping[str, Any],
         which: Which,
         progress: ReadProgress | None,
-        *,
-        strict: bool,
+        how: Mapping[str, Any],
     ) -> Handoff:
-        return restore(assembly, state, which, progress, strict=strict)
+        return restore(assembly, state, which, progress, how)
 
     # -- statistics
 

@@ -22,20 +22,21 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pccheck_async.engine.pending import PendingCheckpoint, Promise
 from pccheck_async.errors import TornCaptureError
-from pccheck_async.state import LazyPart, Versions, notify, stop_notifying, storage_address
+from pccheck_async.state import LazyPart, Versions, no_functions, notify, stop_notifying, storage_address
 from pccheck_async.transfer.copying import Fence
 
 __all__ = ["Guard", "Overlapped", "StepHooks", "hooks_of", "unwrapped"]
 
 
 Callback = Callable[[torch.optim.Optimizer], None]
+_Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class StepHooks:
@@ -43,63 +44,76 @@ class StepHooks:
 
     The hooks that call it are never removed: torch goes through its table of hooks meanwhile, and what is taken out of
     that as an engine closes is an error in the step of another thread. Without callbacks they do nothing.
+
+    ``step(closure)`` computes the gradients inside the step. Where the closure comes before any change, so do the calls
+    come after it: forward and backward do not wait for captures. That is so for the optimizers of torch, except for
+    L-BFGS, as long as their closures leave the parameters alone, which the first one shows.
     """
 
     def __init__(self) -> None:
         self.before: tuple[Callback, ...] = ()
-        self.before_change: tuple[Callback, ...] = ()
         self.after: tuple[Callback, ...] = ()
         self._lock = threading.RLock()
 
-    def add(
-        self, *, before: Callback | None = None, before_change: Callback | None = None, after: Callback | None = None
-    ) -> None:
-        """Call ``before`` and ``after`` from now on, and ``before_change`` before a step changes parameters.
-
-        That is where the step begins, but behind the closure where the optimizer is known to call that first: trainers
-        put the forward and backward pass into it.
-        """
+    def add(self, *, before: Callback | None = None, after: Callback | None = None) -> None:
+        """Call ``before`` and ``after`` from now on."""
         with self._lock:
             self.before += () if before is None else (before,)
-            self.before_change += () if before_change is None else (before_change,)
             self.after += () if after is None else (after,)
 
     def remove(self, callback: Callback) -> None:
         """Do not call it any more."""
         with self._lock:
             self.before = tuple(each for each in self.before if each != callback)
-            self.before_change = tuple(each for each in self.before_change if each != callback)
             self.after = tuple(each for each in self.after if each != callback)
 
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """What torch calls first, with the arguments of ``step``; return others where it shall take these."""
-        for callback in self.before:
-            callback(optimizer)
-        closure = kwargs.get("closure") or next(iter(args[1:]), None)  # the first of ``args`` is the optimizer
-        if self.before_change and callable(closure) and _calls_closure_first(type(optimizer)):
+    ) -> _Arguments | None:
+        """What torch calls first; returns the arguments that it goes on with, if they are others."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first one is the optimizer
+        if closure is None or not self.before or not _calls_closure_first(optimizer):
+            self._call_before(optimizer)
+            return None
+        if not _unchanging.get(optimizer, False):
+            self._call_before(optimizer)
 
-            def closure_and_callbacks() -> Any:
-                loss = closure()
-                for callback in self.before_change:
-                    callback(optimizer)
-                return loss
+        def closure_and_calls() -> Any:
+            versions = _versions(optimizer)
+            result = closure()
+            _unchanging[optimizer] = versions == _versions(optimizer)
+            self._call_before(optimizer)
+            return result
 
-            return (optimizer,), {**kwargs, "closure": closure_and_callbacks}
-        for callback in self.before_change:
-            callback(optimizer)
-        return None
+        if len(args) > 1:
+            return (args[0], closure_and_calls, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure_and_calls}
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """What torch calls last."""
         for callback in self.after:
             callback(optimizer)
 
+    def _call_before(self, optimizer: torch.optim.Optimizer) -> None:
+        for callback in self.before:
+            callback(optimizer)
 
-def _calls_closure_first(kind: type[torch.optim.Optimizer]) -> bool:
-    """Whether its step calls the closure before it changes anything: torch's own do; others may not (SAM)."""
-    return str(kind.step.__module__).startswith("torch.optim.")
+
+_unchanging: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+"""Whether the last closure in a step of an optimizer left the parameters as they were."""
+
+
+def _calls_closure_first(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step is one of torch's own that calls its closure once, before it changes anything."""
+    step = type(optimizer).step
+    return step.__module__.startswith("torch.optim.") and step.__qualname__ != "LBFGS.step"
+
+
+def _versions(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Return how often each parameter was changed, as far as torch counts it."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    with no_functions():  # lazy parameters, and classes of users, refuse what they do not know
+        return [0 if parameter.is_inference() else parameter._version for parameter in parameters]
 
 
 _hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepHooks] = weakref.WeakKeyDictionary()
@@ -267,7 +281,7 @@ class Guard:
         if optimizer in self._hooks:
             return
         hooks = hooks_of(optimizer)
-        hooks.add(before_change=self.before_change)
+        hooks.add(before=self.before_step)
         self._attached = [each for each in self._attached if each() is not None] + [weakref.ref(optimizer)]
         self.attached = True
         self._hooks[optimizer] = hooks  # last, for it is how the next call knows whether this one was interrupted
@@ -278,7 +292,7 @@ class Guard:
         pending.compare = capture.compare
         if self._others is None:
             self._others = hooks_of_all()
-            self._others.add(before_change=self.before_any_change)
+            self._others.add(before=self.before_any_step)
             notify(self.before_access)
         with self._lock:
             self._captures = [each for each in self._captures if not each.pending.done()] + [capture]
@@ -330,9 +344,9 @@ class Guard:
     def close(self) -> None:
         """Let go of all optimizers."""
         for hooks in self._hooks.values():
-            hooks.remove(self.before_change)
+            hooks.remove(self.before_step)
         if self._others is not None:
-            self._others.remove(self.before_any_change)
+            self._others.remove(self.before_any_step)
             stop_notifying(self.before_access)
         self._hooks.clear()
         self._captures = []
@@ -347,13 +361,13 @@ class Guard:
             return
         self.hold_up([capture for capture in running if address in capture.storages])
 
-    def before_change(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Hold up a step of an attached optimizer."""
         if os.getpid() == self._pid:
             self.hold_up()
             self._detect(optimizer)
 
-    def before_any_change(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_any_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Look for captures that a step of an optimizer which is not attached tears."""
         if os.getpid() == self._pid and optimizer not in self._hooks:
             for capture in self._captures:

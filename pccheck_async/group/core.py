@@ -180,8 +180,7 @@ class GroupCore(EngineCore):
         state: Mapping[str, Any],
         which: Which,
         progress: ReadProgress | None,
-        *,
-        strict: bool,
+        how: Mapping[str, Any],
     ) -> Handoff:
         """Restore the same checkpoint on every rank, or none and raise the same error on every rank.
 
@@ -204,8 +203,8 @@ class GroupCore(EngineCore):
                         _release(reading, parts)
                         reading = self._reading(assembly, key, progress)
                         parts = None if reading is None else self._parts(assembly, key, reading)
-                        how = {"strict": strict, "generators": run.has_world_of(key)}
-                        outcome, why, mismatch = yield from _match(reading, parts, state, how, begun)
+                        matching = {**how, "generators": run.has_world_of(key)}
+                        outcome, why, mismatch = yield from _match(reading, parts, state, matching, begun)
                         yield run.tell_matched(outcome, why)
                     case FillArrays():
                         assert reading is not None

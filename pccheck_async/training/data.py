@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -97,6 +97,20 @@ def _scramble(numbers: Positions) -> Positions:
     return (numbers ^ (numbers >> np.uint64(31))) >> np.uint64(1)
 
 
+class _Shares(NamedTuple):
+    """How the samples of an epoch are shared out: ``step`` is samples per step of all ranks, ``total`` per epoch."""
+
+    rank: int
+    world_size: int
+    step: int
+    total: int
+
+    def stop(self, position: int) -> int:
+        """Where the step ends that begins at ``position``."""
+        stop = position + self.step
+        return stop if self.total - stop >= self.world_size else self.total
+
+
 class ResumableSampler(Sampler[list[int]]):
     """Batches of indices, every sample once per epoch, resumable at any batch; put it into the app state.
 
@@ -105,8 +119,9 @@ class ResumableSampler(Sampler[list[int]]):
     sample twice. Once an epoch's last batch was delivered the next iteration is the next epoch, whether the one before
     was exhausted or left (``islice(sampler, len(sampler))``). Only a position after the last batch that was loaded
     yields nothing first and ends its epoch: the process that saved it may have died before what its loop does at the
-    end of an epoch. One iterator lives at a time: another one, ``load_state_dict`` and ``set_epoch`` make its ``next``
-    raise RuntimeError, because ending it would look like the end of the epoch.
+    end of an epoch. One iterator lives at a time, from its first ``next`` on, which is when it takes up the position:
+    the first ``next`` of another one, ``load_state_dict`` and ``set_epoch`` make its ``next`` raise RuntimeError,
+    because ending it would look like the end of the epoch.
 
     The order is a function of ``seed`` and epoch. Resuming skips to the position: no batch is replayed, no sample
     looked at.
@@ -127,12 +142,14 @@ class ResumableSampler(Sampler[list[int]]):
             may differ between releases of torch. "keyed": computed batch by batch in constant memory, the same
             everywhere, for billions of samples. False: in order.
         drop_last: Leave out the samples of an epoch that do not fill a step of all ranks.
-        rank: Of this process; taken from ``torch.distributed`` if it is initialised when this is made, else 0.
+        rank: Of this process. None: that in ``torch.distributed`` at first use (``len``, the first ``next``,
+            ``state_dict`` and so on), or 0 where that is not initialised by then.
         world_size: Number of ranks; likewise, else 1.
 
     Raises:
         TypeError: ``data`` is neither a number nor has a length.
         ValueError: The arguments make no sense together, or leave an epoch without a step.
+        RuntimeError: At any use where ``torch.distributed`` has other ranks than at the first use.
     """
 
     def __init__(
@@ -148,7 +165,6 @@ class ResumableSampler(Sampler[list[int]]):
     ) -> None:
         self.size = _size(data)
         self.batch_size, self.seed = operator.index(batch_size), operator.index(seed)
-        self.rank, self.world_size = _ranks(rank, world_size)
         if shuffle not in (True, False, "keyed"):
             raise ValueError(f"shuffle is {shuffle!r}; use True, False or 'keyed'")
         # What only equals a bool, such as 0 or one of numpy's, could not be told from it later, or saved.
@@ -156,17 +172,24 @@ class ResumableSampler(Sampler[list[int]]):
         self.drop_last = bool(drop_last)
         if self.batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; it is at least 1")
-        self._step = self.batch_size * self.world_size
-        self._total = self.size - self.size % self._step if drop_last else self.size
-        if self._total < self.world_size or self._total == 0:
-            raise ValueError(
-                f"{self.size} samples are no step for {self.world_size} ranks with batch_size={batch_size} and "
-                f"drop_last={drop_last}; use more data, fewer ranks or smaller batches"
-            )
+        given = _given(rank, world_size)
+        self._follows = given is None  # torch.distributed
+        shares = self._divide(*(given or _distributed() or (0, 1)))  # whatever can be refused now is
+        self._resolved = shares if given else None
         self._order = Order(self.size, self.seed, self.shuffle)
         self._epoch = self._position = 0
         self._delivered = False  # the last batch of this epoch, by this process
         self._iterators = 0
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+        return self._shares().rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._shares().world_size
 
     @property
     def epoch(self) -> int:
@@ -178,10 +201,16 @@ class ResumableSampler(Sampler[list[int]]):
         """Samples of the epoch that were delivered, over all ranks."""
         return self._position
 
+    @property
+    def at_end(self) -> bool:
+        """Whether the last batch of the epoch was delivered; true while the loop works on that batch."""
+        return self._position == self._shares().total
+
     def __len__(self) -> int:
         """Steps in a whole epoch, the same on every rank."""
-        full, rest = divmod(self._total, self._step)
-        return max(full + (rest >= self.world_size), 1)
+        shares = self._shares()
+        full, rest = divmod(shares.total, shares.step)
+        return max(full + (rest >= shares.world_size), 1)
 
     def __iter__(self) -> Iterator[list[int]]:
         return self.deliver(self.rest)
@@ -214,11 +243,12 @@ class ResumableSampler(Sampler[list[int]]):
             known = {name: state_dict[name] for name in _SAME}
         except (KeyError, TypeError) as error:
             raise ValueError(f"this is not the state of a ResumableSampler or ResumableLoader: {error!r}") from error
+        shares = self._shares()
         now = {name: getattr(self, name) for name in _SAME}
         differing = [f"{name}={saved!r} (now {now[name]!r})" for name, saved in known.items() if saved != now[name]]
-        if batch_size * world_size != self._step:
+        if batch_size * world_size != shares.step:
             differing.append(
-                f"batch_size={batch_size} on {world_size} ranks (now {self.batch_size} on {self.world_size}; "
+                f"batch_size={batch_size} on {world_size} ranks (now {self.batch_size} on {shares.world_size}; "
                 f"the product must stay {batch_size * world_size})"
             )
         if differing:
@@ -226,52 +256,67 @@ class ResumableSampler(Sampler[list[int]]):
                 f"the data position was saved with {', '.join(differing)}: resume with the same data and arguments, or "
                 "leave the sampler out of the state to start an epoch anew"
             )
-        if epoch < 0 or not (position == self._total or (0 <= position < self._total and position % self._step == 0)):
-            raise ValueError(f"epoch {epoch}, position {position} is not the start of a step of {self._step} samples")
-        if 0 < self._total - position < self.world_size:
+        total = shares.total
+        if epoch < 0 or not (position == total or (0 <= position < total and position % shares.step == 0)):
+            raise ValueError(f"epoch {epoch}, position {position} is not the start of a step of {shares.step} samples")
+        if 0 < total - position < shares.world_size:
             raise ValueError(
-                f"the epoch has {self._total - position} samples left, fewer than the {self.world_size} ranks; "
+                f"the epoch has {total - position} samples left, fewer than the {shares.world_size} ranks; "
                 f"resume on {world_size} ranks, or from another checkpoint"
             )
         self._move(epoch, position)
 
     def rest(self) -> Iterator[list[int]]:
         """Yield what this rank still has to get of the epoch, without moving on (for loaders that fetch ahead)."""
-        epoch, position = self._epoch, self._position
-        while position < self._total:
-            stop = self._stop(position)
-            share, extra = divmod(stop - position, self.world_size)
-            start = position + self.rank * share + min(self.rank, extra)
-            yield self._order.indices(epoch, start, start + share + (self.rank < extra))
+        shares, epoch, position = self._shares(), self._epoch, self._position
+        while position < shares.total:
+            stop = shares.stop(position)
+            share, extra = divmod(stop - position, shares.world_size)
+            start = position + shares.rank * share + min(shares.rank, extra)
+            yield self._order.indices(epoch, start, start + share + (shares.rank < extra))
             position = stop
 
     def deliver(self, batches: Callable[[], Iterable[T]]) -> Iterator[T]:
         """Hand out one batch per batch of :meth:`rest`, moving on with each (for loaders built on this sampler)."""
+        # All of it happens at the first next: an iterator that only was made follows set_epoch and load_state_dict.
         if self._delivered:
             self._move(self._epoch + 1, 0)
         self._iterators += 1
-        return self._deliver(self._iterators, batches)
-
-    def _deliver(self, iterator: int, batches: Callable[[], Iterable[T]]) -> Iterator[T]:
-        self._check(iterator)
+        iterator = self._iterators
         for batch in batches():
-            self._position = self._stop(self._position)
-            self._delivered = self._position == self._total
+            shares = self._shares()
+            self._position = shares.stop(self._position)
+            self._delivered = self._position == shares.total
             yield batch
-            self._check(iterator)
+            if iterator != self._iterators:
+                raise RuntimeError(
+                    "this iterator has ended: another one was started since, or load_state_dict or set_epoch moved the "
+                    "position; start a new for loop"
+                )
         self._move(self._epoch + 1, 0)
 
-    def _check(self, iterator: int) -> None:
-        if iterator != self._iterators:
+    def _shares(self) -> _Shares:
+        """Return how the ranks share the samples, decided at the first call. Raises RuntimeError if that changed."""
+        now = _distributed() if self._follows else None
+        if self._resolved is None:
+            self._resolved = self._divide(*(now or (0, 1)))
+        elif now is not None and now != self._resolved[:2]:
             raise RuntimeError(
-                "this iterator has ended: another one was started since, or load_state_dict or set_epoch moved the "
-                "position; start a new for loop"
+                f"the data was shared out for rank {self._resolved.rank} of {self._resolved.world_size} at its first "
+                f"use, and torch.distributed now says rank {now[0]} of {now[1]}: use it (len, iteration, state_dict) "
+                "only after init_process_group, or give rank= and world_size="
             )
+        return self._resolved
 
-    def _stop(self, position: int) -> int:
-        """Where the step ends that begins at ``position``."""
-        stop = position + self._step
-        return stop if self._total - stop >= self.world_size else self._total
+    def _divide(self, rank: int, world_size: int) -> _Shares:
+        step = self.batch_size * world_size
+        total = self.size - self.size % step if self.drop_last else self.size
+        if total < world_size or total == 0:
+            raise ValueError(
+                f"{self.size} samples are no step for {world_size} ranks with batch_size={self.batch_size} and "
+                f"drop_last={self.drop_last}; use more data, fewer ranks or smaller batches"
+            )
+        return _Shares(rank, world_size, step, total)
 
     def _move(self, epoch: int, position: int) -> None:
         self._epoch, self._position, self._delivered = epoch, position, False
@@ -286,15 +331,20 @@ def _size(data: int | Sized | Dataset[Any]) -> int:
     raise TypeError(f"a {type(data).__qualname__} has no length; give its class a __len__, or give the number")
 
 
-def _ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
+def _given(rank: int | None, world_size: int | None) -> tuple[int, int] | None:
     if (rank is None) != (world_size is None):
         raise ValueError("give both rank and world_size, or neither")
     if rank is None or world_size is None:
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if distributed else (0, 1)
+        return None
     if not 0 <= rank < world_size:
         raise ValueError(f"rank is {rank} of world_size {world_size}; ranks count from 0")
     return operator.index(rank), operator.index(world_size)
+
+
+def _distributed() -> tuple[int, int] | None:
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
 class ResumableLoader:
@@ -380,6 +430,16 @@ class ResumableLoader:
     def epoch(self) -> int:
         """The epoch underway, from 0; it ends when an iterator is exhausted."""
         return self.sampler.epoch
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per batch and rank."""
+        return self.sampler.batch_size
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the last batch of the epoch was delivered; true while the loop works on that batch."""
+        return self.sampler.at_end
 
     def __len__(self) -> int:
         """Steps in a whole epoch, the same on every rank."""

@@ -115,6 +115,14 @@ class Held:
         self.optimizer.zero_grad()
         self.model(torch.randn(16, 96)).square().mean().backward()
 
+    def capture_again(self, step: int) -> None:
+        """Be in the middle of the capture of that step; the one before is over."""
+        self.io.medium.hold("write")
+        self.want = snapshot(self.state)
+        self.pending = self.engine.checkpoint(self.state, step=step, overlap=True)
+        self.io.medium.wait_stuck()
+        assert not self.pending.is_captured
+
     def release_when_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> list[PendingCheckpoint]:
         """Let the device move again when somebody waits for the capture, and not before; return who was waited for."""
         wait, waited = PendingCheckpoint.wait_out_of_reach, list[PendingCheckpoint]()
@@ -167,6 +175,160 @@ def test_a_step_of_an_attached_optimizer_waits_for_the_capture(tmp_path: Path, m
     assert equal(saved(tmp_path), it.want)
 
 
+def closure_of(it: Held, log: list[Any], change: bool = False) -> Callable[[], torch.Tensor]:
+    """Forward and backward, noting whether the capture is over by then; ``change`` moves the weights a little."""
+
+    def closure() -> torch.Tensor:
+        log.append(it.pending.is_captured)
+        if change:
+            with torch.no_grad():
+                it.model.first.weight.add_(1e-3)
+        it.compute()
+        return torch.ones(())
+
+    return closure
+
+
+@pytest.mark.parametrize("how", ["position", "keyword"])
+@pytest.mark.parametrize("others", [0, 1])
+def test_the_closure_of_a_step_runs_beside_the_capture(
+    tmp_path: Path, how: str, others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with held(tmp_path / "store") as it, SyncCheckpointEngine(tmp_path / "other") as other:
+        if others:
+            other.attach(it.optimizer)
+            other.checkpoint(it.state, step=1, overlap=True).result()
+        it.io.medium.release()
+        it.pending.result()
+        log: list[Any] = []
+        step: Any = it.optimizer.step
+        for number in (2, 3):
+            it.capture_again(number)
+            waited = it.release_when_waited_for(monkeypatch)
+            closure = closure_of(it, log)
+            assert (step(closure) if how == "position" else step(closure=closure)) == 1
+            assert it.pending in waited
+            assert it.pending.is_captured
+            it.pending.result()
+            assert equal(saved(tmp_path / "store"), it.want)
+        assert log == [True, False]  # what the first closure does is not known before
+
+
+def test_a_closure_that_changes_parameters_tears_one_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It left them alone before. From then on its steps wait before it, and captures are whole again."""
+    with held(tmp_path) as it:
+        it.io.medium.release()
+        it.pending.result()
+        log: list[Any] = []
+        it.optimizer.step(closure_of(it, log))
+        for number, torn in ((2, True), (3, False)):
+            it.capture_again(number)
+            it.release_when_waited_for(monkeypatch)
+            it.optimizer.step(closure_of(it, log, change=True))
+            with pytest.raises(TornCaptureError, match=r"model\.first\\?\.weight") if torn else nullcontext():
+                it.pending.result()
+        assert log == [True, False, True]
+    assert equal(saved(tmp_path), it.want)
+    assert [info.step for info in list_checkpoints(tmp_path)] == [3]
+
+
+def test_a_closure_that_raises_leaves_the_capture_to_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> float:
+        raise ZeroDivisionError
+
+    with held(tmp_path) as it:
+        it.io.medium.release()
+        it.pending.result()
+        it.optimizer.step(closure_of(it, []))
+        it.capture_again(2)
+        with pytest.raises(ZeroDivisionError):
+            it.optimizer.step(fail)
+        assert not it.pending.is_captured
+        it.release_when_waited_for(monkeypatch)
+        it.optimizer.step()
+        it.pending.result()
+    assert equal(saved(tmp_path), it.want)
+
+
+class Ascent(torch.optim.SGD):
+    """Climbs before it descends, as sharpness-aware minimisation does."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.add_(1e-3)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, Ascent])
+def test_steps_that_change_parameters_before_a_closure_wait_before_them(
+    tmp_path: Path, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with held(tmp_path) as it:
+        it.io.medium.release()
+        it.pending.result()
+        optimizer = kind([parameter for parameter in it.model.parameters() if parameter.requires_grad], lr=0.1)
+        it.engine.attach(optimizer)
+        log: list[Any] = []
+        optimizer.step(closure_of(it, log))
+        it.capture_again(2)
+        it.release_when_waited_for(monkeypatch)
+        optimizer.step(closure_of(it, log))
+        it.pending.result()
+        assert all(log)
+    assert equal(saved(tmp_path), it.want)
+
+
+KINDS = [
+    each
+    for each in vars(torch.optim).values()
+    if isinstance(each, type) and issubclass(each, torch.optim.Optimizer) and each is not torch.optim.Optimizer
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_optimizers_of_torch_call_their_closure_before_any_change(kind: Any) -> None:
+    """What the guard relies on; L-BFGS alone does not."""
+    weight = nn.Parameter(torch.ones(4, 4))
+    optimizer = kind([weight])
+    then: list[Any] = []
+
+    def closure() -> float:
+        then.append(weight.detach().clone())
+        weight.grad = torch.ones(4, 4)
+        if kind is torch.optim.SparseAdam:
+            weight.grad = weight.grad.to_sparse()
+        return 1.0
+
+    before = weight.detach().clone()
+    optimizer.step(closure)
+    assert not torch.equal(weight, before)
+    assert (len(then) == 1) == (kind is not torch.optim.LBFGS)
+    assert torch.equal(then[0], before)
+
+
+def test_a_closure_of_an_optimizer_that_is_not_attached_is_judged_after_it(tmp_path: Path) -> None:
+    """The capture may end while the gradients are computed; then the step changes what it likes."""
+    with held(tmp_path) as it:
+        it.io.medium.release()
+        it.pending.result()
+        other = torch.optim.SGD([it.model.second.weight], lr=1.0)
+        other.step(lambda: 0.0)
+        it.capture_again(2)
+
+        def closure() -> float:
+            it.compute()
+            it.io.medium.release()
+            it.engine.wait_captured()
+            return 0.0
+
+        other.step(closure)
+        it.pending.result()
+    assert equal(saved(tmp_path), it.want)
+
+
 @pytest.mark.parametrize("kind", ["for-loop", "foreach", "fused"])
 def test_without_the_guard_a_step_is_found_out(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flags: Any = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}[kind]
@@ -198,92 +360,6 @@ def test_a_step_of_an_optimizer_that_is_not_attached_is_found_out(tmp_path: Path
         with pytest.raises(TornCaptureError, match=r"model\.second\\\.weight"):
             it.pending.result()
     assert list_checkpoints(tmp_path) == []
-
-
-class StepsBeforeItsClosure(torch.optim.SGD):
-    """Changes parameters before it calls the closure, as SAM does."""
-
-    def step(self, closure: Any = None) -> Any:
-        with torch.no_grad():
-            for parameter in self.param_groups[0]["params"]:
-                parameter.add_(1)
-        return super().step(closure)
-
-
-@pytest.mark.parametrize("as_keyword", [True, False])
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS, StepsBeforeItsClosure])
-def test_a_closure_runs_beside_the_capture_where_parameters_change_behind_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[torch.optim.Optimizer], as_keyword: bool
-) -> None:
-    with held(tmp_path) as it:
-        optimizer = kind(it.model.parameters(), lr=0.1)  # type: ignore[call-arg]
-        it.engine.attach(optimizer)
-        it.release_when_waited_for(monkeypatch)
-        captured: list[bool] = []
-
-        def closure() -> float:
-            captured.append(it.pending.is_captured)
-            it.compute()
-            return 0.0
-
-        optimizer.step(closure=closure) if as_keyword else optimizer.step(closure)
-        assert captured[0] == (kind is StepsBeforeItsClosure)
-        assert it.pending.is_captured
-        assert not equal(it.want, snapshot(it.state))
-        it.pending.result()
-    assert equal(saved(tmp_path), it.want)
-
-
-def test_a_closure_that_fails_steps_nothing_and_waits_for_nothing(tmp_path: Path) -> None:
-    def closure() -> float:
-        raise ArithmeticError
-
-    with held(tmp_path) as it:
-        with pytest.raises(ArithmeticError):
-            it.optimizer.step(closure)
-        assert not it.pending.is_captured
-        it.io.medium.release()
-        it.pending.result()
-    assert equal(saved(tmp_path), it.want)
-
-
-def test_a_closure_that_changes_parameters_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def closure() -> float:
-        with torch.no_grad():
-            it.model.first.weight.add_(1)
-        return 0.0
-
-    with held(tmp_path) as it:
-        it.release_when_waited_for(monkeypatch)
-        it.optimizer.step(closure)
-        with pytest.raises(TornCaptureError, match=r"model\.first\\\.weight"):
-            it.pending.result()
-
-
-OPTIMIZERS = [
-    kind
-    for kind in vars(torch.optim).values()
-    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
-]
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_optimizers_of_torch_call_the_closure_before_they_change_parameters(kind: type[torch.optim.Optimizer]) -> None:
-    parameter = nn.Parameter(torch.ones(4, 4))
-    optimizer = kind([parameter], lr=0.1)  # type: ignore[call-arg]
-    seen: list[int] = []
-
-    def closure() -> torch.Tensor:
-        seen.append(parameter._version)
-        optimizer.zero_grad()
-        gradient = torch.ones(4, 4)
-        parameter.grad = gradient.to_sparse() if kind is torch.optim.SparseAdam else gradient
-        return torch.tensor(1.0)
-
-    before = parameter._version
-    optimizer.step(closure)  # type: ignore[arg-type]
-    assert seen[0] == before
-    assert parameter._version > before
 
 
 def test_an_optimizer_of_other_parameters_may_step_meanwhile(tmp_path: Path) -> None:

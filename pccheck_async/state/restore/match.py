@@ -34,7 +34,15 @@ from pccheck_async.state.ambient import apart, refuse_tracing
 from pccheck_async.state.boxes import FlatShard, box_views, is_sharded
 from pccheck_async.state.leaves import Array
 from pccheck_async.state.restore import objects
-from pccheck_async.state.restore.arrays import Allocation, Filling, Targets, describe, difference, memory_trouble
+from pccheck_async.state.restore.arrays import (
+    Allocation,
+    Filling,
+    Targets,
+    describe,
+    difference,
+    memory_trouble,
+    place_of,
+)
 from pccheck_async.state.restore.reshard import Wanted
 from pccheck_async.state.restore.tree import (
     count,
@@ -76,13 +84,13 @@ class Restoration:
     resharded: tuple[Wanted, ...] = ()  # what ``targets`` do not fill: it has to be there before ``finish``
 
 
-def allocate(manifest: Manifest, keys: Sequence[str] | None = None, device: str | torch.device = "cpu") -> Restoration:
+def allocate(manifest: Manifest, keys: Sequence[str] | None = None, device: Any = "cpu") -> Restoration:
     """Prepare a restore into new memory; its ``finish`` returns a nested dict, with a dict in place of each Stateful.
 
     Args:
         manifest: What is stored.
         keys: Paths or globs of the leaves and subtrees to load; None for all. Only their bytes are read.
-        device: Where tensors are in the end; numpy arrays stay on the host.
+        device: Where tensors are in the end (see :func:`place_of`); numpy arrays stay on the host.
 
     Raises:
         StateMismatchError: One of ``keys`` selects nothing.
@@ -90,13 +98,12 @@ def allocate(manifest: Manifest, keys: Sequence[str] | None = None, device: str 
         CorruptStoreError: The skeleton describes no value.
         RuntimeError: There is no such device; raised by torch.
     """
-    torch.empty(0, device=device)  # raises here, or the checkpoint would be blamed when arrays cannot be made there
+    place = place_of(device)
     skeleton = manifest.skeleton if keys is None else select(manifest.skeleton, keys)
     refuse_boxes(skeleton)
     allocation = Allocation(manifest, sorted(arrays(skeleton)))
-    where = torch.device(device)
     return Restoration(
-        Targets(allocation.targets()), lambda: rebuild(skeleton, lambda index: allocation.array(index, where))
+        Targets(allocation.targets()), lambda: rebuild(skeleton, lambda index: allocation.array(index, place))
     )
 
 
@@ -106,6 +113,7 @@ def match(
     by_address: Callable[[], bool] = lambda: False,
     *,
     strict: bool = True,
+    dtype: torch.dtype | None = None,
     generators: bool = True,
     added: Collection[str] = (),
 ) -> Restoration:
@@ -121,9 +129,10 @@ def match(
 
     Optimizers need no state yet; their parameters are identified by the names that were saved, else by their numbers.
     Any other Stateful gets its own tensors where dtype and shape are equal, and new ones elsewhere. What ``strict``
-    means, and how modules compare, is said at :meth:`CheckpointEngine.restore`. ``by_address`` is asked when there is a
-    CUDA tensor: whether the copy backend can write to its address. Without ``generators`` every :class:`RNGState` stays
-    as it is: what was saved is another rank's. Paths that :func:`merge_parts` ``added`` need not be in the state.
+    and ``dtype`` mean, and how modules compare, is said at :meth:`CheckpointEngine.restore`. ``by_address`` is asked
+    when there is a CUDA tensor: whether the copy backend can write to its address. Without ``generators`` every
+    :class:`RNGState` stays as it is: what was saved is another rank's. Paths that :func:`merge_parts` ``added`` need
+    not be in the state.
 
     Raises:
         UnsupportedStateError: ``state`` is not a mapping with strings for keys, or has the ``state_dict()`` of a live
@@ -134,7 +143,7 @@ def match(
     refuse_tracing("restore")
     check_outermost(state)
     refuse_filling(state)
-    return _Matching(state, manifest, by_address, strict, generators, added).restoration()
+    return _Matching(state, manifest, by_address, strict, dtype, generators, added).restoration()
 
 
 class _Matching:
@@ -146,6 +155,7 @@ class _Matching:
         manifest: Manifest,
         by_address: Callable[[], bool],
         strict: bool,
+        dtype: torch.dtype | None,
         generators: bool,
         added: Collection[str],
     ) -> None:
@@ -154,6 +164,7 @@ class _Matching:
         self._skeleton = manifest.skeleton
         self._tensors = manifest.tensors
         self._strict = strict
+        self._dtype = dtype
         self._restores_generators = generators
         self._added = added
         self._names = cache(lambda: objects.names_in(state))
@@ -294,7 +305,7 @@ class _Matching:
             if strict:
                 self._differs(live, node, path)
             return
-        trouble = difference(self._tensors[node.index], live)
+        trouble = difference(self._tensors[node.index], live, self._dtype)
         if not trouble:
             with apart():
                 self._filling.add(path, node.index, live, strict=strict)
@@ -320,7 +331,7 @@ class _Matching:
         if isinstance(node, ShardedNode) and [(box.offsets, box.sizes) for box, _ in views] == [
             (offsets, entry.shape) for offsets, entry in zip(node.offsets, stored, strict=True)
         ]:
-            troubles = (difference(entry, view) for entry, (_, view) in zip(stored, views, strict=True))
+            troubles = (difference(entry, view, self._dtype) for entry, (_, view) in zip(stored, views, strict=True))
             if trouble := next(filter(None, troubles), ""):
                 self._mismatched.append(f"{path} ({trouble})")
                 return
@@ -347,7 +358,7 @@ class _Matching:
             return tuple(live.shape) == node.shape and dtypes.TORCH_NAMES.get(live.dtype) == node.dtype
         if is_sharded(live):
             return isinstance(node, ArrayNode) and tuple(live.shape) == self._tensors[node.index].shape
-        return isinstance(node, ArrayNode) and not difference(self._tensors[node.index], live)
+        return isinstance(node, ArrayNode) and not difference(self._tensors[node.index], live, self._dtype)
 
     def _plain(self, live: Any, node: Node, path: str, replace: _Replace | None) -> None:
         self._matched += 1
@@ -393,7 +404,7 @@ class _Matching:
                 load = partial(_load_into, live, own)
         elif isinstance(live, torch.optim.Optimizer):
             child = self._optimizer(live, child, path)
-            load = partial(objects.load, live)
+            load = partial(objects.load, live, dtype=self._dtype)
             self._matched += 1
         elif isinstance(live, RNGState) and not self._restores_generators:
             self._matched += 1

@@ -1,0 +1,144 @@
+"""A ResumableLoader in loops of Accelerate and in Hugging Face's Trainer, which know loaders of torch only.
+
+``prepare`` takes torch's DataLoader apart: it shares the batches out among the ranks, and fetches one ahead of the loop
+to know the last one. A ResumableLoader does the first itself and knows the last one without the second, which would
+make its position wrong. So it is not passed through ``prepare``, but wrapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderStateMixin
+from accelerate.state import GradientState
+from accelerate.utils import send_to_device
+from torch.utils.data import Dataset
+
+from pccheck_async.training.data import ResumableLoader
+
+__all__ = ["AcceleratedLoader"]
+
+
+class AcceleratedLoader(DataLoaderStateMixin):
+    """A :class:`~pccheck_async.ResumableLoader` with what ``prepare`` gives others; the loader goes into the state.
+
+    Batches come on the accelerator's device, and ``accelerator.accumulate`` sees the end of the data: the last,
+    partial window of an epoch makes its step. No sample is repeated to even out the ranks, so ``gather_for_metrics``
+    drops none.
+
+    A loader whose position was restored continues there by itself. ``skip_first_batches(loader, n)``, which the Trainer
+    of Hugging Face calls, goes to the ``n``-th batch of the epoch without loading one before it; it changes nothing
+    where the restored position is that one.
+
+    Args:
+        loader: Not passed through ``prepare``.
+        accelerator: Whose device the batches go to.
+    """
+
+    prefetch_factor = None  # of the DataLoader that skip_first_batches makes
+
+    def __init__(self, loader: ResumableLoader, accelerator: Accelerator) -> None:
+        self.loader = loader
+        self.device = accelerator.device if accelerator.device_placement else None
+        self.gradient_state = GradientState()
+        self.batch_sampler = _Numbers(loader)
+        self.dataset = _Numbered(self)
+        self.generator = torch.Generator("cpu")  # else that DataLoader draws from the global one
+        self._non_blocking = bool(accelerator.non_blocking)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per batch and rank."""
+        return self.loader.batch_size
+
+    @property
+    def sampler(self) -> Any:
+        """The loader's own, for those who call its ``set_epoch``."""
+        return self.loader.sampler
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.begin()
+        self.remainder = 0
+        try:
+            for batch in self.loader:
+                self.end_of_dataloader = self.loader.at_end
+                yield batch if self.device is None else send_to_device(batch, self.device, self._non_blocking)
+        finally:
+            self.end()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of ``epoch``, unless it is underway already: then its position stays."""
+        self.loader.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position (see :meth:`~pccheck_async.ResumableSampler.state_dict`)."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
+        """Go to a saved position (see :meth:`~pccheck_async.ResumableSampler.load_state_dict`)."""
+        self.loader.load_state_dict(state_dict)
+
+    @staticmethod
+    def collate_fn(batch: Any) -> Any:
+        """Return the batch as it is."""
+        return batch
+
+    def continue_at(self, number: int) -> Iterator[Any]:
+        """Return an iterator over the batches of the epoch from that one on.
+
+        Raises:
+            ValueError: A part of the epoch was delivered already, and it ends elsewhere.
+        """
+        state = self.loader.state_dict()
+        step = state["batch_size"] * state["world_size"]
+        if state["position"] not in (0, number * step):
+            raise ValueError(
+                f"skip_first_batches would continue at batch {number} of epoch {state['epoch']}, and the position of "
+                f"the loader is at {state['position']} of its samples, {step} per step: skip what was trained on, "
+                "or nothing where the position was restored"
+            )
+        self.loader.load_state_dict(state | {"position": number * step})
+        return iter(self)
+
+
+class _Numbers:
+    """Batch numbers of an epoch: what skip_first_batches takes for the batch sampler, and skips in."""
+
+    def __init__(self, loader: ResumableLoader) -> None:
+        self._loader = loader
+        self.batches: Iterator[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[int]:
+        self.batches = None
+        yield from range(len(self))
+        if self.batches is not None:
+            next(self.batches, None)  # the epoch ends
+
+    def set_epoch(self, epoch: int) -> None:
+        """Of the loader."""
+        self._loader.set_epoch(epoch)
+
+
+class _Numbered(Dataset[Any]):
+    """Whole batches by number: what skip_first_batches takes for the dataset. Its length is that of the dataset."""
+
+    def __init__(self, prepared: AcceleratedLoader) -> None:
+        self._prepared = prepared
+
+    def __len__(self) -> int:
+        return self._prepared.loader.sampler.size
+
+    def __getitems__(self, number: int) -> Any:
+        numbers = self._prepared.batch_sampler
+        if numbers.batches is None:
+            numbers.batches = self._prepared.continue_at(number)
+        return next(numbers.batches)
