@@ -34,7 +34,10 @@ def is_checkpoint(held: object) -> bool:
 
 
 def to_state(held: Any, file: Path) -> tuple[dict[str, Any], int, tuple[str, ...]]:
-    """Return the state that a file held, its step, and what is missing in it."""
+    """Return the state that a file held, its step, and what is missing in it.
+
+    Steps count from 0, as those of the callback: after ``global_step`` of them the last one is that less one.
+    """
     if not is_checkpoint(held):
         raise UnsupportedStateError(f"{file} is no checkpoint of Lightning: it has no state_dict and {_VERSION}")
     if type(step := held.get("global_step")) is not int or not 0 <= step < 1 << 63:
@@ -42,7 +45,7 @@ def to_state(held: Any, file: Path) -> tuple[dict[str, Any], int, tuple[str, ...
     state = {part: held[name] for part, name in _NAMES.items() if name in held}
     others = {name: value for name, value in held.items() if name not in _NAMES.values()}
     missing = [f"{part} (the file has no {name})" for part, name in _NAMES.items() if name not in held]
-    return state | {"others": others}, step, (*missing, "rng (a file of Lightning holds none)")
+    return state | {"others": others}, max(0, step - 1), (*missing, "rng (a file of Lightning holds none)")
 
 
 def to_file(selection: Selection) -> Selection:

@@ -260,7 +260,8 @@ class PCcheckCallback(TrainerCallback):
         progress = self._progress
         if self._generators.saved is not None:
             if self._skips:
-                RNGState().load_state_dict(progress.generators)
+                if progress.generators:  # a folder of the Trainer's that was imported has none
+                    RNGState().load_state_dict(progress.generators)
             else:
                 self._generators.put_back()
         progress.generators = RNGState().state_dict()

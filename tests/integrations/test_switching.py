@@ -15,11 +15,13 @@ import torch
 
 from pccheck_async import (
     CorruptStoreError,
+    ResumableLoader,
     RNGState,
     SyncCheckpointEngine,
     UnsupportedStateError,
     export_checkpoint,
     import_checkpoint,
+    list_checkpoints,
     load_sync,
 )
 from tests.support.killed_training import bits
@@ -31,6 +33,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
     pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval"),
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
 ]
 
@@ -202,13 +205,23 @@ def module() -> Any:
     lightning = pytest.importorskip("lightning.pytorch")
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self, width: int = 8) -> None:
+        """Draws from generators that a file of Lightning does not hold; ``seeded`` by the step in every batch."""
+
+        def __init__(self, width: int = 8, seeded: bool = True) -> None:
             super().__init__()
             self.save_hyperparameters()
-            self.net = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.BatchNorm1d(width))
+            torch.manual_seed(0)
+            self.net = torch.nn.Sequential(
+                torch.nn.Linear(4, width), torch.nn.BatchNorm1d(width), torch.nn.Dropout(0.5), torch.nn.Linear(width, 1)
+            )
+            self.losses: dict[int, float] = {}
 
         def training_step(self, batch: Any, _: int) -> Any:
-            return self.net(batch[0]).square().mean()
+            if self.hparams["seeded"]:
+                torch.manual_seed(self.global_step)
+            loss = self.net(batch[0]).square().mean()
+            self.losses[self.global_step] = loss.item()
+            return loss
 
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
@@ -217,22 +230,58 @@ def module() -> Any:
     return Module
 
 
+def fit(model: Any, *callbacks: Any, ckpt_path: Path | None = None, positioned: bool = False) -> str:
+    """Train four epochs of five steps; return what they end with. ``positioned``: the loader has a ``state_dict``."""
+    lightning = pytest.importorskip("lightning.pytorch")
+    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    own = any(isinstance(each, lightning.callbacks.ModelCheckpoint) for each in callbacks)
+    data = torch.utils.data.TensorDataset(torch.randn(20, 4, generator=torch.Generator().manual_seed(1)))
+    loader = ResumableLoader(data, batch_size=4) if positioned else torch.utils.data.DataLoader(data, 4)
+    fitting = lightning.Trainer(max_epochs=4, callbacks=[*callbacks], enable_checkpointing=own, **options)
+    fitting.fit(model, loader, ckpt_path=ckpt_path)
+    schedulers = [config.scheduler.state_dict() for config in fitting.lr_scheduler_configs]
+    return bits([model.state_dict(), *(each.state_dict() for each in fitting.optimizers), *schedulers])
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    lightning = pytest.importorskip("lightning.pytorch")
+    """Of two runs: one at the third step, inside an epoch, with a loader that has positions; one at epochs' ends."""
+    saver = pytest.importorskip("lightning.pytorch").callbacks.ModelCheckpoint
     folder = tmp_path_factory.mktemp("lightning")
-    torch.manual_seed(0)
-    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(20, 4)), 4)
-    saver = lightning.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
-    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    lightning.Trainer(max_epochs=2, callbacks=[saver], **options).fit(module()(), data)
+    every = {"save_top_k": -1, "filename": "{step}"}
+    fit(module()(), saver(folder / "inside", every_n_train_steps=3, **every), positioned=True)
+    fit(module()(), saver(folder / "ends", every_n_epochs=1, **every))
     return folder
 
 
+@pytest.mark.parametrize(
+    ("file", "positioned", "last"),
+    [
+        ("inside/step=3.ckpt", True, 6),  # the seventh step, inside the second epoch
+        ("ends/step=5.ckpt", False, 9),  # inside an epoch Lightning itself begins such a loader anew
+    ],
+)
+def test_a_run_of_lightning_changes_over_and_back(
+    checkpoints: Path, tmp_path: Path, file: str, positioned: bool, last: int
+) -> None:
+    adapter = pytest.importorskip("pccheck_async.integrations.lightning", exc_type=ImportError)
+    whole, ours, theirs = module()(), module()(), module()()
+    end = fit(whole, positioned=positioned)
+    info = import_checkpoint(checkpoints / file, tmp_path / "s")
+    callback = adapter.PCcheckCallback(tmp_path / "s", interval=1, keep_last=20)
+    assert fit(ours, callback, positioned=positioned) == end
+    assert callback.restored == info
+    assert [*ours.losses.items()] == [*whole.losses.items()][info.step + 1 :]
+    assert [each.step for each in list_checkpoints(tmp_path / "s")] == [*range(19, info.step - 1, -1)]
+    export_checkpoint(tmp_path / "s", tmp_path / "back.ckpt", to="lightning", step=last)
+    assert fit(theirs, ckpt_path=tmp_path / "back.ckpt", positioned=positioned) == end
+    assert [*theirs.losses.items()] == [*whole.losses.items()][last + 1 :]
+
+
 def test_a_file_of_lightning_and_back(checkpoints: Path, tmp_path: Path) -> None:
-    file = checkpoints / "step=3.ckpt"
+    file = checkpoints / "inside" / "step=3.ckpt"
     info = import_checkpoint(file, tmp_path / "s")
-    assert (info.source, info.step) == ("lightning", 3)
+    assert (info.source, info.step) == ("lightning", 2)
     assert info.missing == ("rng (a file of Lightning holds none)",)
     held, state = torch.load(file, weights_only=True), load_sync(tmp_path / "s")
     assert bits(state["model"]) == bits(held["state_dict"])
@@ -246,7 +295,7 @@ def test_a_file_of_lightning_and_back(checkpoints: Path, tmp_path: Path) -> None
 
 
 def test_what_is_wrong_with_a_file_of_lightning_is_said(checkpoints: Path, tmp_path: Path) -> None:
-    file = checkpoints / "step=3.ckpt"
+    file = checkpoints / "inside" / "step=3.ckpt"
     data, held = file.read_bytes(), torch.load(file, weights_only=True)
     wrong: list[tuple[bytes | dict[str, Any], type[Exception], str]] = [
         (data[:-900], CorruptStoreError, "wrong.ckpt is no whole file of torch.save"),
