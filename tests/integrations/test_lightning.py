@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 pl = pytest.importorskip("lightning.pytorch")
 
-from torch.utils.data import DataLoader  # noqa: E402
 
-from pccheck_async import ResumableLoader, StateMismatchError, UnsupportedStateError, list_checkpoints  # noqa: E402
-from pccheck_async.integrations.lightning import PCcheckCallback, PCcheckIO, callback  # noqa: E402
-from tests.support.killed_training import agree, bits, live  # noqa: E402
-from tests.support.lightning_run import Model, Samples, make_trainer, train  # noqa: E402
+from pccheck_async import list_checkpoints  # noqa: E402
+from tests.support.killed_training import agree, live  # noqa: E402
+from tests.support.lightning_run import train  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -51,7 +47,9 @@ def killed_at(moments: list[str], tmp_path: Path, kind: str, workers: int) -> No
             assert "train 0" not in lives[1].keys
 
 
-@pytest.mark.parametrize("moment", ["train 2", "train 11", "captured 1", "validation 11 0", "epoch ends 0", "epoch starts 1"])
+@pytest.mark.parametrize(
+    "moment", ["train 2", "train 11", "captured 1", "validation 11 0", "epoch ends 0", "epoch starts 1"]
+)
 def test_it_goes_on_with_the_same_bits(tmp_path: Path, moment: str) -> None:
     killed_at([moment], tmp_path, "resumable", 0)
 

@@ -328,7 +328,7 @@ def test_without_transformers_one_line_says_what_to_install() -> None:
 
 @pytest.mark.slow
 def test_a_signal_saves_the_step_underway(tmp_path: Path) -> None:
-    class Preempted(TrainerCallback):  # type: ignore[misc]
+    class Preempted(TrainerCallback):
         def __init__(self, callback: PCcheckCallback) -> None:
             self.callback = callback
 
@@ -351,7 +351,7 @@ def test_a_signal_saves_the_step_underway(tmp_path: Path) -> None:
 def test_logs_have_what_the_engine_did_and_results_have_not(tmp_path: Path) -> None:
     logs: list[dict[str, Any]] = []
 
-    class Listening(TrainerCallback):  # type: ignore[misc]
+    class Listening(TrainerCallback):
         def on_log(self, *_: Any, **named: Any) -> None:
             logs.append(named["logs"])
 

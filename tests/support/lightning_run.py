@@ -43,7 +43,7 @@ class EpochSampler(RandomSampler):
         self.generator = torch.Generator().manual_seed(epoch)
 
 
-class Model(pl.LightningModule):  # type: ignore[misc]
+class Model(pl.LightningModule):
     """Dropout, BatchNorm, a scheduler of each kind, and hooks of its own that change what is saved."""
 
     def __init__(self, journal: Journal | None = None, width: int = 8) -> None:
@@ -85,7 +85,7 @@ class Model(pl.LightningModule):  # type: ignore[misc]
         self.counted = checkpoint["counted"]
 
 
-class Moments(Callback):  # type: ignore[misc]
+class Moments(Callback):
     """Reaches what happens around epochs, and what happens in a save."""
 
     def __init__(self, journal: Journal, saver: PCcheckCallback) -> None:
@@ -116,7 +116,9 @@ def loader_of(kind: str, workers: int) -> Any:
     if kind == "resumable":
         return ResumableLoader(samples, batch_size=4, seed=5, num_workers=workers)
     sampler = EpochSampler(samples, generator=torch.Generator())
-    return DataLoader(samples, 4, sampler=sampler, num_workers=workers, multiprocessing_context="fork" if workers else None)
+    return DataLoader(
+        samples, 4, sampler=sampler, num_workers=workers, multiprocessing_context="fork" if workers else None
+    )
 
 
 def train(folder: Path, kind: str = "resumable", workers: int = 0, **options: Any) -> Callable[[Journal], None]:
