@@ -44,8 +44,8 @@ from pccheck_async.training.policy import EverySteps
 
 __all__ = ["ATTRIBUTES", "METHODS", "PROGRESS", "TESTED", "PCcheckCallback"]
 
-TESTED: Final = ("5.20", "5.24")
-"""The first and the last version of transformers with these methods that were tested."""
+TESTED: Final = ("5.24", "5.24")
+"""The first and the last version of transformers that were tested."""
 
 METHODS: Final = {
     "_inner_training_loop": ("batch_size", "args", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
