@@ -212,7 +212,8 @@ class PCcheckCallback(TrainerCallback):  # type: ignore[misc]
                 train_dataloader = AcceleratedLoader(train_dataloader, trainer.accelerator)
             self._prepared = original(max_steps, train_dataloader, None if resume is _STORE else resume)
             ranks = torch.distributed.is_available() and torch.distributed.is_initialized() and not self._grouped
-            engine = self._make_engine(**{"group": torch.distributed.group.WORLD} if ranks else {})
+            more: dict[str, Any] = {"group": torch.distributed.group.WORLD} if ranks else {}
+            engine = self._make_engine(**more)
             self.engine = self._open.enter_context(engine)
             self.engine.attach(trainer.optimizer)
             self._state = _state_of(trainer) | {"rng": self._generators, "trainer": self._progress}
@@ -360,7 +361,7 @@ class _Progress:
         """Return the epochs that are done, and the updates of the one underway."""
         step = self._trainer.state.global_step
         if self._saved is None or "began" not in self._saved:  # imported from a folder of the Trainer's
-            return divmod(step, per_epoch)
+            return int(step // per_epoch), int(step % per_epoch)
         return int(self._saved["epoch"]), int(step - self._saved["began"])
 
     def finish(self) -> None:
