@@ -36,8 +36,8 @@ PRIVATE: Final = {
 }  # fmt: skip
 """What is used of Lightning beyond its documentation, and of ``call`` and ``fabric`` what is imported above.
 
-No hook is called where a batch has ended: after a callback's ``on_train_batch_end`` and ``on_validation_end`` follow the
-module's own hooks and the schedulers that go by a metric. ``on_advance_end`` of the two loops is the last that happens.
+No hook is called where a batch has ended: after a callback's ``on_train_batch_end`` and ``on_validation_end`` follow
+the module's own hooks and the schedulers that go by a metric. ``on_advance_end`` of the two loops comes last.
 """
 
 
@@ -107,9 +107,9 @@ class PCcheckCallback(Callback):
         """Go to the position in the data, and restore the generators: setting up the data has drawn from them."""
         if self._rng is None:
             return
-        if trainer.ckpt_path:
+        if trainer.ckpt_path and self.restored is not None:
             raise ValueError(
-                f"fit(ckpt_path={trainer.ckpt_path!r}), and {self._folder} holds step {self.engine.latest}: leave "
+                f"fit(ckpt_path={trainer.ckpt_path!r}), and {self._folder} holds step {self.restored.step}: leave "
                 "ckpt_path out to resume, or give PCcheckCallback an empty folder"
             )
         loop = trainer.fit_loop
@@ -272,7 +272,7 @@ def _restore(engine: SyncCheckpointEngine, state: dict[str, Any]) -> Restored | 
 
 
 def _replicated(model: Any) -> list[str]:
-    """Return the paths of what is alike on all ranks. The state has the module, not its wrapper, so as to fit one rank."""
+    """Return the paths of what all ranks have alike: the state has the module, not its wrapper, to fit one rank, too."""
     if not isinstance(model, DistributedDataParallel) or model.parameters_to_ignore:
         return []
     names = (paths.escape(name) for name, _ in model.module.named_parameters(remove_duplicate=False))

@@ -37,6 +37,7 @@ class PCcheckIO(TorchCheckpointIO):  # type: ignore[misc]
         self._settings = {"max_in_flight": 1, **settings}
         self._thread: ThreadPoolExecutor | None = None
         self._waiting: deque[Future[None]] = deque()
+        self._unfinished: set[Path] = set()
         self._error: Exception | None = None  # of a save; nothing is removed until it was raised
 
     def save_checkpoint(
@@ -51,7 +52,7 @@ class PCcheckIO(TorchCheckpointIO):  # type: ignore[misc]
         if storage_options is not None:
             raise TypeError("PCcheckIO has no storage options")
         place = Path(path).absolute()
-        self._wait(0 if os.path.lexists(place) else _MOST - 1)
+        self._wait(0 if place in self._unfinished or os.path.lexists(place) else _MOST - 1)
         place.parent.mkdir(parents=True, exist_ok=True)
         in_place = (place / "store.json").is_file() and not place.is_symlink()  # its commit replaces what it holds
         store = place if in_place else place.with_name(f".{place.name}.saving")
@@ -63,6 +64,7 @@ class PCcheckIO(TorchCheckpointIO):  # type: ignore[misc]
         except BaseException:
             engine.close()
             raise
+        self._unfinished.add(place)
         self._then(partial(_finish, engine, pending, store, place))
 
     def load_checkpoint(
@@ -103,6 +105,8 @@ class PCcheckIO(TorchCheckpointIO):  # type: ignore[misc]
     def _wait(self, most: int) -> None:
         while len(self._waiting) > most:
             self._waiting.popleft().result()
+        if not self._waiting:
+            self._unfinished.clear()
         error, self._error = self._error, None
         if error is not None:
             raise error
