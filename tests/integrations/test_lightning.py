@@ -27,6 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
     pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step"),
+    pytest.mark.filterwarnings("ignore:Saving a checkpoint .*:UserWarning"),
 ]
 
 MOMENTS = (
@@ -257,3 +258,17 @@ def test_a_save_that_fails_is_told_and_removes_nothing(tmp_path: Path) -> None:
     io.remove_checkpoint(tmp_path / "a.ckpt")
     io.teardown()
     assert not (tmp_path / "a.ckpt").exists()
+
+
+def test_links_and_removal(tmp_path: Path) -> None:
+    io = PCcheckIO()
+    io.save_checkpoint({"weight": torch.ones(3)}, tmp_path / "a.ckpt")
+    (tmp_path / "last.ckpt").symlink_to("a.ckpt")
+    assert io.load_checkpoint(tmp_path / "last.ckpt")["weight"].sum() == 3
+    io.save_checkpoint({"weight": torch.zeros(3)}, tmp_path / "last.ckpt")  # replaces the link, not what it names
+    assert io.load_checkpoint(tmp_path / "a.ckpt")["weight"].sum() == 3
+    assert io.load_checkpoint(tmp_path / "last.ckpt")["weight"].sum() == 0
+    (tmp_path / "link.ckpt").symlink_to("a.ckpt")
+    io.remove_checkpoint(tmp_path / "link.ckpt")
+    io.teardown()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.ckpt", "last.ckpt"]

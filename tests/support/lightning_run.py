@@ -71,7 +71,7 @@ class Model(pl.LightningModule):  # type: ignore[misc]
 
     def validation_step(self, batch: torch.Tensor, index: int) -> None:
         loss = self.net(batch).square().mean() + torch.rand(())
-        self.log("validation", loss)
+        self.log("validation", loss, sync_dist=True)
         self._note(f"validation {self.trainer.fit_loop.total_batch_idx} {index}", loss)
 
     def configure_optimizers(self) -> Any:

@@ -15,6 +15,7 @@ from lightning.pytorch.trainer import call
 from torch.nn.parallel import DistributedDataParallel
 
 from pccheck_async.api import SyncCheckpointEngine
+from pccheck_async.engine import note_closing_failure_on
 from pccheck_async.errors import StateMismatchError
 from pccheck_async.format import Restored
 from pccheck_async.state import RNGState, paths
@@ -167,12 +168,11 @@ class PCcheckCallback(Callback):
             for name in ("on_advance_end", "on_run_start"):
                 vars(loop).pop(name, None)
         assert engine is not None
-        try:
+        with note_closing_failure_on(error), ExitStack() as closing:
+            closing.callback(engine.close, None if error is None else self._settings.get("exit_timeout", 60.0))
             if error is not None:
                 self._step.__exit__(type(error), error, error.__traceback__)
-            self._step = ExitStack()
-        finally:
-            engine.__exit__(type(error) if error else None, error, None)
+        self._step = ExitStack()
 
 
 class _Loops:
@@ -272,7 +272,7 @@ def _restore(engine: SyncCheckpointEngine, state: dict[str, Any]) -> Restored | 
 
 
 def _replicated(model: Any) -> list[str]:
-    """Return the paths of what all ranks have alike: the state has the module, not its wrapper, to fit one rank, too."""
+    """Return the paths of what ranks have alike. The state has the module, not its wrapper, to fit one rank, too."""
     if not isinstance(model, DistributedDataParallel) or model.parameters_to_ignore:
         return []
     names = (paths.escape(name) for name, _ in model.module.named_parameters(remove_duplicate=False))

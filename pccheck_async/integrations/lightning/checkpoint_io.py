@@ -79,16 +79,11 @@ class PCcheckIO(TorchCheckpointIO):  # type: ignore[misc]
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove what is at a path, once the saves before have become durable."""
-        self._then(partial(super().remove_checkpoint, path), removes=True)
+        self._then(partial(os.unlink if os.path.islink(path) else super().remove_checkpoint, path), removes=True)
 
     def teardown(self) -> None:
         """Wait until everything is durable; raises the failure of a save."""
-        try:
-            self._wait(0)
-        finally:
-            if self._thread is not None:
-                self._thread.shutdown()
-                self._thread = None
+        self._wait(0)
 
     def _then(self, work: Callable[[], None], *, removes: bool = False) -> None:
         self._thread = self._thread or ThreadPoolExecutor(1, "pccheck-lightning")
@@ -105,8 +100,10 @@ class PCcheckIO(TorchCheckpointIO):  # type: ignore[misc]
     def _wait(self, most: int) -> None:
         while len(self._waiting) > most:
             self._waiting.popleft().result()
-        if not self._waiting:
+        if not self._waiting and self._thread is not None:
             self._unfinished.clear()
+            self._thread.shutdown()
+            self._thread = None
         error, self._error = self._error, None
         if error is not None:
             raise error
