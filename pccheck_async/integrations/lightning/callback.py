@@ -15,6 +15,7 @@ from lightning.pytorch.trainer import call
 from torch.nn.parallel import DistributedDataParallel
 
 from pccheck_async.api import SyncCheckpointEngine
+from pccheck_async.engine import note_closing_failure_on
 from pccheck_async.errors import StateMismatchError
 from pccheck_async.format import Restored
 from pccheck_async.state import RNGState, paths
@@ -37,8 +38,7 @@ PRIVATE: Final = {
 """What is used of Lightning beyond its documentation, and of ``call`` and ``fabric`` what is imported above.
 
 No hook is called where a batch has ended: after a callback's ``on_train_batch_end`` and ``on_validation_end`` follow
-the module's own hooks and the schedulers that go by a metric. ``on_advance_end`` of the two loops is the last that
-happens.
+the module's own hooks and the schedulers that go by a metric. ``on_advance_end`` of the two loops comes last.
 """
 
 
@@ -108,8 +108,7 @@ class PCcheckCallback(Callback):
         """Go to the position in the data, and restore the generators: setting up the data has drawn from them."""
         if self._rng is None:
             return
-        if trainer.ckpt_path:
-            assert self.restored is not None
+        if trainer.ckpt_path and self.restored is not None:
             raise ValueError(
                 f"fit(ckpt_path={trainer.ckpt_path!r}), and {self._folder} holds step {self.restored.step}: leave "
                 "ckpt_path out to resume, or give PCcheckCallback an empty folder"
@@ -169,12 +168,11 @@ class PCcheckCallback(Callback):
             for name in ("on_advance_end", "on_run_start"):
                 vars(loop).pop(name, None)
         assert engine is not None
-        try:
+        with note_closing_failure_on(error), ExitStack() as closing:
+            closing.callback(engine.close, None if error is None else self._settings.get("exit_timeout", 60.0))
             if error is not None:
                 self._step.__exit__(type(error), error, error.__traceback__)
-            self._step = ExitStack()
-        finally:
-            engine.__exit__(type(error) if error else None, error, None)
+        self._step = ExitStack()
 
 
 class _Loops:
@@ -194,8 +192,7 @@ class _Callbacks:
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
-        states: dict[str, Any] = call._call_callbacks_state_dict(self._trainer)
-        return states
+        return call._call_callbacks_state_dict(self._trainer)
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         call._call_callbacks_load_state_dict(self._trainer, {"callbacks": state})
@@ -275,7 +272,7 @@ def _restore(engine: SyncCheckpointEngine, state: dict[str, Any]) -> Restored | 
 
 
 def _replicated(model: Any) -> list[str]:
-    """Return the paths of what is alike on all ranks: the state has the module, and not its wrapper."""
+    """Return the paths of what ranks have alike. The state has the module, not its wrapper, to fit one rank, too."""
     if not isinstance(model, DistributedDataParallel) or model.parameters_to_ignore:
         return []
     names = (paths.escape(name) for name, _ in model.module.named_parameters(remove_duplicate=False))

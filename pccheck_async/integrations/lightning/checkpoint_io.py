@@ -37,6 +37,7 @@ class PCcheckIO(TorchCheckpointIO):
         self._settings = {"max_in_flight": 1, **settings}
         self._thread: ThreadPoolExecutor | None = None
         self._waiting: deque[Future[None]] = deque()
+        self._unfinished: set[Path] = set()
         self._error: Exception | None = None  # of a save; nothing is removed until it was raised
 
     def save_checkpoint(
@@ -51,7 +52,7 @@ class PCcheckIO(TorchCheckpointIO):
         if storage_options is not None:
             raise TypeError("PCcheckIO has no storage options")
         place = Path(path).absolute()
-        self._wait(0 if os.path.lexists(place) else _MOST - 1)
+        self._wait(0 if place in self._unfinished or os.path.lexists(place) else _MOST - 1)
         place.parent.mkdir(parents=True, exist_ok=True)
         in_place = (place / "store.json").is_file() and not place.is_symlink()  # its commit replaces what it holds
         store = place if in_place else place.with_name(f".{place.name}.saving")
@@ -63,6 +64,7 @@ class PCcheckIO(TorchCheckpointIO):
         except BaseException:
             engine.close()
             raise
+        self._unfinished.add(place)
         self._then(partial(_finish, engine, pending, store, place))
 
     def load_checkpoint(
@@ -77,16 +79,11 @@ class PCcheckIO(TorchCheckpointIO):
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove what is at a path, once the saves before have become durable."""
-        self._then(partial(super().remove_checkpoint, path), removes=True)
+        self._then(partial(os.unlink if os.path.islink(path) else super().remove_checkpoint, path), removes=True)
 
     def teardown(self) -> None:
         """Wait until everything is durable; raises the failure of a save."""
-        try:
-            self._wait(0)
-        finally:
-            if self._thread is not None:
-                self._thread.shutdown()
-                self._thread = None
+        self._wait(0)
 
     def _then(self, work: Callable[[], None], *, removes: bool = False) -> None:
         self._thread = self._thread or ThreadPoolExecutor(1, "pccheck-lightning")
@@ -103,6 +100,10 @@ class PCcheckIO(TorchCheckpointIO):
     def _wait(self, most: int) -> None:
         while len(self._waiting) > most:
             self._waiting.popleft().result()
+        if not self._waiting and self._thread is not None:
+            self._unfinished.clear()
+            self._thread.shutdown()
+            self._thread = None
         error, self._error = self._error, None
         if error is not None:
             raise error
