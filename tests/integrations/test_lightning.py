@@ -141,7 +141,7 @@ def test_more_epochs_and_steps(tmp_path: Path) -> None:
     whole = fit(PCcheckCallback(tmp_path / "whole"), max_epochs=3)
     for number, options in enumerate([{"max_epochs": 1}, {"max_steps": 7}, {"max_epochs": 2}, {"max_epochs": 3}]):
         saver = PCcheckCallback(tmp_path / "parts", keep_last=9)
-        part = fit(saver, **{"max_epochs": 3} | options)
+        part = fit(saver, **{"max_epochs": 3} | options)  # type: ignore[arg-type]
         assert (saver.restored is None) == (number == 0)
     assert steps(tmp_path / "parts") == [14, 9, 6, 4]
     assert bits(part.lightning_module.state_dict()) == bits(whole.lightning_module.state_dict())
@@ -156,8 +156,8 @@ def test_fit_twice_with_a_validation_between(tmp_path: Path) -> None:
     generators = torch.get_rng_state()
     trainer.validate(model, loader, verbose=False)
     torch.set_rng_state(generators)
-    loader = ResumableLoader(Samples(20, random=True), batch_size=4)
-    trainer.fit(model, loader, DataLoader(Samples(8, random=False), 4))
+    again = ResumableLoader(Samples(20, random=True), batch_size=4)
+    trainer.fit(model, again, DataLoader(Samples(8, random=False), 4))
     assert trainer.global_step == whole.global_step == 10
     assert steps(tmp_path / "twice") == [9]
 
@@ -193,7 +193,7 @@ def test_wrong_and_idle_uses(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ZeroDivisionError()])
 def test_errors_close_the_store(tmp_path: Path, error: BaseException) -> None:
-    class Fails(pl.Callback):  # type: ignore[misc, name-defined]
+    class Fails(pl.Callback):  # type: ignore[name-defined]
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step == 3:
                 raise error

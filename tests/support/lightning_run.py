@@ -50,7 +50,7 @@ class EpochSampler(RandomSampler):
         self.generator = torch.Generator().manual_seed(epoch)
 
 
-class Model(pl.LightningModule):  # type: ignore[misc]
+class Model(pl.LightningModule):
     """Dropout, BatchNorm, a scheduler of each kind, and hooks of its own that change what is saved."""
 
     def __init__(self, journal: Journal | None = None, width: int = 8) -> None:
@@ -99,7 +99,7 @@ class ShardedModel(Model):
         fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
 
-class Ranks(ClusterEnvironment):  # type: ignore[misc]
+class Ranks(ClusterEnvironment):
     """Two processes that are there already."""
 
     main_address, main_port, creates_processes_externally = "localhost", 0, True
@@ -128,7 +128,7 @@ class Ranks(ClusterEnvironment):  # type: ignore[misc]
         return 0
 
 
-class Moments(Callback):  # type: ignore[misc]
+class Moments(Callback):
     """Reaches what happens around epochs, and what happens in a save."""
 
     def __init__(self, journal: Journal, saver: PCcheckCallback) -> None:

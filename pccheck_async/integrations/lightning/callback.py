@@ -192,7 +192,8 @@ class _Callbacks:
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
-        return call._call_callbacks_state_dict(self._trainer)
+        states: dict[str, Any] = call._call_callbacks_state_dict(self._trainer)
+        return states
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         call._call_callbacks_load_state_dict(self._trainer, {"callbacks": state})
