@@ -9,8 +9,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging
-from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import distributed as dist
 from torch import nn
@@ -50,7 +50,7 @@ class EpochSampler(RandomSampler):
         self.generator = torch.Generator().manual_seed(epoch)
 
 
-class Model(pl.LightningModule):  # type: ignore[misc]
+class Model(pl.LightningModule):
     """Dropout, BatchNorm, a scheduler of each kind, and hooks of its own that change what is saved."""
 
     def __init__(self, journal: Journal | None = None, width: int = 8) -> None:
@@ -96,10 +96,11 @@ class ShardedModel(Model):
     """The same under FSDP2."""
 
     def configure_model(self) -> None:
-        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+        mesh: Any = self.device_mesh
+        fully_shard(self.net, mesh=mesh["data_parallel"])
 
 
-class Ranks(ClusterEnvironment):  # type: ignore[misc]
+class Ranks(ClusterEnvironment):
     """Two processes that are there already."""
 
     main_address, main_port, creates_processes_externally = "localhost", 0, True
@@ -128,7 +129,7 @@ class Ranks(ClusterEnvironment):  # type: ignore[misc]
         return 0
 
 
-class Moments(Callback):  # type: ignore[misc]
+class Moments(Callback):
     """Reaches what happens around epochs, and what happens in a save."""
 
     def __init__(self, journal: Journal, saver: PCcheckCallback) -> None:
