@@ -9,8 +9,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging
-from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import distributed as dist
 from torch import nn
@@ -96,7 +96,8 @@ class ShardedModel(Model):
     """The same under FSDP2."""
 
     def configure_model(self) -> None:
-        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+        mesh: Any = self.device_mesh
+        fully_shard(self.net, mesh=mesh["data_parallel"])
 
 
 class Ranks(ClusterEnvironment):

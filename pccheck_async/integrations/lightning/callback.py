@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch.distributed as dist
 from lightning import __version__
 from lightning.fabric.utilities.data import _set_sampler_epoch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.trainer import call
 from torch.nn.parallel import DistributedDataParallel
 
@@ -83,7 +83,7 @@ class PCcheckCallback(Callback):
         self._step = ExitStack()
         self._this: TrainingStep | None = None
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Open the store, and restore everything but the generators."""
         if trainer.fast_dev_run:
             return
@@ -104,7 +104,7 @@ class PCcheckCallback(Callback):
         _then(loop.epoch_loop, "on_advance_end", lambda: self._end_batch(trainer))
         _then(loop, "on_advance_end", lambda: self._end_step(trainer))
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Go to the position in the data, and restore the generators: setting up the data has drawn from them."""
         if self._rng is None:
             return
@@ -125,19 +125,19 @@ class PCcheckCallback(Callback):
         RNGState().load_state_dict(self._rng)
         self._rng = None
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin a step, unless one with gradient accumulation goes on."""
         if self.engine is not None and self._this is None:
             progress = trainer.fit_loop.epoch_loop.batch_progress
             step = trainer.global_step if pl_module.automatic_optimization else progress.total.ready - 1
             self._this = self._step.enter_context(self.engine.step(self._state, step))
 
-    def _end_batch(self, trainer: Trainer) -> None:
+    def _end_batch(self, trainer: Any) -> None:
         loop = trainer.fit_loop.epoch_loop
         if not loop._should_accumulate() and not loop._num_ready_batches_reached():
             self._end_step(trainer)
 
-    def _end_step(self, trainer: Trainer) -> None:
+    def _end_step(self, trainer: Any) -> None:
         """End the step, after a batch or, for the last batch of an epoch, after all that ends the epoch."""
         if self.engine is None or self._this is None:
             return
@@ -152,17 +152,17 @@ class PCcheckCallback(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(self.engine.scalars(), step=trainer.global_step)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
         """Finish what is being saved, and close."""
         if self.engine is not None:
             self._close(trainer, exception)
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Wait until everything is durable, and close."""
         if self.engine is not None:
             self._close(trainer, None)
 
-    def _close(self, trainer: Trainer, error: BaseException | None) -> None:
+    def _close(self, trainer: Any, error: BaseException | None) -> None:
         engine, self.engine, self._this = self.engine, None, None
         for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop):
             for name in ("on_advance_end", "on_run_start"):
@@ -176,7 +176,7 @@ class PCcheckCallback(Callback):
 
 
 class _Loops:
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
@@ -188,7 +188,7 @@ class _Loops:
 
 
 class _Callbacks:
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
@@ -202,7 +202,7 @@ class _Callbacks:
 class _Others:
     """What a file of Lightning has beside the parts that have names: plugins, the datamodule, what hooks add."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.metrics: dict[str, Any] = {}
 
@@ -250,7 +250,7 @@ class _Others:
 _INSTEAD, _METRICS, _CURRENT = "pccheck_state_dict", "pccheck_metrics", "pccheck_current"
 
 
-def _state(trainer: Trainer) -> dict[str, Any]:
+def _state(trainer: Any) -> dict[str, Any]:
     """Return the state by the names that converted files of Lightning have, too."""
     return {
         "model": trainer.lightning_module,
@@ -280,7 +280,7 @@ def _replicated(model: Any) -> list[str]:
     return [*(paths.child("model", name) for name in names), "optimizers.*.state.*"]
 
 
-def _ends(trainer: Trainer) -> bool:
+def _ends(trainer: Any) -> bool:
     loop = trainer.fit_loop
     ended: bool = (
         trainer.should_stop

@@ -41,7 +41,7 @@ class PCcheckIO(TorchCheckpointIO):
         self._error: Exception | None = None  # of a save; nothing is removed until it was raised
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
         """Capture a checkpoint; it gets its path when it is durable.
 
@@ -68,7 +68,7 @@ class PCcheckIO(TorchCheckpointIO):
         self._then(partial(_finish, engine, pending, store, place))
 
     def load_checkpoint(
-        self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
+        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Return what was saved at a path: a folder of this class, or a file of ``torch.save``."""
         self._wait(0)
@@ -77,7 +77,7 @@ class PCcheckIO(TorchCheckpointIO):
             return loaded
         return load_sync(path, device=map_location if isinstance(map_location, str | torch.device) else "cpu")
 
-    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+    def remove_checkpoint(self, path: str | Path) -> None:
         """Remove what is at a path, once the saves before have become durable."""
         self._then(partial(os.unlink if os.path.islink(path) else super().remove_checkpoint, path), removes=True)
 
