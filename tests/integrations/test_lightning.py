@@ -260,6 +260,18 @@ def test_a_save_that_fails_is_told_and_removes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "a.ckpt").exists()
 
 
+def test_what_only_pickle_holds_and_where_tensors_go(tmp_path: Path) -> None:
+    saved = {"state_dict": {"weight": torch.ones(3)}, "hyper_parameters": {"activation": torch.nn.functional.relu}}
+    io = PCcheckIO(allow_pickle=True)
+    io.save_checkpoint(saved, tmp_path / "a.ckpt")
+    found = io.load_checkpoint(tmp_path / "a.ckpt", map_location={"cpu": "meta"})
+    assert found["hyper_parameters"]["activation"] is torch.nn.functional.relu
+    assert found["state_dict"]["weight"].device.type == "meta"
+    with pytest.raises(UnsupportedStateError, match="allow_pickle"):
+        PCcheckIO().load_checkpoint(tmp_path / "a.ckpt")
+    assert len([*(tmp_path / "a.ckpt").glob("slot-*")]) == 1
+
+
 def test_links_and_removal(tmp_path: Path) -> None:
     io = PCcheckIO()
     io.save_checkpoint({"weight": torch.ones(3)}, tmp_path / "a.ckpt")

@@ -11,11 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from pccheck_async.api import SyncCheckpointEngine, load_sync
 from pccheck_async.engine import PendingCheckpoint
+from pccheck_async.integrations.free_slots import remove_free_slots
+from pccheck_async.medium.folder import sync
 
 __all__ = ["PCcheckIO"]
 
@@ -30,7 +31,8 @@ class PCcheckIO(TorchCheckpointIO):
     failed. The failure is raised by the next save, load or at the end.
 
     Args:
-        settings: Of :class:`pccheck_async.SyncCheckpointEngine`, such as ``host_memory``.
+        settings: Of :class:`pccheck_async.SyncCheckpointEngine`, such as ``allow_pickle=True`` for hyperparameters that
+            only pickle can hold.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -40,9 +42,7 @@ class PCcheckIO(TorchCheckpointIO):
         self._unfinished: set[Path] = set()
         self._error: Exception | None = None  # of a save; nothing is removed until it was raised
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Capture a checkpoint; it gets its path when it is durable.
 
         Raises:
@@ -75,7 +75,8 @@ class PCcheckIO(TorchCheckpointIO):
         if not os.path.isdir(path):
             loaded: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)
             return loaded
-        return load_sync(path, device=map_location if isinstance(map_location, str | torch.device) else "cpu")
+        where = "cpu" if map_location is None else map_location
+        return load_sync(path, device=where, allow_pickle=self._settings.get("allow_pickle", False))
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove what is at a path, once the saves before have become durable."""
@@ -115,6 +116,7 @@ def _finish(engine: SyncCheckpointEngine, pending: PendingCheckpoint, store: Pat
         pending.result()
     finally:
         engine.close()
+        remove_free_slots(store)
     if store == place:
         return
     old = place.with_name(f".{place.name}.replaced")
@@ -122,8 +124,4 @@ def _finish(engine: SyncCheckpointEngine, pending: PendingCheckpoint, store: Pat
         os.replace(place, old)
     os.rename(store, place)
     old.unlink(missing_ok=True)
-    folder = os.open(place.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # else the path might be gone after a power failure, and a removal before it not
-    finally:
-        os.close(folder)
+    sync(place.parent)  # else the path might be gone after a power failure, and a removal before it not
