@@ -59,8 +59,13 @@ def test_it_goes_on_with_the_same_bits(tmp_path: Path, moment: str) -> None:
     killed_at([moment], tmp_path, "resumable", 0)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_that_draws_its_order_goes_on_with_the_same_bits(tmp_path: Path, workers: int) -> None:
+    killed_at(["train 11"], tmp_path, "shuffled", workers)
+
+
 @pytest.mark.campaign
-@pytest.mark.parametrize("kind", ["resumable", "plain"])
+@pytest.mark.parametrize("kind", ["resumable", "plain", "shuffled"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_it_goes_on_wherever_it_was_killed(tmp_path: Path, kind: str, workers: int) -> None:
     killed_at([*MOMENTS], tmp_path, kind, workers)

@@ -156,9 +156,13 @@ def make_trainer(folder: Path, *callbacks: Callback, **options: Any) -> Any:
 
 
 def loader_of(kind: str, workers: int) -> Any:
-    samples = Samples(22, random=kind == "resumable")
+    samples = Samples(22, random=kind != "plain")
     if kind == "resumable":
         return ResumableLoader(samples, batch_size=4, seed=5, num_workers=workers)
+    if kind == "shuffled":
+        return DataLoader(
+            samples, 4, shuffle=True, num_workers=workers, multiprocessing_context="fork" if workers else None
+        )
     sampler = EpochSampler(samples, generator=torch.Generator().manual_seed(0))
     return DataLoader(
         samples, 4, sampler=sampler, num_workers=workers, multiprocessing_context="fork" if workers else None

@@ -26,11 +26,11 @@ __all__ = ["PRIVATE", "PCcheckCallback"]
 PRIVATE: Final = {
     "Trainer.fit_loop": (
         "on_advance_end", "on_iteration_done", "epoch_progress", "epoch_loop", "state_dict", "load_state_dict",
-        "_combined_loader", "_data_fetcher",
+        "_combined_loader", "_data_fetcher", "_load_combined_loader_states", "is_resuming",
     ),
     "Trainer.fit_loop.epoch_loop": (
         "on_advance_end", "on_run_start", "on_iteration_done", "batch_progress", "val_loop", "_should_accumulate",
-        "_num_ready_batches_reached",
+        "_num_ready_batches_reached", "_on_before_fetch", "restarting",
     ),
     "Trainer._checkpoint_connector": ("_get_loops_state_dict",),
     "Trainer._logger_connector": ("_callback_metrics",),
@@ -101,8 +101,12 @@ class PCcheckCallback(Callback):
             self._rng = RNGState().state_dict() if self.restored else None
             self._began = True
         loop = trainer.fit_loop
-        _then(loop.epoch_loop, "on_advance_end", lambda: self._end_batch(trainer))
-        _then(loop, "on_advance_end", lambda: self._end_step(trainer))
+        draws: _Draws = self._state["draws"]
+        _around(loop.epoch_loop, "on_advance_end", after=lambda: self._end_batch(trainer))
+        _around(loop, "on_advance_end", after=lambda: self._end_step(trainer))
+        _around(loop, "_load_combined_loader_states", before=draws.note_iter)  # called right before it
+        _around(loop.epoch_loop, "on_run_start", before=lambda: _makes_iter(trainer) and draws.note_iter())
+        _around(loop.epoch_loop, "_on_before_fetch", before=draws.note_fetch)
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Go to the position in the data, and restore the generators: setting up the data has drawn from them."""
@@ -120,8 +124,8 @@ class PCcheckCallback(Callback):
             _forget_restart(loop)
         elif batch.completed == batch.ready:
             if not any(hasattr(loader, "load_state_dict") for loader in loop._combined_loader.flattened):
-                _skip(loop, epoch.processed, batch.ready)
-            _then(loop.epoch_loop, "on_run_start", lambda: _forget_restart(loop), once=True)
+                _skip(loop, epoch.processed, batch.ready, self._state["draws"])
+            _around(loop.epoch_loop, "on_run_start", after=lambda: _forget_restart(loop), once=True)
         RNGState().load_state_dict(self._rng)
         self._rng = None
 
@@ -165,7 +169,7 @@ class PCcheckCallback(Callback):
     def _close(self, trainer: Any, error: BaseException | None) -> None:
         engine, self.engine, self._this = self.engine, None, None
         for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop):
-            for name in ("on_advance_end", "on_run_start"):
+            for name in _WRAPPED:
                 vars(loop).pop(name, None)
         assert engine is not None
         with note_closing_failure_on(error), ExitStack() as closing:
@@ -247,6 +251,39 @@ class _Others:
         call._call_lightning_module_hook(trainer, "on_load_checkpoint", checkpoint)
 
 
+class _Draws:
+    """The generators as they were when the epoch's iterator was made, and when the first batch was fetched.
+
+    Then a loader of torch draws its order, and the seeds of its workers.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[str, Any] = {}
+        self._saved: Mapping[str, Any] = {}
+
+    def note_iter(self) -> None:
+        self._states = {"iter": RNGState().state_dict()}
+
+    def note_fetch(self) -> None:
+        if "fetch" not in self._states:
+            self._states["fetch"] = RNGState().state_dict()
+
+    def go_back(self, name: str) -> None:
+        """Put the generators back. The iterator that is made now is that of the saved epoch."""
+        self._states = dict(self._saved)
+        if name in self._saved:
+            RNGState().load_state_dict(self._saved[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._states
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        self._saved = state
+
+
+_WRAPPED: Final = ("on_advance_end", "on_run_start", "_load_combined_loader_states", "_on_before_fetch")
+_UNKNOWN: Final = frozenset({"draws", "rng"})
+"""What a converted file of Lightning does not have."""
 _INSTEAD, _METRICS, _CURRENT = "pccheck_state_dict", "pccheck_metrics", "pccheck_current"
 
 
@@ -259,6 +296,7 @@ def _state(trainer: Any) -> dict[str, Any]:
         "callbacks": _Callbacks(trainer),
         "loops": _Loops(trainer),
         "others": _Others(trainer),
+        "draws": _Draws(),
         "rng": RNGState(),
     }
 
@@ -267,9 +305,9 @@ def _restore(engine: SyncCheckpointEngine, state: dict[str, Any]) -> Restored | 
     try:
         return engine.restore(state)
     except StateMismatchError as error:
-        if error.mismatched or error.unexpected or not all(path.split(".")[0] == "rng" for path in error.missing):
+        if error.mismatched or error.unexpected or not {path.split(".")[0] for path in error.missing} <= _UNKNOWN:
             raise
-        return engine.restore({name: part for name, part in state.items() if name != "rng"})  # of a converted file
+        return engine.restore({name: part for name, part in state.items() if name not in _UNKNOWN})
 
 
 def _replicated(model: Any) -> list[str]:
@@ -290,17 +328,31 @@ def _ends(trainer: Any) -> bool:
     return ended
 
 
-def _then(loop: Any, name: str, after: Callable[[], None], *, once: bool = False) -> None:
-    """Call ``after`` whenever a method of a loop has returned."""
+def _around(
+    loop: Any,
+    name: str,
+    *,
+    before: Callable[[], object] = lambda: None,
+    after: Callable[[], object] = lambda: None,
+    once: bool = False,
+) -> None:
+    """Call ``before`` and ``after`` whenever a method of a loop is called."""
     method = getattr(loop, name)
 
     def run(*arguments: Any) -> None:
+        before()
         method(*arguments)
         if once:
-            delattr(loop, name)
+            setattr(loop, name, method)
         after()
 
     setattr(loop, name, run)
+
+
+def _makes_iter(trainer: Any) -> bool:
+    """Whether the epoch that begins makes an iterator of its own: the first one is made with the loaders."""
+    loop = trainer.fit_loop
+    return trainer.current_epoch > 0 and not loop.is_resuming and not loop.epoch_loop.restarting
 
 
 def _forget_restart(loop: Any) -> None:
@@ -309,11 +361,13 @@ def _forget_restart(loop: Any) -> None:
         each.on_iteration_done()
 
 
-def _skip(loop: Any, epoch: int, batches: int) -> None:
+def _skip(loop: Any, epoch: int, batches: int, draws: _Draws) -> None:
     """Iterate to a position in loaders that have none of their own."""
     for loader in loop._combined_loader.flattened:
         _set_sampler_epoch(loader, epoch)
+    draws.go_back("iter")
     fetcher = iter(loop._data_fetcher)
+    draws.go_back("fetch")
     for _ in range(batches):
         next(fetcher)
     fetcher.fetched = 0  # the loop adds what the epoch has had
