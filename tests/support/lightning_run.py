@@ -170,13 +170,19 @@ def loader_of(kind: str, workers: int) -> Any:
 
 
 def train(
-    folder: Path, kind: str = "resumable", workers: int = 0, *, model: type[Model] = Model, **options: Any
+    folder: Path,
+    kind: str = "resumable",
+    workers: int = 0,
+    *,
+    model: type[Model] = Model,
+    in_flight: int = 2,
+    **options: Any,
 ) -> Callable[[Journal], None]:
     """Return what trains three epochs of six batches in windows of four, with two validations in each."""
 
     def work(journal: Journal) -> None:
         torch.manual_seed(0)
-        saver = PCcheckCallback(folder, interval=1, exit_timeout=1)  # for ranks that died
+        saver = PCcheckCallback(folder, interval=1, max_in_flight=in_flight, exit_timeout=1)  # for ranks that died
         callbacks: list[Any] = [saver, EarlyStopping("validation", patience=100)]
         if model is Model:  # it shards nothing
             callbacks.append(EMAWeightAveraging(decay=0.9))

@@ -49,7 +49,7 @@ class PCcheckCallback(Callback):
     callbacks and the datamodule, what their hooks and those of the module add on saving, the positions of training
     loaders that have a ``state_dict``, and the global generators. It is taken between two batches, after the validation
     that follows the first of them, and not inside a window of gradient accumulation. Loaders without a position are
-    iterated over again, without using the batches.
+    iterated over again up to the batch, with the random numbers that the epoch began with.
 
     Under several ranks each gives the same arguments, and they save one checkpoint together.
 
@@ -105,7 +105,7 @@ class PCcheckCallback(Callback):
         _around(loop.epoch_loop, "on_advance_end", after=lambda: self._end_batch(trainer))
         _around(loop, "on_advance_end", after=lambda: self._end_step(trainer))
         _around(loop, "_load_combined_loader_states", before=draws.note_iter)  # called right before it
-        _around(loop.epoch_loop, "on_run_start", before=lambda: _makes_iter(trainer) and draws.note_iter())
+        _around(loop.epoch_loop, "on_run_start", before=lambda: self._begin_epoch(trainer))
         _around(loop.epoch_loop, "_on_before_fetch", before=draws.note_fetch)
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
@@ -135,6 +135,12 @@ class PCcheckCallback(Callback):
             progress = trainer.fit_loop.epoch_loop.batch_progress
             step = trainer.global_step if pl_module.automatic_optimization else progress.total.ready - 1
             self._this = self._step.enter_context(self.engine.step(self._state, step))
+
+    def _begin_epoch(self, trainer: Any) -> None:
+        """Note the generators, unless the epoch's iterator was made with the loaders or to go to a position."""
+        loop = trainer.fit_loop
+        if trainer.current_epoch > 0 and not loop.is_resuming and not loop.epoch_loop.restarting:
+            self._state["draws"].note_iter()
 
     def _end_batch(self, trainer: Any) -> None:
         loop = trainer.fit_loop.epoch_loop
@@ -347,12 +353,6 @@ def _around(
         after()
 
     setattr(loop, name, run)
-
-
-def _makes_iter(trainer: Any) -> bool:
-    """Whether the epoch that begins makes an iterator of its own: the first one is made with the loaders."""
-    loop = trainer.fit_loop
-    return trainer.current_epoch > 0 and not loop.is_resuming and not loop.epoch_loop.restarting
 
 
 def _forget_restart(loop: Any) -> None:
