@@ -80,7 +80,8 @@ class PCcheckCallback(TrainerCallback):
 
     :meth:`attach` it, instead of passing it in ``callbacks=``. Then ``trainer.train()`` goes on from the newest
     checkpoint in the store, and trains from the beginning where there is none. A folder of the Trainer's own that is
-    given as ``resume_from_checkpoint=`` wins: training goes on from there, and what is saved then is the newest.
+    given as ``resume_from_checkpoint=`` wins: training goes on from there, and what is saved then is the newest. A warning
+    says so where the store holds a later step.
 
     The step of a checkpoint is the Trainer's ``global_step``. Saved are model, optimizer, scheduler, gradient scaler,
     random number generators (of each rank), the position in the data, the TrainerState with its log and best metric,
@@ -215,6 +216,10 @@ class PCcheckCallback(TrainerCallback):
             more: dict[str, Any] = {"group": torch.distributed.group.WORLD} if ranks else {}
             engine = self._make_engine(**more)
             self.engine = self._open.enter_context(engine)
+            latest, step = engine.latest, trainer.state.global_step
+            if resume is not _STORE and latest is not None and latest.step > step:
+                text = "training resumes from %s at step %d, and step %d in %s will be replaced: to keep it, give another store"
+                warnings.warn(text % (resume, step, latest.step, engine.path), stacklevel=2)
             self.engine.attach(trainer.optimizer)
             self._state = _state_of(trainer) | {"rng": self._generators, "trainer": self._progress}
         return self._prepared
@@ -369,8 +374,8 @@ class _Progress:
         """Restore what the Trainer sets before it calls ``on_train_begin``."""
         if self._saved is not None and "unlogged" in self._saved:
             trainer = self._trainer
-            for name, value in self._saved["unlogged"].items():
-                setattr(trainer, name, value)
+            for name in ATTRIBUTES:
+                setattr(trainer, name, self._saved["unlogged"][name])
             trainer._tr_loss = trainer._tr_loss.to(trainer.args.device)
             trainer._total_loss_scalar = -trainer._tr_loss.item()  # what train() returns is of this training alone
 

@@ -54,7 +54,7 @@ class PCcheckCallback(Callback):
     Under several ranks each gives the same arguments, and they save one checkpoint together.
 
     ``fit(ckpt_path=...)`` is refused where the folder holds a checkpoint. The first ``fit`` restores, later ones of the
-    same callback go on with what is in memory. ``fast_dev_run`` saves and restores nothing.
+    same Trainer and module go on with what is in memory. ``fast_dev_run`` saves and restores nothing.
 
     Args:
         folder: Of the store.
@@ -77,7 +77,7 @@ class PCcheckCallback(Callback):
         self._save_last = save_last
         self.engine: SyncCheckpointEngine | None = None
         self.restored: Restored | None = None
-        self._began = False
+        self._of: tuple[Any, LightningModule] | None = None  # whose training is in memory
         self._rng: dict[str, Any] | None = None
         self._state: dict[str, Any] = {}
         self._step = ExitStack()
@@ -96,10 +96,10 @@ class PCcheckCallback(Callback):
         self._state = _state(trainer)
         self.engine = engine.open()
         engine.attach(*trainer.optimizers)
-        if not self._began:
+        if self._of != (trainer, pl_module):
             self.restored = _restore(engine, self._state)
             self._rng = RNGState().state_dict() if self.restored else None
-            self._began = True
+            self._of = trainer, pl_module
         loop = trainer.fit_loop
         draws: _Draws = self._state["draws"]
         _around(loop.epoch_loop, "on_advance_end", after=lambda: self._end_batch(trainer))

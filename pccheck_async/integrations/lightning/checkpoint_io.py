@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from pccheck_async.api import SyncCheckpointEngine, load_sync
+from pccheck_async.api import SyncCheckpointEngine, list_checkpoints, load_sync
 from pccheck_async.engine import PendingCheckpoint
 from pccheck_async.integrations.free_slots import remove_free_slots
 from pccheck_async.medium.folder import sync
@@ -21,6 +21,7 @@ from pccheck_async.medium.folder import sync
 __all__ = ["PCcheckIO"]
 
 _MOST = 2
+_METADATA = {"saved_by": "PCcheckIO"}
 
 
 class PCcheckIO(TorchCheckpointIO):
@@ -47,6 +48,7 @@ class PCcheckIO(TorchCheckpointIO):
 
         Raises:
             TypeError: There are storage options.
+            FileExistsError: The path is a folder of something else, such as the store of a PCcheckCallback.
             CheckpointError: An earlier save failed.
         """
         if storage_options is not None:
@@ -54,13 +56,15 @@ class PCcheckIO(TorchCheckpointIO):
         place = Path(path).absolute()
         self._wait(0 if place in self._unfinished or os.path.lexists(place) else _MOST - 1)
         place.parent.mkdir(parents=True, exist_ok=True)
-        in_place = (place / "store.json").is_file() and not place.is_symlink()  # its commit replaces what it holds
+        in_place = place.is_dir() and not place.is_symlink()  # its commit replaces what it holds
+        if in_place and not _is_own(place):
+            raise FileExistsError(f"{place} is a folder that PCcheckIO did not save, and does not replace")
         store = place if in_place else place.with_name(f".{place.name}.saving")
         if not in_place:
             shutil.rmtree(store, ignore_errors=True)  # of a process that was killed
         engine = SyncCheckpointEngine(store, **self._settings).open()
         try:
-            pending = engine.checkpoint(checkpoint, step=checkpoint.get("global_step"))
+            pending = engine.checkpoint(checkpoint, step=checkpoint.get("global_step"), metadata=_METADATA)
         except BaseException:
             engine.close()
             raise
@@ -70,13 +74,24 @@ class PCcheckIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return what was saved at a path: a folder of this class, or a file of ``torch.save``."""
+        """Return what was saved at a path: a folder of this class, or a file of ``torch.save``.
+
+        With ``weights_only=True`` nothing is unpickled, whatever the settings allow.
+
+        Raises:
+            ValueError: The folder holds no checkpoint of this class.
+        """
         self._wait(0)
         if not os.path.isdir(path):
             loaded: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)
             return loaded
+        if not _is_own(path):
+            raise ValueError(
+                f"{path} is a folder that PCcheckIO did not save; PCcheckCallback resumes from its own by itself"
+            )
         where = "cpu" if map_location is None else map_location
-        return load_sync(path, device=where, allow_pickle=self._settings.get("allow_pickle", False))
+        allow_pickle = not weights_only and self._settings.get("allow_pickle", False)
+        return load_sync(path, device=where, allow_pickle=allow_pickle)
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove what is at a path, once the saves before have become durable."""
@@ -108,6 +123,11 @@ class PCcheckIO(TorchCheckpointIO):
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+
+def _is_own(path: str | Path) -> bool:
+    saved = list_checkpoints(path)
+    return bool(saved) and saved[0].metadata == _METADATA
 
 
 def _finish(engine: SyncCheckpointEngine, pending: PendingCheckpoint, store: Path, place: Path) -> None:
