@@ -57,7 +57,7 @@ def trainer(*callbacks: Any, epochs: int = 1, plugins: Any = None) -> Any:
 
 
 def loader() -> Any:
-    return torch.utils.data.DataLoader(SAMPLES, batch_size=4)
+    return torch.utils.data.DataLoader(SAMPLES, batch_size=4)  # type: ignore[arg-type]
 
 
 def test_a_callback_that_gets_another_trainer_resumes(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ class Hostile:
 def test_weights_only_unpickles_nothing(tmp_path: Path) -> None:
     io = lightning.PCcheckIO(allow_pickle=True)
     io.save_checkpoint({"odd": Hostile(tmp_path / "trace"), "global_step": 1}, tmp_path / "c")
-    with pytest.raises(UnsupportedStateError, match="odd: a pickled .*Hostile"):
+    with pytest.raises(UnsupportedStateError, match=r"odd: a pickled .*Hostile"):
         io.load_checkpoint(tmp_path / "c", weights_only=True)
     assert not (tmp_path / "trace").exists()
     io.load_checkpoint(tmp_path / "c")
@@ -132,7 +132,7 @@ def test_a_folder_that_is_older_than_the_store_is_told(tmp_path: Path) -> None:
             str(tmp_path / "output"), max_steps=steps, per_device_train_batch_size=4, use_cpu=True, report_to=[],
             disable_tqdm=True, save_strategy="steps", save_steps=2, logging_strategy="no",
         )  # fmt: skip
-        made = Trainer(Loss(), arguments, train_dataset=[{"x": x} for x in SAMPLES])  # type: ignore[arg-type]
+        made = Trainer(Loss(), arguments, train_dataset=[{"x": x} for x in SAMPLES])
         transformers.PCcheckCallback(tmp_path / "store").attach(made)
         made.train(**options)
 
