@@ -33,7 +33,7 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 def _quiet(nothing_left_behind: None) -> None: ...
 
 
-class Module(pl.LightningModule):
+class Module(pl.LightningModule):  # type: ignore[name-defined]
     """Notes the steps that it was trained at."""
 
     def __init__(self, width: int = 3) -> None:
