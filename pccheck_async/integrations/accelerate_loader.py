@@ -54,6 +54,11 @@ class AcceleratedLoader(DataLoaderStateMixin):  # type: ignore[misc]
         self._non_blocking = bool(accelerator.non_blocking)
 
     @property
+    def epoch(self) -> int:
+        """The epoch underway, from 0; it ends when an iterator is exhausted."""
+        return self.loader.epoch
+
+    @property
     def batch_size(self) -> int:
         """Samples per batch and rank."""
         return self.loader.batch_size
